@@ -1,0 +1,34 @@
+PYTHON ?= python3
+VENV ?= .venv
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+.PHONY: smoke test report clean
+
+# Benchmark what is here: Stable Diffusion 2 base on every GPU, or the tiny model on a CPU.
+smoke: $(VENV)/installed
+	gpus=$$(python -c 'import torch; print(torch.cuda.device_count())') && \
+	if [ $$gpus -gt 0 ]; then \
+	    composer benchmark.py --use_synth_data --use_ema --batch_size $$((64 * gpus)) --device_train_microbatch_size 8; \
+	else \
+	    composer -n 1 benchmark.py --use_synth_data --use_ema --model_name tiny --image_size 64 --batch_size 4; \
+	fi
+
+test: $(VENV)/tests-installed
+	ruff check .
+	python -m pytest tests
+
+# The README's table and figure of the published benchmark.
+report: $(VENV)/installed
+	python report.py published.csv --figure days.png
+
+$(VENV)/installed: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	python -m pip install -r requirements.txt
+	touch $@
+
+$(VENV)/tests-installed: $(VENV)/installed tests/requirements.txt
+	python -m pip install -r tests/requirements.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV)
