@@ -1,0 +1,312 @@
+"""Claims about report.py, against figures worked out by hand or by numpy."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import report
+
+ROOT = Path(__file__).parents[1]
+PUBLISHED = str(ROOT / 'published.csv')
+IMAGES_PER_SEC = {8: 128.2, 16: 254.0, 32: 485.7, 64: 912.2, 128: 1618.4, 256: 2589.4}
+MINIMAL = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes records, each the changes to a minimal one, and returns the path; None leaves a key out."""
+    def write(*records, name='records.jsonl'):
+        path = tmp_path / name
+        path.write_text(''.join(json.dumps(MINIMAL | record) + '\n' for record in records))
+        return str(path)
+    return write
+
+
+def printed(capsys, *argv):
+    report.main([str(arg) for arg in argv])
+    return capsys.readouterr().out
+
+
+def cells(text):
+    """The rows of every Markdown table in a report, as dicts of heading to text, table by table."""
+    tables = []
+    for block in text.split('\n\n'):
+        if block.startswith('|'):
+            lines = [[cell.strip() for cell in line.strip('|').split('|')] for line in block.splitlines()]
+            tables.append([dict(zip(lines[0], line, strict=True)) for line in lines[2:]])
+    return tables
+
+
+def refusal(capsys, *argv):
+    with pytest.raises(SystemExit) as exit_info:
+        report.main([str(arg) for arg in argv])
+    out, err = capsys.readouterr()
+    assert exit_info.value.code == 2 and out == ''
+    assert err.count('\n') == 1 and err.startswith('report.py: error: ')
+    return err
+
+
+def test_the_published_eight_gpu_row_is_reproduced():
+    assert report.days_to_train(128.2) == pytest.approx(258.85, abs=0.01)
+
+
+# As printed by mosaicml/diffusion-benchmark. Its images/s have one decimal, which leaves its days uncertain by 0.04 %.
+@pytest.mark.parametrize('count, days, hours', [(8, 258.83, 49_696), (16, 130.63, 50_166), (32, 68.33, 52_470),
+                                                (64, 36.38, 55_875), (128, 20.5, 62_987), (256, None, 78_735)])
+def test_days_and_gpu_hours_are_the_published_ones(count, days, hours):
+    speed = IMAGES_PER_SEC[count]
+    assert days is None or report.days_to_train(speed) == pytest.approx(days, rel=4e-4)
+    assert report.gpu_hours(speed, count) == pytest.approx(hours, rel=4e-4)
+    assert report.cost_usd(speed, count) == 2 * report.gpu_hours(speed, count)
+
+
+def test_the_published_days_on_256_gpus_disagree_with_the_published_images_per_second():
+    assert abs(report.days_to_train(IMAGES_PER_SEC[256]) / 12.83 - 1) > 1e-3
+
+
+def test_published_csv_gives_the_published_table(capsys):
+    table, = cells(printed(capsys, PUBLISHED))
+    assert [row['GPUs'] for row in table] == ['8', '16', '32', '64', '128', '256']
+    assert [row['images/s'] for row in table] == ['128.2', '254.0', '485.7', '912.2', '1,618.4', '2,589.4']
+    assert [row['days'] for row in table] == ['258.85', '130.65', '68.32', '36.38', '20.50', '12.82']
+    assert table[0]['cost'] == '$99,400' and table[4]['efficiency'] == '78.9 %'
+    assert [row['notes'] for row in table] == [''] * 5 + ['extrapolated by its source']
+
+
+def test_every_line_of_a_table_is_as_long_as_the_others(capsys):
+    lines = [line for line in printed(capsys, PUBLISHED).splitlines() if line.startswith('|')]
+    assert len(lines) == 8 and len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize('key, value, expected', [
+    ('days', 258.8548, '258.85'), ('images_per_sec', 0.05123, '0.0512'), ('cost_usd', 99400.24, '$99,400'),
+    ('cost_usd', 1.234, '$1.23'), ('scaling_efficiency', 0.789, '78.9 %'), ('notes', 'a | b', r'a \| b')])
+def test_a_figure_keeps_its_decimals_or_three_significant_digits(key, value, expected):
+    assert report.cell(key, value) == expected
+
+
+def test_64_and_128_gpus_are_predicted_from_8_16_and_32_within_1_5_percent(capsys, write):
+    few = write(*({'num_devices': n, 'images_per_sec': IMAGES_PER_SEC[n], 'batch_size': 2048} for n in (8, 16, 32)))
+    table, = cells(printed(capsys, few, '--extrapolate', 128, 64))
+    for row, count in zip(table[3:], (64, 128), strict=True):
+        assert row['notes'] == 'extrapolated' and row['GPUs'] == str(count)
+        assert float(row['images/s'].replace(',', '')) == pytest.approx(IMAGES_PER_SEC[count], rel=0.015)
+
+
+def test_the_row_that_its_source_extrapolated_does_not_enter_the_fit(capsys):
+    text = printed(capsys, PUBLISHED, '--extrapolate', 512)
+    n, seconds = np.array(list(IMAGES_PER_SEC)[:5]), 2048 / np.array(list(IMAGES_PER_SEC.values())[:5])
+    (a, b), *_ = np.linalg.lstsq(np.stack([1 / n, n**0], axis=1) / seconds[:, None], np.ones(5), rcond=None)
+    assert f'step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of 2048, fitted on 8, 16, 32, 64, 128 GPUs' in text
+    worst = max(zip(n, seconds / (a / n + b) - 1, strict=True), key=lambda pair: abs(pair[1]))
+    assert f'worst residual {worst[1]:+.1%} of the images/s, on {worst[0]} GPUs' in text
+
+
+@pytest.mark.parametrize('seconds', [[16, 8, 4.5, 2.4], [16, 8, 4, 2], [16, 7, 3, 1], [2, 2.2, 2.1, 2.5]])
+def test_the_fit_is_the_best_with_a_and_b_not_negative(seconds):
+    counts, seconds = np.array([8, 16, 32, 64]), np.array(seconds)
+    a, b = report.fit_step_seconds(list(counts), list(seconds))
+    assert a >= 0 and b >= 0
+
+    def error(a, b):
+        return (((a / counts + b) / seconds - 1) ** 2).sum(axis=-1)
+    assert error(a, b) <= error(np.linspace(0, 200, 401)[:, None, None], np.linspace(0, 4, 401)[:, None]).min() + 1e-12
+
+
+@pytest.mark.parametrize('counts', [(8,), (8, 16), (8, 8, 8, 16)])
+def test_fewer_than_three_measured_counts_are_not_extrapolated(capsys, write, counts):
+    path = write(*({'num_devices': n, 'images_per_sec': 100.0 * n} for n in counts))
+    assert f'three numbers of GPUs measured in one setting, not {len(set(counts))}' in refusal(
+        capsys, path, '--extrapolate', 64)
+
+
+def test_more_gpus_than_images_in_a_batch_are_not_extrapolated(capsys):
+    assert '--extrapolate 4096' in refusal(capsys, PUBLISHED, '--extrapolate', 4096)
+
+
+def test_repeated_runs_are_one_row_with_median_and_spread(capsys, write):
+    (row,), = cells(printed(capsys, write(*({'images_per_sec': speed, 'seed': speed} for speed in (790, 860, 800)))))
+    assert row['images/s'] == '800.0' and row['notes'] == 'median of 3 runs, 790.0 to 860.0'
+
+
+@pytest.mark.parametrize('key, one, other', [
+    ('device', 'H100', 'H200'), ('image_size', 256, 512), ('batch_size', 1024, 2048), ('precision', 'amp_fp16', 'fp32'),
+    ('use_ema', True, False), ('encoders', 'in_loop', 'none'), ('compile', True, False), ('stage', 'encode', 'train'),
+    ('device_train_microbatch_size', 4, 8), ('versions', {'torch': '2.7.0'}, {'torch': '2.11.0'}),
+    ('num_workers', 8, 4)])
+def test_records_of_different_settings_are_separate_tables(capsys, write, key, one, other):
+    text = printed(capsys, write({key: one}, {key: other}))
+    assert [len(table) for table in cells(text)] == [1, 1]
+    headings = [line for line in text.splitlines() if line.startswith('### ')]
+    assert report.words(one) in headings[0] and report.words(other) in headings[1]
+    assert len(cells(printed(capsys, write({key: one}, {key: one})))[0]) == 1
+
+
+@pytest.mark.parametrize('key', ['num_devices', 'num_nodes', 'date', 'seed', 'command', 'git_commit'])
+def test_records_that_differ_in_no_setting_share_a_table(capsys, write, key):
+    assert len(cells(printed(capsys, write({key: 1}, {key: 2})))) == 1
+
+
+def test_a_microbatch_that_is_all_of_a_devices_share_does_not_split_a_table(capsys, write):
+    runs = [{'batch_size': 64, 'num_devices': n, 'device_train_microbatch_size': m} for n, m in
+            ((4, 8), (8, 8), (16, 4), (4, 2))]
+    tables = cells(printed(capsys, write(*runs)))
+    assert [[row['GPUs'] for row in table] for table in tables] == [['4', '8', '16'], ['4']]
+
+
+def test_compare_has_a_row_a_record_what_differs_and_the_speed_over_the_first(capsys, write):
+    path = write({'compile': False, 'use_ema': True}, {'compile': True, 'use_ema': True, 'images_per_sec': 1000.0})
+    table, = cells(printed(capsys, path, '--compare'))
+    assert [(row['compile'], row['over first']) for row in table] == [('no', '1.00 x'), ('yes', '1.25 x')]
+    assert 'use_ema' not in table[0] and 'device' not in table[0]
+
+
+@pytest.mark.parametrize('status, note', [('failed', 'failed: CUDA out of memory'), ('interrupted', 'interrupted')])
+def test_a_run_that_did_not_end_shows_as_such_and_is_not_averaged(capsys, write, status, note):
+    ended = {'status': status, 'images_per_sec': None, 'error': 'CUDA\nout of memory' if status == 'failed' else None}
+    table, = cells(printed(capsys, write({}, ended, {})))
+    assert [(row['images/s'], row['days']) for row in table] == [('800.0', '41.48'), ('', '')]
+    assert table[1]['notes'] == note and table[0]['notes'].startswith('median of 2 runs')
+
+
+def test_an_interrupted_runs_figures_are_shown_but_not_fitted(capsys, write):
+    path = write({}, {'num_devices': 16}, {'num_devices': 32, 'status': 'interrupted'})
+    assert cells(printed(capsys, path))[0][2]['images/s'] == '800.0'
+    assert 'not 2' in refusal(capsys, path, '--extrapolate', 64)
+
+
+def test_phases_add_up_the_days_of_each_size(capsys, write):
+    at_256 = {'image_size': 256, 'images_per_sec': 3200.0, 'device_train_microbatch_size': 64}
+    path = write({}, at_256, {'num_devices': 16})
+    *_, (row,) = cells(printed(capsys, path, '--phase', '1126400000@256', '--phase', '1740800000@512'))
+    days = 1126400000 / 3200 / 86400 + 1740800000 / 800 / 86400
+    assert row['GPUs'] == '8' and row['days'] == f'{days:.2f}' and row['GPU-hours'] == f'{days * 24 * 8:,.0f}'
+
+
+def test_phases_of_one_size_are_one_phase(capsys, write):
+    *_, (row,) = cells(printed(capsys, write({}), '--phase', '1000000000@512', '--phase', '1867200000@512'))
+    assert row['days'] == row['days at 512 px'] == '41.48'
+
+
+@pytest.mark.parametrize('record', [{'loader_images_per_sec': 32000.0},
+                                    {'stage': 'loader', 'images_per_sec': None, 'loader_images_per_sec': 32000.0}])
+def test_the_loader_is_shown_in_times_the_model(capsys, write, record):
+    path = write({'images_per_sec': 900.0, 'num_devices': 4}, {'images_per_sec': 640.0, 'use_ema': True}, {}, record)
+    assert "40.0 times the model's 800.0" in printed(capsys, path)
+
+
+def test_a_table_that_cannot_be_extrapolated_says_so_below_another_that_can(capsys, write):
+    text = printed(capsys, PUBLISHED, write({}), '--extrapolate', 512)
+    assert '| extrapolated ' in text and '\n--extrapolate: a fit needs three' in text
+
+
+def test_price_and_images_are_flags(capsys):
+    row = cells(printed(capsys, PUBLISHED, '--training_images', 11_076_480, '--dollars_per_gpu_hour', 10))[0][0]
+    assert (row['days'], row['GPU-hours'], row['cost']) == ('1.00', '192', '$1,920')
+
+
+def test_a_csv_of_several_settings_tells_them_and_unfinished_runs_apart(tmp_path, capsys, write):
+    path = write({'use_ema': True}, {'use_ema': False}, {'use_ema': False, 'status': 'failed', 'images_per_sec': None})
+    printed(capsys, path, '--csv', tmp_path / 'table.csv')
+    rows = list(csv.DictReader((tmp_path / 'table.csv').open()))
+    assert [(row['use_ema'], row['days'][:5], row['notes']) for row in rows] == [
+        ('yes', '41.48', ''), ('no', '41.48', ''), ('no', '', 'failed')]
+
+
+def test_the_csv_holds_the_rows_unrounded(tmp_path, capsys):
+    printed(capsys, PUBLISHED, '--csv', tmp_path / 'table.csv', '--extrapolate', 512)
+    text = (tmp_path / 'table.csv').read_text()
+    assert text.splitlines()[0] == ('device,num_devices,images_per_sec,images_per_sec_per_device,scaling_efficiency,'
+                                    'days,gpu_hours,cost_usd,extrapolated')
+    rows = list(csv.DictReader(text.splitlines()))
+    assert [row['extrapolated'] for row in rows] == ['no'] * 5 + ['yes'] * 2
+    assert float(rows[3]['days']) == 2_867_200_000 / 912.2 / 86_400
+    assert float(rows[3]['scaling_efficiency']) == pytest.approx(912.2 / 64 / (128.2 / 8), rel=1e-14)
+
+
+@pytest.mark.parametrize('records', [
+    [{}], [{}, {'num_devices': 16, 'device': 'H100 $1 $2', 'extrapolated': True}, {'status': 'failed'}]])
+def test_the_figure_is_written(tmp_path, capsys, write, records):
+    printed(capsys, write(*records), '--figure', tmp_path / 'days.png')
+    assert (tmp_path / 'days.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_same_records_give_the_same_report_from_jsonl_and_csv_with_a_byte_order_mark(tmp_path, capsys, write):
+    records = report.read_records(PUBLISHED)
+    lines = write(*records)
+    (tmp_path / 'bom.jsonl').write_bytes(b'\xef\xbb\xbf' + Path(lines).read_bytes())
+    texts = {printed(capsys, path) for path in (PUBLISHED, lines, tmp_path / 'bom.jsonl')}
+    assert len(texts) == 1
+
+
+BAD_RECORDS = [
+    ({'images_per_sec': None}, 'no images_per_sec'), ({'device': ''}, 'no device'),
+    ({'num_devices': 0}, 'num_devices 0'),
+    ({'images_per_sec': -1.0}, 'images_per_sec -1'), ({'images_per_sec': float('nan')}, 'images_per_sec nan'),
+    ({'images_per_sec': float('inf')}, 'images_per_sec inf'), ({'images_per_sec': True}, 'images_per_sec True'),
+    ({'images_per_sec': 10**400}, 'images_per_sec inf'), ({'num_devices': 1.5}, 'num_devices 1.5'),
+    ({'images_per_sec': '1,618'}, "images_per_sec '1,618'"), ({'status': 'lost'}, "status 'lost'"),
+    ({'extrapolated': 'perhaps'}, "extrapolated 'perhaps'"), ({'batch_size': -2}, 'batch_size -2'),
+    ({'loader_images_per_sec': 0}, 'loader_images_per_sec 0'), ({'stage': 'loader'}, 'no loader_images_per_sec')]
+
+
+@pytest.mark.parametrize('record, reason', BAD_RECORDS)
+def test_a_bad_record_is_named_by_file_and_line(capsys, write, record, reason):
+    path = write({}, record)
+    assert f'{path}:2: {reason}' in refusal(capsys, path)
+
+
+@pytest.mark.parametrize('name, content, reason', [
+    ('a.jsonl', b'{"device": 1}\nnot json\n', ':1: no num_devices, image_size, images_per_sec'),
+    ('a.jsonl', b'\n\nnot json\n', ':3: '), ('a.jsonl', b'[1]\n', ':1: not one JSON object'),
+    ('a.jsonl', b'[' * 100_000, ':1: '), ('a.jsonl', b'', ': no records'), ('a.csv', b'', ': no records'),
+    ('a.csv', b'device,num_devices\n', ': no records'), ('a.csv', b'device,num_devices\nx,1,2\n', ':2: '),
+    ('a.csv', b'device,num_devices,image_size,images_per_sec\nH200,8,512,\n', ':2: no images_per_sec'),
+    ('a.csv', b'device,num_devices,image_size,images_per_sec\nH200,8,512,inf\n', ':2: images_per_sec inf'),
+    ('a.jsonl', b'\x89PNG\r\n\x1a\n\xff', ': not text')])
+def test_a_bad_file_is_named(tmp_path, capsys, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    assert f'{tmp_path / name}{reason}' in refusal(capsys, tmp_path / name)
+
+
+@pytest.mark.parametrize('argv, reason', [
+    (['missing.jsonl'], 'missing.jsonl: No such file'), (['.'], '.: Is a directory'), ([], 'RECORDS'),
+    ([PUBLISHED, '--training_images', '0'], "--training_images: '0'"),
+    ([PUBLISHED, '--dollars_per_gpu_hour', '-2'], "--dollars_per_gpu_hour: '-2'"),
+    ([PUBLISHED, '--dollars_per_gpu_hour', 'nan'], "--dollars_per_gpu_hour: 'nan'"),
+    ([PUBLISHED, '--extrapolate', '1.5'], "--extrapolate: '1.5'"), ([PUBLISHED, '--phase', 'x@y'], "--phase: 'x@y'"),
+    ([PUBLISHED, '--phase', '1'], "--phase: '1'"), ([PUBLISHED, '--phase', '1@0'], "--phase: '1@0'"),
+    ([PUBLISHED, '--phase', '10@256'], '--phase 10@256: no record at 256 px'),
+    ([PUBLISHED, '--compare', '--extrapolate', '512'], '--compare'),
+    ([PUBLISHED, '--csv', '/missing/table.csv'], '--csv /missing/table.csv: No such file'),
+    ([PUBLISHED, '--figure', '/missing/days.png'], '--figure /missing/days.png: No such file'),
+    ([PUBLISHED, '--figure', 'days.xyz'], "--figure days.xyz: Format 'xyz'"),
+    ([PUBLISHED, '--csv', PUBLISHED], 'would overwrite'), ([PUBLISHED, '--unknown'], '--unknown')])
+def test_a_bad_argument_is_named(capsys, argv, reason):
+    assert reason in refusal(capsys, *argv)
+
+
+def test_phases_that_no_number_of_gpus_has_all_of_are_refused(capsys, write):
+    path = write({}, {'num_devices': 16, 'image_size': 256})
+    assert '256, 512 px' in refusal(capsys, path, '--phase', '1@256', '--phase', '1@512')
+
+
+def test_a_missing_matplotlib_is_one_line(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
+    assert 'pip install matplotlib' in refusal(capsys, PUBLISHED, '--figure', tmp_path / 'days.png')
+
+
+def test_neither_torch_nor_matplotlib_is_imported_for_a_table():
+    code = ('import report, sys; report.main(sys.argv[1:]); '
+            'assert not {"torch", "matplotlib", "numpy"} & {*sys.modules}')
+    subprocess.run([sys.executable, '-c', code, PUBLISHED], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_reader_that_closes_the_pipe_gets_no_traceback():
+    command = f'{sys.executable} report.py {PUBLISHED} | true'
+    assert subprocess.run(['bash', '-c', command], cwd=ROOT, capture_output=True).stderr == b''
