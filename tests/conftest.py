@@ -24,7 +24,8 @@ def encoded(image: Image.Image, format: str = 'JPEG', **options) -> bytes:
 
 
 def write_shards(folder, samples: list[dict], columns=None) -> str:
-    with MDSWriter(out=str(folder), columns=columns or {'jpg': 'bytes', 'caption': 'str'}, size_limit=1 << 14) as writer:
+    columns = columns or {'jpg': 'bytes', 'caption': 'str'}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=1 << 14) as writer:  # several shards
         for sample in samples:
             writer.write(sample)
     return str(folder)

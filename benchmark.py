@@ -1,0 +1,608 @@
+"""Measure how fast Stable Diffusion 2 trains here, and what training it from scratch would cost.
+
+    composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4
+    composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
+    composer -n 1 benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
+"""
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from composer import Callback, ComposerModel, Time, Trainer
+from composer.callbacks import SpeedMonitor
+from composer.core import DataSpec, TimeUnit
+from composer.loggers import WandBLogger
+from composer.optim import ConstantScheduler
+from composer.utils import dist, get_device
+from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from streaming.base.util import clean_stale_shared_memory
+from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import MeanSquaredError
+from transformers import CLIPTextConfig, CLIPTextModel
+
+import report
+from data import (CLIP_VOCABULARY, MDS_COLUMNS, StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader,
+                  build_tokenizer, local_folder, read_index)
+from ema import EMA
+
+SD2_BASE = 'stabilityai/stable-diffusion-2-base'
+NOISE_SCHEDULE = dict(num_train_timesteps=1000, beta_schedule='scaled_linear', beta_start=0.00085, beta_end=0.012,
+                      prediction_type='epsilon', clip_sample=False)
+# Only what differs from the classes' own defaults.
+ARCHITECTURES = {
+    SD2_BASE: {
+        'unet': dict(sample_size=64, block_out_channels=(320, 640, 1280, 1280), cross_attention_dim=1024,
+                     # diffusers calls it attention_head_dim; for this UNet it is the number of heads per stage
+                     attention_head_dim=(5, 10, 20, 20), use_linear_projection=True),
+        'vae': dict(block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=4, sample_size=768,
+                    down_block_types=('DownEncoderBlock2D',) * 4, up_block_types=('UpDecoderBlock2D',) * 4),
+        'text_encoder': dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=23, num_attention_heads=16,
+                             hidden_act='gelu'),
+        'scheduler': NOISE_SCHEDULE,
+    },
+    'tiny': {
+        'unet': dict(sample_size=8, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=64,
+                     attention_head_dim=(2, 4), norm_num_groups=8, use_linear_projection=True,
+                     down_block_types=('CrossAttnDownBlock2D', 'DownBlock2D'),
+                     up_block_types=('UpBlock2D', 'CrossAttnUpBlock2D')),
+        'vae': dict(block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_size=64,
+                    down_block_types=('DownEncoderBlock2D',) * 4, up_block_types=('UpDecoderBlock2D',) * 4),
+        'text_encoder': dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2),
+        'scheduler': NOISE_SCHEDULE,
+    },
+}
+# Dense TFLOP/s in bf16 and fp16, by torch's exact device name: another card of the family has another peak.
+PEAK_TFLOPS = {'NVIDIA A100-SXM4-40GB': 312, 'NVIDIA A100-SXM4-80GB': 312, 'NVIDIA A100-PCIE-40GB': 312,
+               'NVIDIA A100 80GB PCIe': 312, 'NVIDIA H100 80GB HBM3': 989, 'NVIDIA H200': 989, 'NVIDIA B200': 2250}
+HALF = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}
+DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
+GIB = 2 ** 30
+
+
+class StableDiffusion(ComposerModel):
+    """Stable Diffusion for training: the UNet learns, the VAE and the CLIP text encoder are frozen.
+
+    Args:
+        model_name: one of ARCHITECTURES (random weights: they do not change the speed), a local diffusers folder, or a
+            hub name.
+        image_size: height and width in pixels, a multiple of 8.
+        pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet always starts anew.
+        encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
+
+    Raises:
+        ValueError: the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
+    """
+
+    def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
+                 encoder_precision: str = 'fp32'):
+        super().__init__()
+        self.image_size = image_size
+        configs, folder = load_configs(model_name, pretrained)
+        self.scheduler = DDPMScheduler.from_config(configs['scheduler'])
+        self.prediction_type = self.scheduler.config.prediction_type
+        if self.prediction_type not in ('epsilon', 'v_prediction'):
+            raise ValueError(f'--model_name {model_name} has a scheduler with prediction_type {self.prediction_type}; '
+                             'only epsilon and v_prediction can be trained here')
+        self.unet = UNet2DConditionModel.from_config(configs['unet'])
+        if pretrained:
+            self.vae = AutoencoderKL.from_pretrained(folder / 'vae', use_safetensors=True)
+            self.text_encoder = CLIPTextModel.from_pretrained(folder / 'text_encoder', use_safetensors=True)
+        else:
+            self.vae = AutoencoderKL.from_config(configs['vae'])
+            self.text_encoder = CLIPTextModel(CLIPTextConfig(**configs['text_encoder']))
+        for encoder in (self.vae, self.text_encoder):
+            torch.nn.Module.to(encoder.requires_grad_(False).eval(), DTYPES[encoder_precision])
+
+    def train(self, mode: bool = True) -> 'StableDiffusion':
+        """Training mode for the UNet; the frozen encoders stay in eval mode."""
+        super().train(mode)
+        self.vae.eval()
+        self.text_encoder.eval()
+        return self
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prediction and target, each float (B, 4, H/8, W/8).
+
+        Args:
+            batch: `image` float (B, 3, H, W) in [-1, 1] and `caption` int64 (B, 77), on the model's device.
+        """
+        latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
+        noise = torch.randn_like(latents)
+        timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)
+        noised = self.scheduler.add_noise(latents, noise, timesteps)
+        target = noise if self.prediction_type == 'epsilon' else self.scheduler.get_velocity(latents, noise, timesteps)
+        return self.unet(noised, timesteps, text).sample, target
+
+    @torch.no_grad()
+    def encode(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
+        autocast = torch.is_autocast_enabled(batch['image'].device.type) and self.vae.dtype == torch.float32
+        with torch.autocast(batch['image'].device.type, enabled=autocast):
+            moments = self.vae.encode(batch['image'].to(self.vae.dtype)).latent_dist.parameters  # (B, 8, H/8, W/8)
+            text = self.text_encoder(batch['caption'])[0]
+        latents = DiagonalGaussianDistribution(moments.float()).sample() * self.vae.config.scaling_factor
+        return latents, text.float()
+
+    def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Mean squared error, in float32."""
+        prediction, target = outputs
+        return F.mse_loss(prediction.float(), target)
+
+    def eval_forward(self, batch: dict[str, torch.Tensor], outputs=None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self(batch) if outputs is None else outputs
+
+    def get_metrics(self, is_train: bool) -> dict:
+        return {} if is_train else {'MeanSquaredError': MeanSquaredError()}
+
+    def update_metric(self, batch, outputs: tuple[torch.Tensor, torch.Tensor], metric) -> None:
+        prediction, target = outputs
+        metric.update(prediction.float().flatten(), target.flatten())
+
+    @cached_property
+    def flops_per_image(self) -> dict[str, int]:
+        """FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; counted on no data."""
+        with torch.device('meta'):
+            unet, vae = (type(m).from_config(m.config) for m in (self.unet, self.vae))
+            text_encoder = CLIPTextModel(self.text_encoder.config)
+            image = torch.empty(1, 3, self.image_size, self.image_size)
+            caption = torch.empty(1, self.text_encoder.config.max_position_embeddings, dtype=torch.long)
+            timestep = torch.empty(1, dtype=torch.long)
+        with torch.no_grad():
+            vae_flops, posterior = count_flops(lambda: vae.encode(image).latent_dist)
+            text_flops, output = count_flops(lambda: text_encoder(caption))
+        unet_flops, _ = count_flops(lambda: unet(posterior.mean, timestep, output[0]).sample.sum().backward())
+        return {'unet': unet_flops, 'vae': vae_flops, 'text_encoder': text_flops}
+
+    def flops_per_batch(self, batch: dict[str, torch.Tensor]) -> int:
+        """FLOPs of a training batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""
+        return len(batch['caption']) * sum(self.flops_per_image.values())
+
+
+def count_flops(run):
+    """FLOPs of a call by torch's own counter, and what the call returned."""
+    with FlopCounterMode(display=False) as counter:
+        result = run()
+    return counter.get_total_flops(), result
+
+
+def load_configs(model_name: str, pretrained: bool = False) -> tuple[dict[str, dict], Path | None]:
+    """The configurations of a model by part, and its folder if it has one.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if model_name in ARCHITECTURES and not pretrained:
+        return ARCHITECTURES[model_name], None
+    weights = ['vae/diffusion_pytorch_model.safetensors', 'text_encoder/model.safetensors'] if pretrained else []
+    try:
+        folder = local_folder(model_name, ['*/config.json', '*/scheduler_config.json', *weights])
+    except ValueError as error:
+        raise ValueError(f'--model_name {error}') from None
+    files = {part: folder / part / ('scheduler_config.json' if part == 'scheduler' else 'config.json')
+             for part in ('unet', 'vae', 'text_encoder', 'scheduler')}
+    try:
+        return {part: json.loads(file.read_text()) for part, file in files.items()}, folder
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f'--model_name {model_name} is not a diffusers model ({error}); it needs the folders '
+                         'unet, vae, text_encoder and scheduler') from None
+
+
+def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
+    """Ways to train the same model faster or in less memory; a record names every one of them."""
+    if args.channels_last:
+        model.unet.to(memory_format=torch.channels_last)
+        model.vae.to(memory_format=torch.channels_last)
+    if args.attention == 'xformers':
+        model.unet.enable_xformers_memory_efficient_attention()
+        model.vae.enable_xformers_memory_efficient_attention()
+    if args.gradient_checkpointing:
+        model.unet.enable_gradient_checkpointing()
+    if args.compile:  # in place, so that the names in checkpoints stay
+        model.unet.compile(dynamic=False)
+        model.vae.encoder.compile(dynamic=False)
+
+
+class Measurement(Callback):
+    """Wall clock of every batch after the warm-up, and of the wait for its data, on this rank.
+
+    Composer reads the loss on the CPU before BATCH_END, so that the device has finished the batch by then.
+
+    Args:
+        warmup_batches: not in any figure.
+        measure_batches: the most that are measured.
+    """
+
+    def __init__(self, warmup_batches: int, measure_batches: int):
+        self.warmup_batches, self.last_batch = warmup_batches, warmup_batches + measure_batches
+        self.batch_seconds: list[float] = []
+        self.wait_seconds: list[float] = []
+        self.samples = 0  # of all ranks
+        self.loss: float | None = None
+        self._asked: float | None = None
+
+    def fit_start(self, state, logger) -> None:
+        self._previous_end = time.perf_counter()
+
+    def before_dataloader(self, state, logger) -> None:
+        if self._asked is None:  # at an epoch's end the loader is asked twice
+            self._asked = time.perf_counter()
+
+    def after_dataloader(self, state, logger) -> None:
+        self._waited, self._asked = time.perf_counter() - self._asked, None
+
+    def batch_end(self, state, logger) -> None:
+        now, batch = time.perf_counter(), state.timestamp.batch.value
+        if self.warmup_batches < batch <= self.last_batch:
+            self.batch_seconds.append(now - self._previous_end)
+            self.wait_seconds.append(self._waited)
+            self.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
+            self.loss = state.total_loss_dict.get('loss/train/total')
+        elif torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # the search for a microbatch size fills the memory
+        self._previous_end = now
+
+
+def figures(measurement: Measurement) -> dict[str, float | int | None]:
+    """The record's figures, over all ranks: a batch takes as long as on its slowest rank.
+
+    Raises:
+        ValueError: no batch was measured.
+    """
+    if not measurement.batch_seconds:
+        raise ValueError('no batch was measured: the run ended within --warmup_batches '
+                         f'{measurement.warmup_batches}; raise --max_duration or lower --warmup_batches')
+    ranks = dist.all_gather_object((measurement.batch_seconds, measurement.wait_seconds, peak_memory_gib()))
+    seconds = np.array([rank[0] for rank in ranks])  # (ranks, batches)
+    waits = np.array([rank[1] for rank in ranks])
+    slowest = seconds.max(axis=0)
+    third = len(slowest) // 3
+    images_per_sec = measurement.samples / seconds.sum(axis=1).max()
+    return {
+        'images_per_sec': images_per_sec,
+        'images_per_sec_per_device': images_per_sec / len(ranks),
+        'batch_seconds_median': float(np.median(slowest)),
+        'batch_seconds_p10': float(np.percentile(slowest, 10)),
+        'batch_seconds_p90': float(np.percentile(slowest, 90)),
+        'drift': float(slowest[:third].sum() / slowest[-third:].sum() - 1) if third else None,
+        'data_wait_fraction': float((waits.sum(axis=1) / seconds.sum(axis=1)).max()),
+        'peak_memory_gib': max(rank[2] for rank in ranks),
+        'measured_batches': len(slowest),
+        'loss': measurement.loss,
+    }
+
+
+def loader_figures(data: DataSpec, args: argparse.Namespace) -> dict[str, float]:
+    """Throughput of the loader alone, over all ranks: the batches after the warm-up, as fast as they come."""
+    batches = itertools.chain.from_iterable(itertools.repeat(data.dataloader))  # epoch after epoch
+    for _ in range(args.warmup_batches):
+        next(batches)
+    start = time.perf_counter()
+    images = sum(len(next(batches)['image']) for _ in range(args.measure_batches))
+    ranks = dist.all_gather_object((images, time.perf_counter() - start))
+    images_per_sec = sum(images for images, _ in ranks) / max(seconds for _, seconds in ranks)
+    return {'loader_images_per_sec': images_per_sec, 'measured_batches': args.measure_batches,
+            'loader_images_per_sec_per_worker': images_per_sec / (len(ranks) * max(1, args.num_workers))}
+
+
+def peak_memory_gib() -> float:
+    """Most memory this rank took: reserved on its GPU, or resident on the host where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, once: on rank 0, unless another rank is alone in its error."""
+
+    def error(self, message: str):
+        rank = dist.get_global_rank()
+        if rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how a launcher ends this rank when rank 0 has spoken
+            time.sleep(10)
+            message = f'rank {rank}: {message}'
+        print(f'{self.prog}: error: {message}', file=sys.stderr)
+        sys.exit(2)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'{text} is not a whole number above 0')
+    return int(text)
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog='benchmark.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, switch = parser.add_argument, argparse.BooleanOptionalAction
+    add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
+    add('--image_size', type=count, default=512, help='height and width in pixels (default: 512)')
+    add('--remote', help='MDS shards to train on: a folder or an object store, as convert.py writes them')
+    add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in place)')
+    add('--use_synth_data', action='store_true', help='train on random images that cost nothing to load')
+    add('--model_name', default=SD2_BASE, help=f'{", ".join(ARCHITECTURES)}, a diffusers folder or a hub name '
+        f'(default: {SD2_BASE}, whose architecture is built in)')
+    add('--pretrained', action='store_true', help='load the weights of the VAE and the text encoder from --model_name')
+    add('--tokenizer', help="folder or hub name (default: CLIP's own, from the package open_clip_torch)")
+    add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet, half-life 1000 batches')
+    add('--device_train_microbatch_size', metavar='N', help="images that go through the model at once; must divide the "
+        "device's share of the batch (default: auto, Composer's search; on a CPU the whole share)")
+    add('--precision', choices=list(HALF), help='of the UNet (default: amp_bf16 on a GPU that has it, amp_fp16 on '
+        'another GPU, fp32 on a CPU)')
+    add('--encoder_precision', choices=list(DTYPES), help='of the frozen encoders; fp32 leaves them to --precision '
+        '(default: the half precision of --precision)')
+    add('--channels_last', action=switch, default=torch.cuda.is_available(), help='memory format of the convolutions '
+        '(default: on where there is a GPU)')
+    add('--attention', choices=['sdpa', 'xformers'], default='sdpa', help="torch's attention, or the package xformers'")
+    add('--compile', action=switch, default=False, help='compile the UNet and the VAE encoder (takes minutes to start)')
+    add('--gradient_checkpointing', action=switch, default=False, help='less memory, about a third more arithmetic')
+    add('--fused_optimizer', action=switch, default=True, help='AdamW in one kernel (default: on)')
+    add('--loader_only', action='store_true', help='measure the loader alone, without a model')
+    add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
+    add('--measure_batches', type=count, default=20, help='batches that are measured (default: 20)')
+    add('--max_duration', help="length of the run, such as 5000ba or 2ep (default: warm-up and measured batches)")
+    add('--num_workers', type=int, help='processes that decode images, per device (default: up to 8 of its CPU cores)')
+    add('--seed', type=int, default=17, help='of weights, noise and shuffle (default: 17)')
+    add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
+    add('--wandb_name', help='log to Weights & Biases under this name')
+    add('--wandb_project', help='log to this project of Weights & Biases')
+    add('--training_images', type=count, default=report.TRAINING_IMAGES, help='images of the whole training, for its '
+        f'cost (default: {report.TRAINING_IMAGES})')
+    add('--dollars_per_gpu_hour', type=float, default=report.DOLLARS_PER_GPU_HOUR, help='price, for the cost '
+        f'(default: {report.DOLLARS_PER_GPU_HOUR})')
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Fill in what depends on the machine, and refuse what cannot run.
+
+    Raises:
+        ValueError: naming the flag, its value and the remedy.
+    """
+    gpu, world_size = torch.cuda.is_available(), dist.get_world_size()
+    if bool(args.remote) == args.use_synth_data:
+        raise ValueError('give one of --remote and --use_synth_data' + (', not both' if args.remote else ''))
+    if gpu and dist.get_local_world_size() > torch.cuda.device_count():
+        raise ValueError(f'composer -n {dist.get_local_world_size()} is more than the {torch.cuda.device_count()} GPUs '
+                         'of this machine')
+    if args.image_size % 8:
+        raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {args.image_size // 8 * 8 or 8}')
+    if args.batch_size % world_size:
+        raise ValueError(f'--batch_size {args.batch_size} does not divide over {world_size} devices; '
+                         f'use {args.batch_size // world_size * world_size or world_size}')
+    device_batch = args.batch_size // world_size
+    microbatch = args.device_train_microbatch_size or ('auto' if gpu else device_batch)
+    if microbatch == 'auto' and not gpu:
+        raise ValueError('--device_train_microbatch_size auto needs a GPU; give a number')
+    if microbatch != 'auto':
+        if not str(microbatch).isdecimal() or not 0 < int(microbatch) <= device_batch or device_batch % int(microbatch):
+            raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
+                             f'that each of {world_size} devices gets of --batch_size {args.batch_size}')
+        microbatch = int(microbatch)
+    args.device_train_microbatch_size = microbatch
+    half = ('amp_bf16' if torch.cuda.is_bf16_supported() else 'amp_fp16') if gpu else 'fp32'
+    args.precision = args.precision or half
+    args.encoder_precision = args.encoder_precision or HALF[args.precision]
+    if args.precision == 'amp_fp16' and not gpu:
+        raise ValueError('--precision amp_fp16 needs a GPU; use amp_bf16 or fp32')
+    if args.attention == 'xformers' and not (gpu and importlib.util.find_spec('xformers')):
+        raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
+    if args.num_workers is None:
+        cores = len(os.sched_getaffinity(0)) // dist.get_local_world_size()
+        args.num_workers = max(1, min(8, cores)) if args.remote else 0
+    args.max_duration = args.max_duration or f'{args.warmup_batches + args.measure_batches}ba'
+    try:
+        duration = Time.from_timestring(args.max_duration)
+    except (ValueError, KeyError):
+        raise ValueError(f'--max_duration {args.max_duration} is not a time such as 5000ba or 2ep') from None
+    if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
+        raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+    if dist.get_global_rank() == 0:
+        check_writable(args.results)
+
+
+def check_writable(path: str) -> None:
+    """Say before the run, not after it, that a record cannot be appended to --results."""
+    try:
+        with open(path, 'a'):
+            pass
+    except OSError as error:
+        raise ValueError(f'--results {path} cannot be written: {error.strerror}; name another file') from None
+
+
+def build_data(args: argparse.Namespace, vocab_size: int) -> DataSpec:
+    """The loader of --remote or --use_synth_data.
+
+    Raises:
+        ValueError: the remote or the tokenizer is not there or does not fit.
+    """
+    device_batch = args.batch_size // dist.get_world_size()
+    if args.use_synth_data:
+        dataset = SyntheticImageCaptionDataset(args.image_size, max(100_000, args.batch_size), vocab_size,
+                                               seed=args.seed + dist.get_global_rank())
+        return build_loader(dataset, device_batch, num_workers=0)
+    try:
+        samples, columns = read_index(args.remote)
+    except ValueError as error:
+        raise ValueError(f'--remote {args.remote} {error}') from None
+    if missing := sorted(set(MDS_COLUMNS) - set(columns)):
+        raise ValueError(f'--remote {args.remote} lacks the columns {", ".join(missing)}; it has {", ".join(columns)}')
+    if samples < args.batch_size:
+        raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}')
+    try:
+        tokenizer = build_tokenizer(args.tokenizer)
+    except ValueError as error:
+        raise ValueError(f'--tokenizer {error}') from None
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ValueError(f'--tokenizer {args.tokenizer} has {tokenizer.get_vocab_size()} tokens, more than the '
+                         f'{vocab_size} of the text encoder of --model_name {args.model_name}')
+    clean_stale_shared_memory()
+    dataset = StreamingLAIONDataset(args.remote, args.local, args.image_size, batch_size=device_batch, shuffle=True,
+                                    shuffle_seed=args.seed)
+    return build_loader(dataset, device_batch, args.num_workers, tokenizer)
+
+
+def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Measurement) -> Trainer:
+    """Composer's Trainer with the benchmark's recipe: AdamW over the UNet alone, a constant schedule, EMA if asked."""
+    optimizer = torch.optim.AdamW(model.unet.parameters(), lr=1e-4, weight_decay=0.001, fused=args.fused_optimizer)
+    peak = peak_tflops(args.precision)
+    wandb = [WandBLogger(project=args.wandb_project, name=args.wandb_name)] \
+        if args.wandb_name or args.wandb_project else []
+    return Trainer(
+        model=model,
+        train_dataloader=data,
+        optimizers=optimizer,
+        schedulers=ConstantScheduler(),
+        algorithms=[EMA()] if args.use_ema else [],
+        callbacks=[measurement, SpeedMonitor(min(10, args.measure_batches), (peak or 0) * 1e12)],
+        loggers=wandb,
+        max_duration=args.max_duration,
+        precision=args.precision,
+        device_train_microbatch_size=args.device_train_microbatch_size,
+        seed=args.seed,
+    )
+
+
+def peak_tflops(precision: str) -> int | None:
+    """Dense peak of this GPU; None where it is not known, or for fp32."""
+    if precision == 'fp32' or not torch.cuda.is_available():
+        return None
+    return PEAK_TFLOPS.get(torch.cuda.get_device_name())
+
+
+def train_figures(args: argparse.Namespace, model: StableDiffusion, measurement: Measurement, trainer: Trainer) -> dict:
+    """The figures of a training run."""
+    measured = figures(measurement)
+    tflops_per_image = sum(model.flops_per_image.values()) / 1e12
+    tflops_per_sec = measured['images_per_sec_per_device'] * tflops_per_image
+    peak = peak_tflops(args.precision)
+    return {**measured, 'tflops_per_image': tflops_per_image, 'tflops_per_sec_per_device': tflops_per_sec,
+            'mfu': tflops_per_sec / peak if peak else None}
+
+
+def settings(args: argparse.Namespace) -> dict:
+    """What explains a record's figures: when, what, where, and every setting that bears on speed."""
+    flags = ['model_name', 'pretrained', 'image_size', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
+    if not args.loader_only:
+        flags += ['device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema', 'channels_last',
+                  'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration']
+    return {
+        'stage': 'loader' if args.loader_only else 'train',
+        'status': 'complete',
+        'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        'command': shlex.join(sys.argv),
+        'git_commit': git_commit(),
+        'device': torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
+        'num_devices': dist.get_world_size(),
+        'num_nodes': dist.get_world_size() // dist.get_local_world_size(),
+        **{flag: getattr(args, flag) for flag in flags},
+        'dataset': 'synthetic' if args.use_synth_data else 'streaming',
+        'encoders': 'in_loop',
+        'versions': versions(),
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of this program, marked where files differ from it; None outside a git checkout."""
+    try:
+        return subprocess.run(['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*'], check=True,
+                              cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture where Linux does not say."""
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        return next(line.split(':', 1)[1].strip() for line in lines if line.startswith('model name'))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Python, CUDA and the libraries that bear on speed; None where one is not installed."""
+    found = {'python': platform.python_version(), 'cuda': torch.version.cuda}
+    for package in ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers'):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def summary(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
+    """The record for people; three significant digits or whole units."""
+    speed, devices = record['images_per_sec'], record['num_devices']
+    days, hours = report.days_to_train(speed, num_images), report.gpu_hours(speed, devices, num_images)
+    rows = {
+        'images/s': f'{speed:.4g} on {devices} x {record["device"]}, {record["images_per_sec_per_device"]:.4g} each',
+        'batch': f'{record["batch_seconds_median"]:.3g} s median of {record["measured_batches"]}, 10th to 90th '
+                 f'percentile {record["batch_seconds_p10"]:.3g} to {record["batch_seconds_p90"]:.3g} s',
+        'drift': '-' if record['drift'] is None else f'{record["drift"]:+.1%} from the first to the last third',
+        'wait for data': f'{record["data_wait_fraction"]:.1%} of the time',
+        'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
+        'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, '
+                      + (f'{record["mfu"]:.1%} of the peak' if record['mfu'] else 'peak of this device not known'),
+        'full training': f'training on {num_images:,} images would take {days:,.1f} days on these {devices} GPUs, '
+                         f'{hours:,.0f} GPU-hours, ${hours * dollars_per_gpu_hour:,.0f}',
+    }
+    return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
+
+
+def finish(record: dict, text: str, path: str) -> dict:
+    """On rank 0: print the summary, append the record to `path`, and print it as the last line."""
+    if dist.get_global_rank() == 0:
+        line = json.dumps(record)
+        with open(path, 'a') as file:
+            file.write(line + '\n')
+        print(text, line, sep='\n')
+    return record
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Run the benchmark; returns its record."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    device = get_device()
+    try:
+        check(args)
+        dist.initialize_dist(device)
+        configs, _ = load_configs(args.model_name, args.pretrained)
+        data = build_data(args, vocab_size=configs['text_encoder'].get('vocab_size', CLIP_VOCABULARY))
+        if args.loader_only:
+            record = settings(args) | loader_figures(data, args)
+            return finish(record, f'loader {record["loader_images_per_sec"]:.4g} images/s', args.results)
+        torch.manual_seed(args.seed)
+        with torch.device(device._device):  # weights are made where they are used
+            model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision)
+    except ValueError as error:
+        parser.error(str(error))
+    apply_switches(model, args)
+    measurement = Measurement(args.warmup_batches, args.measure_batches)
+    trainer = build_trainer(args, model, data, measurement)
+    trainer.fit()
+    args.device_train_microbatch_size = trainer.state.device_train_microbatch_size  # what auto found
+    record = settings(args) | train_figures(args, model, measurement, trainer)
+    trainer.close()
+    return finish(record, summary(record, args.training_images, args.dollars_per_gpu_hour), args.results)
+
+
+if __name__ == '__main__':
+    main()
