@@ -458,16 +458,20 @@ def build_data(args: argparse.Namespace, vocab_size: int) -> DataSpec:
     return build_loader(dataset, device_batch, args.num_workers, tokenizer)
 
 
+def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """AdamW over the UNet alone: the frozen encoders need no optimizer."""
+    return torch.optim.AdamW(model.unet.parameters(), lr=1e-4, weight_decay=0.001, fused=args.fused_optimizer)
+
+
 def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Measurement) -> Trainer:
-    """Composer's Trainer with the benchmark's recipe: AdamW over the UNet alone, a constant schedule, EMA if asked."""
-    optimizer = torch.optim.AdamW(model.unet.parameters(), lr=1e-4, weight_decay=0.001, fused=args.fused_optimizer)
+    """Composer's Trainer with the benchmark's recipe."""
     peak = peak_tflops(args.precision)
     wandb = [WandBLogger(project=args.wandb_project, name=args.wandb_name)] \
         if args.wandb_name or args.wandb_project else []
     return Trainer(
         model=model,
         train_dataloader=data,
-        optimizers=optimizer,
+        optimizers=build_optimizer(model, args),
         schedulers=ConstantScheduler(),
         algorithms=[EMA()] if args.use_ema else [],
         callbacks=[measurement, SpeedMonitor(min(10, args.measure_batches), (peak or 0) * 1e12)],

@@ -1,0 +1,84 @@
+"""The streamed loader in one process, 256 px JPEGs for training at 512 px, against the original's way.
+
+    python benchmarks/loader.py [FOLDER_OF_MDS_SHARDS]     # default: made here, 20 KB an image
+
+The original's way: Pillow decodes, resizes to 512 px and ToTensor makes floats on the CPU, and the slow tokenizer is
+called once a sample. Both run on one thread, in turn; the ratio comes last.
+"""
+import io
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+from PIL import Image
+from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+from torchvision import transforms
+from transformers import CLIPTokenizer
+
+from data import MDS_COLUMNS, StreamingLAIONDataset, build_loader, build_tokenizer, clip_tokenizer
+
+IMAGE_SIZE, STORED_SIZE, BATCH_SIZE, NUM_SAMPLES = 512, 256, 32, 512
+
+
+class OriginalDataset(StreamingDataset):
+    """As mosaicml/diffusion-benchmark reads a sample."""
+
+    def __init__(self, local: str, tokenizer: CLIPTokenizer):
+        super().__init__(local=local, batch_size=BATCH_SIZE)
+        self.tokenizer = tokenizer
+        self.transform = transforms.Compose([transforms.Resize((IMAGE_SIZE, IMAGE_SIZE)), transforms.ToTensor()])
+
+    def __getitem__(self, index: int) -> dict:
+        sample = super().__getitem__(index)
+        image = self.transform(Image.open(io.BytesIO(sample['jpg'])).convert('RGB'))
+        ids = self.tokenizer(sample['caption'], padding='max_length', max_length=77, truncation=True)['input_ids']
+        return {'image': image, 'caption': torch.tensor(ids)}
+
+
+def write_photographs(folder: str) -> None:
+    """Random pictures with the detail of photographs: noise at every scale, the coarser the stronger."""
+    random = np.random.default_rng(0)
+    words = 'a photo of the old red house by sea with two dogs and their small boat under grey sky'.split()
+    with MDSWriter(out=folder, columns=MDS_COLUMNS) as writer:
+        for _ in range(NUM_SAMPLES):
+            picture = np.zeros((STORED_SIZE, STORED_SIZE, 3))
+            for size in (4, 16, 64, 256):
+                noise = Image.fromarray(random.integers(0, 256, (size, size, 3), dtype=np.uint8))
+                picture += np.asarray(noise.resize((STORED_SIZE, STORED_SIZE), Image.BICUBIC), float) / size ** 0.5
+            picture = Image.fromarray(np.uint8((picture - picture.min()) * 255 / np.ptp(picture)))
+            buffer = io.BytesIO()
+            picture.save(buffer, 'JPEG', quality=88)
+            writer.write({'jpg': buffer.getvalue(), 'caption': ' '.join(random.choice(words, 14))})
+
+
+def images_per_sec(loader) -> float:
+    start = time.perf_counter()
+    images = sum(len(batch['image']) for batch in loader)
+    return images / (time.perf_counter() - start)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        shards = sys.argv[1] if len(sys.argv) > 1 else f'{folder}/shards'
+        if len(sys.argv) == 1:
+            write_photographs(shards)
+        clip_tokenizer().model.save(folder)  # vocab.json and merges.txt
+        slow = CLIPTokenizer.from_pretrained(folder, pad_token='!')
+        original = StreamingDataLoader(OriginalDataset(shards, slow), batch_size=BATCH_SIZE)
+        ours = build_loader(StreamingLAIONDataset(shards, image_size=IMAGE_SIZE, batch_size=BATCH_SIZE), BATCH_SIZE, 0,
+                            build_tokenizer()).dataloader
+        speeds = [(images_per_sec(original), images_per_sec(ours)) for _ in range(5)]
+    their_median, our_median = (statistics.median(column) for column in zip(*speeds, strict=True))
+    print(f'the original\'s way {their_median:.0f} images/s   here {our_median:.0f} images/s')
+    print(f'loader ratio {our_median / their_median:.1f}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,56 @@
+"""A full SD2-base training step on the CPU (64 px, batch 4, microbatch 2, fp32, EMA), against the original's recipe.
+
+    python benchmarks/step.py [ROUNDS]     # needs 22 GB; about 3 minutes a round
+
+The original's recipe: AdamW over all parameters, not fused, and Composer's own EMA. The recipes take turns, each in a
+process of its own since two full models do not fit; the ratio comes last.
+"""
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+FLAGS = ['--use_synth_data', '--use_ema', '--image_size', '64', '--batch_size', '4', '--device_train_microbatch_size',
+         '2', '--precision', 'fp32', '--warmup_batches', '1', '--measure_batches', '3', '--results', '/dev/null']
+
+
+def run(recipe: str) -> dict:
+    """The record of one run, in this process."""
+    import composer.algorithms
+    import torch
+
+    import benchmark
+    if recipe == 'original':
+        def optimizer(model, args):
+            return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.001)
+        benchmark.build_optimizer, benchmark.EMA = optimizer, composer.algorithms.EMA
+    return benchmark.main(FLAGS)
+
+
+def measure(recipe: str) -> dict:
+    """The record of one run, in a process of its own."""
+    child = subprocess.run([sys.executable, __file__, recipe], capture_output=True, text=True)
+    if child.returncode:
+        sys.exit(child.stderr)
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    records = {recipe: [] for recipe in ('original', 'here')}
+    for _ in range(rounds):
+        for recipe in records:
+            records[recipe].append(measure(recipe))
+    medians = {}
+    for recipe, found in records.items():
+        medians[recipe] = statistics.median(record['batch_seconds_median'] for record in found)
+        peak = max(record['peak_memory_gib'] for record in found)
+        print(f'{recipe:<9} {medians[recipe]:6.2f} s a step, peak memory {peak:5.2f} GiB')
+    print(f'step ratio {medians["original"] / medians["here"]:.2f}')
+
+
+if __name__ == '__main__':
+    run(sys.argv[1]) if sys.argv[1:] in (['original'], ['here']) else main()
