@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-.PHONY: smoke test report clean
+.PHONY: smoke test bench report clean
 
 # Benchmark what is here: Stable Diffusion 2 base on every GPU, or the tiny model on a CPU.
 smoke: $(VENV)/installed
@@ -16,6 +16,12 @@ smoke: $(VENV)/installed
 test: $(VENV)/tests-installed
 	ruff check .
 	python -m pytest tests
+
+# Ratios on the CPU: loader, EMA and a full step against the original's recipe; needs 22 GB and about 8 minutes.
+bench: $(VENV)/installed
+	python benchmarks/loader.py
+	python benchmarks/ema.py
+	python benchmarks/step.py
 
 # The README's table and figure of the published benchmark.
 report: $(VENV)/installed

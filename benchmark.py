@@ -564,8 +564,9 @@ def summary(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
         'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, '
                       + (f'{record["mfu"]:.1%} of the peak' if record['mfu'] else 'peak of this device not known'),
-        'full training': f'training on {num_images:,} images would take {days:,.1f} days on these {devices} GPUs, '
-                         f'{hours:,.0f} GPU-hours, ${hours * dollars_per_gpu_hour:,.0f}',
+        'full training': f'training on {num_images:,} images would take {days:,.1f} days on '
+                         + (f'these {devices} GPUs' if devices > 1 else 'this GPU')
+                         + f', {hours:,.0f} GPU-hours, ${hours * dollars_per_gpu_hour:,.0f}',
     }
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
 

@@ -1,0 +1,89 @@
+"""Every switch trains the same model: loss and gradients of `tiny` against plain float32, from the same seed."""
+import pytest
+import torch
+
+import benchmark
+from benchmark import StableDiffusion, apply_switches, build_parser, check
+from data import build_tokenizer, collate, decode_image, normalize
+
+
+@pytest.fixture(scope='module')
+def batch(samples) -> dict[str, torch.Tensor]:
+    stored = [{'image': decode_image(sample['jpg']), 'caption': sample['caption']} for sample in samples[:4]]
+    return normalize(collate(stored, build_tokenizer(), 64), 64)
+
+
+def loss_and_gradients(batch, argv: list[str]) -> tuple[float, dict[str, torch.Tensor]]:
+    args = build_parser().parse_args(['--use_synth_data', '--model_name', 'tiny', '--image_size', '64', *argv])
+    check(args)
+    torch.manual_seed(0)
+    model = StableDiffusion('tiny', 64, encoder_precision=args.encoder_precision).train()
+    apply_switches(model, args)
+    torch.manual_seed(1)
+    with torch.autocast('cpu', torch.bfloat16, enabled=args.precision == 'amp_bf16'):
+        loss = model.loss(model(batch), batch)
+    loss.backward()
+    return float(loss), {name: parameter.grad for name, parameter in model.unet.named_parameters()}
+
+
+@pytest.fixture(scope='module')
+def plain(batch):
+    return loss_and_gradients(batch, ['--no-channels_last', '--results', '/dev/null'])
+
+
+@pytest.mark.parametrize('argv, tolerance', [
+    (['--channels_last'], 1e-4),
+    (['--gradient_checkpointing'], 1e-5),
+    (['--compile'], 1e-4),
+    (['--encoder_precision', 'bf16'], 0.05),
+    (['--encoder_precision', 'fp16'], 0.01),
+    (['--precision', 'amp_bf16', '--encoder_precision', 'fp32'], 0.05),
+    (['--precision', 'amp_bf16'], 0.05),
+], ids=str)
+def test_a_switch_leaves_loss_and_gradients_as_they_are(batch, plain, argv, tolerance):
+    """Tolerances are relative: of the loss, and of all gradients together by their norm."""
+    loss, gradients = loss_and_gradients(batch, [*argv, '--results', '/dev/null'])
+    assert loss == pytest.approx(plain[0], rel=tolerance)
+    error = torch.stack([(gradients[name] - gradient).norm() for name, gradient in plain[1].items()]).norm()
+    assert error / torch.stack([gradient.norm() for gradient in plain[1].values()]).norm() < tolerance
+    assert gradients.keys() == plain[1].keys()  # compiling in place leaves the names of checkpoints alone
+
+
+def test_the_fused_optimizer_takes_the_same_steps():
+    weights = []
+    for flag in ('--fused_optimizer', '--no-fused_optimizer'):
+        args = build_parser().parse_args([flag])
+        torch.manual_seed(0)
+        model = StableDiffusion('tiny', 64)
+        optimizer = benchmark.build_optimizer(model, args)
+        assert optimizer.param_groups[0]['fused'] == (flag == '--fused_optimizer')
+        for step in range(3):
+            for index, parameter in enumerate(model.unet.parameters()):
+                generator = torch.Generator().manual_seed(1000 * step + index)
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.unet.parameters()]))
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
+
+
+def test_microbatches_give_the_gradient_of_the_batch(batch):
+    torch.manual_seed(0)
+    model = StableDiffusion('tiny', 64).train()
+    latents, text = model.encode(batch)
+    noise, timesteps = torch.randn_like(latents), torch.randint(1000, (4,))
+
+    def gradient(*parts: slice) -> torch.Tensor:
+        model.zero_grad()
+        for part in parts:
+            noised = model.scheduler.add_noise(latents[part], noise[part], timesteps[part])
+            prediction = model.unet(noised, timesteps[part], text[part]).sample
+            (model.loss((prediction, noise[part]), batch) * len(noise[part]) / 4).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.unet.parameters()])
+
+    torch.testing.assert_close(gradient(slice(0, 2), slice(2, 4)), gradient(slice(0, 4)), atol=1e-6, rtol=1e-4)
+
+
+def test_weights_are_made_on_the_device_that_is_asked_for():
+    with torch.device('meta'):  # any tensor made elsewhere, even for a moment, would not be a meta tensor
+        model = StableDiffusion(benchmark.SD2_BASE)
+    assert all(tensor.is_meta for tensor in model.parameters())
