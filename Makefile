@@ -33,7 +33,7 @@ $(VENV)/installed: requirements.txt
 	touch $@
 
 $(VENV)/tests-installed: $(VENV)/installed tests/requirements.txt
-	python -m pip install -r tests/requirements.txt
+	python -m pip install -r requirements.txt -r tests/requirements.txt
 	touch $@
 
 clean:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from composer import Callback, ComposerModel, Time, Trainer
 from composer.callbacks import SpeedMonitor
 from composer.core import DataSpec, TimeUnit
-from composer.loggers import WandBLogger
+from composer.loggers import TensorboardLogger, WandBLogger
 from composer.optim import ConstantScheduler
 from composer.utils import dist, get_device
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
@@ -362,6 +362,8 @@ def build_parser() -> Parser:
     add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
     add('--wandb_name', help='log to Weights & Biases under this name')
     add('--wandb_project', help='log to this project of Weights & Biases')
+    add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder')
+    add('--dist_timeout', type=count, default=300, help='seconds to wait for the other processes (default: 300)')
     add('--training_images', type=count, default=report.TRAINING_IMAGES, help='images of the whole training, for its '
         f'cost (default: {report.TRAINING_IMAGES})')
     add('--dollars_per_gpu_hour', type=float, default=report.DOLLARS_PER_GPU_HOUR, help='price, for the cost '
@@ -426,6 +428,21 @@ def check_writable(path: str) -> None:
         raise ValueError(f'--results {path} cannot be written: {error.strerror}; name another file') from None
 
 
+def join_ranks(device, timeout: int) -> None:
+    """Join the process group of all ranks within `timeout` seconds.
+
+    Raises:
+        ValueError: they did not all come.
+    """
+    try:
+        dist.initialize_dist(device, timeout)
+    except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
+        place = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
+        raise ValueError(f'--dist_timeout {timeout}: the {dist.get_world_size()} processes of this run did not meet at '
+                         f'{place} ({" ".join(str(error).split())[:200]}); check that every node runs, and can reach '
+                         'it') from None
+
+
 def build_data(args: argparse.Namespace, vocab_size: int) -> DataSpec:
     """The loader of --remote or --use_synth_data.
 
@@ -453,8 +470,11 @@ def build_data(args: argparse.Namespace, vocab_size: int) -> DataSpec:
         raise ValueError(f'--tokenizer {args.tokenizer} has {tokenizer.get_vocab_size()} tokens, more than the '
                          f'{vocab_size} of the text encoder of --model_name {args.model_name}')
     clean_stale_shared_memory()
-    dataset = StreamingLAIONDataset(args.remote, args.local, args.image_size, batch_size=device_batch, shuffle=True,
-                                    shuffle_seed=args.seed)
+    try:
+        dataset = StreamingLAIONDataset(args.remote, args.local, args.image_size, batch_size=device_batch, shuffle=True,
+                                        shuffle_seed=args.seed)
+    except ValueError as error:
+        raise ValueError(f'--local {error}') from None
     return build_loader(dataset, device_batch, args.num_workers, tokenizer)
 
 
@@ -463,11 +483,31 @@ def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.o
     return torch.optim.AdamW(model.unet.parameters(), lr=1e-4, weight_decay=0.001, fused=args.fused_optimizer)
 
 
+def build_loggers(args: argparse.Namespace) -> list:
+    """Composer's loggers for the flags that are given.
+
+    Raises:
+        ValueError: W&B or TensorBoard cannot start.
+    """
+    loggers = [TensorboardLogger(log_dir=args.tensorboard)] if args.tensorboard else []
+    if args.wandb_name or args.wandb_project:
+        import wandb
+        flag = f'--wandb_name {args.wandb_name}' if args.wandb_name else f'--wandb_project {args.wandb_project}'
+        remedy = 'run `wandb login`, or set WANDB_MODE=offline'
+        try:
+            if dist.get_global_rank() == 0:  # Composer's logger would raise from the middle of its Trainer
+                if os.environ.get('WANDB_MODE', 'online') == 'online' and not wandb.api.api_key:
+                    raise ValueError(f'{flag}: not logged in to Weights & Biases; {remedy}')
+                wandb.init(project=args.wandb_project, name=args.wandb_name, config=settings(args))
+        except wandb.errors.Error as error:
+            raise ValueError(f'{flag}: Weights & Biases did not start ({error}); {remedy}') from None
+        loggers.append(WandBLogger(project=args.wandb_project, name=args.wandb_name))
+    return loggers
+
+
 def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Measurement) -> Trainer:
     """Composer's Trainer with the benchmark's recipe."""
     peak = peak_tflops(args.precision)
-    wandb = [WandBLogger(project=args.wandb_project, name=args.wandb_name)] \
-        if args.wandb_name or args.wandb_project else []
     return Trainer(
         model=model,
         train_dataloader=data,
@@ -475,11 +515,12 @@ def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Mea
         schedulers=ConstantScheduler(),
         algorithms=[EMA()] if args.use_ema else [],
         callbacks=[measurement, SpeedMonitor(min(10, args.measure_batches), (peak or 0) * 1e12)],
-        loggers=wandb,
+        loggers=build_loggers(args),
         max_duration=args.max_duration,
         precision=args.precision,
         device_train_microbatch_size=args.device_train_microbatch_size,
         seed=args.seed,
+        dist_timeout=args.dist_timeout,
     )
 
 
@@ -588,7 +629,7 @@ def main(argv: list[str] | None = None) -> dict:
     device = get_device()
     try:
         check(args)
-        dist.initialize_dist(device)
+        join_ranks(device, args.dist_timeout)
         configs, _ = load_configs(args.model_name, args.pretrained)
         data = build_data(args, vocab_size=configs['text_encoder'].get('vocab_size', CLIP_VOCABULARY))
         if args.loader_only:
@@ -597,14 +638,17 @@ def main(argv: list[str] | None = None) -> dict:
         torch.manual_seed(args.seed)
         with torch.device(device._device):  # weights are made where they are used
             model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision)
+        apply_switches(model, args)
+        measurement = Measurement(args.warmup_batches, args.measure_batches)
+        trainer = build_trainer(args, model, data, measurement)
     except ValueError as error:
         parser.error(str(error))
-    apply_switches(model, args)
-    measurement = Measurement(args.warmup_batches, args.measure_batches)
-    trainer = build_trainer(args, model, data, measurement)
     trainer.fit()
     args.device_train_microbatch_size = trainer.state.device_train_microbatch_size  # what auto found
     record = settings(args) | train_figures(args, model, measurement, trainer)
+    if (args.wandb_name or args.wandb_project) and dist.get_global_rank() == 0:
+        import wandb
+        wandb.run.summary.update(record)
     trainer.close()
     return finish(record, summary(record, args.training_images, args.dollars_per_gpu_hour), args.results)
 

@@ -71,6 +71,9 @@ class StreamingLAIONDataset(StreamingDataset):
         local: folder that caches the shards; default: one for each remote, see `cache_folder`.
         image_size: larger images are reduced to this many pixels a side.
         kwargs: for `streaming.StreamingDataset`; `batch_size` is per device.
+
+    Raises:
+        ValueError: `local` caches another remote.
     """
 
     def __init__(self, remote: str, local: str | None = None, image_size: int = 512, **kwargs):
@@ -78,7 +81,9 @@ class StreamingLAIONDataset(StreamingDataset):
         if os.path.isdir(remote) and local is None:
             super().__init__(local=remote, **kwargs)
         else:
-            super().__init__(remote=remote, local=local or cache_folder(remote), **kwargs)
+            local = local or cache_folder(remote)
+            claim_cache(local, remote)
+            super().__init__(remote=remote, local=local, **kwargs)
 
     def __getitem__(self, index: int) -> dict:
         sample = super().__getitem__(index)
@@ -88,6 +93,22 @@ class StreamingLAIONDataset(StreamingDataset):
 def cache_folder(remote: str) -> str:
     """The default cache of a remote: its own folder, so that two remotes never mix."""
     return os.path.join(tempfile.gettempdir(), 'mds-cache', hashlib.sha256(remote.encode()).hexdigest()[:16])
+
+
+def claim_cache(folder: str, remote: str) -> None:
+    """Mark `folder` as the cache of `remote`. Streaming would take the shards of one remote for another's.
+
+    Raises:
+        ValueError: it is the cache of another remote, or cannot be written.
+    """
+    marker = Path(folder, 'remote.txt')
+    try:
+        if marker.exists() and marker.read_text() != remote:
+            raise ValueError(f'{folder} caches {marker.read_text()}; give {remote} another folder')
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(remote)
+    except OSError as error:
+        raise ValueError(f'{folder} cannot be written: {error.strerror}') from None
 
 
 def read_index(remote: str) -> tuple[int, list[str]]:

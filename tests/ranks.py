@@ -1,0 +1,73 @@
+"""Three real training steps on this rank, in float64; leaves what it saw and learned in OUT/rankN.pt.
+
+    composer -n 2 tests/ranks.py OUT [flags of benchmark.py]
+"""
+import sys
+from pathlib import Path
+
+import torch
+from composer import Callback
+from composer.utils import dist, get_device
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import benchmark
+from ema import EMA
+
+
+class BySample(benchmark.StableDiffusion):
+    """Draws noise and timesteps from each sample's caption, so that they are the same on any number of ranks."""
+
+    def forward(self, batch):
+        outputs = []
+        for image, caption in zip(batch['image'], batch['caption'], strict=True):
+            torch.manual_seed(int(caption.sum()))
+            outputs.append(super().forward({'image': image[None], 'caption': caption[None]}))
+        return tuple(map(torch.cat, zip(*outputs, strict=True)))
+
+    def encode(self, batch):
+        latents, text = super().encode(batch)
+        return latents.double(), text.double()
+
+    def loss(self, outputs, batch):
+        return torch.nn.functional.mse_loss(*outputs)
+
+
+class Witness(Callback):
+    """Captions that the rank saw, and how often its gradients were synchronised."""
+
+    def __init__(self):
+        self.captions, self.synchronised = [], 0
+
+    def fit_start(self, state, logger):
+        def count_and_reduce(process_group, bucket):
+            self.synchronised += bucket.is_last()
+            return allreduce_hook(process_group, bucket)
+        if dist.get_world_size() > 1:
+            state.model.register_comm_hook(None, count_and_reduce)
+
+    def batch_start(self, state, logger):
+        self.captions += state.batch['caption'].tolist()
+
+
+def main(out: str, *argv: str) -> None:
+    args = benchmark.build_parser().parse_args(argv)
+    benchmark.check(args)
+    benchmark.join_ranks(get_device(), args.dist_timeout)
+    torch.manual_seed(0)
+    model = BySample('tiny', args.image_size)
+    model.unet.double()
+    trainer = benchmark.build_trainer(args, model, benchmark.build_data(args, 49408), benchmark.Measurement(1, 2))
+    witness = Witness()
+    trainer.state.callbacks.append(witness)
+    trainer.fit()
+    [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
+    torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},
+                'average': ema.ema_model.parameters, 'captions': witness.captions,
+                'synchronised': witness.synchronised, 'random': torch.initial_seed(),
+                'seed': trainer.state.seed}, Path(out) / f'rank{dist.get_global_rank()}.pt')
+
+
+if __name__ == '__main__':
+    main(*sys.argv[1:])

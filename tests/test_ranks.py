@@ -1,0 +1,110 @@
+"""Several real processes over gloo: ranks on one node, and nodes on one machine."""
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
+        '--measure_batches', '2', '--num_workers', '0']
+
+
+def launch(*arguments, wrapper=(), **environment) -> subprocess.Popen:
+    command = [*wrapper, sys.executable, '-m', 'composer.cli.launcher', *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(*runs: subprocess.Popen) -> list[tuple[str, str]]:
+    outputs = [run.communicate(timeout=180) for run in runs]
+    for run, output in zip(runs, outputs, strict=True):
+        assert run.returncode == 0, output
+    return outputs
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return listener.getsockname()[1]
+
+
+def node(rank: int, port: int, ranks: int = 1) -> list:
+    return ['-n', ranks, '--world_size', 2 * ranks, '--node_rank', rank, '--base_rank', rank * ranks,
+            '--master_addr', '127.0.0.1', '--master_port', port, 'benchmark.py']
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, shards) -> dict[int, list[dict]]:
+    """What each rank of a run on one and on two ranks saw and learned in an epoch of three batches of 8."""
+    folders = {ranks: tmp_path_factory.mktemp(f'ranks{ranks}') for ranks in (1, 2)}
+    for ranks, folder in folders.items():
+        finish(launch('-n', ranks, 'tests/ranks.py', folder, '--remote', shards, *TINY, '--results', '/dev/null',
+                      '--device_train_microbatch_size', 2))
+    return {ranks: [torch.load(folder / f'rank{rank}.pt') for rank in range(ranks)]
+            for ranks, folder in folders.items()}
+
+
+def test_two_ranks_learn_what_one_learns_from_the_same_batches(trained):
+    [one], (first, second) = trained[1], trained[2]
+    for part in ('weights', 'average'):
+        for name, expected in one[part].items():
+            torch.testing.assert_close(first[part][name], expected, atol=1e-9, rtol=1e-6)
+            assert torch.equal(first[part][name], second[part][name])
+
+
+def test_the_ranks_split_an_epoch_without_overlap(trained):
+    [one], (first, second) = trained[1], trained[2]
+    seen = [tuple(caption) for caption in first['captions'] + second['captions']]
+    assert len(seen) == len(set(seen)) == 24 and set(seen) == {tuple(caption) for caption in one['captions']}
+
+
+def test_noise_differs_between_ranks(trained):
+    assert trained[2][0]['seed'] != trained[2][1]['seed']
+
+
+def test_only_the_last_microbatch_synchronises_gradients(trained):
+    assert [rank['synchronised'] for rank in trained[2]] == [3, 3]  # 3 batches, of 2 microbatches each
+
+
+def test_two_nodes_of_two_ranks_leave_one_record(tmp_path):
+    results, port = tmp_path / 'results.jsonl', free_port()
+    outputs = finish(*[launch(*node(rank, port, ranks=2), '--use_synth_data', *TINY, '--results', results)
+                       for rank in (0, 1)])
+    [line] = results.read_text().splitlines()
+    assert (json.loads(line)['num_devices'], json.loads(line)['num_nodes']) == (4, 2)
+    assert [line in output for output, _ in outputs] == [True, False]
+
+
+def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):
+    own_shm = ['unshare', '--mount', 'sh', '-c', 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', 'sh']
+    if subprocess.run([*own_shm, 'true'], capture_output=True).returncode:
+        pytest.skip('two nodes need a /dev/shm each, and this user may not mount one')
+    port, runs = free_port(), []
+    for rank in (0, 1):
+        (tmp_path / f'tmp{rank}').mkdir()
+        flags = ['--remote', shards, *TINY, '--local', tmp_path / f'cache{rank}', '--results', tmp_path / 'results.jsonl']
+        runs.append(launch(*node(rank, port), *flags, wrapper=own_shm, TMPDIR=str(tmp_path / f'tmp{rank}')))
+    finish(*runs)
+    assert json.loads((tmp_path / 'results.jsonl').read_text())['num_nodes'] == 2
+    for rank in (0, 1):
+        assert list((tmp_path / f'cache{rank}').rglob('*.mds'))
+
+
+def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line():
+    run = launch(*node(0, free_port()), '--use_synth_data', *TINY, '--dist_timeout', 3, '--results', '/dev/null')
+    _, errors = run.communicate(timeout=90)
+    [line] = [line for line in errors.splitlines() if not line.startswith('ERROR:')]  # the launcher's
+    assert run.returncode == 2 and line.startswith('benchmark.py: error: --dist_timeout 3') and '2 processes' in line
+
+
+def test_bad_input_is_one_line_on_rank_0_and_no_process_is_left(tmp_path):
+    run = launch('-n', 2, 'benchmark.py', '--use_synth_data', *TINY, '--batch_size', 9)
+    output, errors = run.communicate(timeout=90)  # returns only when every process that holds the pipes has ended
+    [line] = [line for line in errors.splitlines() if not line.startswith('ERROR:')]  # the launcher's
+    assert run.returncode == 2 and line == 'benchmark.py: error: --batch_size 9 does not divide over 2 devices; use 8'
+    assert 'benchmark.py: error' not in output
