@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from functools import cached_property
 from pathlib import Path
 
@@ -38,8 +39,8 @@ from torchmetrics import MeanSquaredError
 from transformers import CLIPTextConfig, CLIPTextModel
 
 import report
-from data import (CLIP_VOCABULARY, MDS_COLUMNS, StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader,
-                  build_tokenizer, local_folder, read_index)
+from data import (CLIP_VOCABULARY, MDS_COLUMNS, ShardError, StreamingLAIONDataset, SyntheticImageCaptionDataset,
+                  build_loader, build_tokenizer, local_folder, read_index)
 from ema import EMA
 
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'
@@ -259,16 +260,17 @@ class Measurement(Callback):
         self._previous_end = now
 
 
-def figures(measurement: Measurement) -> dict[str, float | int | None]:
-    """The record's figures, over all ranks: a batch takes as long as on its slowest rank.
+def figures(measurement: Measurement, all_ranks: bool = True) -> dict[str, float | int | None]:
+    """The record's figures; a batch takes as long as on its slowest rank. None where no batch was measured.
 
-    Raises:
-        ValueError: no batch was measured.
+    Args:
+        measurement: this rank's.
+        all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
     """
+    own = (measurement.batch_seconds, measurement.wait_seconds, peak_memory_gib())
+    ranks = dist.all_gather_object(own) if all_ranks else [own]
     if not measurement.batch_seconds:
-        raise ValueError('no batch was measured: the run ended within --warmup_batches '
-                         f'{measurement.warmup_batches}; raise --max_duration or lower --warmup_batches')
-    ranks = dist.all_gather_object((measurement.batch_seconds, measurement.wait_seconds, peak_memory_gib()))
+        return {'images_per_sec': None, 'measured_batches': 0}
     seconds = np.array([rank[0] for rank in ranks])  # (ranks, batches)
     waits = np.array([rank[1] for rank in ranks])
     slowest = seconds.max(axis=0)
@@ -276,7 +278,7 @@ def figures(measurement: Measurement) -> dict[str, float | int | None]:
     images_per_sec = measurement.samples / seconds.sum(axis=1).max()
     return {
         'images_per_sec': images_per_sec,
-        'images_per_sec_per_device': images_per_sec / len(ranks),
+        'images_per_sec_per_device': images_per_sec / dist.get_world_size(),
         'batch_seconds_median': float(np.median(slowest)),
         'batch_seconds_p10': float(np.percentile(slowest, 10)),
         'batch_seconds_p90': float(np.percentile(slowest, 90)),
@@ -531,13 +533,14 @@ def peak_tflops(precision: str) -> int | None:
     return PEAK_TFLOPS.get(torch.cuda.get_device_name())
 
 
-def train_figures(args: argparse.Namespace, model: StableDiffusion, measurement: Measurement, trainer: Trainer) -> dict:
-    """The figures of a training run."""
-    measured = figures(measurement)
+def arithmetic(measured: dict, model: StableDiffusion, precision: str) -> dict:
+    """TFLOPs and MFU of the measured throughput."""
+    if not measured['images_per_sec']:
+        return {}
     tflops_per_image = sum(model.flops_per_image.values()) / 1e12
     tflops_per_sec = measured['images_per_sec_per_device'] * tflops_per_image
-    peak = peak_tflops(args.precision)
-    return {**measured, 'tflops_per_image': tflops_per_image, 'tflops_per_sec_per_device': tflops_per_sec,
+    peak = peak_tflops(precision)
+    return {'tflops_per_image': tflops_per_image, 'tflops_per_sec_per_device': tflops_per_sec,
             'mfu': tflops_per_sec / peak if peak else None}
 
 
@@ -549,7 +552,6 @@ def settings(args: argparse.Namespace) -> dict:
                   'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration']
     return {
         'stage': 'loader' if args.loader_only else 'train',
-        'status': 'complete',
         'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
         'command': shlex.join(sys.argv),
         'git_commit': git_commit(),
@@ -595,6 +597,9 @@ def versions() -> dict[str, str | None]:
 def summary(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
     """The record for people; three significant digits or whole units."""
     speed, devices = record['images_per_sec'], record['num_devices']
+    if not speed:
+        return (f'no batch was measured: the run was {record["status"]} within --warmup_batches '
+                f'{record["warmup_batches"]}')
     days, hours = report.days_to_train(speed, num_images), report.gpu_hours(speed, devices, num_images)
     rows = {
         'images/s': f'{speed:.4g} on {devices} x {record["device"]}, {record["images_per_sec_per_device"]:.4g} each',
@@ -610,6 +615,22 @@ def summary(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
                          + f', {hours:,.0f} GPU-hours, ${hours * dollars_per_gpu_hour:,.0f}',
     }
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
+
+
+def fit(trainer: Trainer) -> dict[str, str]:
+    """Train; returns how it ended: complete, interrupted (Ctrl-C or SIGTERM) or failed, with the error in one line."""
+    try:
+        trainer.fit()
+    except (SystemExit, KeyboardInterrupt):  # Composer turns both signals into the first
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a launcher sends another, and the record comes first
+        return {'status': 'interrupted'}
+    except ShardError as error:
+        return {'status': 'failed', 'error': str(error).splitlines()[-1].rpartition('ShardError: ')[2]}
+    except Exception as error:
+        traceback.print_exc()
+        return {'status': 'failed', 'error': f'{type(error).__name__}: {" ".join(str(error).split())[:500]}'}
+    return {'status': 'complete'}
 
 
 def finish(record: dict, text: str, path: str) -> dict:
@@ -633,7 +654,7 @@ def main(argv: list[str] | None = None) -> dict:
         configs, _ = load_configs(args.model_name, args.pretrained)
         data = build_data(args, vocab_size=configs['text_encoder'].get('vocab_size', CLIP_VOCABULARY))
         if args.loader_only:
-            record = settings(args) | loader_figures(data, args)
+            record = settings(args) | {'status': 'complete'} | loader_figures(data, args)
             return finish(record, f'loader {record["loader_images_per_sec"]:.4g} images/s', args.results)
         torch.manual_seed(args.seed)
         with torch.device(device._device):  # weights are made where they are used
@@ -643,14 +664,23 @@ def main(argv: list[str] | None = None) -> dict:
         trainer = build_trainer(args, model, data, measurement)
     except ValueError as error:
         parser.error(str(error))
-    trainer.fit()
+    outcome = fit(trainer)
+    complete = outcome['status'] == 'complete'
     args.device_train_microbatch_size = trainer.state.device_train_microbatch_size  # what auto found
-    record = settings(args) | train_figures(args, model, measurement, trainer)
+    measured = figures(measurement, all_ranks=complete)
+    record = settings(args) | outcome | measured | arithmetic(measured, model, args.precision)
     if (args.wandb_name or args.wandb_project) and dist.get_global_rank() == 0:
         import wandb
         wandb.run.summary.update(record)
-    trainer.close()
-    return finish(record, summary(record, args.training_images, args.dollars_per_gpu_hour), args.results)
+    if complete:
+        trainer.close()
+    finish(record, summary(record, args.training_images, args.dollars_per_gpu_hour), args.results)
+    if outcome['status'] == 'interrupted':
+        sys.exit(130)
+    if outcome['status'] == 'failed':
+        print(file=sys.stderr)  # off the progress bar's line
+        parser.error(f'the run failed at batch {trainer.state.timestamp.batch.value + 1}: {outcome["error"]}')
+    return record
 
 
 if __name__ == '__main__':

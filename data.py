@@ -63,6 +63,10 @@ class SyntheticImageCaptionDataset(Dataset):
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
 
+class ShardError(Exception):
+    """A shard could not be had, after Streaming's retries; the last line says why."""
+
+
 class StreamingLAIONDataset(StreamingDataset):
     """Image-caption pairs from MDS shards with the columns `jpg` (bytes) and `caption` (str).
 
@@ -84,6 +88,22 @@ class StreamingLAIONDataset(StreamingDataset):
             local = local or cache_folder(remote)
             claim_cache(local, remote)
             super().__init__(remote=remote, local=local, **kwargs)
+
+    def __iter__(self):
+        """Samples of this worker's part of an epoch. Streaming would end the epoch early, and quietly.
+
+        Raises:
+            ShardError: a shard could not be had.
+        """
+        yield from super().__iter__()
+        if self._event.is_set():
+            raise ShardError(self.failure)
+
+    def on_exception(self, future) -> None:
+        """Streaming's own for its background threads, without the traceback in the log."""
+        if error := future.exception():
+            self.failure = f'a shard could not be read ({type(error).__name__}: {" ".join(str(error).split())})'
+            self._event.set()
 
     def __getitem__(self, index: int) -> dict:
         sample = super().__getitem__(index)

@@ -23,9 +23,9 @@ def encoded(image: Image.Image, format: str = 'JPEG', **options) -> bytes:
     return buffer.getvalue()
 
 
-def write_shards(folder, samples: list[dict], columns=None) -> str:
+def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 << 14) -> str:
     columns = columns or {'jpg': 'bytes', 'caption': 'str'}
-    with MDSWriter(out=str(folder), columns=columns, size_limit=1 << 14) as writer:  # several shards
+    with MDSWriter(out=str(folder), columns=columns, size_limit=size_limit) as writer:  # several shards
         for sample in samples:
             writer.write(sample)
     return str(folder)

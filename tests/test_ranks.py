@@ -87,10 +87,10 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):
     port, runs = free_port(), []
     for rank in (0, 1):
         (tmp_path / f'tmp{rank}').mkdir()
-        flags = ['--remote', shards, *TINY, '--local', tmp_path / f'cache{rank}', '--results', tmp_path / 'results.jsonl']
+        flags = ['--remote', shards, *TINY, '--local', tmp_path / f'cache{rank}', '--results', tmp_path / 'records']
         runs.append(launch(*node(rank, port), *flags, wrapper=own_shm, TMPDIR=str(tmp_path / f'tmp{rank}')))
     finish(*runs)
-    assert json.loads((tmp_path / 'results.jsonl').read_text())['num_nodes'] == 2
+    assert json.loads((tmp_path / 'records').read_text())['num_nodes'] == 2
     for rank in (0, 1):
         assert list((tmp_path / f'cache{rank}').rglob('*.mds'))
 

@@ -1,0 +1,191 @@
+"""What the benchmark talks to: S3, Weights & Biases, TensorBoard, and the signals that end a run."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from io import BytesIO
+from pathlib import Path
+
+import boto3
+import pytest
+import requests
+from conftest import encoded, picture, write_shards
+from moto.server import ThreadedMotoServer
+
+import benchmark
+import convert
+from benchmark import main
+
+ROOT = Path(__file__).parent.parent
+TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
+        '--measure_batches', '3']
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    return tmp_path / 'results.jsonl'
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """An S3 server on loopback that checks credentials, with a bucket; the environment has the right ones."""
+    server = ThreadedMotoServer(ip_address='127.0.0.1', port=0, verbose=False)
+    server.start()
+    url = 'http://{}:{}'.format(*server.get_host_and_port())
+    for name, value in {'S3_ENDPOINT_URL': url, 'AWS_DEFAULT_REGION': 'us-east-1', 'AWS_ACCESS_KEY_ID': 'x',
+                        'AWS_SECRET_ACCESS_KEY': 'y', 'AWS_EC2_METADATA_DISABLED': 'true'}.items():
+        monkeypatch.setenv(name, value)
+    requests.post(f'{url}/moto-api/reset')
+    requests.post(f'{url}/moto-api/reset-auth', data=b'3')  # three calls without credentials, to make some
+    iam = boto3.session.Session().client('iam', endpoint_url=url)
+    iam.create_user(UserName='user')
+    iam.put_user_policy(UserName='user', PolicyName='all', PolicyDocument=json.dumps({
+        'Version': '2012-10-17', 'Statement': [{'Effect': 'Allow', 'Action': 's3:*', 'Resource': '*'}]}))
+    key = iam.create_access_key(UserName='user')['AccessKey']
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', key['AccessKeyId'])
+    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', key['SecretAccessKey'])
+    server.client = boto3.session.Session().client('s3', endpoint_url=url)
+    server.client.create_bucket(Bucket='bucket')
+    yield server
+    server.stop()
+
+
+def write_tar(path: Path, samples: list[dict]) -> str:
+    with tarfile.open(path, 'w') as tar:
+        for index, sample in enumerate(samples):
+            for suffix, content in (('jpg', sample['jpg']), ('txt', sample['caption'].encode())):
+                member = tarfile.TarInfo(f'{index:05}.{suffix}')
+                member.size = len(content)
+                tar.addfile(member, BytesIO(content))
+    return str(path)
+
+
+def one_error_line(argv: list, capfd) -> str:
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        main([str(argument) for argument in argv])
+    error = capfd.readouterr().err
+    assert exit.value.code == 2 and error.count('\n') == 1, error
+    return error
+
+
+def test_shards_go_to_s3_and_are_trained_on_from_there(s3, samples, tmp_path, results):
+    tar = write_tar(tmp_path / '00000.tar', samples)
+    assert convert.main([tar, 's3://bucket/photos', '--num_workers', '1']) == 0
+    record = main(['--remote', 's3://bucket/photos', *TINY, '--local', str(tmp_path / 'cache'), '--results',
+                   str(results)])
+    assert record['dataset'] == 'streaming' and record['measured_batches'] == 3
+    assert list((tmp_path / 'cache').rglob('*.mds'))
+
+
+def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each(s3, samples, tmp_path, results, capfd, monkeypatch):
+    tar = write_tar(tmp_path / '00000.tar', samples)
+    assert '--remote s3://nobody/photos' in one_error_line(['--remote', 's3://nobody/photos', *TINY], capfd)
+    with pytest.raises(SystemExit):
+        convert.main([tar, 's3://nobody/photos'])
+    assert 'OUT s3://nobody/photos' in capfd.readouterr().err
+    assert convert.main([tar, 's3://bucket/photos', '--num_workers', '1']) == 0
+    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'wrong')
+    assert 'permission' in one_error_line(['--remote', 's3://bucket/photos', *TINY], capfd)
+    with pytest.raises(SystemExit):
+        convert.main([tar, 's3://bucket/again'])
+    assert '403' in capfd.readouterr().err
+
+
+def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(s3, tmp_path, results):
+    shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(i)), 'caption': str(i)} for i in range(400)],
+                          size_limit=4000)
+    for file in Path(shards).iterdir():
+        s3.client.upload_file(str(file), 'bucket', f'many/{file.name}')
+    run = subprocess.Popen([sys.executable, 'benchmark.py', '--remote', 's3://bucket/many', *TINY, '--max_duration',
+                            '2ep', '--local', str(tmp_path / 'cache'), '--results', str(results)], cwd=ROOT, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while len(list(tmp_path.glob('cache/*.mds'))) < 20:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.02)
+    s3.stop()
+    _, errors = run.communicate(timeout=120)
+    [line] = [line for line in errors.splitlines() if 'error' in line.lower()]
+    assert line.startswith('benchmark.py: error: the run failed at batch') and 'a shard could not be read' in line
+    record = json.loads(results.read_text())
+    assert run.returncode == 2 and record['status'] == 'failed' and record['error'] in line
+
+
+def test_a_cache_of_another_remote_is_refused(shards, samples, tmp_path, results, capfd):
+    other, cache = write_shards(tmp_path / 'other', samples), tmp_path / 'cache'
+    main(['--remote', shards, *TINY, '--local', str(cache), '--results', str(results)])
+    error = one_error_line(['--remote', other, *TINY, '--local', cache, '--results', results], capfd)
+    assert f'--local {cache} caches {shards}' in error
+
+
+def test_wandb_offline_holds_the_curves_the_settings_and_the_record(tmp_path, results, monkeypatch):
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+    monkeypatch.chdir(tmp_path)
+    record = main(['--use_synth_data', '--use_ema', *TINY, '--measure_batches', '8', '--wandb_name', 'tiny',
+                   '--wandb_project', 'test', '--results', str(results)])
+    [file] = tmp_path.glob('wandb/offline-run-*/*.wandb')
+    store, history, summary, config = DataStore(), set(), {}, {}
+    store.open_for_scan(str(file))
+    while data := store.scan_data():
+        entry = Record()
+        entry.ParseFromString(data)
+        history |= {item.key or '/'.join(item.nested_key) for item in entry.history.item}
+        for update in (entry.summary.update, entry.run.summary.update):
+            summary |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
+        for update in (entry.config.update, entry.run.config.update):
+            config |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
+    assert {'loss/train/total', 'throughput/samples_per_sec', 'throughput/device/flops_per_sec'} <= history
+    assert (config['model_name'], config['batch_size'], config['use_ema']) == ('tiny', 4, True)
+    assert summary['images_per_sec'] == record['images_per_sec'] and summary['loss'] == record['loss']
+
+
+def test_wandb_without_login_is_one_line(results, capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv('WANDB_MODE', 'online')
+    monkeypatch.setenv('NETRC', str(tmp_path / 'none'))
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.delenv('WANDB_API_KEY', raising=False)
+    error = one_error_line(['--use_synth_data', *TINY, '--wandb_name', 'x', '--results', results], capfd)
+    assert '--wandb_name x' in error and 'wandb login' in error
+
+
+def test_tensorboard_files_hold_the_loss(tmp_path, results):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
+    [file] = tmp_path.glob('board/**/events*')
+    events = EventAccumulator(str(file)).Reload()
+    assert len(events.Scalars('loss/train/total')) == 4
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_under_the_launcher_leaves_a_record_of_what_was_measured(results, number):
+    log = results.with_name('log')
+    command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'benchmark.py', '--use_synth_data', *TINY,
+               '--measure_batches', '100000', '--results', str(results)]
+    with open(log, 'w') as file:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+    while not re.search(r'\b([6-9]|\d\d+)/100001', log.read_text()):  # Composer's progress bar
+        assert run.poll() is None, log.read_text()
+        time.sleep(0.05)
+    start = time.monotonic()
+    os.killpg(run.pid, number)  # as a terminal or a cluster sends it: to every process
+    run.wait(timeout=60)
+    record = json.loads(results.read_text())
+    assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
+    assert time.monotonic() - start < 40
+
+
+def test_a_crash_leaves_a_record_that_says_why(results, capfd, monkeypatch):
+    def crash(self, batch):
+        raise RuntimeError('out of\nluck')
+    monkeypatch.setattr(benchmark.StableDiffusion, 'encode', crash)
+    with pytest.raises(SystemExit):
+        main(['--use_synth_data', *TINY, '--results', str(results)])
+    record = json.loads(results.read_text())
+    assert (record['status'], record['error']) == ('failed', 'RuntimeError: out of luck')
+    assert record['measured_batches'] == 0 and record['images_per_sec'] is None
+    assert 'benchmark.py: error: the run failed at batch 1: RuntimeError: out of luck\n' in capfd.readouterr().err
