@@ -14,7 +14,7 @@ import boto3
 import pytest
 import requests
 from conftest import encoded, picture, write_shards
-from moto.server import ThreadedMotoServer
+from test_ranks import free_port
 
 import benchmark
 import convert
@@ -33,14 +33,14 @@ def results(tmp_path) -> Path:
 @pytest.fixture
 def s3(monkeypatch):
     """An S3 server on loopback that checks credentials, with a bucket; the environment has the right ones."""
-    server = ThreadedMotoServer(ip_address='127.0.0.1', port=0, verbose=False)
-    server.start()
-    url = 'http://{}:{}'.format(*server.get_host_and_port())
+    port = free_port()
+    url = f'http://127.0.0.1:{port}'
+    server = subprocess.Popen([sys.executable, '-m', 'moto.server', '-H', '127.0.0.1', '-p', str(port)],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: requests.post(f'{url}/moto-api/reset-auth', data=b'3'))  # three calls to make credentials with
     for name, value in {'S3_ENDPOINT_URL': url, 'AWS_DEFAULT_REGION': 'us-east-1', 'AWS_ACCESS_KEY_ID': 'x',
                         'AWS_SECRET_ACCESS_KEY': 'y', 'AWS_EC2_METADATA_DISABLED': 'true'}.items():
         monkeypatch.setenv(name, value)
-    requests.post(f'{url}/moto-api/reset')
-    requests.post(f'{url}/moto-api/reset-auth', data=b'3')  # three calls without credentials, to make some
     iam = boto3.session.Session().client('iam', endpoint_url=url)
     iam.create_user(UserName='user')
     iam.put_user_policy(UserName='user', PolicyName='all', PolicyDocument=json.dumps({
@@ -51,7 +51,19 @@ def s3(monkeypatch):
     server.client = boto3.session.Session().client('s3', endpoint_url=url)
     server.client.create_bucket(Bucket='bucket')
     yield server
-    server.stop()
+    server.kill()
+    server.wait()
+
+
+def wait_for(request) -> None:
+    """Until the server on loopback answers."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            return request()
+        except requests.ConnectionError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def write_tar(path: Path, samples: list[dict]) -> str:
@@ -107,7 +119,7 @@ def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(s3, tmp
     while len(list(tmp_path.glob('cache/*.mds'))) < 20:
         assert run.poll() is None, run.communicate()
         time.sleep(0.02)
-    s3.stop()
+    s3.kill()
     _, errors = run.communicate(timeout=120)
     [line] = [line for line in errors.splitlines() if 'error' in line.lower()]
     assert line.startswith('benchmark.py: error: the run failed at batch') and 'a shard could not be read' in line
