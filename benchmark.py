@@ -206,13 +206,21 @@ def load_configs(model_name: str, pretrained: bool = False) -> tuple[dict[str, d
 
 
 def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
-    """Ways to train the same model faster or in less memory; a record names every one of them."""
+    """Ways to train the same model faster or in less memory; a record names every one of them.
+
+    Raises:
+        ValueError: xformers is not built for this torch or this GPU.
+    """
     if args.channels_last:
         model.unet.to(memory_format=torch.channels_last)
         model.vae.to(memory_format=torch.channels_last)
     if args.attention == 'xformers':
-        model.unet.enable_xformers_memory_efficient_attention()
-        model.vae.enable_xformers_memory_efficient_attention()
+        try:
+            model.unet.enable_xformers_memory_efficient_attention()
+            model.vae.enable_xformers_memory_efficient_attention()
+        except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
+            reason = ' '.join(str(error).split())
+            raise ValueError(f'--attention xformers does not work here ({reason}); use sdpa') from None
     if args.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
     if args.compile:  # in place, so that the names in checkpoints stay
@@ -255,7 +263,7 @@ class Measurement(Callback):
             self.wait_seconds.append(self._waited)
             self.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
             self.loss = state.total_loss_dict.get('loss/train/total')
-        elif torch.cuda.is_available():
+        elif batch <= self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # the search for a microbatch size fills the memory
         self._previous_end = now
 
@@ -330,6 +338,18 @@ def count(text: str) -> int:
     return int(text)
 
 
+def workers(text: str) -> int:
+    """A whole number of at least 0, for argparse."""
+    return 0 if text == '0' else count(text)
+
+
+def price(text: str) -> float:
+    """A finite amount of at least 0, for argparse."""
+    if not 0 <= float(text) < float('inf'):
+        raise argparse.ArgumentTypeError(f'{text} is not an amount')
+    return float(text)
+
+
 def build_parser() -> Parser:
     parser = Parser(prog='benchmark.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, switch = parser.add_argument, argparse.BooleanOptionalAction
@@ -357,9 +377,9 @@ def build_parser() -> Parser:
     add('--fused_optimizer', action=switch, default=True, help='AdamW in one kernel (default: on)')
     add('--loader_only', action='store_true', help='measure the loader alone, without a model')
     add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
-    add('--measure_batches', type=count, default=20, help='batches that are measured (default: 20)')
+    add('--measure_batches', type=count, default=20, help='batches measured after the warm-up (default: 20)')
     add('--max_duration', help="length of the run, such as 5000ba or 2ep (default: warm-up and measured batches)")
-    add('--num_workers', type=int, help='processes that decode images, per device (default: up to 8 of its CPU cores)')
+    add('--num_workers', type=workers, help='processes that decode, per device (default: up to 8 of its CPU cores)')
     add('--seed', type=int, default=17, help='of weights, noise and shuffle (default: 17)')
     add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
     add('--wandb_name', help='log to Weights & Biases under this name')
@@ -368,7 +388,7 @@ def build_parser() -> Parser:
     add('--dist_timeout', type=count, default=300, help='seconds to wait for the other processes (default: 300)')
     add('--training_images', type=count, default=report.TRAINING_IMAGES, help='images of the whole training, for its '
         f'cost (default: {report.TRAINING_IMAGES})')
-    add('--dollars_per_gpu_hour', type=float, default=report.DOLLARS_PER_GPU_HOUR, help='price, for the cost '
+    add('--dollars_per_gpu_hour', type=price, default=report.DOLLARS_PER_GPU_HOUR, help='price, for the cost '
         f'(default: {report.DOLLARS_PER_GPU_HOUR})')
     return parser
 
@@ -400,7 +420,7 @@ def check(args: argparse.Namespace) -> None:
                              f'that each of {world_size} devices gets of --batch_size {args.batch_size}')
         microbatch = int(microbatch)
     args.device_train_microbatch_size = microbatch
-    half = ('amp_bf16' if torch.cuda.is_bf16_supported() else 'amp_fp16') if gpu else 'fp32'
+    half = ('amp_bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'amp_fp16') if gpu else 'fp32'
     args.precision = args.precision or half
     args.encoder_precision = args.encoder_precision or HALF[args.precision]
     if args.precision == 'amp_fp16' and not gpu:

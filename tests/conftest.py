@@ -1,6 +1,7 @@
 """Small real things that the tests share: photographs, MDS shards, a diffusers folder."""
 import io
 import os
+from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline')  # before any library reads them
 
@@ -9,6 +10,10 @@ import pytest
 import torch
 from PIL import Image
 from streaming import MDSWriter
+
+
+TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
+        '--measure_batches', '3']
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
@@ -29,6 +34,11 @@ def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 
         for sample in samples:
             writer.write(sample)
     return str(folder)
+
+
+@pytest.fixture
+def results(tmp_path) -> Path:
+    return tmp_path / 'results.jsonl'
 
 
 @pytest.fixture(scope='session')

@@ -10,7 +10,7 @@ import pytest
 import torch
 from composer import Trainer
 from composer.core import Timestamp
-from conftest import write_shards
+from conftest import TINY, write_shards
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel
 
@@ -19,13 +19,6 @@ from benchmark import SD2_BASE, Measurement, StableDiffusion, main
 from data import SyntheticImageCaptionDataset, build_loader
 
 ROOT = Path(__file__).parent.parent
-TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
-        '--measure_batches', '3']
-
-
-@pytest.fixture
-def results(tmp_path) -> Path:
-    return tmp_path / 'results.jsonl'
 
 
 @pytest.fixture(scope='module')
@@ -283,6 +276,8 @@ SYNTHETIC = ['--use_synth_data', *TINY]
     ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], ['--device_train_microbatch_size two']),
     ([*SYNTHETIC, '--image_size', '100'], ['--image_size 100', 'multiple of 8', '96']),
     ([*SYNTHETIC, '--batch_size', '0'], ['--batch_size', '0']),
+    ([*SYNTHETIC, '--num_workers', '-1'], ['--num_workers', '-1']),
+    ([*SYNTHETIC, '--dollars_per_gpu_hour', 'nan'], ['--dollars_per_gpu_hour', 'nan']),
     ([*SYNTHETIC, '--precision', 'fp31'], ['--precision', 'fp31', 'fp32']),
     ([*SYNTHETIC, '--precision', 'amp_fp16'], ['--precision amp_fp16', 'GPU']),
     ([*SYNTHETIC, '--attention', 'xformers'], ['--attention xformers', 'sdpa']),

@@ -13,7 +13,7 @@ from pathlib import Path
 import boto3
 import pytest
 import requests
-from conftest import encoded, picture, write_shards
+from conftest import TINY, encoded, picture, write_shards
 from test_ranks import free_port
 
 import benchmark
@@ -21,13 +21,6 @@ import convert
 from benchmark import main
 
 ROOT = Path(__file__).parent.parent
-TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
-        '--measure_batches', '3']
-
-
-@pytest.fixture
-def results(tmp_path) -> Path:
-    return tmp_path / 'results.jsonl'
 
 
 @pytest.fixture
