@@ -17,7 +17,7 @@ test: $(VENV)/tests-installed
 	ruff check .
 	python -m pytest tests
 
-# Ratios on the CPU: loader, EMA and a full step against the original's recipe; needs 22 GB and about 8 minutes.
+# Ratios on the CPU: loader, EMA and a full step against the original's recipe; needs 22 GB and about 4 minutes.
 bench: $(VENV)/installed
 	python benchmarks/loader.py
 	python benchmarks/ema.py
