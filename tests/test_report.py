@@ -295,7 +295,8 @@ def test_a_bad_file_is_named(tmp_path, capsys, name, content, reason):
 
 
 @pytest.mark.parametrize('argv, reason', [
-    (['missing.jsonl'], "missing.jsonl: No such file or directory; give"), (['.'], ".: Is a directory; give"), ([], 'RECORDS'),
+    (['missing.jsonl'], 'missing.jsonl: No such file or directory; give'), (['.'], '.: Is a directory; give'),
+    ([], 'RECORDS'),
     ([PUBLISHED, '--training_images', '0'], "--training_images: '0'"),
     ([PUBLISHED, '--dollars_per_gpu_hour', '-2'], "--dollars_per_gpu_hour: '-2'"),
     ([PUBLISHED, '--dollars_per_gpu_hour', 'nan'], "--dollars_per_gpu_hour: 'nan'"),
