@@ -382,6 +382,9 @@ def build_parser() -> Parser:
     add('--num_workers', type=workers, help='processes that decode, per device (default: up to 8 of its CPU cores)')
     add('--seed', type=int, default=17, help='of weights, noise and shuffle (default: 17)')
     add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
+    add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
+    add('--save_interval', default='1ep', help='time between checkpoints, such as 1000ba (default: 1ep); one is also '
+        'saved at the end')
     add('--wandb_name', help='log to Weights & Biases under this name')
     add('--wandb_project', help='log to this project of Weights & Biases')
     add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder')
@@ -431,14 +434,18 @@ def check(args: argparse.Namespace) -> None:
         cores = len(os.sched_getaffinity(0)) // dist.get_local_world_size()
         args.num_workers = max(1, min(8, cores)) if args.remote else 0
     args.max_duration = args.max_duration or f'{args.warmup_batches + args.measure_batches}ba'
-    try:
-        duration = Time.from_timestring(args.max_duration)
-    except (ValueError, KeyError):
-        raise ValueError(f'--max_duration {args.max_duration} is not a time such as 5000ba or 2ep') from None
+    for flag in ('max_duration', 'save_interval'):
+        try:
+            Time.from_timestring(getattr(args, flag))
+        except (ValueError, KeyError):
+            raise ValueError(f'--{flag} {getattr(args, flag)} is not a time such as 5000ba or 2ep') from None
+    duration = Time.from_timestring(args.max_duration)
     if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
     if dist.get_global_rank() == 0:
         check_writable(args.results)
+        if args.save_folder and os.path.isdir(args.save_folder) and os.listdir(args.save_folder):
+            raise ValueError(f'--save_folder {args.save_folder} already holds files; give a new one')
 
 
 def check_writable(path: str) -> None:
@@ -541,6 +548,8 @@ def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Mea
         max_duration=args.max_duration,
         precision=args.precision,
         device_train_microbatch_size=args.device_train_microbatch_size,
+        save_folder=args.save_folder,
+        save_interval=args.save_interval,
         seed=args.seed,
         dist_timeout=args.dist_timeout,
     )

@@ -237,6 +237,21 @@ def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     assert figures['data_wait_fraction'] == pytest.approx(6 / 11) and figures['peak_memory_gib'] == 40
 
 
+def test_the_readmes_lines_export_the_average_of_a_saved_run(results, tmp_path, monkeypatch):
+    main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(tmp_path / 'checkpoints'),
+          '--save_interval', '2ba', '--results', str(results)])
+    [lines] = [block for block in (ROOT / 'README.md').read_text().split('```python') if 'save_pretrained' in block]
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    exec(lines.split('```')[0].replace('StableDiffusion()', "StableDiffusion('tiny', 64)"), namespace)
+    exported = UNet2DConditionModel.from_pretrained('averaged/unet')
+    averages = dict(namespace['state']['algorithms'])['EMA']['ema_model']
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, averages[f'unet.{name}'])
+    live = namespace['state']['model']
+    assert any(not torch.equal(average, live[name]) for name, average in averages.items())
+
+
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, num_workers, capfd):
     record = main(['--remote', shards, *TINY, '--loader_only', '--measure_batches', '20', '--num_workers',
@@ -283,6 +298,8 @@ SYNTHETIC = ['--use_synth_data', *TINY]
     ([*SYNTHETIC, '--attention', 'xformers'], ['--attention xformers', 'sdpa']),
     ([*SYNTHETIC, '--max_duration', 'long'], ['--max_duration long', '5000ba']),
     ([*SYNTHETIC, '--max_duration', '1ba'], ['--max_duration 1ba', '--warmup_batches 1']),
+    ([*SYNTHETIC, '--save_folder', 'tests'], ['--save_folder tests', 'new']),
+    ([*SYNTHETIC, '--save_interval', 'often'], ['--save_interval often', '5000ba']),
     ([*SYNTHETIC, '--results', '/nowhere/results.jsonl'], ['--results /nowhere/results.jsonl', 'No such file']),
     ([*SYNTHETIC, '--model_name', 'nobody/nothing'], ['--model_name nobody/nothing', 'hub', 'folder']),
     ([*SYNTHETIC, '--model_name', 'tests'], ['--model_name tests', 'unet']),
