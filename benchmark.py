@@ -431,8 +431,7 @@ def check(args: argparse.Namespace) -> None:
     if args.attention == 'xformers' and not (gpu and importlib.util.find_spec('xformers')):
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
     if args.num_workers is None:
-        cores = len(os.sched_getaffinity(0)) // dist.get_local_world_size()
-        args.num_workers = max(1, min(8, cores)) if args.remote else 0
+        args.num_workers = min(8, cores_per_rank()) if args.remote else 0
     args.max_duration = args.max_duration or f'{args.warmup_batches + args.measure_batches}ba'
     for flag in ('max_duration', 'save_interval'):
         try:
@@ -446,6 +445,10 @@ def check(args: argparse.Namespace) -> None:
         check_writable(args.results)
         if args.save_folder and os.path.isdir(args.save_folder) and os.listdir(args.save_folder):
             raise ValueError(f'--save_folder {args.save_folder} already holds files; give a new one')
+
+
+def cores_per_rank() -> int:
+    return max(1, len(os.sched_getaffinity(0)) // dist.get_local_world_size())
 
 
 def check_writable(path: str) -> None:
@@ -680,6 +683,8 @@ def main(argv: list[str] | None = None) -> dict:
     try:
         check(args)
         join_ranks(device, args.dist_timeout)
+        if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
+            torch.set_num_threads(cores_per_rank())  # or each rank would compute on all cores, 10 times slower on a CPU
         configs, _ = load_configs(args.model_name, args.pretrained)
         data = build_data(args, vocab_size=configs['text_encoder'].get('vocab_size', CLIP_VOCABULARY))
         if args.loader_only:
