@@ -461,11 +461,13 @@ def check_writable(path: str) -> None:
 
 
 def join_ranks(device, timeout: int) -> None:
-    """Join the process group of all ranks within `timeout` seconds.
+    """Join the process group of all ranks within `timeout` seconds, and share the host's cores with those on it.
 
     Raises:
         ValueError: they did not all come.
     """
+    if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
+        torch.set_num_threads(cores_per_rank())  # each rank on all cores is 10 times slower on a CPU
     try:
         dist.initialize_dist(device, timeout)
     except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
@@ -683,8 +685,6 @@ def main(argv: list[str] | None = None) -> dict:
     try:
         check(args)
         join_ranks(device, args.dist_timeout)
-        if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
-            torch.set_num_threads(cores_per_rank())  # or each rank would compute on all cores, 10 times slower on a CPU
         configs, _ = load_configs(args.model_name, args.pretrained)
         data = build_data(args, vocab_size=configs['text_encoder'].get('vocab_size', CLIP_VOCABULARY))
         if args.loader_only:
