@@ -104,6 +104,7 @@ class StreamingLAIONDataset(StreamingDataset):
         if error := future.exception():
             self.failure = f'a shard could not be read ({type(error).__name__}: {" ".join(str(error).split())})'
             self._event.set()
+            self._iterator.on_exit()  # for the thread that failed: where both do, Streaming waits for one for ever
 
     def __getitem__(self, index: int) -> dict:
         sample = super().__getitem__(index)

@@ -1,5 +1,6 @@
 """Tokens, pixels and batches, against Pillow and known token ids."""
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -184,6 +185,24 @@ def test_a_local_remote_is_read_in_place_and_a_given_cache_is_filled(shards, tmp
     cached = StreamingLAIONDataset(shards, str(tmp_path / 'cache'), batch_size=1)
     assert cached[0]['caption'] == in_place[0]['caption']
     assert (tmp_path / 'cache' / 'index.json').exists()
+
+
+def test_an_epoch_ends_with_the_reason_when_both_background_threads_fail(shards, tmp_path, monkeypatch):
+    def unreachable(self, shard_id, blocking=True):
+        barrier.wait(10)  # both threads are here before one of them fails
+        raise OSError('no route')
+    barrier, failures = threading.Barrier(2), []
+    monkeypatch.setattr(StreamingLAIONDataset, 'prepare_shard', unreachable)
+
+    def read():
+        try:
+            list(StreamingLAIONDataset(shards, str(tmp_path / 'cache'), batch_size=4))
+        except data.ShardError as error:
+            failures.append(str(error))
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(30)
+    assert not reader.is_alive() and failures == ['a shard could not be read (OSError: no route)']
 
 
 def test_each_remote_has_a_cache_of_its_own():
