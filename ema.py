@@ -12,10 +12,14 @@ from composer.core import Algorithm, Event, State, Time, TimeUnit
 from composer.loggers import Logger
 
 
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DistributedDataParallel's wrapper, or the model itself."""
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
 def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Parameters that the optimizer moves, by the names they have without DistributedDataParallel's wrapper."""
-    model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Parameters that the optimizer moves, by the names they have on one rank as on many."""
+    return {name: parameter for name, parameter in unwrapped(model).named_parameters() if parameter.requires_grad}
 
 
 def pair_by_name(averages: dict[str, torch.Tensor], model: torch.nn.Module) -> tuple[list, list]:
@@ -125,7 +129,7 @@ class EMA(Algorithm):
                              'and not during an evaluation')
         self._ensure_shadow(model)
         averages, weights = pair_by_name(self.ema_model.parameters, model)
-        model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+        model = unwrapped(model)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         shared |= {id(w): torch.nn.Parameter(a, requires_grad=False) for a, w in zip(averages, weights, strict=True)}
         return copy.deepcopy(model, memo=shared)
