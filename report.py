@@ -325,8 +325,11 @@ def positive(text, kind=float):
 
 
 def phase(text):
-    images, _, size = text.partition('@')
-    return positive(images, int), str(positive(size, int))
+    try:
+        images, size = text.split('@')
+        return positive(images, int), str(positive(size, int))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f'{text!r} is not IMAGES@SIZE, such as 1126400000@256') from None
 
 
 def main(argv=None):
