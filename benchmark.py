@@ -6,12 +6,16 @@
 """
 import argparse
 import datetime
+import errno
+import fcntl
 import importlib.metadata
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
+import re
 import resource
 import shlex
 import signal
@@ -26,22 +30,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from composer import Callback, ComposerModel, Time, Trainer
-from composer.callbacks import SpeedMonitor
+from composer.callbacks import CheckpointSaver, SpeedMonitor
 from composer.core import DataSpec, TimeUnit
 from composer.loggers import TensorboardLogger, WandBLogger
 from composer.optim import ConstantScheduler
 from composer.utils import dist, get_device
 from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from streaming.base.util import clean_stale_shared_memory
+from streaming.base.util import bytes_to_int
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanSquaredError
 from transformers import CLIPTextConfig, CLIPTextModel
 
 import report
-from data import (CLIP_VOCABULARY, MDS_COLUMNS, ShardError, StreamingLAIONDataset, SyntheticImageCaptionDataset,
+from data import (CLIP_VOCABULARY, MDS_COLUMNS, DataError, StreamingLAIONDataset, SyntheticImageCaptionDataset,
                   build_loader, build_tokenizer, local_folder, read_index)
 from ema import EMA
+from safeguard import (NonFiniteLoss, Safeguard, checkpoints, end_with_launcher, ignore_signals, newest_checkpoint,
+                       save_interrupted)
 
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'
 NOISE_SCHEDULE = dict(num_train_timesteps=1000, beta_schedule='scaled_linear', beta_start=0.00085, beta_end=0.012,
@@ -74,6 +80,7 @@ PEAK_TFLOPS = {'NVIDIA A100-SXM4-40GB': 312, 'NVIDIA A100-SXM4-80GB': 312, 'NVID
                'NVIDIA A100 80GB PCIe': 312, 'NVIDIA H100 80GB HBM3': 989, 'NVIDIA H200': 989, 'NVIDIA B200': 2250}
 HALF = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
+SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_ema', 'seed')
 GIB = 2 ** 30
 
 
@@ -234,12 +241,13 @@ class Measurement(Callback):
     Composer reads the loss on the CPU before BATCH_END, so that the device has finished the batch by then.
 
     Args:
-        warmup_batches: not in any figure.
+        warmup_batches: not in any figure; counted from where the run starts or resumes.
         measure_batches: the most that are measured.
     """
 
     def __init__(self, warmup_batches: int, measure_batches: int):
         self.warmup_batches, self.last_batch = warmup_batches, warmup_batches + measure_batches
+        self.batches = 0  # trained by this process
         self.batch_seconds: list[float] = []
         self.wait_seconds: list[float] = []
         self.samples = 0  # of all ranks
@@ -257,28 +265,32 @@ class Measurement(Callback):
         self._waited, self._asked = time.perf_counter() - self._asked, None
 
     def batch_end(self, state, logger) -> None:
-        now, batch = time.perf_counter(), state.timestamp.batch.value
-        if self.warmup_batches < batch <= self.last_batch:
+        now = time.perf_counter()
+        self.batches += 1
+        if self.warmup_batches < self.batches <= self.last_batch:
             self.batch_seconds.append(now - self._previous_end)
             self.wait_seconds.append(self._waited)
             self.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
-            self.loss = state.total_loss_dict.get('loss/train/total')
-        elif batch <= self.warmup_batches and torch.cuda.is_available():
+            loss = state.total_loss_dict.get('loss/train/total', math.nan)  # Composer keeps none of a step it dropped
+            self.loss = loss if math.isfinite(loss) else self.loss
+        elif self.batches <= self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # the search for a microbatch size fills the memory
         self._previous_end = now
 
 
-def figures(measurement: Measurement, all_ranks: bool = True) -> dict[str, float | int | None]:
+def figures(measurement: Measurement, bad_samples: set[int], all_ranks: bool = True) -> dict[str, float | int | None]:
     """The record's figures; a batch takes as long as on its slowest rank. None where no batch was measured.
 
     Args:
         measurement: this rank's.
+        bad_samples: those that this rank met.
         all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
     """
-    own = (measurement.batch_seconds, measurement.wait_seconds, peak_memory_gib())
+    own = (measurement.batch_seconds, measurement.wait_seconds, peak_memory_gib(), bad_samples)
     ranks = dist.all_gather_object(own) if all_ranks else [own]
+    bad_samples = len(set.union(*(rank[3] for rank in ranks)))
     if not measurement.batch_seconds:
-        return {'images_per_sec': None, 'measured_batches': 0}
+        return {'images_per_sec': None, 'measured_batches': 0, 'bad_samples': bad_samples}
     seconds = np.array([rank[0] for rank in ranks])  # (ranks, batches)
     waits = np.array([rank[1] for rank in ranks])
     slowest = seconds.max(axis=0)
@@ -294,20 +306,23 @@ def figures(measurement: Measurement, all_ranks: bool = True) -> dict[str, float
         'data_wait_fraction': float((waits.sum(axis=1) / seconds.sum(axis=1)).max()),
         'peak_memory_gib': max(rank[2] for rank in ranks),
         'measured_batches': len(slowest),
+        'bad_samples': bad_samples,
         'loss': measurement.loss,
     }
 
 
 def loader_figures(data: DataSpec, args: argparse.Namespace) -> dict[str, float]:
     """Throughput of the loader alone, over all ranks: the batches after the warm-up, as fast as they come."""
-    batches = itertools.chain.from_iterable(itertools.repeat(data.dataloader))  # epoch after epoch
+    epochs = itertools.chain.from_iterable(itertools.repeat(data.dataloader))  # one after the other
+    batches = map(data.batch_transforms, epochs)
     for _ in range(args.warmup_batches):
         next(batches)
     start = time.perf_counter()
     images = sum(len(next(batches)['image']) for _ in range(args.measure_batches))
-    ranks = dist.all_gather_object((images, time.perf_counter() - start))
-    images_per_sec = sum(images for images, _ in ranks) / max(seconds for _, seconds in ranks)
+    ranks = dist.all_gather_object((images, time.perf_counter() - start, data.batch_transforms.found))
+    images_per_sec = sum(rank[0] for rank in ranks) / max(rank[1] for rank in ranks)
     return {'loader_images_per_sec': images_per_sec, 'measured_batches': args.measure_batches,
+            'bad_samples': len(set.union(*(rank[2] for rank in ranks))),
             'loader_images_per_sec_per_worker': images_per_sec / (len(ranks) * max(1, args.num_workers))}
 
 
@@ -350,6 +365,13 @@ def price(text: str) -> float:
     return float(text)
 
 
+def fraction(text: str) -> float:
+    """A share from 0 to 1, for argparse."""
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f'{text} is not between 0 and 1')
+    return float(text)
+
+
 def build_parser() -> Parser:
     parser = Parser(prog='benchmark.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, switch = parser.add_argument, argparse.BooleanOptionalAction
@@ -357,6 +379,9 @@ def build_parser() -> Parser:
     add('--image_size', type=count, default=512, help='height and width in pixels (default: 512)')
     add('--remote', help='MDS shards to train on: a folder or an object store, as convert.py writes them')
     add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in place)')
+    add('--cache_limit', metavar='SIZE', help='most that this cache may hold, such as 500gb (default: no limit)')
+    add('--max_bad_samples', type=fraction, default=0.01, help='share of samples that may be bad before the run ends; '
+        'others stand in for them (default: 0.01)')
     add('--use_synth_data', action='store_true', help='train on random images that cost nothing to load')
     add('--model_name', default=SD2_BASE, help=f'{", ".join(ARCHITECTURES)}, a diffusers folder or a hub name '
         f'(default: {SD2_BASE}, whose architecture is built in)')
@@ -382,9 +407,14 @@ def build_parser() -> Parser:
     add('--num_workers', type=workers, help='processes that decode, per device (default: up to 8 of its CPU cores)')
     add('--seed', type=int, default=17, help='of weights, noise and shuffle (default: 17)')
     add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
+    add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss that is not finite, or skip '
+        'that step and count it (default: stop)')
     add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
     add('--save_interval', default='1ep', help='time between checkpoints, such as 1000ba (default: 1ep); one is also '
-        'saved at the end')
+        'saved at the end and on Ctrl-C or SIGTERM')
+    add('--save_num_checkpoints_to_keep', type=count, metavar='N', help='the newest that stay in a folder (default: '
+        'all); an object store keeps all')
+    add('--autoresume', action='store_true', help='go on from the newest checkpoint in --save_folder, if there is one')
     add('--wandb_name', help='log to Weights & Biases under this name')
     add('--wandb_project', help='log to this project of Weights & Biases')
     add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder')
@@ -426,13 +456,27 @@ def check(args: argparse.Namespace) -> None:
     half = ('amp_bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'amp_fp16') if gpu else 'fp32'
     args.precision = args.precision or half
     args.encoder_precision = args.encoder_precision or HALF[args.precision]
-    if args.precision == 'amp_fp16' and not gpu:
-        raise ValueError('--precision amp_fp16 needs a GPU; use amp_bf16 or fp32')
+    if args.precision != 'fp32' and not gpu:
+        raise ValueError(f'--precision {args.precision} needs a GPU; use fp32')
     if args.attention == 'xformers' and not (gpu and importlib.util.find_spec('xformers')):
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
+    fitting = workers_that_fit(args)
     if args.num_workers is None:
-        args.num_workers = min(8, cores_per_rank()) if args.remote else 0
+        args.num_workers = min(8, cores_per_rank(), fitting) if args.remote else 0
+    if args.num_workers > fitting:
+        raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its batches; '
+                         f'use at most {fitting}, or make it larger (docker run --shm-size)')
     args.max_duration = args.max_duration or f'{args.warmup_batches + args.measure_batches}ba'
+    if args.autoresume and not args.save_folder:
+        raise ValueError('--autoresume needs the --save_folder of the run to resume')
+    if args.cache_limit:
+        if not args.remote or (os.path.isdir(args.remote) and not args.local):
+            raise ValueError(f'--cache_limit {args.cache_limit} has no cache to bound: --remote {args.remote} is read '
+                             'in place; give --local a folder, or leave the limit out')
+        try:
+            args.cache_limit = bytes_to_int(args.cache_limit)
+        except ValueError:
+            raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
     for flag in ('max_duration', 'save_interval'):
         try:
             Time.from_timestring(getattr(args, flag))
@@ -443,8 +487,27 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
     if dist.get_global_rank() == 0:
         check_writable(args.results)
-        if args.save_folder and os.path.isdir(args.save_folder) and os.listdir(args.save_folder):
-            raise ValueError(f'--save_folder {args.save_folder} already holds files; give a new one')
+        if args.save_folder and not args.autoresume and is_used(args.save_folder):
+            raise ValueError(f'--save_folder {args.save_folder} already holds files; give a new one, or --autoresume '
+                             'to go on from there')
+
+
+def is_used(folder: str) -> bool:
+    """Whether a folder holds any file, or an object store any checkpoint."""
+    if '://' not in folder:
+        return os.path.isdir(folder) and bool(os.listdir(folder))
+    return bool(stored(checkpoints, folder))
+
+
+def stored(function, folder: str):
+    """`function(folder)`, with what any storage client raises as one line."""
+    try:
+        return function(folder)
+    except ValueError:
+        raise
+    except Exception as error:  # every storage client has its own exceptions
+        raise ValueError(f'--save_folder {folder} cannot be read ({" ".join(str(error).split())}); check its name and '
+                         'your credentials') from None
 
 
 def cores_per_rank() -> int:
@@ -458,6 +521,16 @@ def check_writable(path: str) -> None:
             pass
     except OSError as error:
         raise ValueError(f'--results {path} cannot be written: {error.strerror}; name another file') from None
+
+
+def workers_that_fit(args: argparse.Namespace, directory: str = '/dev/shm') -> int:
+    """Workers whose batches shared memory can hold; where it is full they would die of a bus error."""
+    if not os.path.isdir(directory):
+        return sys.maxsize
+    disk = os.statvfs(directory)
+    batch_bytes = args.batch_size // dist.get_world_size() * 3 * args.image_size ** 2  # uint8, at most this size
+    batches = disk.f_bavail * disk.f_frsize // (dist.get_local_world_size() * batch_bytes)
+    return max(0, (batches - 2) // 2)  # each worker prefetches 2, and 2 are in use
 
 
 def join_ranks(device, timeout: int) -> None:
@@ -489,11 +562,19 @@ def build_data(args: argparse.Namespace, vocab_size: int) -> DataSpec:
                                                seed=args.seed + dist.get_global_rank())
         return build_loader(dataset, device_batch, num_workers=0)
     try:
-        samples, columns = read_index(args.remote)
+        shards = read_index(args.remote)['shards']
     except ValueError as error:
         raise ValueError(f'--remote {args.remote} {error}') from None
-    if missing := sorted(set(MDS_COLUMNS) - set(columns)):
-        raise ValueError(f'--remote {args.remote} lacks the columns {", ".join(missing)}; it has {", ".join(columns)}')
+    samples = sum(shard['samples'] for shard in shards)
+    for shard in shards:
+        columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
+        if missing := sorted(MDS_COLUMNS.items() - columns.items()):
+            raise ValueError(f'--remote {args.remote} lacks the column {" of ".join(missing[0])}; it has '
+                             + ', '.join(map(' of '.join, columns.items())))
+    least = 4 * max((shard['raw_data']['bytes'] for shard in shards), default=0)  # Streaming refuses less
+    if args.cache_limit and args.cache_limit < least:
+        raise ValueError(f'--cache_limit {args.cache_limit} holds fewer than 4 shards of --remote {args.remote}; use '
+                         f'at least {least}')
     if samples < args.batch_size:
         raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}')
     try:
@@ -503,13 +584,12 @@ def build_data(args: argparse.Namespace, vocab_size: int) -> DataSpec:
     if tokenizer.get_vocab_size() > vocab_size:
         raise ValueError(f'--tokenizer {args.tokenizer} has {tokenizer.get_vocab_size()} tokens, more than the '
                          f'{vocab_size} of the text encoder of --model_name {args.model_name}')
-    clean_stale_shared_memory()
     try:
         dataset = StreamingLAIONDataset(args.remote, args.local, args.image_size, batch_size=device_batch, shuffle=True,
-                                        shuffle_seed=args.seed)
+                                        shuffle_seed=args.seed, cache_limit=args.cache_limit)
     except ValueError as error:
         raise ValueError(f'--local {error}') from None
-    return build_loader(dataset, device_batch, args.num_workers, tokenizer)
+    return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
 
 
 def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -539,25 +619,46 @@ def build_loggers(args: argparse.Namespace) -> list:
     return loggers
 
 
-def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Measurement) -> Trainer:
-    """Composer's Trainer with the benchmark's recipe."""
+def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Measurement, safeguard: Safeguard,
+                  load_path: str | None = None) -> Trainer:
+    """Composer's Trainer with the benchmark's recipe, at its start or at the checkpoint `load_path`.
+
+    Raises:
+        ValueError: the checkpoint is of another run.
+    """
     peak = peak_tflops(args.precision)
-    return Trainer(
-        model=model,
-        train_dataloader=data,
-        optimizers=build_optimizer(model, args),
-        schedulers=ConstantScheduler(),
-        algorithms=[EMA()] if args.use_ema else [],
-        callbacks=[measurement, SpeedMonitor(min(10, args.measure_batches), (peak or 0) * 1e12)],
-        loggers=build_loggers(args),
-        max_duration=args.max_duration,
-        precision=args.precision,
-        device_train_microbatch_size=args.device_train_microbatch_size,
-        save_folder=args.save_folder,
-        save_interval=args.save_interval,
-        seed=args.seed,
-        dist_timeout=args.dist_timeout,
-    )
+    keep = 1 if '://' in str(args.save_folder) else args.save_num_checkpoints_to_keep or -1  # a store keeps all itself
+    try:
+        trainer = Trainer(
+            model=model,
+            train_dataloader=data,
+            optimizers=build_optimizer(model, args),
+            schedulers=ConstantScheduler(),
+            algorithms=[EMA()] if args.use_ema else [],
+            callbacks=[measurement, SpeedMonitor(min(10, args.measure_batches), (peak or 0) * 1e12), safeguard],
+            loggers=build_loggers(args),
+            max_duration=args.max_duration,
+            precision=args.precision,
+            device_train_microbatch_size=args.device_train_microbatch_size,
+            save_folder=args.save_folder,
+            save_interval=args.save_interval,
+            save_num_checkpoints_to_keep=keep,
+            save_ignore_keys=['rng'],  # Safeguard seeds every batch
+            save_overwrite=True,  # only files newer than the one resumed from, which a killed run left
+            load_path=load_path,
+            seed=args.seed,
+            dist_timeout=args.dist_timeout,
+        )
+    except (RuntimeError, KeyError, ValueError) as error:
+        if not load_path:
+            raise
+        print(file=sys.stderr)  # off the progress bar's line
+        raise ValueError(f'--save_folder {args.save_folder}: {load_path} does not fit this run '
+                         f'({" ".join(str(error).split())[:300]}); resume with the flags it was made with') from None
+    for callback in trainer.state.callbacks:
+        if isinstance(callback, CheckpointSaver) and '://' not in args.save_folder:
+            callback.saved_checkpoints = checkpoints(args.save_folder)  # Composer forgets those of earlier processes
+    return trainer
 
 
 def peak_tflops(precision: str) -> int | None:
@@ -651,40 +752,89 @@ def summary(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
 
 
-def fit(trainer: Trainer) -> dict[str, str]:
+def fit(trainer: Trainer, safeguard: Safeguard) -> dict[str, str]:
     """Train; returns how it ended: complete, interrupted (Ctrl-C or SIGTERM) or failed, with the error in one line."""
+    outcome = {'status': 'complete'}
     try:
         trainer.fit()
-    except (SystemExit, KeyboardInterrupt):  # Composer turns both signals into the first
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a launcher sends another, and the record comes first
-        return {'status': 'interrupted'}
-    except ShardError as error:
-        return {'status': 'failed', 'error': str(error).splitlines()[-1].rpartition('ShardError: ')[2]}
+    except (SystemExit, KeyboardInterrupt):
+        outcome = {'status': 'interrupted'}
     except Exception as error:
-        traceback.print_exc()
-        return {'status': 'failed', 'error': f'{type(error).__name__}: {" ".join(str(error).split())[:500]}'}
-    return {'status': 'complete'}
+        outcome = {'status': 'failed', 'error': reason(error, trainer.state.device_train_microbatch_size)}
+        if safeguard.interrupted:  # a worker or a rank was faster to go
+            outcome = {'status': 'interrupted'}
+    ignore_signals()  # what follows is short, and must be whole
+    if outcome['status'] != 'complete' and (theirs := failure_of_ranks(outcome.get('error'))):
+        outcome = {'status': 'failed', 'error': theirs}
+    return outcome
+
+
+def reason(error: Exception, microbatch: int) -> str:
+    """Why a run failed, in one line, with the remedy where it is known; else the traceback is printed as well."""
+    text = ' '.join(str(error).split())
+    if isinstance(error, DataError):  # a worker's comes with its traceback
+        return str(error).splitlines()[-1].rpartition('DataError: ')[2]
+    if isinstance(error, (NonFiniteLoss, ResultsError)):
+        return text
+    if isinstance(error, torch.OutOfMemoryError) or re.search("out of memory|can't allocate memory", text):
+        return (f'out of memory at --device_train_microbatch_size {microbatch}; use a smaller one, '
+                '--gradient_checkpointing, or a smaller --image_size')
+    causes = [error]
+    while causes[-1].__context__:
+        causes.append(causes[-1].__context__)
+    if any(getattr(cause, 'errno', None) == errno.ENOSPC for cause in causes):  # torch raises another on top
+        return 'a disk is full: free some of it, or keep less with --save_num_checkpoints_to_keep'
+    traceback.print_exc()
+    return f'{type(error).__name__}: {text[:500]}'
+
+
+def failure_of_ranks(own: str | None) -> str | None:
+    """On rank 0, why another rank failed, if one did; on others, leave word for rank 0, which may see only silence."""
+    if not torch.distributed.is_initialized():
+        return None
+    store, rank = torch.distributed.distributed_c10d._get_default_store(), dist.get_global_rank()
+    try:
+        if rank and own:
+            store.set('failure', f'rank {rank}: {own}')
+        elif not rank and store.check(['failure']):
+            return store.get('failure').decode()
+    except RuntimeError:  # the store went with its host
+        pass
+    return None
+
+
+class ResultsError(Exception):
+    """The record could not be kept."""
 
 
 def finish(record: dict, text: str, path: str) -> dict:
-    """On rank 0: print the summary, append the record to `path`, and print it as the last line."""
+    """On rank 0: print the summary and, last, the record, and append it to `path`, whole also when others do so."""
     if dist.get_global_rank() == 0:
         line = json.dumps(record)
-        with open(path, 'a') as file:
-            file.write(line + '\n')
-        print(text, line, sep='\n')
+        print(text, line, sep='\n', flush=True)
+        try:
+            with open(path, 'a+b', buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(0, end - 1))
+                cut = file.read(1) not in (b'', b'\n')  # a full disk may have cut the last line
+                file.write(b'\n' * cut + line.encode() + b'\n')
+        except OSError as error:
+            raise ResultsError(f'--results {path} could not be written: {error.strerror}; the record stands above') \
+                from None
     return record
 
 
 def main(argv: list[str] | None = None) -> dict:
     """Run the benchmark; returns its record."""
+    end_with_launcher()
     parser = build_parser()
     args = parser.parse_args(argv)
     device = get_device()
     try:
         check(args)
         join_ranks(device, args.dist_timeout)
+        load_path = stored(newest_checkpoint, args.save_folder) if args.autoresume else None
         configs, _ = load_configs(args.model_name, args.pretrained)
         data = build_data(args, vocab_size=configs['text_encoder'].get('vocab_size', CLIP_VOCABULARY))
         if args.loader_only:
@@ -695,23 +845,33 @@ def main(argv: list[str] | None = None) -> dict:
             model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision)
         apply_switches(model, args)
         measurement = Measurement(args.warmup_batches, args.measure_batches)
-        trainer = build_trainer(args, model, data, measurement)
-    except ValueError as error:
+        safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
+        trainer = build_trainer(args, model, data, measurement, safeguard, load_path)
+    except (ValueError, DataError) as error:
         parser.error(str(error))
-    outcome = fit(trainer)
+    if trainer.state.timestamp >= trainer.state.max_duration:
+        print(f'--save_folder {args.save_folder} holds all of --max_duration {args.max_duration}: nothing left to do')
+        sys.exit(0)
+    outcome = fit(trainer, safeguard)
     complete = outcome['status'] == 'complete'
     args.device_train_microbatch_size = trainer.state.device_train_microbatch_size  # what auto found
-    measured = figures(measurement, all_ranks=complete)
+    measured = figures(measurement, data.batch_transforms.found, all_ranks=complete)
     record = settings(args) | outcome | measured | arithmetic(measured, model, args.precision)
+    record |= {'first_batch': safeguard.first_batch, 'skipped_batches': safeguard.skipped_batches}
     if (args.wandb_name or args.wandb_project) and dist.get_global_rank() == 0:
         import wandb
         wandb.run.summary.update(record)
-    if complete:
-        trainer.close()
-    finish(record, summary(record, args.training_images, args.dollars_per_gpu_hour), args.results)
-    if outcome['status'] == 'interrupted':
-        sys.exit(130)
-    if outcome['status'] == 'failed':
+    try:
+        if complete:
+            trainer.close()
+        finish(record, summary(record, args.training_images, args.dollars_per_gpu_hour), args.results)
+        if outcome['status'] == 'interrupted':
+            if args.save_folder and measurement.batches and dist.get_global_rank() == 0:
+                save_interrupted(trainer.state, args.save_folder)
+            sys.exit(130)
+    except Exception as error:
+        parser.error(reason(error, args.device_train_microbatch_size))
+    if not complete:
         print(file=sys.stderr)  # off the progress bar's line
         parser.error(f'the run failed at batch {trainer.state.timestamp.batch.value + 1}: {outcome["error"]}')
     return record

@@ -10,6 +10,7 @@ listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. A run that is
 import argparse
 import contextlib
 import glob
+import io
 import json
 import logging
 import multiprocessing
@@ -38,6 +39,7 @@ from data import MDS_COLUMNS, decode_image
 IMAGES = ('.jpg', '.jpeg', '.png', '.webp')
 # A tar can declare any size, so nothing larger is read into memory.
 MAX_BYTES = dict.fromkeys(IMAGES, 256 << 20) | {'.txt': 4 << 20, '.json': 4 << 20}
+MAX_HEADER = 16 << 10  # bytes, of all that a tar has before a file's own: names of 4096 bytes take 11 KiB
 
 
 def fail(status: int, message: str):
@@ -64,21 +66,36 @@ def read_image(path: Path):
             yield path.stem, suffix, file.read_bytes() if file.stat().st_size <= MAX_BYTES[suffix] else None
 
 
+class TarReader(io.BufferedReader):
+    """Gives tarfile `left` bytes at most: it reads headers whole, in time and memory that grow with their square."""
+    left = MAX_HEADER
+
+    def read(self, size: int) -> bytes:
+        self.left -= size
+        if self.left < 0:
+            raise tarfile.ReadError('header too large')
+        return super().read(size)
+
+
 def read_tar(path: Path):
     """Yield (key, suffix, bytes) of a tar's files, `a/b.jpg` being the .jpg of a/b; None is too large."""
-    with tarfile.open(path, 'r:') as tar:
+    with TarReader(open(path, 'rb', buffering=0)) as file, tarfile.open(fileobj=file, mode='r:') as tar:
         while member := tar.next():
-            tar.members.clear()  # tarfile would keep every header
-            if tar.offset <= member.offset:
+            tar.members.clear()  # tarfile would keep every header,
+            tar.pax_headers.clear()  # and go through the global ones for each file
+            if tar.offset < member.offset_data:
                 raise tarfile.ReadError('negative size')  # tarfile would go round for ever
             key, _, suffix = os.path.basename(member.name).partition('.')
             suffix = f'.{suffix.lower()}'
-            if member.isreg() and key and suffix in MAX_BYTES:  # no links, no devices, no hidden files
+            # no links, no devices, no hidden files; no sparse ones, where a few bytes give 256 MiB in quadratic time
+            if member.isreg() and not member.issparse() and key and suffix in MAX_BYTES:
+                file.left = member.size
                 data = tar.extractfile(member).read() if member.size <= MAX_BYTES[suffix] else None
                 yield os.path.join(os.path.dirname(member.name), key), suffix, data
+            file.left = MAX_HEADER
         # tarfile also stops, without a word, where a tar is cut between two files and at a garbled header.
-        tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(1024) != bytes(1024):
+        file.seek(tar.offset)
+        if file.read(1024) != bytes(1024):
             raise tarfile.ReadError('no end mark')
 
 
@@ -259,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
     counts = sum((counts for counts, _ in results), Counter())
     samples, shards, num_bytes = (counts.pop(name, 0) for name in ('samples', 'shards', 'bytes'))
     reasons = ', '.join(f'{number:,} {reason}' for reason, number in counts.most_common())
-    damaged = [line for _, lines in results for line in lines]
+    damaged = [' '.join(line.split()) for _, lines in results for line in lines]  # names can have more than one line
     for line in damaged:
         print(f'convert.py: warning: {line}; its whole samples are kept, fetch it again for the rest', file=sys.stderr)
     if not samples:
@@ -273,4 +290,5 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == '__main__':
     logging.disable(logging.WARNING)  # Streaming warns of its temporary folders
+    sys.stdout.reconfigure(errors='backslashreplace')  # OUT can be bytes that are no text
     sys.exit(main())

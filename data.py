@@ -3,29 +3,38 @@
 A batch is `image` uint8 (B, 3, H, H) and `caption` int64 (B, 77). Images travel as bytes at the size they were stored
 in; `normalize` brings a microbatch to the training size and to [-1, 1] once it is on the device.
 """
+import fcntl
 import gzip
 import hashlib
 import importlib.util
 import io
 import json
+import math
 import os
+import sys
 import tempfile
 import warnings
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from time import sleep
 
 import torch
 import torch.nn.functional as F
 import torchvision
 from composer.core import DataSpec
 from composer.utils import dist
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from streaming import StreamingDataLoader, StreamingDataset
+from streaming.base.constant import TICK
+from streaming.base.dataset import _ShardState
+from streaming.base.format.mds.encodings import is_mds_encoding_safe
+from streaming.base.hashing import get_hash
 from streaming.base.storage import CloudDownloader
+from streaming.base.util import clean_stale_shared_memory
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch.utils.data import DataLoader, Dataset
 
-MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # any format that Pillow reads; other columns are ignored
+MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any of FORMATS; other columns are ignored
 CAPTION_LENGTH = 77  # tokens: the text encoder's positions
 CLIP_VOCABULARY = 49408
 
@@ -63,8 +72,8 @@ class SyntheticImageCaptionDataset(Dataset):
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
 
-class ShardError(Exception):
-    """A shard could not be had, after Streaming's retries; the last line says why."""
+class DataError(Exception):
+    """A run cannot go on with this data; the last line says why."""
 
 
 class StreamingLAIONDataset(StreamingDataset):
@@ -82,6 +91,8 @@ class StreamingLAIONDataset(StreamingDataset):
 
     def __init__(self, remote: str, local: str | None = None, image_size: int = 512, **kwargs):
         self.image_size = image_size
+        self._verified: set[int] = set()  # shards that this process has checked
+        clean_shared_memory()
         if os.path.isdir(remote) and local is None:
             super().__init__(local=remote, **kwargs)
         else:
@@ -93,22 +104,163 @@ class StreamingLAIONDataset(StreamingDataset):
         """Samples of this worker's part of an epoch. Streaming would end the epoch early, and quietly.
 
         Raises:
-            ShardError: a shard could not be had.
+            DataError: a shard could not be had.
         """
         yield from super().__iter__()
         if self._event.is_set():
-            raise ShardError(self.failure)
+            raise DataError(self.failure)
 
     def on_exception(self, future) -> None:
         """Streaming's own for its background threads, without the traceback in the log."""
         if error := future.exception():
-            self.failure = f'a shard could not be read ({type(error).__name__}: {" ".join(str(error).split())})'
+            self.failure = str(unreadable(error))
             self._event.set()
             self._iterator.on_exit()  # for the thread that failed: where both do, Streaming waits for one for ever
 
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Streaming's own, but for a shard that it cannot fetch: other workers would wait for that one for ever."""
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except Exception:
+            self._shard_states[shard_id] = _ShardState.LOCAL  # so that they look, and fail as well
+            self._cache_filelock.release(force=True)
+            raise
+
+    def _ready_thread(self, it) -> None:
+        """Streaming's own, which waits for ever for a shard that a small cache has dropped again; this fetches it."""
+        while not it.should_exit() and it.ready_index < it.total and not self._event.is_set():
+            if self.predownload is not None and it.ready_index - it.yield_index > self.predownload:
+                sleep(TICK)
+                continue
+            sample_id = it.sample_ids[it.ready_index]
+            if sample_id != -1:  # else it is padding
+                shard_id = self.spanner[sample_id][0]
+                if self._shard_states[shard_id] != _ShardState.LOCAL:
+                    self.prepare_shard(shard_id)
+            it.ready_index += 1
+        it.on_exit()
+
     def __getitem__(self, index: int) -> dict:
-        sample = super().__getitem__(index)
-        return {'image': decode_image(sample['jpg'], self.image_size), 'caption': sample['caption']}
+        """Sample `index`, or where it is bad the next good one: `image` uint8 (3, H, H), `caption`, and `bad`, a list
+        of (index, reason) of those passed over.
+
+        Raises:
+            DataError: its shard cannot be had, or is not what index.json says.
+        """
+        bad = []
+        for candidate in range(index, index + self.num_samples):
+            candidate = int(candidate % self.num_samples)
+            try:
+                sample = self._read(candidate)
+                if not sample['caption'].strip():
+                    raise ValueError('no caption')
+                return {'image': decode_image(sample['jpg'], self.image_size), 'caption': sample['caption'], 'bad': bad}
+            except ValueError as error:
+                bad.append((candidate, str(error)))
+        raise DataError('not one sample is good')
+
+    def _read(self, index: int) -> dict:
+        """The columns of a sample, from a shard that is as index.json says."""
+        try:
+            self._verify(index)
+            return super().__getitem__(index)
+        except UnicodeDecodeError:
+            raise ValueError('the caption is not UTF-8') from None
+        except Exception as error:  # every storage client has its own
+            raise error if isinstance(error, DataError) else unreadable(error) from None
+
+    def _verify(self, index: int) -> None:
+        """Check the shard of a sample against index.json, once in each process."""
+        shard_id = self.spanner[index][0]
+        if shard_id in self._verified:
+            return
+        shard = self.shards[shard_id]
+        path = os.path.join(shard.dirname, shard.split, shard.raw_data.basename)
+        for _ in range(8):  # a small cache may drop it again before it is read
+            try:
+                fault = shard_fault(path, shard.raw_data, shard.samples)
+            except FileNotFoundError:
+                self.prepare_shard(shard_id)
+                continue
+            if fault:
+                raise DataError(f'shard {path} {fault}; put a good copy in its place')
+            self._verified.add(shard_id)
+            return
+
+
+def unreadable(error: BaseException) -> DataError:
+    """A storage client's error as ours, with the remedy where it is known."""
+    full = '; free some of the disk, or bound the cache with --cache_limit' * ('No space left' in str(error))
+    return DataError(f'a shard could not be read ({type(error).__name__}: {" ".join(str(error).split())}){full}')
+
+
+def shard_fault(path: str, expected, samples: int) -> str | None:
+    """What is wrong with the file of an MDS shard; None where it is whole.
+
+    Args:
+        path: of the file.
+        expected: its `bytes` and `hashes` by index.json.
+        samples: their number by index.json.
+    """
+    with open(path, 'rb') as file:
+        size, count = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(4), 'little')
+        file.seek(4 + 4 * count)
+        end = int.from_bytes(file.read(4), 'little')  # where the last sample ends, by the file itself
+        if size != expected.bytes and size != end:
+            return f'is cut short or damaged: {size:,} bytes, not the {expected.bytes:,} of index.json'
+        file.seek(0)
+        for algorithm, digest in expected.hashes.items():
+            if size == expected.bytes and get_hash(algorithm, file.read()) != digest:
+                return f'fails its {algorithm} hash: its bytes have changed'
+    if size != expected.bytes or count != samples:
+        return (f'is not the one of index.json: {count:,} samples in {size:,} bytes, not {samples:,} in '
+                f'{expected.bytes:,}')
+    return None
+
+
+class BadSamples:
+    """Takes the bad samples out of each batch's account, names each once, and ends the run where they are too many.
+
+    Args:
+        limit: the share of all samples that may be bad, from 0 to 1; early on, three standard deviations more.
+    """
+
+    def __init__(self, limit: float):
+        self.limit, self.read, self.found = limit, 0, set()
+
+    def __call__(self, batch: dict) -> dict:
+        """The batch without its `bad_samples`.
+
+        Raises:
+            DataError: too many are bad.
+        """
+        self.read += len(batch['caption'])
+        for index, reason in batch.pop('bad_samples', ()):
+            if index not in self.found:
+                self.found.add(index)
+                print(f'bad sample {index}, another stands in: {reason}', file=sys.stderr)
+        expected = self.limit * self.read
+        if len(self.found) > math.ceil(expected + 3 * math.sqrt(expected)):
+            raise DataError(f'{len(self.found):,} of {self.read:,} samples are bad, more than --max_bad_samples '
+                            f'{self.limit:g} of them; mend the data or raise it')
+        return batch
+
+
+def clean_shared_memory() -> None:
+    """Remove the shared memory that killed runs left, unless another run streams on this host now.
+
+    Streaming's own cleaning takes it from live runs too. A POSIX lock ends with its process, and its workers have none.
+    """
+    lock = None
+    try:
+        if dist.get_local_rank() == 0:
+            lock = os.open(os.path.join(tempfile.gettempdir(), f'streaming-{os.getuid()}.lock'), os.O_RDWR | os.O_CREAT)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        clean_stale_shared_memory()  # ends in a barrier of all ranks
+    except BlockingIOError:
+        dist.barrier()
+    if lock is not None:
+        fcntl.lockf(lock, fcntl.LOCK_SH)  # never closed: held for as long as this process lives
 
 
 def cache_folder(remote: str) -> str:
@@ -132,11 +284,11 @@ def claim_cache(folder: str, remote: str) -> None:
         raise ValueError(f'{folder} cannot be written: {error.strerror}') from None
 
 
-def read_index(remote: str) -> tuple[int, list[str]]:
-    """Number of samples and names of the columns, from the dataset's index.json.
+def read_index(remote: str) -> dict:
+    """The index.json of a dataset of MDS shards: `shards`, a list of dicts of which none is unsafe to read.
 
     Raises:
-        ValueError: there is no index, it cannot be fetched, or it is not one of MDS shards.
+        ValueError: there is no index, it cannot be fetched, or it is not one of MDS shards that can be trusted.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(remote if os.path.isdir(remote) else folder, 'index.json')
@@ -144,19 +296,49 @@ def read_index(remote: str) -> tuple[int, list[str]]:
             if not os.path.isdir(remote):
                 CloudDownloader.direct_download(os.path.join(remote, 'index.json'), path)
             with open(path) as file:
-                shards = json.load(file)['shards']
-            return sum(shard['samples'] for shard in shards), shards[0]['column_names'] if shards else []
+                index = json.load(file)
+            for shard in index['shards']:
+                check_shard_entry(shard)
+            return index
         except FileNotFoundError:
             raise ValueError('holds no index.json, so no MDS dataset; make one with convert.py') from None
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+        except DataError as error:
+            raise ValueError(str(error)) from None
+        except (ValueError, KeyError, TypeError, AttributeError):  # of JSON, of Unicode, of what is in it
             raise ValueError('has an index.json that is not one of MDS shards; convert the data anew') from None
         except Exception as error:  # every storage client has its own exceptions
             reason = ' '.join(str(error).split())
             raise ValueError(f'could not be read ({type(error).__name__}: {reason})') from None
 
 
+def check_shard_entry(shard: dict) -> None:
+    """Look at what Streaming would believe.
+
+    Raises:
+        DataError: the shard would be written outside its folder, or runs code when read.
+        KeyError, TypeError, AttributeError: it is no entry of an MDS index.
+    """
+    for info in filter(None, (shard['raw_data'], shard['zip_data'])):
+        name = PurePosixPath(info['basename'])
+        if name.is_absolute() or '..' in name.parts:
+            raise DataError(f'has a shard named {name}, outside its folder; do not use it')
+    for name, encoding in zip(shard['column_names'], shard['column_encodings'], strict=True):
+        if not is_mds_encoding_safe(encoding):
+            raise DataError(f'has a column {name} of type {encoding}, which can run code; do not use it')
+    shard['samples'] + shard['raw_data']['bytes']
+
+
+# Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
+FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
+# What turns each EXIF orientation upright. ImageOps.exif_transpose also writes the EXIF anew: odd ones make it fail.
+UPRIGHT = dict(enumerate((Image.Transpose.FLIP_LEFT_RIGHT, Image.Transpose.ROTATE_180, Image.Transpose.FLIP_TOP_BOTTOM,
+                          Image.Transpose.TRANSPOSE, Image.Transpose.ROTATE_270, Image.Transpose.TRANSVERSE,
+                          Image.Transpose.ROTATE_90), start=2))
+MAX_SCANS = 200  # of a progressive JPEG: a scan of 31 bytes takes as long as one of the whole picture
+
+
 def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
-    """Decode an image of any format that Pillow reads and cut out its centre square.
+    """Decode an image of any of FORMATS and cut out its centre square.
 
     Args:
         data: the encoded image; EXIF orientation is applied, any colour mode becomes RGB.
@@ -171,12 +353,12 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # Pillow's on bombs and palettes: the first is an error below
-            with Image.open(io.BytesIO(data)) as header:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as header:
                 image = _decode(header, data, image_size)
     except UnidentifiedImageError:
         raise ValueError('image does not decode: not a known format') from None
-    except (OSError, RuntimeError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise ValueError(f'image does not decode: {error}'.splitlines()[0]) from None
+    except Exception as error:  # damaged bytes make Pillow raise nearly anything
+        raise ValueError(f'image does not decode: {error or type(error).__name__}'.splitlines()[0]) from None
     height, width = image.shape[-2:]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
@@ -188,6 +370,8 @@ def _decode(header: Image.Image, data: bytes, image_size: int | None) -> torch.T
     """Pixels of an opened image, uint8 (3, H, W): torchvision's decoder for plain JPEGs, Pillow for the rest."""
     if header.width * header.height > Image.MAX_IMAGE_PIXELS:
         raise ValueError(f'{header.width} x {header.height} pixels are more than {Image.MAX_IMAGE_PIXELS:,}')
+    if header.info.get('progressive') and data.count(b'\xff\xda') > MAX_SCANS:
+        raise ValueError(f'more than {MAX_SCANS} scans')
     much_larger = image_size is not None and min(header.size) >= 2 * image_size
     if header.format == 'JPEG' and header.mode in ('L', 'RGB') and not much_larger:
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -196,7 +380,12 @@ def _decode(header: Image.Image, data: bytes, image_size: int | None) -> torch.T
         header.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
     if header.mode.startswith('I'):  # 16 bits: Pillow's conversion to RGB would clip at 255
         header = header.point(lambda value: value / 256).convert('L')
-    image = ImageOps.exif_transpose(header).convert('RGB')
+    image = header.convert('RGB')
+    try:
+        orientation = header.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # unreadable in one of many ways: torchvision, too, takes it for upright then
+        orientation = None
+    image = image.transpose(UPRIGHT[orientation]) if orientation in UPRIGHT else image
     return torchvision.transforms.functional.pil_to_tensor(image)
 
 
@@ -278,17 +467,20 @@ def clip_tokenizer() -> Tokenizer:
 
 
 def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
-    """One batch of decoded samples: `image` uint8 (B, 3, H, H), `caption` int64 (B, 77).
+    """One batch of decoded samples: `image` uint8 (B, 3, H, H), `caption` int64 (B, 77), and any `bad_samples`.
 
     H is the stored size where all agree; a batch of mixed sizes is brought to `image_size`.
     """
     images = [sample['image'] for sample in samples]
     if len({image.shape for image in images}) > 1:
         images = [resize(image, image_size) for image in images]
-    captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
+    # 77 tokens are over long before: a caption of a MB would take a second and 200 MB
+    captions = tokenizer.encode_batch([sample['caption'][:10_000] for sample in samples])
     # decoders lay pixels out as (H, W, 3): copying them in that order is 6 times as fast as turning them here
     image = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)  # (B, 3, H, H)
-    return {'image': image, 'caption': torch.tensor([caption.ids for caption in captions])}
+    batch = {'image': image, 'caption': torch.tensor([caption.ids for caption in captions])}
+    bad = [entry for sample in samples for entry in sample.get('bad', ())]
+    return batch | {'bad_samples': bad} if bad else batch
 
 
 def normalize(batch: dict[str, torch.Tensor], image_size: int) -> dict[str, torch.Tensor]:
@@ -299,7 +491,8 @@ def normalize(batch: dict[str, torch.Tensor], image_size: int) -> dict[str, torc
     return {**batch, 'image': image / 127.5 - 1}
 
 
-def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None) -> DataSpec:
+def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None,
+                 max_bad_samples: float = 0.01) -> DataSpec:
     """The loader of either dataset for Composer's Trainer; every batch is whole.
 
     Args:
@@ -307,6 +500,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         batch_size: samples a device.
         num_workers: processes that decode, for each device; the synthetic dataset needs none.
         tokenizer: for the streamed dataset's captions.
+        max_bad_samples: the share that may be bad before the run ends.
     """
     to_device_form = partial(normalize, image_size=dataset.image_size)
     if isinstance(dataset, SyntheticImageCaptionDataset):
@@ -316,7 +510,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         loader = StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
                                      collate_fn=partial(collate, tokenizer=tokenizer, image_size=dataset.image_size),
                                      pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
-    return DataSpec(loader, microbatch_transforms=to_device_form)
+    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples), microbatch_transforms=to_device_form)
 
 
 def _as_it_is(batch: dict) -> dict:

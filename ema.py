@@ -103,6 +103,9 @@ class EMA(Algorithm):
         self.ema_weights_active = False
         self._loaded: dict[str, torch.Tensor] | None = None
 
+    def __repr__(self) -> str:  # Composer keeps it in checkpoints
+        return f'EMA(smoothing={self.smoothing}, ema_start={self.ema_start}, update_interval={self.update_interval})'
+
     def match(self, event: Event, state: State) -> bool:
         if event in (Event.BATCH_END, Event.EPOCH_END):
             return self._update_is_due(event, state)

@@ -6,9 +6,9 @@
     python report.py results.jsonl --phase 1126400000@256 --phase 1740800000@512  # as SD2 base was really trained
     python report.py results.jsonl --compare           # a row a record, what differs, and the speed over the first's
 
-A record is a line of JSON as benchmark.py writes it, or a row of a CSV file with the same keys as its columns.
-A figure is rounded once, when printed: to the decimals of the published table (images/s and percents 1, days and
-ratios 2, GPU-hours and dollars 0), or to three significant digits where these are more.
+A record is a line of JSON as benchmark.py or encode.py writes it, or a row of a CSV file with the same keys as columns.
+A figure is rounded once, when printed: to the decimals of the published table, or to three significant digits where
+these are more. --csv holds the rows of all tables unrounded: `plan` is the stage of a plan, `inf` stands for never.
 """
 
 import argparse
@@ -23,50 +23,33 @@ from statistics import median
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
 DATASET_IMAGES = 2_900_000_000
 DOLLARS_PER_GPU_HOUR = 2.0
+DOLLARS_PER_TB_MONTH = 23.0  # the list price of S3
 SECONDS_PER_DAY = 86_400
+DAYS_PER_MONTH = 365 / 12
 GPUS_PER_NODE = 8
 
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
-# Left out: numbers of devices and nodes, which are a table's rows, and what does not bear on speed (seed, date).
 # More devices leave each a smaller share of a fixed batch: to be one table, all runs need a microbatch that fits them.
 SETTINGS = ('device', 'image_size', 'stage', 'model_name', 'batch_size', 'device_train_microbatch_size', 'precision',
             'use_ema', 'encoders', 'encoder_precision', 'dataset', 'num_workers', 'channels_last', 'compile',
             'attention', 'gradient_checkpointing', 'fused_optimizer', 'versions')
 COLUMNS = {  # key: heading, template and decimals in print
-    'num_devices': ('GPUs', '{}', 0),
-    'images_per_sec': ('images/s', '{}', 1),
-    'images_per_sec_per_device': ('images/s per GPU', '{}', 2),
-    'scaling_efficiency': ('efficiency', '{} %', 1),
-    'speed_over_first': ('over first', '{} x', 2),
-    'days': ('days', '{}', 2),
-    'gpu_hours': ('GPU-hours', '{}', 0),
-    'cost_usd': ('cost', '${}', 0),
-    'remote_mb_per_sec': ('remote', '{} MB/s', 1),
-    'cache_tb_per_node': ('cache', '{} TB', 2),
-}
+    'num_devices': ('GPUs', '{}', 0), 'images_per_sec': ('images/s', '{}', 1),
+    'images_per_sec_per_device': ('images/s per GPU', '{}', 2), 'scaling_efficiency': ('efficiency', '{} %', 1),
+    'speed_over_first': ('over first', '{} x', 2), 'encode_days': ('encoding', '{} days', 2), 'days': ('days', '{}', 2),
+    'gpu_hours': ('GPU-hours', '{}', 0), 'cost_usd': ('cost', '${}', 0), 'latents_tb': ('latents', '{} TB', 2),
+    'pays_off_images': ('pays off from', '{} images', 0), 'remote_mb_per_sec': ('remote', '{} MB/s', 1),
+    'cache_tb_per_node': ('cache', '{} TB', 2)}
 
 
 def days_to_train(images_per_sec: float, num_images: int = TRAINING_IMAGES) -> float:
+    """Days of 24 hours."""
     return num_images / images_per_sec / SECONDS_PER_DAY
 
 
 def gpu_hours(images_per_sec: float, num_devices: int, num_images: int = TRAINING_IMAGES) -> float:
+    """Hours of all devices together."""
     return days_to_train(images_per_sec, num_images) * 24 * num_devices
-
-
-def remote_mb_per_sec(images_per_sec: float, image_bytes: float) -> float:
-    """What the remote must give to all nodes together, in 10^6 bytes a second, while nothing is cached yet."""
-    return images_per_sec * image_bytes / 1e6
-
-
-def cache_tb_per_node(num_devices: int, image_bytes: float, dataset_images: int = DATASET_IMAGES) -> float:
-    """What an epoch leaves in the cache of each node of 8 GPUs, in 10^12 bytes: its even share of the data set."""
-    return dataset_images * image_bytes / math.ceil(num_devices / GPUS_PER_NODE) / 1e12
-
-
-def num_shards(image_bytes: float, dataset_images: int = DATASET_IMAGES) -> int:
-    """Shards of 64 MiB (2^26 bytes), Streaming's default, that hold the data set."""
-    return math.ceil(dataset_images * image_bytes / 2**26)
 
 
 def read_records(path: str) -> list[dict]:
@@ -75,13 +58,11 @@ def read_records(path: str) -> list[dict]:
         lines = Path(path).read_text(encoding='utf-8-sig', errors='replace').split('\n')
     except OSError as error:
         raise ValueError(f'{path}: {error.strerror}; give files of JSON lines or CSV') from None
-    rows, records = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()], []
-    if path.lower().endswith('.csv'):
-        rows = [(number, {key: cell_value(cell) for key, cell in row.items()})
-                for number, row in enumerate(csv.DictReader(lines), start=2)]
-    for number, row in rows:
+    is_csv, records = path.lower().endswith('.csv'), []
+    for number, row in enumerate(csv.DictReader(lines), start=2) if is_csv else enumerate(lines, start=1):
         try:
-            records.append(check(json.loads(row) if isinstance(row, str) else row))
+            if is_csv or row.strip():
+                records.append(check({key: cell_value(row[key]) for key in row} if is_csv else json.loads(row)))
         except (ValueError, RecursionError) as error:
             raise ValueError(f'{path}:{number}: not a record: {error}') from None
     if not records:
@@ -108,61 +89,66 @@ def check(record):
     if missing := [key for key in needed if key not in record]:
         raise ValueError(f'no {", ".join(missing)}; a record needs {", ".join(needed)}')
     whole = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size')
-    for key in (*whole, 'images_per_sec', 'loader_images_per_sec'):
+    for key in (*whole, 'images_per_sec', 'loader_images_per_sec', 'bytes_per_image'):
         value, kinds = record.get(key, 1), (int,) if key in whole else (int, float)
         if type(value) not in kinds or not 1e-15 < value < 1e15:
-            raise ValueError(f'{key} {value!r} is not a positive {"whole " * (key in whole)}number')
+            raise ValueError(f'{key} {repr(value)[:80]} is not a positive {"whole " * (key in whole)}number')
     notes = 'extrapolated by its source' * bool(record['extrapolated'])
     if record['status'] != 'complete':
         notes = words(f'{record["status"]}: {record.get("error", "")}')[:70].rstrip(': ')
     return record | {key: words(record.get(key, '')) for key in (*SETTINGS, 'extrapolated')} | {
-        'notes': notes, 'measured': not notes}
+        'notes': notes, 'measured': not notes and record['status'] == 'complete'}
 
 
 def words(value):
     """A value as one line of text."""
     if isinstance(value, dict):
         value = ', '.join(f'{name} {value[name]}' for name in sorted(value))
-    return ' '.join(('yes' if value is True else 'no' if value is False else str(value)).split())
+    text = ' '.join(('yes' if value is True else 'no' if value is False else str(value)).split())
+    return ''.join(char if char.isprintable() else '\ufffd' for char in text)  # no commands to the terminal
 
 
-def grouped(items, key):
+def grouped(items, *keys):
     groups = {}
     for item in items:
-        groups.setdefault(key(item), []).append(item)
+        groups.setdefault(itemgetter(*keys)(item), []).append(item)
     return list(groups.values())
 
 
 def rows_of(records):
     """A row for each number of devices with the median of its complete runs, and a row for each other record."""
-    rows = []
-    for runs in grouped(records, lambda run: (run['num_devices'], run['measured'] or id(run))):
-        speeds = sorted(float(run['images_per_sec']) for run in runs if 'images_per_sec' in run)
+    rows = [record for record in records if not record['measured']]
+    for runs in grouped([record for record in records if record['measured']], 'num_devices'):
+        speeds = sorted(float(run['images_per_sec']) for run in runs)
         spread = f'median of {len(runs)} runs, {speeds[0]:,.1f} to {speeds[-1]:,.1f}' if runs[1:] else ''
-        rows.append(runs[0] | {'images_per_sec': median(speeds) if speeds else '', 'notes': runs[0]['notes'] or spread})
-    return sorted(rows, key=itemgetter('num_devices'))
+        rows.append(runs[0] | {'images_per_sec': median(speeds), 'notes': spread})
+    return sorted(rows, key=lambda row: (row['num_devices'], not row['measured']))
 
 
-def with_figures(rows, num_images, args):
-    """The rows with what follows from their throughput; ratios are to the first measured one."""
-    first = min((row for row in rows if row['images_per_sec']), key=lambda row: not row['measured'], default={})
-    return [row if not (speed := row['images_per_sec']) else row | {
-        'images_per_sec_per_device': speed / row['num_devices'],
+def with_costs(row, days, args):
+    """The row with its days, GPU-hours and dollars."""
+    hours = days * 24 * row['num_devices']
+    return row | {'days': days, 'gpu_hours': hours, 'cost_usd': hours * args.dollars_per_gpu_hour}
+
+
+def with_figures(rows, args):
+    """The rows of one stage with what follows from their throughput; ratios are to the first measured one."""
+    first = min((row for row in rows if 'images_per_sec' in row), key=lambda row: not row['measured'], default={})
+    num_images = args.dataset_images if rows[0]['stage'] == 'encode' else args.training_images
+    epoch_tb = args.dataset_images * args.image_bytes / 1e12
+    return [row if not (speed := row.get('images_per_sec')) else with_costs(row | {
+        'images_per_sec': float(speed), 'images_per_sec_per_device': speed / row['num_devices'],
         'scaling_efficiency': speed / row['num_devices'] / (first['images_per_sec'] / first['num_devices']),
         'speed_over_first': speed / first['images_per_sec'],
-        'days': days_to_train(speed, num_images),
-        'gpu_hours': gpu_hours(speed, row['num_devices'], num_images),
-        'cost_usd': gpu_hours(speed, row['num_devices'], num_images) * args.dollars_per_gpu_hour,
-        'remote_mb_per_sec': remote_mb_per_sec(speed, args.image_bytes),
-        'cache_tb_per_node': cache_tb_per_node(row['num_devices'], args.image_bytes, args.dataset_images),
-    } for row in rows]
+        'latents_tb': args.dataset_images * row.get('bytes_per_image', 0) / 1e12 or '',
+        'remote_mb_per_sec': speed * args.image_bytes / 1e6 or '',  # to all nodes together, while nothing is cached
+        'cache_tb_per_node': epoch_tb / math.ceil(row['num_devices'] / GPUS_PER_NODE) or '',  # an even share
+    }, days_to_train(speed, num_images), args) for row in rows]
 
 
 def fit_step_seconds(counts: list[int], seconds: list[float]) -> tuple[float, float]:
-    """The a, b >= 0 for which a / n + b is closest to the seconds that a step took on n devices.
-
-    Least squares of the relative errors: the long steps on few devices would outweigh all others in absolute ones.
-    """
+    """The a, b >= 0 for which a / n + b is closest to the seconds that a step took on n devices: least squares of the
+    relative errors, since the long steps on few devices would outweigh all others in absolute ones."""
     pairs = [(1 / n / t, 1 / t) for n, t in zip(counts, seconds, strict=True)]  # x, y: a x + b y = 1 where it fits
     terms = [(x, y, x * x, x * y, y * y) for x, y in pairs]
     u, v, uu, uv, vv = map(sum, zip(*terms, strict=True))
@@ -178,49 +164,77 @@ def extrapolate(rows, counts):
         return [], f'--extrapolate: a fit needs three numbers of GPUs measured in one setting, not {len(speeds)}'
     if 1 < batch < max(counts):
         return [], f'--extrapolate {max(counts)}: more GPUs than the {batch} images of a batch'
-    a, b = fit_step_seconds(list(speeds), [batch / speed for speed in speeds.values()])
-    predicted = {count: batch / (a / count + b) for count in (*speeds, *counts)}
-    worst = max(speeds, key=lambda count: abs(predicted[count] / speeds[count] - 1))
+    try:
+        a, b = fit_step_seconds(list(speeds), [batch / speed for speed in speeds.values()])
+        predicted = {count: batch / (a / count + b) for count in (*speeds, *counts)}
+    except ZeroDivisionError:
+        return [], '--extrapolate: these speeds are too far apart for a fit'
+    residual, worst = max(((predicted[n] / speeds[n] - 1, n) for n in speeds), key=lambda pair: abs(pair[0]))
     shared = rows[0] | {'status': 'complete', 'measured': False, 'extrapolated': 'yes', 'notes': 'extrapolated'}
     return [shared | {'num_devices': n, 'images_per_sec': predicted[n]} for n in sorted({*counts})], (
         f'Extrapolated with step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
         f'{batch if batch > 1 else "one image"}, fitted on {", ".join(map(str, speeds))} GPUs; worst residual '
-        f'{predicted[worst] / speeds[worst] - 1:+.1%} of the images/s, on {worst} GPUs.')
+        f'{residual:+.1%} of the images/s, on {worst} GPUs.')
 
 
-def plan(rows, phases):
-    """A row for each setting and number of GPUs that was measured at the size of every phase (images, size), with the
-    speed over all of them; the microbatch may differ between sizes. ValueError where there is none."""
-    sizes, free = [size for _, size in phases], {'image_size': '', 'device_train_microbatch_size': ''}
-    trained = [row | free | {'size': row['image_size']} for row in rows if row['measured'] and row['stage'] == 'train']
-    plans = []
-    for runs in grouped(trained, itemgetter('num_devices', *SETTINGS)):
-        speeds = {run['size']: run['images_per_sec'] for run in sorted(runs, key=itemgetter('images_per_sec'))}
-        if {*sizes} <= speeds.keys():
-            days = [days_to_train(speeds[size], images) for images, size in phases]
-            notes = [f'{cell("days", some)} days at {size} px' for some, size in zip(days, sizes, strict=True)]
-            speed = sum(images for images, _ in phases) / sum(days) / SECONDS_PER_DAY
-            plans.append(runs[0] | {'images_per_sec': speed, 'notes': ', '.join(notes)})
+def plan(trained, encodings, phases, args):
+    """A row for each setting and number of GPUs that was measured at the size of every phase (images, size), with what
+    all phases take; the microbatch may differ between sizes. ValueError where there is none."""
+    plans, sizes = [], dict.fromkeys(size for _, size in phases)
+    free = {'stage': 'plan', 'image_size': ', '.join(sizes), 'device_train_microbatch_size': '', 'images_per_sec': ''}
+    for alike in grouped(trained, 'num_devices', *(key for key in SETTINGS if key not in (*free, 'encoders'))):
+        rows = {}  # by encoders
+        for runs in grouped(sorted(alike, key=itemgetter('encoders', 'images_per_sec')), 'encoders'):
+            speeds = {run['image_size']: run['images_per_sec'] for run in runs}  # the fastest of each size
+            if sizes.keys() <= speeds.keys():
+                days = [(days_to_train(speeds[size], images), size) for images, size in phases]
+                notes = ', '.join(f'{cell("days", some)} days at {size} px' for some, size in days)
+                row = with_costs(runs[0] | free | {'notes': notes}, sum(some for some, _ in days), args)
+                rows[row['encoders']] = row
+        if latents := rows.get('text_in_loop'):
+            rows['text_in_loop'] = encode_once(latents, rows.get('in_loop'), encodings, phases, args)
+        plans += rows.values() if latents or args.phase else []
     if not plans:
         raise ValueError(f'--phase: no number of GPUs was measured in one setting at {" and ".join(sizes)} px')
     return sorted(plans, key=itemgetter('num_devices'))
 
 
-def loader_lines(records):
+def encode_once(latents, in_loop, encodings, phases, args):
+    """The plan `latents` after encoding every image once at each size, and with their storage while it trains. It pays
+    off from as many images as save, over the plan `in_loop`, what the encoding costs."""
+    place = itemgetter('device', 'model_name', 'image_size')
+    found = {size: [run for run in encodings if 'bytes_per_image' in run and
+                    place(run) == place(latents | {'image_size': size})] for _, size in phases}
+    if missing := [size for size in found if not found[size]]:
+        notes = f'no encode record with bytes_per_image at {" and ".join(missing)} px'
+        return latents | {'days': '', 'gpu_hours': '', 'cost_usd': '', 'notes': notes}
+    gpu_seconds = sum(median(run['num_devices'] / run['images_per_sec'] for run in runs) for runs in found.values())
+    image_bytes = sum(median(run['bytes_per_image'] for run in runs) for runs in found.values())
+    encode_days = days_to_train(latents['num_devices'] / gpu_seconds, args.dataset_images)
+    row = with_costs(latents, encode_days + latents['days'], args) | {
+        'encode_days': encode_days, 'latents_tb': args.dataset_images * image_bytes / 1e12}
+    encode_usd = row['cost_usd'] - latents['cost_usd']
+    row['cost_usd'] += row['latents_tb'] * args.dollars_per_tb_month * latents['days'] / DAYS_PER_MONTH
+    if in_loop:
+        saved = (in_loop['cost_usd'] - row['cost_usd'] + encode_usd) / sum(images for images, _ in phases)
+        row['pays_off_images'] = encode_usd / saved if saved > 0 else math.inf
+    return row
+
+
+def loader_lines(records, trained):
     """How many times the throughput of the fastest model on the same devices each loader's is."""
     place = itemgetter('num_devices', 'device', 'image_size')
-    models = [record for record in records if record['measured'] and record['stage'] == 'train']
     for record in records:
         if loader := record.get('loader_images_per_sec'):
-            model = max((run['images_per_sec'] for run in models if place(run) == place(record)), default=None)
+            model = max((run['images_per_sec'] for run in trained if place(run) == place(record)), default=None)
             times = f"{loader / model:,.1f} times the model's {model:,.1f}" if model else 'no model measured there'
             yield 'Loader, {} x {}, {} px: {:,.1f} images/s, {}.'.format(*place(record), loader, times)
 
 
 def cell(key, value):
     """A figure as printed, and anything else as text."""
-    if not isinstance(value, float):
-        return words(value).replace('|', r'\|')
+    if not isinstance(value, float) or value == math.inf:
+        return words('never' if value == math.inf else value).replace('|', r'\|')
     _, template, decimals = COLUMNS[key]
     value *= 100 if '%' in template else 1
     return template.format(f'{value:,.{max(decimals, 2 - math.floor(math.log10(value)))}f}')
@@ -230,12 +244,10 @@ def markdown(keys, rows):
     """An aligned table, texts to the left; a column with nothing in it is left out."""
     columns = []
     for key in keys:
-        cells = [cell(key, row.get(key, '')) for row in rows]
-        if any(cells):
-            heading, text = COLUMNS.get(key, (key,))[0], key not in COLUMNS
+        heading, align, end = (COLUMNS[key][0], '>', ':') if key in COLUMNS else (key, '<', '-')
+        if any(cells := [cell(key, row.get(key, '')) for row in rows]):
             width = max(3, *map(len, (heading, *cells)))
-            rule = '-' * width if text else '-' * (width - 1) + ':'
-            columns.append([one.ljust(width) if text else one.rjust(width) for one in (heading, rule, *cells)])
+            columns.append([f'{text:{align}{width}}' for text in (heading, '-' * (width - 1) + end, *cells)])
     return '\n'.join('| ' + ' | '.join(line) + ' |' for line in zip(*columns, strict=True))
 
 
@@ -272,40 +284,49 @@ def draw(path, curves, num_images):
 def report(args):
     """The report as text; writes the files that were asked for."""
     records = [record for path in args.records for record in read_records(path)]
-    runs = [record for record in records if record['stage'] != 'loader']
-    differs = [key for key in SETTINGS if len({run[key] for run in runs}) > 1]
-    figures = [key for key in COLUMNS if key != 'speed_over_first'][:None if args.image_bytes else -2]
-    blocks, table, curves, basis = [], [], {}, ''
-    for group in grouped(runs, itemgetter(*SETTINGS)):
-        rows = rows_of(group)
-        predicted, basis = extrapolate(rows, args.extrapolate) if args.extrapolate else ([], '')
-        rows = with_figures(sorted(rows + predicted, key=itemgetter('num_devices')), args.training_images, args)
+    stages = grouped(sorted((run for run in records if run['stage'] != 'loader'), key=itemgetter('stage')), 'stage')
+    differs = [key for key in SETTINGS if any(len({run[key] for run in runs}) > 1 for runs in stages)]
+    differs += ['stage'] * (len(stages) > 1)
+    figures = [key for key in COLUMNS if key != ('scaling_efficiency' if args.compare else 'speed_over_first')]
+    blocks, table, trained, curves, basis = [], [], [], {}, ''
+    for runs in [runs for stage in stages for runs in grouped(stage, *SETTINGS)]:
+        rows, encode = rows_of(runs), runs[0]['stage'] == 'encode'
+        trained += [row for row in rows if row['measured'] and row['stage'] == 'train']
+        predicted, basis = extrapolate(rows, args.extrapolate) if args.extrapolate and not encode else ([], '')
+        rows = with_figures(sorted(rows + predicted, key=itemgetter('num_devices')), args)
         stated = {key: f'{key} {rows[0][key]}' for key in SETTINGS[2:] if rows[0][key]}
         title = [rows[0]['device'], rows[0]['image_size'] + ' px', *(stated[key] for key in stated if key in differs)]
         same = ', '.join(stated[key] for key in stated if key not in differs)
         blocks += ['### ' + ', '.join(title), same, markdown([*figures, 'notes'], rows), basis]
-        if complete := [row for row in rows if row['status'] == 'complete']:
+        if not encode and (complete := [row for row in rows if row['status'] == 'complete']):
             curves[', '.join(title)] = complete
         table += rows
-    if basis and not any(row['notes'] == 'extrapolated' for row in table):
-        raise ValueError(basis)  # the reason; where another table was extrapolated, it stands below its own
-    plans = plan(table, args.phase) if args.phase else []
+    if args.extrapolate and not any(row['notes'] == 'extrapolated' for row in table):
+        raise ValueError(basis or '--extrapolate: no training in the records')  # else it stands below its own table
     if args.compare:
-        table = with_figures([row for run in runs for row in rows_of([run])], args.training_images, args)
-        keys = ['speed_over_first' if key == 'scaling_efficiency' else key for key in figures]
-        blocks = [markdown([*differs, *keys, 'notes'], table)]
-    if args.phase:
-        keys = dict.fromkeys(['device', *differs, 'num_devices', 'days', 'gpu_hours', 'cost_usd', 'notes'])
-        blocks += ['### ' + ', then '.join(f'{images:,} images at {size} px' for images, size in args.phase),
-                   markdown(keys, with_figures(plans, sum(images for images, _ in args.phase), args))]
+        tables = [with_figures(runs, args) for runs in stages]
+        blocks = [markdown([*differs, *figures, 'notes'], rows) for rows in tables]
+        table = [row for rows in tables for row in rows]
+    encodings = [run for run in records if run['measured'] and run['stage'] == 'encode']
+    sizes = {run['image_size'] for run in trained if run['encoders'] == 'text_in_loop' and encodings}
+    for phases in [args.phase] if args.phase else [[(args.training_images, size)] for size in sorted(sizes)]:
+        plans = plan(trained, encodings, phases, args)
+        keys = [key for key in ('device', *differs, *figures, 'notes') if key not in ('stage', 'image_size')]
+        title = ', then '.join(f'{images:,} images at {size} px' for images, size in phases)
+        blocks += [f'### {title}', markdown(dict.fromkeys(keys), plans)]
+        if any('latents_tb' in row for row in plans):
+            blocks.append(f'For latents, {args.dataset_images:,} images are encoded once at each size; the cost holds '
+                          f'their storage while the training lasts, at ${args.dollars_per_tb_month:g} a TB-month.')
+        table += plans
     if args.image_bytes:
-        shards = num_shards(args.image_bytes, args.dataset_images)
+        shards = math.ceil(args.dataset_images * args.image_bytes / 2**26)  # of Streaming's default size
         blocks.append(f'An epoch of {args.dataset_images:,} samples is {shards:,} shards of 64 MiB; the cache is what '
                       f'it leaves on each node of {GPUS_PER_NODE} GPUs.')
-    blocks += loader_lines(records)
+    blocks += loader_lines(records, trained)
     if args.csv:
-        extra = ['speed_over_first'] * args.compare + ['status'] * any(row['status'] != 'complete' for row in table)
-        keys = dict.fromkeys(['device', *figures, 'extrapolated', *differs, *extra])
+        extra = ['status'] * any(row['status'] != 'complete' for row in table) + ['stage'] * bool(args.phase)
+        filled = [key for key in figures if any(row.get(key, '') != '' for row in table)]
+        keys = dict.fromkeys(['device', *filled, 'extrapolated', *differs, *extra])
         with open(args.csv, 'w', newline='', encoding='utf-8') as file:
             rows = [[row.get(key, '') for key in keys] for row in table]
             csv.writer(file, lineterminator='\n').writerows([keys, *rows])
@@ -314,21 +335,21 @@ def report(args):
     return '\n\n'.join(block for block in blocks if block)
 
 
-def positive(text, kind=float):
+def positive(text, kind=float, least=1e-15):
     try:
         value = kind(text)
     except ValueError:
-        value = 0
-    if not 1e-15 < value < 1e15:
+        value = -1
+    if not least <= value < 1e15:
         raise argparse.ArgumentTypeError(f'{text!r} is not a positive {"whole " * (kind is int)}number')
     return value
 
 
 def phase(text):
+    images, _, size = text.partition('@')
     try:
-        images, size = text.split('@')
         return positive(images, int), str(positive(size, int))
-    except (ValueError, argparse.ArgumentTypeError):
+    except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f'{text!r} is not IMAGES@SIZE, such as 1126400000@256') from None
 
 
@@ -338,9 +359,11 @@ def main(argv=None):
     flag, count = parser.add_argument, partial(positive, kind=int)
     flag('records', nargs='+', metavar='RECORDS', help='files of JSON lines or CSV')
     flag('--training_images', type=count, default=TRAINING_IMAGES, help='images to train on (%(default)s)')
-    flag('--dollars_per_gpu_hour', type=positive, default=DOLLARS_PER_GPU_HOUR, help='price (%(default)s)')
-    flag('--image_bytes', type=positive, default=0, help='stored bytes of an average sample: adds remote and cache')
     flag('--dataset_images', type=count, default=DATASET_IMAGES, help='samples of the data set (%(default)s)')
+    flag('--dollars_per_gpu_hour', type=positive, default=DOLLARS_PER_GPU_HOUR, help='price (%(default)s)')
+    flag('--dollars_per_tb_month', type=partial(positive, least=0), default=DOLLARS_PER_TB_MONTH,
+         help='price of storing latents, in the cost while the training lasts (%(default)s, as Amazon S3 lists it)')
+    flag('--image_bytes', type=positive, default=0, help='stored bytes of an average sample: adds remote and cache')
     either = parser.add_mutually_exclusive_group().add_argument
     either('--extrapolate', type=count, nargs='+', default=[], metavar='GPUS', help='numbers of GPUs to predict')
     either('--compare', action='store_true', help='one table with a row a record')

@@ -193,13 +193,21 @@ def test_a_plan_takes_the_fastest_measured_record_of_a_size(capsys, write):
     assert row['days'] == '1.00'
 
 
-def test_scale_on_paper_is_what_the_hand_computes():
-    assert report.remote_mb_per_sec(1618.4, 20_000) == pytest.approx(32.368)
-    assert report.cache_tb_per_node(8, 20_000, 2_900_000_000) == pytest.approx(58)
-    assert report.cache_tb_per_node(9, 20_000, 2_900_000_000) == pytest.approx(29)
-    assert report.cache_tb_per_node(256, 20_000, 2_900_000_000) == pytest.approx(1.8125)
-    assert report.num_shards(1 << 20, 64) == 1 and report.num_shards(1 << 20, 65) == 2
-    assert report.num_shards(20_000, 2_900_000_000) == 864_268
+@pytest.mark.parametrize('count, speed, remote, cache', [
+    (8, 128.2, 2.564, 58), (9, 128.2, 2.564, 29), (128, 1618.4, 32.368, 3.625), (256, 2589.4, 51.788, 1.8125)])
+def test_scale_on_paper_is_what_the_hand_computes(tmp_path, capsys, write, count, speed, remote, cache):
+    path = write({'num_devices': count, 'images_per_sec': speed})
+    printed(capsys, path, '--image_bytes', 20_000, '--csv', tmp_path / 'table.csv')
+    row, = csv.DictReader((tmp_path / 'table.csv').open())
+    assert float(row['remote_mb_per_sec']) == pytest.approx(remote)
+    assert float(row['cache_tb_per_node']) == pytest.approx(cache)
+
+
+@pytest.mark.parametrize('image_bytes, images, shards', [
+    (1 << 20, 64, '1'), (1 << 20, 65, '2'), (20_000, 2_900_000_000, '864,268')])
+def test_a_part_of_a_shard_is_a_shard(capsys, image_bytes, images, shards):
+    text = printed(capsys, PUBLISHED, '--image_bytes', image_bytes, '--dataset_images', images)
+    assert f'is {shards} shards of 64 MiB' in text
 
 
 @pytest.mark.parametrize('more', [[], ['--compare']])
@@ -272,6 +280,7 @@ BAD_RECORDS = [
     ({'images_per_sec': float('inf')}, 'images_per_sec inf'), ({'images_per_sec': True}, 'images_per_sec True'),
     ({'images_per_sec': 10**400}, 'images_per_sec 1000'), ({'num_devices': 1.5}, 'num_devices 1.5'),
     ({'images_per_sec': '1,618'}, "images_per_sec '1,618'"), ({'batch_size': -2}, 'batch_size -2'),
+    ({'bytes_per_image': 0}, 'bytes_per_image 0'), ({'bytes_per_image': 'x'}, "bytes_per_image 'x'"),
     ({'loader_images_per_sec': 0}, 'loader_images_per_sec 0'), ({'stage': 'loader'}, 'no loader_images_per_sec')]
 
 
@@ -299,6 +308,7 @@ def test_a_bad_file_is_named(tmp_path, capsys, name, content, reason):
     ([], 'RECORDS'),
     ([PUBLISHED, '--training_images', '0'], "--training_images: '0'"),
     ([PUBLISHED, '--dollars_per_gpu_hour', '-2'], "--dollars_per_gpu_hour: '-2'"),
+    ([PUBLISHED, '--dollars_per_tb_month', '-1'], "--dollars_per_tb_month: '-1'"),
     ([PUBLISHED, '--dollars_per_gpu_hour', 'nan'], "--dollars_per_gpu_hour: 'nan'"),
     ([PUBLISHED, '--image_bytes', '0'], "--image_bytes: '0'"),
     ([PUBLISHED, '--dataset_images', '.5'], '--dataset'),
@@ -324,6 +334,99 @@ def test_phases_that_no_number_of_gpus_has_all_of_are_refused(capsys, write):
 def test_a_missing_matplotlib_is_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, 'matplotlib.figure', None)
     assert 'matplotlib' in refusal(capsys, PUBLISHED, '--figure', tmp_path / 'days.png')
+
+
+# On 8 GPUs: encoding 86,400,000 images takes 0.25 days, 48 GPU-hours, $96; training on the latents of 172,800,000 takes
+# 2 days, 384 GPU-hours, $768, and with the encoders in the loop 4 days, 768 GPU-hours, $1536. Latents take 4.32 TB.
+ENCODE = {'stage': 'encode', 'images_per_sec': 4000, 'bytes_per_image': 50_000}
+LATENTS = {'encoders': 'text_in_loop', 'images_per_sec': 1000, 'device_train_microbatch_size': 8}
+IN_LOOP = {'encoders': 'in_loop', 'images_per_sec': 500, 'device_train_microbatch_size': 4}
+IMAGES = ['--dataset_images', 86_400_000, '--training_images', 172_800_000]
+
+
+def plans(tmp_path, capsys, *argv):
+    """The printed rows of the last table, and the rows of its plans in the CSV file."""
+    table = cells(printed(capsys, *argv, '--csv', tmp_path / 'table.csv'))[-1]
+    return table, [row for row in csv.DictReader((tmp_path / 'table.csv').open()) if row['stage'] == 'plan']
+
+
+def test_encoding_once_costs_the_encoding_the_training_on_latents_and_their_storage(tmp_path, capsys, write):
+    table, rows = plans(tmp_path, capsys, write(ENCODE, IN_LOOP, LATENTS), *IMAGES)
+    assert [row['encoders'] for row in table] == [row['encoders'] for row in rows] == ['in_loop', 'text_in_loop']
+    assert [(row['days'], row['GPU-hours']) for row in table] == [('4.00', '768'), ('2.25', '432')]
+    assert (table[1]['encoding'], table[1]['latents'], table[0]['cost']) == ('0.250 days', '4.32 TB', '$1,536')
+    assert float(rows[1]['cost_usd']) == pytest.approx(96 + 768 + 4.32 * 23 * 2 / (365 / 12))
+    assert rows[1]['images_per_sec'] == rows[0]['encode_days'] == rows[0]['pays_off_images'] == ''
+
+
+@pytest.mark.parametrize('price, images', [
+    (0, 86_400_000 * (8 / 4000) / (8 / 500 - 8 / 1000)),  # D e / (f - l)
+    (23, 172_800_000 * 96 / (1536 - 768 - 4.32 * 23 * 2 / (365 / 12))), (2750, None), (10_000, None)])
+def test_encoding_once_pays_off_once_training_has_saved_its_cost(tmp_path, capsys, write, price, images):
+    argv = [write(ENCODE, IN_LOOP, LATENTS), *IMAGES, '--dollars_per_tb_month', price]
+    table, rows = plans(tmp_path, capsys, *argv)
+    assert float(rows[1]['pays_off_images']) == (pytest.approx(images) if images else float('inf'))
+    assert table[1]['pays off from'] == (f'{images:,.0f} images' if images else 'never')
+    if images:  # at that many images the two plans cost the same
+        _, rows = plans(tmp_path, capsys, *argv, '--training_images', round(images))
+        assert float(rows[0]['cost_usd']) == pytest.approx(float(rows[1]['cost_usd']))
+
+
+@pytest.mark.parametrize('speed', [500, 400])
+def test_encoding_once_never_pays_off_where_training_on_latents_is_not_faster(tmp_path, capsys, write, speed):
+    path = write(ENCODE, IN_LOOP, LATENTS | {'images_per_sec': speed})
+    assert plans(tmp_path, capsys, path, *IMAGES, '--dollars_per_tb_month', 0)[0][1]['pays off from'] == 'never'
+
+
+def test_an_encoding_is_shared_out_over_the_gpus_that_train_and_the_median_of_its_records_counts(capsys, write):
+    encodings = [ENCODE | {'num_devices': n, 'images_per_sec': speed, 'bytes_per_image': size}
+                 for n, speed, size in [(1, 400, 10_000), (2, 1000, 50_000), (8, 8000, 90_000)]]  # 400, 500, 1000 each
+    table = cells(printed(capsys, write(*encodings, LATENTS, LATENTS | {'num_devices': 16}), *IMAGES))[-1]
+    assert [(row['encoding'], row['GPU-hours'], row['latents']) for row in table] == [
+        ('0.250 days', '432', '4.32 TB'), ('0.125 days', '816', '4.32 TB')]
+    assert 'pays off from' not in table[0]  # nothing to compare with
+
+
+@pytest.mark.parametrize('key, value', [('num_devices', 16), ('use_ema', True), ('dataset', 'streaming'),
+                                        ('device', 'H100'), ('encoders', 'none'), ('status', 'interrupted')])
+def test_latents_are_compared_only_with_a_run_that_agrees_in_all_but_encoders_and_microbatch(capsys, write, key, value):
+    table = cells(printed(capsys, write(ENCODE, IN_LOOP | {key: value}, LATENTS), *IMAGES))[-1]
+    assert table[-1]['days'] == '2.25' and 'pays off from' not in table[-1]
+
+
+@pytest.mark.parametrize('other', [{'device': 'H100'}, {'model_name': 'tiny'}, {'image_size': 256},
+                                   {'status': 'interrupted'}, {'bytes_per_image': None}])
+def test_a_plan_whose_encoding_was_not_measured_has_no_cost_and_says_so(capsys, write, other):
+    there = {'device': 'another', 'image_size': 1024}  # without any encode record there is no table of plans
+    table = cells(printed(capsys, write(ENCODE | there, ENCODE | other, IN_LOOP, LATENTS), *IMAGES))[-1]
+    assert [row['days'] for row in table] == ['4.00', ''] and table[1]['cost'] == ''
+    assert table[1]['notes'] == 'no encode record with bytes_per_image at 512 px'
+
+
+def test_phases_on_latents_encode_each_image_once_for_each_size(tmp_path, capsys, write):
+    at_256 = [record | {'image_size': 256, 'images_per_sec': 4 * record['images_per_sec']}
+              for record in (ENCODE | {'bytes_per_image': 12_500}, IN_LOOP, LATENTS)]
+    path, size_512 = write(ENCODE, IN_LOOP, LATENTS, *at_256), ['--phase', '86400000@512', '--phase', '86400000@512']
+    argv = [path, *IMAGES, '--dollars_per_tb_month', 0, '--phase', '172800000@256', *size_512]
+    _, (in_loop, latents) = plans(tmp_path, capsys, *argv)
+    assert float(in_loop['days']) == pytest.approx(1 + 2 + 2)
+    assert float(latents['encode_days']) == pytest.approx(0.0625 + 0.25)
+    assert float(latents['days']) == pytest.approx(0.0625 + 0.25 + 0.5 + 1 + 1)
+    assert float(latents['latents_tb']) == pytest.approx(1.08 + 4.32)
+    assert float(latents['pays_off_images']) == pytest.approx(345_600_000 * 0.3125 / (5 - 2.5))
+    table = cells(printed(capsys, write(*at_256[1:], ENCODE, IN_LOOP, LATENTS), *argv[1:]))[-1]
+    assert table[1]['notes'] == 'no encode record with bytes_per_image at 256 px' and table[1]['cost'] == ''
+
+
+def test_encode_records_have_tables_of_their_own_for_the_data_set_and_enter_no_fit_or_figure(capsys, write, tmp_path):
+    path = write(*({**ENCODE, 'num_devices': n} for n in (8, 16, 32)), LATENTS)
+    encode, train, _ = cells(printed(capsys, path, *IMAGES))
+    assert (encode[0]['days'], encode[0]['GPU-hours'], encode[0]['cost']) == ('0.250', '48.0', '$96.0')
+    assert encode[0]['latents'] == '4.32 TB' and 'latents' not in train[0] and train[0]['days'] == '2.00'
+    assert [len(table) for table in cells(printed(capsys, path, '--compare'))[:2]] == [3, 1]
+    assert 'not 1' in refusal(capsys, path, '--extrapolate', 64)
+    assert 'no complete record' in refusal(capsys, write(ENCODE), '--figure', tmp_path / 'days.png')
+    assert 'no training' in refusal(capsys, write(ENCODE), '--extrapolate', 64)
 
 
 def test_neither_torch_nor_matplotlib_is_imported_for_a_table():

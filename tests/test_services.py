@@ -1,4 +1,5 @@
 """What the benchmark talks to: S3, Weights & Biases, TensorBoard, and the signals that end a run."""
+import contextlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from io import BytesIO
 from pathlib import Path
 
 import boto3
+import psutil
 import pytest
 import requests
 from conftest import TINY, encoded, picture, write_shards
@@ -19,6 +21,7 @@ from test_ranks import free_port
 import benchmark
 import convert
 from benchmark import main
+from safeguard import checkpoints, load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -166,22 +169,59 @@ def test_tensorboard_files_hold_the_loss(tmp_path, results):
     assert len(events.Scalars('loss/train/total')) == 4
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_under_the_launcher_leaves_a_record_of_what_was_measured(results, number):
+def start_and_train(results, *flags) -> subprocess.Popen:
+    """A run of two ranks under the launcher that has trained for some batches."""
     log = results.with_name('log')
     command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'benchmark.py', '--use_synth_data', *TINY,
-               '--measure_batches', '100000', '--results', str(results)]
+               '--measure_batches', '100000', '--results', str(results), *flags]
     with open(log, 'w') as file:
         run = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
     while not re.search(r'\b([6-9]|\d\d+)/100001', log.read_text()):  # Composer's progress bar
         assert run.poll() is None, log.read_text()
         time.sleep(0.05)
-    start = time.monotonic()
+    return run
+
+
+def wait_until(true, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def group_is_gone(group: int) -> bool:
+    """Whether no process of it is left but dead ones."""
+    for process in psutil.process_iter(['status']):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info['status'] != psutil.STATUS_ZOMBIE:
+                return False
+    return True
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_under_the_launcher_leaves_a_record_of_what_was_measured(results, number):
+    run = start_and_train(results)
     os.killpg(run.pid, number)  # as a terminal or a cluster sends it: to every process
     run.wait(timeout=60)
+    wait_until(lambda: group_is_gone(run.pid))  # SIGTERM ends the launcher before its ranks
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
-    assert time.monotonic() - start < 40
+
+
+def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
+    folder = results.with_name('checkpoints')
+    run = start_and_train(results, '--use_ema', '--save_folder', str(folder))
+    os.kill(run.pid, signal.SIGTERM)  # to it alone
+    run.wait(timeout=60)
+    wait_until(lambda: group_is_gone(run.pid))
+    record = json.loads(results.read_text())
+    assert record['status'] == 'interrupted'
+    [checkpoint] = checkpoints(folder)
+    done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']
+    assert done >= record['measured_batches'] + 1
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--max_duration', f'{done + 3}ba', '--save_folder', str(folder)]
+    resumed = main([*argv, '--autoresume', '--results', str(results)])
+    assert (resumed['status'], resumed['first_batch'], resumed['measured_batches']) == ('complete', done, 2)
 
 
 def test_a_crash_leaves_a_record_that_says_why(results, capfd, monkeypatch):

@@ -1,0 +1,130 @@
+"""Nothing that a stranger puts into an image, a caption, a tar or a record ends in a traceback, a hang or a flood."""
+import contextlib
+import io
+import json
+import os
+import random
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings, strategies
+
+import convert
+import report
+from benchmarks import fuzz
+from data import MAX_SCANS, build_tokenizer, collate, decode_image, resize
+from tests.conftest import encoded, picture  # benchmarks/fuzz.py imports this file, too
+
+RECORD = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}
+FIELDS = (*RECORD, 'stage', 'status', 'batch_size', 'loader_images_per_sec', 'extrapolated', 'versions', '\ud800')
+VALUES = (0, 16, 10**14, 10**400, 1e-14, float('nan'), True, None, ':', 'loader', 'failed', [], '\ud800', 'a\0\x1b|"\n')
+NO_SPEED = {'status': ':', 'images_per_sec': None}
+tokenizer = fuzz.cache(build_tokenizer)
+
+
+def wild_records(draw: random.Random) -> bytes:
+    rows = [RECORD | {draw.choice(FIELDS): draw.choice(VALUES) for _ in range(draw.randrange(3))} for _ in range(3)]
+    table = [','.join(map(str, row)) for row in (RECORD, *(map(row.get, RECORD) for row in rows))]
+    return fuzz.damaged(draw, '\n'.join(draw.choice((table, map(json.dumps, rows)))).encode(errors='surrogatepass'))
+
+
+def decode(data: bytes) -> str:
+    try:
+        decode_image(data)
+    except ValueError as reason:
+        assert str(reason).isprintable()
+        return 'refused'
+    decode_image(data, 8)  # what the converter took, the loader takes at any size
+    return 'decoded'
+
+
+def run(main, *argv) -> str:
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        try:
+            status = main([str(arg) for arg in argv]) or 0
+        except SystemExit as end:
+            status = end.code
+    *lines, last = errors.getvalue().split('\n')[:-1] or ['']
+    assert status in (0, 1, 2) and all(line.startswith('convert.py: warning: ') for line in lines), (status, lines)
+    assert bool(status) == last.startswith((f'{main.__module__}.py: error: ', 'convert.py: warning: ')), (status, last)
+    return f'status {status}'
+
+
+def read(data: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, 'x.jsonl' if b'{' in data else 'x.csv')
+        path.write_bytes(data)
+        return min(run(report.main, path, *how) for how in (['--compare'], ['--extrapolate', 8], ['--phase', '9@512']))
+
+
+def convert_tar(data: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, 'two\nlines.tar').write_bytes(data)
+        status = run(convert.main, f'{folder}/two\nlines.tar', f'{folder}/out', '--num_workers', 1)
+        assert {*os.listdir(folder)} <= {'two\nlines.tar', 'out'}
+        return status
+
+
+CHECKS = {'decoder': (fuzz.damaged, decode), 'records': (wild_records, read), 'converter': (fuzz.wild_tar, convert_tar)}
+
+
+@pytest.mark.parametrize('name, count', [('decoder', 2500), ('records', 600), ('converter', 80)])
+def test_any_input_is_taken_or_refused_in_one_line(name, count):
+    make, check = CHECKS[name]
+    inputs = strategies.integers(0, 1 << 64).map(lambda seed: make(random.Random(seed))) | strategies.binary()
+    settings(derandomize=True, deadline=None, max_examples=count)(given(inputs)(lambda data: check(data) and None))()
+
+
+@pytest.mark.parametrize('rows', [
+    [NO_SPEED | {'loader_images_per_sec': 1}], [NO_SPEED | {'num_devices': count} for count in (1, 2, 3)],
+    [{'num_devices': count, 'images_per_sec': speed} for count, speed in ((1, 1e-14), (2, 1e14), (3, 1e-14))]])
+def test_records_that_once_ended_in_a_traceback_no_longer_do(rows):
+    read('\n'.join(json.dumps(RECORD | row) for row in rows).encode())
+
+
+@pytest.mark.parametrize('device', ['\ud800', 'a\x1b[2J\0\u202e'])
+def test_a_record_does_not_command_the_terminal(tmp_path, capsys, device):
+    (tmp_path / 'x.jsonl').write_text(json.dumps(RECORD | {'device': device}))
+    report.main([str(tmp_path / 'x.jsonl')])
+    assert capsys.readouterr().out.replace('\n', '').isprintable()
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(strategies.text())
+@example('x' * 10**6)
+def test_a_caption_is_77_tokens_soon_whatever_it_holds(caption):
+    sample, start = {'image': decode_image(encoded(picture(0))), 'caption': caption}, time.process_time()
+    assert collate([sample], tokenizer(), 64)['caption'].tolist() == [tokenizer().encode(caption[:20_000]).ids]
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize('format, size', [('JPEG', 32), ('PNG', None), ('WEBP', 32)])
+@pytest.mark.parametrize('exif', ('00', '4d4d002a', *('4d4d002a0000000800020101000500000001000000260112000300000001'
+                                                      f'000{n}0000000000000000000300000002' for n in range(9))))
+def test_odd_exif_is_read_or_passed_over_as_torchvision_does(format, size, exif):
+    torchvisions, pillows = (decode_image(encoded(picture(3), *how, exif=b'Exif\0\0' + bytes.fromhex(exif)), side)
+                             for how, side in (((), None), ((format,), size)))
+    assert (resize(torchvisions, 32).float() - resize(pillows, 32).float()).abs().mean() < 3
+
+
+def test_what_takes_minutes_or_runs_a_program_is_refused():
+    jpeg = encoded(picture(0), progressive=True)
+    scans = jpeg[:-2] + jpeg[jpeg.rindex(b'\xff\xda'):-2] * MAX_SCANS + jpeg[-2:]
+    for data in (scans, *(encoded(picture(0), format) for format in ('DDS', 'QOI', 'SPIDER', 'EPS'))):
+        with pytest.raises(ValueError, match='not a known format|more than 200 scans'):
+            decode_image(data)
+
+
+@pytest.mark.parametrize('body, times', [
+    (b'1' * 100_000, 1), (b'2 ' * 6000 + b'x=', 40), (b'22 GNU.sparse.map=0,1\n29 GNU.sparse.size=268435456\n', 1)])
+def test_tar_headers_that_would_take_minutes_or_gigabytes_are_refused(tmp_path, body, times):
+    def member(type, data):
+        info = tarfile.TarInfo('a.jpg')
+        info.size, info.type = len(data), type
+        return info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512)
+    (tmp_path / 'x.tar').write_bytes(member(b'x', body) * times + member(b'0', b'a') + bytes(1024))
+    assert not [key for key, _ in convert.read_samples(tmp_path / 'x.tar') if key]
