@@ -456,7 +456,7 @@ def check(args: argparse.Namespace) -> None:
     half = ('amp_bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'amp_fp16') if gpu else 'fp32'
     args.precision = args.precision or half
     args.encoder_precision = args.encoder_precision or HALF[args.precision]
-    if args.precision != 'fp32' and not gpu:
+    if args.precision == 'amp_fp16' and not gpu:
         raise ValueError(f'--precision {args.precision} needs a GPU; use fp32')
     if args.attention == 'xformers' and not (gpu and importlib.util.find_spec('xformers')):
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
@@ -626,6 +626,8 @@ def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Mea
     Raises:
         ValueError: the checkpoint is of another run.
     """
+    if args.precision != 'fp32' and not torch.cuda.is_available():
+        raise ValueError(f'--precision {args.precision}: Composer trains in fp32 where there is no GPU; use fp32')
     peak = peak_tflops(args.precision)
     keep = 1 if '://' in str(args.save_folder) else args.save_num_checkpoints_to_keep or -1  # a store keeps all itself
     try:
