@@ -8,6 +8,7 @@ import argparse
 import datetime
 import errno
 import fcntl
+import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -43,8 +44,8 @@ from torchmetrics import MeanSquaredError
 from transformers import CLIPTextConfig, CLIPTextModel
 
 import report
-from data import (CLIP_VOCABULARY, MDS_COLUMNS, DataError, StreamingLAIONDataset, SyntheticImageCaptionDataset,
-                  build_loader, build_tokenizer, local_folder, read_index)
+from data import (CLIP_VOCABULARY, LATENT_COLUMNS, LATENTS, MDS_COLUMNS, DataError, StreamingLAIONDataset,
+                  SyntheticImageCaptionDataset, build_loader, build_tokenizer, local_folder, read_index)
 from ema import EMA
 from safeguard import (NonFiniteLoss, Safeguard, checkpoints, end_with_launcher, ignore_signals, newest_checkpoint,
                        save_interrupted)
@@ -80,7 +81,8 @@ PEAK_TFLOPS = {'NVIDIA A100-SXM4-40GB': 312, 'NVIDIA A100-SXM4-80GB': 312, 'NVID
                'NVIDIA A100 80GB PCIe': 312, 'NVIDIA H100 80GB HBM3': 989, 'NVIDIA H200': 989, 'NVIDIA B200': 2250}
 HALF = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
-SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_ema', 'seed')
+SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
+                  'seed')
 GIB = 2 ** 30
 
 
@@ -93,43 +95,44 @@ class StableDiffusion(ComposerModel):
         image_size: height and width in pixels, a multiple of 8.
         pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet always starts anew.
         encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
+        latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
 
     Raises:
         ValueError: the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
-                 encoder_precision: str = 'fp32'):
+                 encoder_precision: str = 'fp32', latents: bool = False):
         super().__init__()
         self.image_size = image_size
         configs, folder = load_configs(model_name, pretrained)
+        self.scaling_factor = scaling_factor(configs)
         self.scheduler = DDPMScheduler.from_config(configs['scheduler'])
         self.prediction_type = self.scheduler.config.prediction_type
         if self.prediction_type not in ('epsilon', 'v_prediction'):
             raise ValueError(f'--model_name {model_name} has a scheduler with prediction_type {self.prediction_type}; '
                              'only epsilon and v_prediction can be trained here')
         self.unet = UNet2DConditionModel.from_config(configs['unet'])
+        self.vae = None if latents else build_vae(configs, folder if pretrained else None, encoder_precision)
         if pretrained:
-            self.vae = AutoencoderKL.from_pretrained(folder / 'vae', use_safetensors=True)
             self.text_encoder = CLIPTextModel.from_pretrained(folder / 'text_encoder', use_safetensors=True)
         else:
-            self.vae = AutoencoderKL.from_config(configs['vae'])
             self.text_encoder = CLIPTextModel(CLIPTextConfig(**configs['text_encoder']))
-        for encoder in (self.vae, self.text_encoder):
-            torch.nn.Module.to(encoder.requires_grad_(False).eval(), DTYPES[encoder_precision])
+        torch.nn.Module.to(self.text_encoder.requires_grad_(False).eval(), DTYPES[encoder_precision])
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
         """Training mode for the UNet; the frozen encoders stay in eval mode."""
         super().train(mode)
-        self.vae.eval()
-        self.text_encoder.eval()
+        for encoder in filter(None, (self.vae, self.text_encoder)):
+            encoder.eval()
         return self
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Prediction and target, each float (B, 4, H/8, W/8).
 
         Args:
-            batch: `image` float (B, 3, H, W) in [-1, 1] and `caption` int64 (B, 77), on the model's device.
+            batch: `image` float (B, 3, H, W) in [-1, 1], or the VAE's `moments` float16 (B, 8, H/8, W/8), and `caption`
+                int64 (B, 77), on the model's device.
         """
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
         noise = torch.randn_like(latents)
@@ -141,11 +144,14 @@ class StableDiffusion(ComposerModel):
     @torch.no_grad()
     def encode(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
-        autocast = torch.is_autocast_enabled(batch['image'].device.type) and self.vae.dtype == torch.float32
-        with torch.autocast(batch['image'].device.type, enabled=autocast):
-            moments = self.vae.encode(batch['image'].to(self.vae.dtype)).latent_dist.parameters  # (B, 8, H/8, W/8)
+        device = batch['caption'].device.type
+        autocast = torch.is_autocast_enabled(device) and self.text_encoder.dtype == torch.float32
+        with torch.autocast(device, enabled=autocast):
+            moments = batch[LATENTS] if LATENTS in batch else vae_moments(self.vae, batch['image'])
             text = self.text_encoder(batch['caption'])[0]
-        latents = DiagonalGaussianDistribution(moments.float()).sample() * self.vae.config.scaling_factor
+        # the VAE's own layout, which stored moments have lost: random draws follow it
+        moments = moments.to(torch.float32, memory_format=torch.channels_last)
+        latents = DiagonalGaussianDistribution(moments).sample() * self.scaling_factor
         return latents, text.float()
 
     def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -166,21 +172,46 @@ class StableDiffusion(ComposerModel):
     @cached_property
     def flops_per_image(self) -> dict[str, int]:
         """FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; counted on no data."""
+        latent_side = self.image_size // 8
         with torch.device('meta'):
-            unet, vae = (type(m).from_config(m.config) for m in (self.unet, self.vae))
+            unet = UNet2DConditionModel.from_config(self.unet.config)
             text_encoder = CLIPTextModel(self.text_encoder.config)
-            image = torch.empty(1, 3, self.image_size, self.image_size)
+            latents = torch.empty(1, self.unet.config.in_channels, latent_side, latent_side)
             caption = torch.empty(1, self.text_encoder.config.max_position_embeddings, dtype=torch.long)
             timestep = torch.empty(1, dtype=torch.long)
         with torch.no_grad():
-            vae_flops, posterior = count_flops(lambda: vae.encode(image).latent_dist)
             text_flops, output = count_flops(lambda: text_encoder(caption))
-        unet_flops, _ = count_flops(lambda: unet(posterior.mean, timestep, output[0]).sample.sum().backward())
+        unet_flops, _ = count_flops(lambda: unet(latents, timestep, output[0]).sample.sum().backward())
+        vae_flops = vae_flops_per_image(self.vae, self.image_size) if self.vae else 0
         return {'unet': unet_flops, 'vae': vae_flops, 'text_encoder': text_flops}
 
     def flops_per_batch(self, batch: dict[str, torch.Tensor]) -> int:
         """FLOPs of a training batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""
         return len(batch['caption']) * sum(self.flops_per_image.values())
+
+
+def build_vae(configs: dict[str, dict], folder: Path | None, precision: str) -> AutoencoderKL:
+    """The frozen VAE, with the weights of `folder` or, without one, random ones."""
+    vae = AutoencoderKL.from_pretrained(folder / 'vae', use_safetensors=True) if folder else \
+        AutoencoderKL.from_config(configs['vae'])
+    return torch.nn.Module.to(vae.requires_grad_(False).eval(), DTYPES[precision])
+
+
+def scaling_factor(configs: dict[str, dict]) -> float:
+    """What brings the VAE's latents to unit variance."""
+    return configs['vae'].get('scaling_factor', 0.18215)  # diffusers' own default
+
+
+def vae_moments(vae: AutoencoderKL, image: torch.Tensor) -> torch.Tensor:
+    """Mean and log variance of the posterior (B, 8, H/8, W/8) of images (B, 3, H, W) in [-1, 1]."""
+    return vae.encode(image.to(vae.dtype)).latent_dist.parameters
+
+
+def vae_flops_per_image(vae: AutoencoderKL, image_size: int) -> int:
+    """FLOPs (1 multiply-add = 2) of the VAE's encoder, counted on no data."""
+    with torch.device('meta'), torch.no_grad():
+        meta_vae, image = AutoencoderKL.from_config(vae.config), torch.empty(1, 3, image_size, image_size)
+        return count_flops(lambda: meta_vae.encode(image))[0]
 
 
 def count_flops(run):
@@ -218,21 +249,22 @@ def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
     Raises:
         ValueError: xformers is not built for this torch or this GPU.
     """
+    convolutional = list(filter(None, (model.unet, model.vae)))  # no VAE where it trains on latents
     if args.channels_last:
-        model.unet.to(memory_format=torch.channels_last)
-        model.vae.to(memory_format=torch.channels_last)
+        for part in convolutional:
+            part.to(memory_format=torch.channels_last)
     if args.attention == 'xformers':
         try:
-            model.unet.enable_xformers_memory_efficient_attention()
-            model.vae.enable_xformers_memory_efficient_attention()
+            for part in convolutional:
+                part.enable_xformers_memory_efficient_attention()
         except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
             reason = ' '.join(str(error).split())
             raise ValueError(f'--attention xformers does not work here ({reason}); use sdpa') from None
     if args.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
     if args.compile:  # in place, so that the names in checkpoints stay
-        model.unet.compile(dynamic=False)
-        model.vae.encoder.compile(dynamic=False)
+        for part in convolutional:
+            getattr(part, 'encoder', part).compile(dynamic=False)  # of the VAE only that
 
 
 class Measurement(Callback):
@@ -278,17 +310,18 @@ class Measurement(Callback):
         self._previous_end = now
 
 
-def figures(measurement: Measurement, bad_samples: set[int], all_ranks: bool = True) -> dict[str, float | int | None]:
+def figures(measurement: Measurement, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset(),
+            ) -> dict[str, float | int | None]:
     """The record's figures; a batch takes as long as on its slowest rank. None where no batch was measured.
 
     Args:
         measurement: this rank's.
-        bad_samples: those that this rank met.
         all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
+        bad_samples: those that this rank met.
     """
     own = (measurement.batch_seconds, measurement.wait_seconds, peak_memory_gib(), bad_samples)
     ranks = dist.all_gather_object(own) if all_ranks else [own]
-    bad_samples = len(set.union(*(rank[3] for rank in ranks)))
+    bad_samples = len(set().union(*(rank[3] for rank in ranks)))
     if not measurement.batch_seconds:
         return {'images_per_sec': None, 'measured_batches': 0, 'bad_samples': bad_samples}
     seconds = np.array([rank[0] for rank in ranks])  # (ranks, batches)
@@ -318,7 +351,7 @@ def loader_figures(data: DataSpec, args: argparse.Namespace) -> dict[str, float]
     for _ in range(args.warmup_batches):
         next(batches)
     start = time.perf_counter()
-    images = sum(len(next(batches)['image']) for _ in range(args.measure_batches))
+    images = sum(len(next(batches)['caption']) for _ in range(args.measure_batches))
     ranks = dist.all_gather_object((images, time.perf_counter() - start, data.batch_transforms.found))
     images_per_sec = sum(rank[0] for rank in ranks) / max(rank[1] for rank in ranks)
     return {'loader_images_per_sec': images_per_sec, 'measured_batches': args.measure_batches,
@@ -372,41 +405,51 @@ def fraction(text: str) -> float:
     return float(text)
 
 
-def build_parser() -> Parser:
-    parser = Parser(prog='benchmark.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def shared_flags() -> argparse.ArgumentParser:
+    """What encode.py takes as well."""
+    parser = argparse.ArgumentParser(add_help=False)
     add, switch = parser.add_argument, argparse.BooleanOptionalAction
-    add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
     add('--image_size', type=count, default=512, help='height and width in pixels (default: 512)')
-    add('--remote', help='MDS shards to train on: a folder or an object store, as convert.py writes them')
+    add('--remote', help='MDS shards: a folder or an object store, as convert.py or encode.py writes them')
     add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in place)')
     add('--cache_limit', metavar='SIZE', help='most that this cache may hold, such as 500gb (default: no limit)')
-    add('--max_bad_samples', type=fraction, default=0.01, help='share of samples that may be bad before the run ends; '
-        'others stand in for them (default: 0.01)')
-    add('--use_synth_data', action='store_true', help='train on random images that cost nothing to load')
+    add('--max_bad_samples', type=fraction, default=0.01, help='share of samples that may be bad before the run ends '
+        '(default: 0.01)')
+    add('--num_workers', type=workers, help='processes that decode, per device (default: up to 8 of its CPU cores)')
     add('--model_name', default=SD2_BASE, help=f'{", ".join(ARCHITECTURES)}, a diffusers folder or a hub name '
         f'(default: {SD2_BASE}, whose architecture is built in)')
     add('--pretrained', action='store_true', help='load the weights of the VAE and the text encoder from --model_name')
+    add('--encoder_precision', choices=list(DTYPES), help='of the frozen encoders; in training fp32 leaves them to '
+        '--precision (default: the half precision of --precision)')
+    add('--channels_last', action=switch, default=torch.cuda.is_available(), help='memory format of the convolutions '
+        '(default: on where there is a GPU)')
+    add('--compile', action=switch, default=False, help='compile the UNet and the VAE encoder (takes minutes to start)')
+    add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
+    add('--seed', type=int, default=17, help='of weights, noise and shuffle (default: 17)')
+    add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
+    add('--dist_timeout', type=count, default=300, help='seconds to wait for the other processes (default: 300)')
+    return parser
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog='benchmark.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    parents=[shared_flags()])
+    add, switch = parser.add_argument, argparse.BooleanOptionalAction
+    add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
+    add('--use_synth_data', action='store_true', help='train on random images that cost nothing to load')
+    add('--use_synth_latents', action='store_true', help='train on random latents, as if encode.py had made them')
     add('--tokenizer', help="folder or hub name (default: CLIP's own, from the package open_clip_torch)")
     add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet, half-life 1000 batches')
     add('--device_train_microbatch_size', metavar='N', help="images that go through the model at once; must divide the "
         "device's share of the batch (default: auto, Composer's search; on a CPU the whole share)")
     add('--precision', choices=list(HALF), help='of the UNet (default: amp_bf16 on a GPU that has it, amp_fp16 on '
         'another GPU, fp32 on a CPU)')
-    add('--encoder_precision', choices=list(DTYPES), help='of the frozen encoders; fp32 leaves them to --precision '
-        '(default: the half precision of --precision)')
-    add('--channels_last', action=switch, default=torch.cuda.is_available(), help='memory format of the convolutions '
-        '(default: on where there is a GPU)')
     add('--attention', choices=['sdpa', 'xformers'], default='sdpa', help="torch's attention, or the package xformers'")
-    add('--compile', action=switch, default=False, help='compile the UNet and the VAE encoder (takes minutes to start)')
     add('--gradient_checkpointing', action=switch, default=False, help='less memory, about a third more arithmetic')
     add('--fused_optimizer', action=switch, default=True, help='AdamW in one kernel (default: on)')
     add('--loader_only', action='store_true', help='measure the loader alone, without a model')
-    add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
     add('--measure_batches', type=count, default=20, help='batches measured after the warm-up (default: 20)')
     add('--max_duration', help="length of the run, such as 5000ba or 2ep (default: warm-up and measured batches)")
-    add('--num_workers', type=workers, help='processes that decode, per device (default: up to 8 of its CPU cores)')
-    add('--seed', type=int, default=17, help='of weights, noise and shuffle (default: 17)')
-    add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
     add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss that is not finite, or skip '
         'that step and count it (default: stop)')
     add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
@@ -418,7 +461,6 @@ def build_parser() -> Parser:
     add('--wandb_name', help='log to Weights & Biases under this name')
     add('--wandb_project', help='log to this project of Weights & Biases')
     add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder')
-    add('--dist_timeout', type=count, default=300, help='seconds to wait for the other processes (default: 300)')
     add('--training_images', type=count, default=report.TRAINING_IMAGES, help='images of the whole training, for its '
         f'cost (default: {report.TRAINING_IMAGES})')
     add('--dollars_per_gpu_hour', type=price, default=report.DOLLARS_PER_GPU_HOUR, help='price, for the cost '
@@ -433,13 +475,9 @@ def check(args: argparse.Namespace) -> None:
         ValueError: naming the flag, its value and the remedy.
     """
     gpu, world_size = torch.cuda.is_available(), dist.get_world_size()
-    if bool(args.remote) == args.use_synth_data:
-        raise ValueError('give one of --remote and --use_synth_data' + (', not both' if args.remote else ''))
-    if gpu and dist.get_local_world_size() > torch.cuda.device_count():
-        raise ValueError(f'composer -n {dist.get_local_world_size()} is more than the {torch.cuda.device_count()} GPUs '
-                         'of this machine')
-    if args.image_size % 8:
-        raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {args.image_size // 8 * 8 or 8}')
+    given = sum(map(bool, (args.remote, args.use_synth_data, args.use_synth_latents)))
+    if given != 1:
+        raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents' + ', not both' * (given > 1))
     if args.batch_size % world_size:
         raise ValueError(f'--batch_size {args.batch_size} does not divide over {world_size} devices; '
                          f'use {args.batch_size // world_size * world_size or world_size}')
@@ -453,30 +491,15 @@ def check(args: argparse.Namespace) -> None:
                              f'that each of {world_size} devices gets of --batch_size {args.batch_size}')
         microbatch = int(microbatch)
     args.device_train_microbatch_size = microbatch
-    half = ('amp_bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'amp_fp16') if gpu else 'fp32'
-    args.precision = args.precision or half
-    args.encoder_precision = args.encoder_precision or HALF[args.precision]
+    args.precision = args.precision or best_precision()
     if args.precision == 'amp_fp16' and not gpu:
         raise ValueError(f'--precision {args.precision} needs a GPU; use fp32')
     if args.attention == 'xformers' and not (gpu and importlib.util.find_spec('xformers')):
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
-    fitting = workers_that_fit(args)
-    if args.num_workers is None:
-        args.num_workers = min(8, cores_per_rank(), fitting) if args.remote else 0
-    if args.num_workers > fitting:
-        raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its batches; '
-                         f'use at most {fitting}, or make it larger (docker run --shm-size)')
+    check_shared(args, device_batch)
     args.max_duration = args.max_duration or f'{args.warmup_batches + args.measure_batches}ba'
     if args.autoresume and not args.save_folder:
         raise ValueError('--autoresume needs the --save_folder of the run to resume')
-    if args.cache_limit:
-        if not args.remote or (os.path.isdir(args.remote) and not args.local):
-            raise ValueError(f'--cache_limit {args.cache_limit} has no cache to bound: --remote {args.remote} is read '
-                             'in place; give --local a folder, or leave the limit out')
-        try:
-            args.cache_limit = bytes_to_int(args.cache_limit)
-        except ValueError:
-            raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
     for flag in ('max_duration', 'save_interval'):
         try:
             Time.from_timestring(getattr(args, flag))
@@ -485,11 +508,42 @@ def check(args: argparse.Namespace) -> None:
     duration = Time.from_timestring(args.max_duration)
     if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+    if dist.get_global_rank() == 0 and args.save_folder and not args.autoresume and is_used(args.save_folder):
+        raise ValueError(f'--save_folder {args.save_folder} already holds files; give a new one, or --autoresume to go '
+                         'on from there')
+
+
+def best_precision() -> str:
+    """amp_bf16 on a GPU that has it, amp_fp16 on another, fp32 on a CPU."""
+    if not torch.cuda.is_available():
+        return 'fp32'
+    return 'amp_bf16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'amp_fp16'
+
+
+def check_shared(args: argparse.Namespace, device_batch: int) -> None:
+    """`check` for the flags that encode.py takes as well."""
+    if torch.cuda.is_available() and dist.get_local_world_size() > torch.cuda.device_count():
+        raise ValueError(f'composer -n {dist.get_local_world_size()} is more than the {torch.cuda.device_count()} GPUs '
+                         'of this machine')
+    if args.image_size % 8:
+        raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {args.image_size // 8 * 8 or 8}')
+    args.encoder_precision = args.encoder_precision or HALF[getattr(args, 'precision', best_precision())]
+    fitting = workers_that_fit(device_batch * 3 * args.image_size ** 2)  # uint8, at most of this size
+    if args.num_workers is None:
+        args.num_workers = min(8, cores_per_rank(), fitting) if args.remote else 0
+    if args.num_workers > fitting:
+        raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its batches; '
+                         f'use at most {fitting}, or make it larger (docker run --shm-size)')
+    if args.cache_limit:
+        if not args.remote or (os.path.isdir(args.remote) and not args.local):
+            raise ValueError(f'--cache_limit {args.cache_limit} has no cache to bound: --remote {args.remote} is read '
+                             'in place; give --local a folder, or leave the limit out')
+        try:
+            args.cache_limit = bytes_to_int(args.cache_limit)
+        except ValueError:
+            raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
     if dist.get_global_rank() == 0:
         check_writable(args.results)
-        if args.save_folder and not args.autoresume and is_used(args.save_folder):
-            raise ValueError(f'--save_folder {args.save_folder} already holds files; give a new one, or --autoresume '
-                             'to go on from there')
 
 
 def is_used(folder: str) -> bool:
@@ -523,12 +577,11 @@ def check_writable(path: str) -> None:
         raise ValueError(f'--results {path} cannot be written: {error.strerror}; name another file') from None
 
 
-def workers_that_fit(args: argparse.Namespace, directory: str = '/dev/shm') -> int:
-    """Workers whose batches shared memory can hold; where it is full they would die of a bus error."""
+def workers_that_fit(batch_bytes: int, directory: str = '/dev/shm') -> int:
+    """Workers of each rank whose batches shared memory can hold; where it is full they would die of a bus error."""
     if not os.path.isdir(directory):
         return sys.maxsize
     disk = os.statvfs(directory)
-    batch_bytes = args.batch_size // dist.get_world_size() * 3 * args.image_size ** 2  # uint8, at most this size
     batches = disk.f_bavail * disk.f_frsize // (dist.get_local_world_size() * batch_bytes)
     return max(0, (batches - 2) // 2)  # each worker prefetches 2, and 2 are in use
 
@@ -550,31 +603,22 @@ def join_ranks(device, timeout: int) -> None:
                          'it') from None
 
 
-def build_data(args: argparse.Namespace, vocab_size: int) -> DataSpec:
-    """The loader of --remote or --use_synth_data.
+def build_data(args: argparse.Namespace, configs: dict[str, dict], folder: Path | None = None) -> DataSpec:
+    """The loader of --remote, whose columns say whether it holds images or latents, or of synthetic data.
 
     Raises:
-        ValueError: the remote or the tokenizer is not there or does not fit.
+        ValueError: the remote or the tokenizer is not there or does not fit the model of `configs`.
     """
     device_batch = args.batch_size // dist.get_world_size()
-    if args.use_synth_data:
+    vocab_size = configs['text_encoder'].get('vocab_size', CLIP_VOCABULARY)
+    if not args.remote:
         dataset = SyntheticImageCaptionDataset(args.image_size, max(100_000, args.batch_size), vocab_size,
-                                               seed=args.seed + dist.get_global_rank())
+                                               args.seed + dist.get_global_rank(), args.use_synth_latents)
         return build_loader(dataset, device_batch, num_workers=0)
-    try:
-        shards = read_index(args.remote)['shards']
-    except ValueError as error:
-        raise ValueError(f'--remote {args.remote} {error}') from None
-    samples = sum(shard['samples'] for shard in shards)
-    for shard in shards:
-        columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
-        if missing := sorted(MDS_COLUMNS.items() - columns.items()):
-            raise ValueError(f'--remote {args.remote} lacks the column {" of ".join(missing[0])}; it has '
-                             + ', '.join(map(' of '.join, columns.items())))
-    least = 4 * max((shard['raw_data']['bytes'] for shard in shards), default=0)  # Streaming refuses less
-    if args.cache_limit and args.cache_limit < least:
-        raise ValueError(f'--cache_limit {args.cache_limit} holds fewer than 4 shards of --remote {args.remote}; use '
-                         f'at least {least}')
+    index = checked_index(args)
+    if expected := index.get('latents'):
+        check_latents(expected, args, configs, folder)
+    samples = sum(shard['samples'] for shard in index['shards'])
     if samples < args.batch_size:
         raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}')
     try:
@@ -584,12 +628,62 @@ def build_data(args: argparse.Namespace, vocab_size: int) -> DataSpec:
     if tokenizer.get_vocab_size() > vocab_size:
         raise ValueError(f'--tokenizer {args.tokenizer} has {tokenizer.get_vocab_size()} tokens, more than the '
                          f'{vocab_size} of the text encoder of --model_name {args.model_name}')
+    dataset = build_dataset(args, batch_size=device_batch, shuffle=True, shuffle_seed=args.seed)
+    return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
+
+
+def checked_index(args: argparse.Namespace) -> dict:
+    """The index of --remote, with the columns of images or of latents.
+
+    Raises:
+        ValueError: it is not there, lacks a column, or --cache_limit is too small for its shards.
+    """
     try:
-        dataset = StreamingLAIONDataset(args.remote, args.local, args.image_size, batch_size=device_batch, shuffle=True,
-                                        shuffle_seed=args.seed, cache_limit=args.cache_limit)
+        index = read_index(args.remote)
+    except ValueError as error:
+        raise ValueError(f'--remote {args.remote} {error}') from None
+    for shard in index['shards']:
+        columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
+        if missing := sorted((LATENT_COLUMNS if 'latents' in index else MDS_COLUMNS).items() - columns.items()):
+            raise ValueError(f'--remote {args.remote} lacks the columns {", ".join(map(" of ".join, missing))}; it has '
+                             + ', '.join(map(' of '.join, columns.items())))
+    least = 4 * max((shard['raw_data']['bytes'] for shard in index['shards']), default=0)  # Streaming refuses less
+    if args.cache_limit and args.cache_limit < least:
+        raise ValueError(f'--cache_limit {args.cache_limit} holds fewer than 4 shards of --remote {args.remote}; use '
+                         f'at least {least}')
+    return index
+
+
+def build_dataset(args: argparse.Namespace, **kwargs) -> StreamingLAIONDataset:
+    """The samples of --remote, cached in --local."""
+    try:
+        return StreamingLAIONDataset(args.remote, args.local, args.image_size, cache_limit=args.cache_limit, **kwargs)
     except ValueError as error:
         raise ValueError(f'--local {error}') from None
-    return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
+
+
+def latents_of(args: argparse.Namespace, configs: dict[str, dict], folder: Path | None) -> dict:
+    """What latents depend on: kept in the index.json beside them, and compared when they are trained on."""
+    weights = folder / 'vae' / 'diffusion_pytorch_model.safetensors' if args.pretrained else None
+    return {'image_size': args.image_size, 'scaling_factor': scaling_factor(configs),
+            'vae_sha256': file_sha256(weights) if weights else 'random'}
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, 'rb') as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def check_latents(stored: dict, args: argparse.Namespace, configs: dict[str, dict], folder: Path | None) -> None:
+    """Refuse latents of another VAE or another size.
+
+    Raises:
+        ValueError: they are.
+    """
+    for key, own in latents_of(args, configs, folder).items():
+        if stored.get(key) != own:
+            raise ValueError(f'--remote {args.remote} holds latents with {key} {stored.get(key)}, and this run has '
+                             f'{own}; use the --image_size, --model_name and --pretrained of their encoding')
 
 
 def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -597,7 +691,7 @@ def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.o
     return torch.optim.AdamW(model.unet.parameters(), lr=1e-4, weight_decay=0.001, fused=args.fused_optimizer)
 
 
-def build_loggers(args: argparse.Namespace) -> list:
+def build_loggers(args: argparse.Namespace, latents: bool) -> list:
     """Composer's loggers for the flags that are given.
 
     Raises:
@@ -612,7 +706,7 @@ def build_loggers(args: argparse.Namespace) -> list:
             if dist.get_global_rank() == 0:  # Composer's logger would raise from the middle of its Trainer
                 if os.environ.get('WANDB_MODE', 'online') == 'online' and not wandb.api.api_key:
                     raise ValueError(f'{flag}: not logged in to Weights & Biases; {remedy}')
-                wandb.init(project=args.wandb_project, name=args.wandb_name, config=settings(args))
+                wandb.init(project=args.wandb_project, name=args.wandb_name, config=settings(args, latents))
         except wandb.errors.Error as error:
             raise ValueError(f'{flag}: Weights & Biases did not start ({error}); {remedy}') from None
         loggers.append(WandBLogger(project=args.wandb_project, name=args.wandb_name))
@@ -638,7 +732,7 @@ def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Mea
             schedulers=ConstantScheduler(),
             algorithms=[EMA()] if args.use_ema else [],
             callbacks=[measurement, SpeedMonitor(min(10, args.measure_batches), (peak or 0) * 1e12), safeguard],
-            loggers=build_loggers(args),
+            loggers=build_loggers(args, model.vae is None),
             max_duration=args.max_duration,
             precision=args.precision,
             device_train_microbatch_size=args.device_train_microbatch_size,
@@ -674,32 +768,46 @@ def arithmetic(measured: dict, model: StableDiffusion, precision: str) -> dict:
     """TFLOPs and MFU of the measured throughput."""
     if not measured['images_per_sec']:
         return {}
-    tflops_per_image = sum(model.flops_per_image.values()) / 1e12
-    tflops_per_sec = measured['images_per_sec_per_device'] * tflops_per_image
-    peak = peak_tflops(precision)
-    return {'tflops_per_image': tflops_per_image, 'tflops_per_sec_per_device': tflops_per_sec,
+    return utilization(measured['images_per_sec_per_device'], sum(model.flops_per_image.values()), precision)
+
+
+def utilization(images_per_sec_per_device: float, flops_per_image: int, precision: str) -> dict:
+    """TFLOPs of a device, and their share of its peak; None where that is not known."""
+    tflops_per_sec, peak = images_per_sec_per_device * flops_per_image / 1e12, peak_tflops(precision)
+    return {'tflops_per_image': flops_per_image / 1e12, 'tflops_per_sec_per_device': tflops_per_sec,
             'mfu': tflops_per_sec / peak if peak else None}
 
 
-def settings(args: argparse.Namespace) -> dict:
+def settings(args: argparse.Namespace, latents: bool = False) -> dict:
     """What explains a record's figures: when, what, where, and every setting that bears on speed."""
-    flags = ['model_name', 'pretrained', 'image_size', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
+    flags = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
     if not args.loader_only:
         flags += ['device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema', 'channels_last',
                   'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration']
+    return circumstances('loader' if args.loader_only else 'train', args, flags) | {
+        'dataset': 'streaming' if args.remote else 'synthetic',
+        'encoders': 'text_in_loop' if latents else 'in_loop',
+    }
+
+
+def circumstances(stage: str, args: argparse.Namespace, flags: list[str]) -> dict:
+    """The part of a record that a training shares with an encoding."""
     return {
-        'stage': 'loader' if args.loader_only else 'train',
+        'stage': stage,
         'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-        'command': shlex.join(sys.argv),
+        'command': redacted(shlex.join(sys.argv)),
         'git_commit': git_commit(),
         'device': torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
         'num_devices': dist.get_world_size(),
         'num_nodes': dist.get_world_size() // dist.get_local_world_size(),
-        **{flag: getattr(args, flag) for flag in flags},
-        'dataset': 'synthetic' if args.use_synth_data else 'streaming',
-        'encoders': 'in_loop',
+        **{flag: getattr(args, flag) for flag in ['model_name', 'image_size', *flags]},
         'versions': versions(),
     }
+
+
+def redacted(command: str) -> str:
+    """A command without the passwords and signatures that URLs can carry."""
+    return re.sub(r'(://)[^/@\s]*@|(\?)[^\s\']*=[^\s\']*', r'\1\2***', command)
 
 
 def git_commit() -> str | None:
@@ -837,14 +945,14 @@ def main(argv: list[str] | None = None) -> dict:
         check(args)
         join_ranks(device, args.dist_timeout)
         load_path = stored(newest_checkpoint, args.save_folder) if args.autoresume else None
-        configs, _ = load_configs(args.model_name, args.pretrained)
-        data = build_data(args, vocab_size=configs['text_encoder'].get('vocab_size', CLIP_VOCABULARY))
+        data = build_data(args, *load_configs(args.model_name, args.pretrained))
+        latents = data.dataloader.dataset.latents
         if args.loader_only:
-            record = settings(args) | {'status': 'complete'} | loader_figures(data, args)
+            record = settings(args, latents) | {'status': 'complete'} | loader_figures(data, args)
             return finish(record, f'loader {record["loader_images_per_sec"]:.4g} images/s', args.results)
         torch.manual_seed(args.seed)
         with torch.device(device._device):  # weights are made where they are used
-            model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision)
+            model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision, latents)
         apply_switches(model, args)
         measurement = Measurement(args.warmup_batches, args.measure_batches)
         safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
@@ -857,8 +965,8 @@ def main(argv: list[str] | None = None) -> dict:
     outcome = fit(trainer, safeguard)
     complete = outcome['status'] == 'complete'
     args.device_train_microbatch_size = trainer.state.device_train_microbatch_size  # what auto found
-    measured = figures(measurement, data.batch_transforms.found, all_ranks=complete)
-    record = settings(args) | outcome | measured | arithmetic(measured, model, args.precision)
+    measured = figures(measurement, complete, data.batch_transforms.found)
+    record = settings(args, latents) | outcome | measured | arithmetic(measured, model, args.precision)
     record |= {'first_batch': safeguard.first_batch, 'skipped_batches': safeguard.skipped_batches}
     if (args.wandb_name or args.wandb_project) and dist.get_global_rank() == 0:
         import wandb

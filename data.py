@@ -1,7 +1,8 @@
 """Image-caption batches for the benchmark, synthetic or streamed from MDS shards.
 
-A batch is `image` uint8 (B, 3, H, H) and `caption` int64 (B, 77). Images travel as bytes at the size they were stored
-in; `normalize` brings a microbatch to the training size and to [-1, 1] once it is on the device.
+A batch is `image` uint8 (B, 3, H, H), or `moments` float16 (B, 8, H/8, H/8) as encode.py stores them, and `caption`
+int64 (B, 77). Images travel as bytes at the size they were stored in; `normalize` brings a microbatch to the training
+size and to [-1, 1] once it is on the device.
 """
 import fcntl
 import gzip
@@ -34,38 +35,43 @@ from streaming.base.util import clean_stale_shared_memory
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch.utils.data import DataLoader, Dataset
 
+LATENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any of FORMATS; other columns are ignored
+LATENT_COLUMNS = {'caption': 'str'}  # and LATENTS, whose type has the size in it
 CAPTION_LENGTH = 77  # tokens: the text encoder's positions
 CLIP_VOCABULARY = 49408
 
 
 class SyntheticImageCaptionDataset(Dataset):
-    """Random images and captions, drawn once: every batch is the same tensors, so a sample costs nothing.
+    """Random images or latents with captions, drawn once: every batch is the same tensors, so a sample costs nothing.
 
     Args:
         image_size: height and width of the images, in pixels.
         num_samples: length of an epoch, over all ranks.
         vocab_size: token ids are drawn from 0 to vocab_size - 1.
         seed: of the draw; give each rank its own.
+        latents: give the VAE's `moments` float16 (B, 8, H/8, H/8) in the place of images.
     """
 
     def __init__(self, image_size: int = 512, num_samples: int = 100_000, vocab_size: int = CLIP_VOCABULARY,
-                 seed: int = 17):
+                 seed: int = 17, latents: bool = False):
         self.image_size, self.num_samples, self.vocab_size, self.seed = image_size, num_samples, vocab_size, seed
-        self.batch = {'image': torch.empty(0), 'caption': torch.empty(0)}
+        self.latents = latents
+        self.batch = {'caption': torch.empty(0)}
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """The batch for any `indices`: `image` uint8 (B, 3, H, H), `caption` int64 (B, 77)."""
-        if len(self.batch['image']) != len(indices):
-            generator = torch.Generator().manual_seed(self.seed)
-            image_shape = (len(indices), 3, self.image_size, self.image_size)
-            self.batch = {
-                'image': torch.randint(256, image_shape, dtype=torch.uint8, generator=generator),
-                'caption': torch.randint(self.vocab_size, (len(indices), CAPTION_LENGTH), generator=generator),
-            }
+        """The batch for any `indices`: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
+        if len(self.batch['caption']) != len(indices):
+            generator, side = torch.Generator().manual_seed(self.seed), self.image_size
+            if self.latents:
+                self.batch = {LATENTS: torch.randn(len(indices), 8, side // 8, side // 8, generator=generator).half()}
+            else:
+                shape = (len(indices), 3, side, side)
+                self.batch = {'image': torch.randint(256, shape, dtype=torch.uint8, generator=generator)}
+            self.batch['caption'] = torch.randint(self.vocab_size, (len(indices), CAPTION_LENGTH), generator=generator)
         return dict(self.batch)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -77,7 +83,8 @@ class DataError(Exception):
 
 
 class StreamingLAIONDataset(StreamingDataset):
-    """Image-caption pairs from MDS shards with the columns `jpg` (bytes) and `caption` (str).
+    """Image-caption pairs from MDS shards with the columns `jpg` (bytes) and `caption` (str), or, where encode.py wrote
+    them, `moments` in the place of `jpg`.
 
     Args:
         remote: folder or object store with the shards. A local folder is read where it is, unless `local` is given.
@@ -140,9 +147,13 @@ class StreamingLAIONDataset(StreamingDataset):
             it.ready_index += 1
         it.on_exit()
 
+    @property
+    def latents(self) -> bool:
+        """Whether the samples are the VAE's moments, not images."""
+        return LATENTS in self.shards[0].column_names
+
     def __getitem__(self, index: int) -> dict:
-        """Sample `index`, or where it is bad the next good one: `image` uint8 (3, H, H), `caption`, and `bad`, a list
-        of (index, reason) of those passed over.
+        """Sample `index`, or where it is bad the next good one, and in `bad` a list of (index, reason) of those passed.
 
         Raises:
             DataError: its shard cannot be had, or is not what index.json says.
@@ -151,13 +162,24 @@ class StreamingLAIONDataset(StreamingDataset):
         for candidate in range(index, index + self.num_samples):
             candidate = int(candidate % self.num_samples)
             try:
-                sample = self._read(candidate)
-                if not sample['caption'].strip():
-                    raise ValueError('no caption')
-                return {'image': decode_image(sample['jpg'], self.image_size), 'caption': sample['caption'], 'bad': bad}
+                return self.sample(candidate) | {'bad': bad}
             except ValueError as error:
                 bad.append((candidate, str(error)))
         raise DataError('not one sample is good')
+
+    def sample(self, index: int) -> dict:
+        """`image` uint8 (3, H, H) or `moments` float16 (8, H/8, H/8), and `caption`.
+
+        Raises:
+            ValueError: the sample is bad.
+            DataError: as above.
+        """
+        columns = self._read(index)
+        if not columns['caption'].strip():
+            raise ValueError('no caption')
+        if self.latents:
+            return {LATENTS: torch.from_numpy(columns[LATENTS].copy()), 'caption': columns['caption']}
+        return {'image': decode_image(columns['jpg'], self.image_size), 'caption': columns['caption']}
 
     def _read(self, index: int) -> dict:
         """The columns of a sample, from a shard that is as index.json says."""
@@ -467,24 +489,30 @@ def clip_tokenizer() -> Tokenizer:
 
 
 def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
-    """One batch of decoded samples: `image` uint8 (B, 3, H, H), `caption` int64 (B, 77), and any `bad_samples`.
-
-    H is the stored size where all agree; a batch of mixed sizes is brought to `image_size`.
-    """
-    images = [sample['image'] for sample in samples]
-    if len({image.shape for image in images}) > 1:
-        images = [resize(image, image_size) for image in images]
+    """One batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`."""
+    if LATENTS in samples[0]:
+        batch = {LATENTS: torch.stack([sample[LATENTS] for sample in samples])}
+    else:
+        batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
     # 77 tokens are over long before: a caption of a MB would take a second and 200 MB
     captions = tokenizer.encode_batch([sample['caption'][:10_000] for sample in samples])
-    # decoders lay pixels out as (H, W, 3): copying them in that order is 6 times as fast as turning them here
-    image = torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)  # (B, 3, H, H)
-    batch = {'image': image, 'caption': torch.tensor([caption.ids for caption in captions])}
+    batch['caption'] = torch.tensor([caption.ids for caption in captions])
     bad = [entry for sample in samples for entry in sample.get('bad', ())]
     return batch | {'bad_samples': bad} if bad else batch
 
 
+def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
+    """uint8 (B, 3, H, H): H is the stored size where all agree; mixed sizes are brought to `image_size`."""
+    if len({image.shape for image in images}) > 1:
+        images = [resize(image, image_size) for image in images]
+    # decoders lay pixels out as (H, W, 3): copying them in that order is 6 times as fast as turning them here
+    return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+
+
 def normalize(batch: dict[str, torch.Tensor], image_size: int) -> dict[str, torch.Tensor]:
     """uint8 (B, 3, H, H) as stored to float32 (B, 3, image_size, image_size) in [-1, 1], on the batch's device."""
+    if LATENTS in batch:
+        return batch
     image = batch['image'].to(torch.float32, memory_format=torch.contiguous_format)
     if image.shape[-1] != image_size:
         image = F.interpolate(image, size=(image_size, image_size), mode='bilinear')

@@ -58,8 +58,8 @@ def main(out: str, *argv: str) -> None:
     torch.manual_seed(0)
     model = BySample('tiny', args.image_size)
     model.unet.double()
-    trainer = benchmark.build_trainer(args, model, benchmark.build_data(args, 49408), benchmark.Measurement(1, 2),
-                                      benchmark.Safeguard(args.seed))
+    data = benchmark.build_data(args, benchmark.ARCHITECTURES['tiny'])
+    trainer = benchmark.build_trainer(args, model, data, benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed))
     witness = Witness()
     trainer.state.callbacks.append(witness)
     trainer.fit()

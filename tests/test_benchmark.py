@@ -202,7 +202,8 @@ def test_the_optimizer_holds_the_unet_alone(results):
     args = benchmark.build_parser().parse_args(['--use_synth_data', *TINY, '--results', str(results)])
     benchmark.check(args)
     model = StableDiffusion('tiny', 64)
-    trainer = benchmark.build_trainer(args, model, benchmark.build_data(args, 49408), Measurement(1, 3))
+    data = benchmark.build_data(args, benchmark.ARCHITECTURES['tiny'])
+    trainer = benchmark.build_trainer(args, model, data, Measurement(1, 3), benchmark.Safeguard(args.seed))
     [group] = trainer.state.optimizers[0].param_groups
     assert {id(p) for p in group['params']} == {id(p) for p in model.unet.parameters()}
     assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)
@@ -227,14 +228,15 @@ def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
 def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     measurement = Measurement(1, 6)
     measurement.batch_seconds, measurement.wait_seconds, measurement.samples = [1, 1, 1, 2, 1, 3], [0.0] * 6, 60
-    other = ([1, 2, 2, 2, 2, 2], [1.0] * 6, 40.0)
+    other = ([1, 2, 2, 2, 2, 2], [1.0] * 6, 40.0, {7})
     monkeypatch.setattr(benchmark.dist, 'all_gather_object', lambda mine: [mine, other])
     monkeypatch.setattr(benchmark.dist, 'get_world_size', lambda: 2)
-    figures = benchmark.figures(measurement)  # slowest: 1 2 2 2 2 3
+    figures = benchmark.figures(measurement, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3
     assert figures['images_per_sec'] == 60 / 11 and figures['images_per_sec_per_device'] == 30 / 11
     assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
     assert [figures[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]
     assert figures['data_wait_fraction'] == pytest.approx(6 / 11) and figures['peak_memory_gib'] == 40
+    assert figures['bad_samples'] == 2
 
 
 def test_the_readmes_lines_export_the_average_of_a_saved_run(results, tmp_path, monkeypatch):
@@ -310,7 +312,7 @@ SYNTHETIC = ['--use_synth_data', *TINY]
     (['--remote', 'SHARDS', *TINY, '--tokenizer', 'nobody/nothing'], ['--tokenizer nobody/nothing', 'folder']),
     (['--remote', 'SHARDS', *TINY, '--tokenizer', 'SHARDS'], ['--tokenizer', 'tokenizer.json']),
     (['--remote', 'SHARDS', *TINY, '--batch_size', '25'], ['--remote', '24 samples', '--batch_size 25']),
-    (['--remote', 'OTHER', *TINY], ['--remote', 'jpg', 'png, text']),
+    (['--remote', 'OTHER', *TINY], ['--remote', 'jpg of bytes', 'png of bytes']),
 ])
 def test_bad_input_is_one_line_that_names_the_flag_and_its_value(argv, words, capfd, shards, tmp_path, results,
                                                                  monkeypatch):

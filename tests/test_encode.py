@@ -1,0 +1,178 @@
+"""Encoding once: every sample, once, and the same training afterwards."""
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, encoded, picture, write_shards
+from diffusers import AutoencoderKL
+from test_services import write_tar
+
+import benchmark
+import encode
+from benchmark import StableDiffusion
+from data import StreamingLAIONDataset, build_tokenizer, collate, normalize
+
+ROOT = Path(__file__).parent.parent
+SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--max_bad_samples', '1']
+
+
+def run(remote, out, model_folder, *flags) -> dict:
+    return encode.main([*SMALL, '--remote', str(remote), '--out', str(out), '--model_name', str(model_folder),
+                        '--pretrained', '--results', str(Path(out).with_name('results.jsonl')), *map(str, flags)])
+
+
+def captions(folder) -> list[str]:
+    dataset = StreamingLAIONDataset(str(folder), image_size=64, batch_size=1)
+    return [dataset[index]['caption'] for index in range(dataset.num_samples)]
+
+
+def one_line(capfd, function, *arguments) -> str:
+    capfd.readouterr()
+    with pytest.raises(SystemExit):
+        function(*arguments)
+    [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
+    return line
+
+
+@pytest.fixture(scope='module')
+def latents(tmp_path_factory, shards, model_folder) -> str:
+    out = tmp_path_factory.mktemp('encoded') / 'latents'
+    run(shards, out, model_folder)
+    return str(out)
+
+
+def test_every_sample_is_encoded_once_in_the_order_of_the_images(latents, shards):
+    assert captions(latents) == captions(shards) and len(captions(latents)) == 24
+
+
+@pytest.mark.parametrize('prediction', ['epsilon', 'v_prediction'])
+def test_a_step_from_latents_has_the_loss_and_gradients_of_one_from_pixels(latents, shards, model_folder, prediction):
+    losses, gradients = [], []
+    for remote, from_latents in ((shards, False), (latents, True)):
+        torch.manual_seed(3)
+        unet = StableDiffusion('tiny', 64).unet.state_dict()
+        model = StableDiffusion(model_folder, 64, pretrained=True, latents=from_latents).train()
+        model.unet.load_state_dict(unet)
+        model.prediction_type = prediction
+        dataset = StreamingLAIONDataset(remote, image_size=64, batch_size=1)
+        batch = normalize(collate([dataset[index] for index in (3, 0, 17, 8)], build_tokenizer(), 64), 64)
+        torch.manual_seed(4)
+        loss = model.loss(model(batch), batch)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.unet.parameters()]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert (gradients[0] - gradients[1]).norm() < 5e-3 * gradients[0].norm()
+
+
+def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
+    vae = AutoencoderKL.from_pretrained(f'{model_folder}/vae')
+    images = StreamingLAIONDataset(shards, image_size=64, batch_size=1)
+    stored = StreamingLAIONDataset(latents, image_size=64, batch_size=1)
+    for index in (0, 23):
+        posterior = vae.encode(images[index]['image'][None] / 127.5 - 1).latent_dist
+        torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
+
+
+def test_a_run_that_was_killed_encodes_only_what_is_missing(tmp_path, shards, model_folder):
+    out = tmp_path / 'latents'
+    script = ('import encode, os, sys\nreal, calls = encode.moments_of, []\n'
+              'def killed(*arguments):\n    calls.append(1)\n'
+              '    if len(calls) == 4: os.kill(os.getpid(), 9)\n    return real(*arguments)\n'
+              'encode.moments_of = killed\nencode.main(sys.argv[1:])')
+    argv = [*SMALL, '--remote', shards, '--out', out, '--model_name', model_folder, '--pretrained']
+    killed = subprocess.run([sys.executable, '-c', script, *map(str, argv)], cwd=ROOT, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL and not (out / 'index.json').exists()
+    done = {path: path.stat().st_mtime_ns for path in out.glob('*/*')}
+    finished = [path.parent for path in done if path.name == 'index.json']
+    assert finished
+    record = run(shards, out, model_folder)
+    assert captions(out) == captions(shards)
+    kept = sum(json.loads((part / 'index.json').read_text())['shards'][0]['samples'] for part in finished)
+    assert record['samples'] == 24 - kept < 24 and record['stored_samples'] == 24
+    assert all(path.stat().st_mtime_ns == done[path] for path in done if path.parent in finished)
+
+
+def test_bad_samples_are_left_out_and_counted(tmp_path, model_folder, capfd):
+    samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(10)]
+    samples[2]['jpg'], samples[9]['caption'] = b'no', ''
+    record = run(write_shards(tmp_path / 'shards', samples, size_limit=6000), tmp_path / 'latents', model_folder)
+    assert (record['samples'], record['stored_samples'], record['bad_samples']) == (8, 8, 2)
+    assert captions(tmp_path / 'latents') == [str(index) for index in range(9) if index != 2]
+    assert 'bad sample 2' in capfd.readouterr().err
+
+
+def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):
+    folder = tmp_path / 'model'
+    shutil.copytree(model_folder, folder)
+    vae = AutoencoderKL.from_pretrained(folder / 'vae')
+    vae.quant_conv.weight.data *= 1e7
+    vae.save_pretrained(folder / 'vae')
+    line = one_line(capfd, run, shards, tmp_path / 'latents', folder)
+    assert 'sample 0 has moments that are not finite in float16' in line
+
+
+def changed(model_folder, folder: Path, part: str) -> Path:
+    """A copy of the model with another scaling factor or other weights of the VAE."""
+    shutil.copytree(model_folder, folder)
+    if part == 'factor':
+        config = folder / 'vae' / 'config.json'
+        config.write_text(json.dumps(json.loads(config.read_text()) | {'scaling_factor': 0.3}))
+    else:
+        vae = AutoencoderKL.from_pretrained(folder / 'vae')
+        vae.encoder.conv_in.bias.data += 1
+        vae.save_pretrained(folder / 'vae')
+    return folder
+
+
+def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, shards, model_folder, capfd):
+    train = ['--remote', latents, *TINY, '--model_name', str(model_folder), '--pretrained']
+    assert 'latents with image_size 64, and this run has 32' in one_line(
+        capfd, benchmark.main, [*train, '--image_size', '32'])
+    for part, key in (('factor', 'scaling_factor'), ('weights', 'vae_sha256')):
+        other = changed(model_folder, tmp_path / part, part)
+        assert f'latents with {key}' in one_line(capfd, benchmark.main, [*train, '--model_name', str(other)])
+    assert 'vae_sha256' in one_line(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
+    assert 'already holds a dataset' in one_line(capfd, run, shards, latents, model_folder)
+    (begun := tmp_path / 'begun').mkdir()
+    shutil.copy(Path(latents, 'latents.json'), begun)
+    assert 'was begun with' in one_line(capfd, run, shards, begun, tmp_path / 'weights')
+    assert 'holds latents already' in one_line(capfd, run, latents, tmp_path / 'twice', model_folder)
+
+
+@pytest.mark.parametrize('flags', [['--use_synth_latents'], ['--remote', '{}']])
+def test_a_training_on_latents_says_so_and_counts_what_it_ran(latents, model_folder, results, flags):
+    own = ['--model_name', model_folder, '--pretrained'] if '--remote' in flags else []
+    record = benchmark.main([*(flag.format(latents) for flag in flags), *TINY, *own, '--results', str(results)])
+    assert (record['status'], record['encoders']) == ('complete', 'text_in_loop')
+    flops = StableDiffusion('tiny', 64).flops_per_image
+    assert record['tflops_per_image'] == pytest.approx((flops['unet'] + flops['text_encoder']) / 1e12)
+
+
+def test_sd2_base_on_latents_has_no_vae_and_a_third_less_arithmetic():
+    with torch.device('meta'):
+        model = StableDiffusion(latents=True)
+    flops = model.flops_per_image
+    assert model.vae is None and not any(name.startswith('vae') for name, _ in model.named_parameters())
+    assert [flops[part] / 1e9 for part in ('unet', 'vae', 'text_encoder')] == pytest.approx([2408.7, 0, 45.1], abs=0.05)
+
+
+def test_images_become_latents_and_a_report_on_two_ranks(tmp_path):
+    samples = [{'jpg': encoded(picture(index)), 'caption': f'picture {index}'} for index in range(40)]
+    (tmp_path / 'photos').mkdir()
+    for part in (0, 1):
+        write_tar(tmp_path / 'photos' / f'0000{part}.tar', samples[20 * part:20 * part + 20])
+    run = subprocess.run([ROOT / 'benchmarks' / 'encode_once.sh', tmp_path / 'photos', tmp_path / 'out', '--batch_size',
+                          '8', '--warmup_batches', '1', '--measure_batches', '2'], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    records = [json.loads(line) for line in (tmp_path / 'out' / 'results.jsonl').read_text().splitlines()]
+    assert [(record['stage'], record.get('encoders'), record['num_devices']) for record in records] == [
+        ('encode', None, 2), ('train', 'in_loop', 2), ('train', 'text_in_loop', 2)]
+    assert records[0]['samples'] == 40 and sorted(captions(tmp_path / 'out' / 'latents')) == sorted(
+        sample['caption'] for sample in samples)
+    assert 'pays off from' in run.stdout and 'text_in_loop' in run.stdout
