@@ -723,7 +723,7 @@ def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Mea
     if args.precision != 'fp32' and not torch.cuda.is_available():
         raise ValueError(f'--precision {args.precision}: Composer trains in fp32 where there is no GPU; use fp32')
     peak = peak_tflops(args.precision)
-    keep = 1 if '://' in str(args.save_folder) else args.save_num_checkpoints_to_keep or -1  # a store keeps all itself
+    in_store = '://' in str(args.save_folder)
     try:
         trainer = Trainer(
             model=model,
@@ -738,7 +738,8 @@ def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Mea
             device_train_microbatch_size=args.device_train_microbatch_size,
             save_folder=args.save_folder,
             save_interval=args.save_interval,
-            save_num_checkpoints_to_keep=keep,
+            save_latest_filename=None if in_store else 'latest-rank{rank}.pt',  # 30 s of waiting for each in a store
+            save_num_checkpoints_to_keep=1 if in_store else args.save_num_checkpoints_to_keep or -1,  # of the host's
             save_ignore_keys=['rng'],  # Safeguard seeds every batch
             save_overwrite=True,  # only files newer than the one resumed from, which a killed run left
             load_path=load_path,
@@ -752,7 +753,7 @@ def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Mea
         raise ValueError(f'--save_folder {args.save_folder}: {load_path} does not fit this run '
                          f'({" ".join(str(error).split())[:300]}); resume with the flags it was made with') from None
     for callback in trainer.state.callbacks:
-        if isinstance(callback, CheckpointSaver) and '://' not in args.save_folder:
+        if isinstance(callback, CheckpointSaver) and not in_store:
             callback.saved_checkpoints = checkpoints(args.save_folder)  # Composer forgets those of earlier processes
     return trainer
 
@@ -807,7 +808,7 @@ def circumstances(stage: str, args: argparse.Namespace, flags: list[str]) -> dic
 
 def redacted(command: str) -> str:
     """A command without the passwords and signatures that URLs can carry."""
-    return re.sub(r'(://)[^/@\s]*@|(\?)[^\s\']*=[^\s\']*', r'\1\2***', command)
+    return re.sub(r"\?[^\s']*=[^\s']*", '?***', re.sub(r'://[^/@\s]+@', '://***@', command))
 
 
 def git_commit() -> str | None:
@@ -962,11 +963,19 @@ def main(argv: list[str] | None = None) -> dict:
     if trainer.state.timestamp >= trainer.state.max_duration:
         print(f'--save_folder {args.save_folder} holds all of --max_duration {args.max_duration}: nothing left to do')
         sys.exit(0)
-    outcome = fit(trainer, safeguard)
+    try:
+        return conclude(fit(trainer, safeguard), parser, args, trainer, model, data, measurement, safeguard)
+    finally:
+        safeguard.release_signals()
+
+
+def conclude(outcome: dict, parser: Parser, args, trainer: Trainer, model: StableDiffusion, data: DataSpec,
+             measurement: Measurement, safeguard: Safeguard) -> dict:
+    """Make and keep the record of a run that ended as `outcome` says; where it did not complete, end the process."""
     complete = outcome['status'] == 'complete'
     args.device_train_microbatch_size = trainer.state.device_train_microbatch_size  # what auto found
     measured = figures(measurement, complete, data.batch_transforms.found)
-    record = settings(args, latents) | outcome | measured | arithmetic(measured, model, args.precision)
+    record = settings(args, model.vae is None) | outcome | measured | arithmetic(measured, model, args.precision)
     record |= {'first_batch': safeguard.first_batch, 'skipped_batches': safeguard.skipped_batches}
     if (args.wandb_name or args.wandb_project) and dist.get_global_rank() == 0:
         import wandb

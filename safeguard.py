@@ -45,10 +45,10 @@ class Safeguard(Callback):
         self.interrupted = False
         self.first_batch = 0  # of this process: more than 0 where it resumed
         self._updating = False
+        self._previous: dict = {}  # handlers of SIGNALS before this one's
 
     def fit_start(self, state, logger) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._interrupt)
+        self._previous = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
         self.first_batch = state.timestamp.batch.value
         dataset = state.train_dataloader.dataset
         if self.first_batch and hasattr(dataset, 'load_state_dict'):
@@ -90,6 +90,11 @@ class Safeguard(Callback):
         for flag, value in state['flags'].items():
             if self.flags.get(flag) != value:
                 raise ValueError(f'--{flag} was {value}, and is {self.flags.get(flag)} now')
+
+    def release_signals(self) -> None:
+        """Leave SIGNALS to whom they were left to before the run."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _interrupt(self, number: int, frame) -> None:
         ignore_signals()  # a launcher sends another, and the record comes first

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline')  # before any library reads them
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run beside this one
 
 import numpy as np
 import pytest

@@ -1,6 +1,7 @@
 """The model, the run and its record, through the real Trainer."""
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -346,3 +347,14 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_a_better_
 
 def test_every_flag_has_a_help_line():
     assert all(action.help for action in benchmark.build_parser()._actions)
+
+
+def test_a_run_leaves_the_signals_as_they_were(results):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    main(['--use_synth_data', *TINY, '--results', str(results)])
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_passwords_and_signatures_in_urls_stay_out_of_records():
+    command = "benchmark.py --remote 's3://key:secret@bucket/a?X-Sig=abc&b=c' --local a@b --results ?"
+    assert benchmark.redacted(command) == "benchmark.py --remote 's3://***@bucket/a?***' --local a@b --results ?"

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,15 @@ def test_a_run_killed_again_and_again_equals_one_that_never_was(server, tmp_path
         seen = [caption for rank in expected for number in range(6) for line in rank[number]
                 for caption in json.loads(line)[1]]
         assert len(seen) == 24 == len(set(map(tuple, seen)))
+
+
+def test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left(server, tmp_path, shards):
+    argv, folders = [*RUN, '--save_interval', '3ba', '--remote', shards], [tmp_path / name for name in 'abc']
+    for folder in folders:
+        folder.mkdir()
+    killed, *both = folders
+    run(server, 1, argv, killed, ('start', 7))  # leaves its shared memory
+    with ThreadPoolExecutor() as pool:
+        codes = list(pool.map(lambda folder: run(server, 1, argv, folder), both))
+    assert codes == [[0], [0]], [(folder / 'log').read_text() for folder in both]
+    assert traced(both[0], 1) == traced(both[1], 1) and len(traced(both[0], 1)[0]) == 12

@@ -20,6 +20,7 @@ from test_ranks import free_port
 
 import benchmark
 import convert
+import encode
 from benchmark import main
 from safeguard import checkpoints, load_checkpoint
 
@@ -88,6 +89,33 @@ def test_shards_go_to_s3_and_are_trained_on_from_there(s3, samples, tmp_path, re
                    str(results)])
     assert record['dataset'] == 'streaming' and record['measured_batches'] == 3
     assert list((tmp_path / 'cache').rglob('*.mds'))
+
+
+def test_a_run_resumes_from_checkpoints_in_s3(s3, results):
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--save_folder', 's3://bucket/runs/1', '--save_interval', '2ba',
+            '--results', str(results)]
+    main(argv)
+    keys = [entry['Key'] for entry in s3.client.list_objects_v2(Bucket='bucket', Prefix='runs/1/ep')['Contents']]
+    assert keys == ['runs/1/ep0-ba2-rank0.pt', 'runs/1/ep0-ba4-rank0.pt']
+    record = main([*argv, '--autoresume', '--max_duration', '6ba'])
+    assert (record['status'], record['first_batch'], record['measured_batches']) == ('complete', 4, 1)
+
+
+def test_an_s3_folder_in_use_or_out_of_reach_is_one_line(s3, results, capfd, monkeypatch):
+    s3.client.put_object(Bucket='bucket', Key='runs/1/ep0-ba2-rank0.pt', Body=b'')
+    flags = ['--use_synth_data', *TINY, '--results', results, '--save_folder']
+    assert 'already holds files' in one_error_line([*flags, 's3://bucket/runs/1'], capfd)
+    assert '--save_folder s3://nobody/runs cannot be read' in one_error_line([*flags, 's3://nobody/runs'], capfd)
+    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'wrong')
+    assert 'check its name and your credentials' in one_error_line([*flags, 's3://bucket/runs/1'], capfd)
+
+
+def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder, tmp_path, results):
+    model = ['--model_name', model_folder, '--pretrained', '--image_size', '64', '--results', str(results)]
+    record = encode.main(['--remote', shards, '--out', 's3://bucket/latents', '--batch_size', '5', *model])
+    assert record['samples'] == record['stored_samples'] == 24
+    record = main(['--remote', 's3://bucket/latents', '--local', str(tmp_path / 'cache'), *TINY, *model])
+    assert (record['status'], record['encoders']) == ('complete', 'text_in_loop')
 
 
 def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each(s3, samples, tmp_path, results, capfd, monkeypatch):
