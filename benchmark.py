@@ -5,6 +5,7 @@
     composer -n 1 benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
 import argparse
+import contextlib
 import datetime
 import errno
 import fcntl
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 import report
 from data import (CLIP_VOCABULARY, LATENT_COLUMNS, LATENTS, MDS_COLUMNS, DataError, StreamingLAIONDataset,
-                  SyntheticImageCaptionDataset, build_loader, build_tokenizer, local_folder, read_index)
+                  SyntheticImageCaptionDataset, build_loader, build_tokenizer, local_folder, one_line, read_index)
 from ema import EMA
 from safeguard import (NonFiniteLoss, Safeguard, checkpoints, end_with_launcher, ignore_signals, newest_checkpoint,
                        save_interrupted)
@@ -83,6 +84,7 @@ HALF = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
 SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
                   'seed')
+SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent
 GIB = 2 ** 30
 
 
@@ -97,8 +99,7 @@ class StableDiffusion(ComposerModel):
         encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
         latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
 
-    Raises:
-        ValueError: the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
+    ValueError: the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
@@ -106,15 +107,15 @@ class StableDiffusion(ComposerModel):
         super().__init__()
         self.image_size = image_size
         configs, folder = load_configs(model_name, pretrained)
-        self.scaling_factor = scaling_factor(configs)
+        self.scaling_factor = configs['vae'].get('scaling_factor', SCALING_FACTOR)
         self.scheduler = DDPMScheduler.from_config(configs['scheduler'])
         self.prediction_type = self.scheduler.config.prediction_type
         if self.prediction_type not in ('epsilon', 'v_prediction'):
             raise ValueError(f'--model_name {model_name} has a scheduler with prediction_type {self.prediction_type}; '
                              'only epsilon and v_prediction can be trained here')
         self.unet = UNet2DConditionModel.from_config(configs['unet'])
-        self.vae = None if latents else build_vae(configs, folder if pretrained else None, encoder_precision)
-        if pretrained:
+        self.vae = None if latents else build_vae(configs, folder, encoder_precision)
+        if folder:
             self.text_encoder = CLIPTextModel.from_pretrained(folder / 'text_encoder', use_safetensors=True)
         else:
             self.text_encoder = CLIPTextModel(CLIPTextConfig(**configs['text_encoder']))
@@ -128,11 +129,8 @@ class StableDiffusion(ComposerModel):
         return self
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prediction and target, each float (B, 4, H/8, W/8).
-
-        Args:
-            batch: `image` float (B, 3, H, W) in [-1, 1], or the VAE's `moments` float16 (B, 8, H/8, W/8), and `caption`
-                int64 (B, 77), on the model's device.
+        """Prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device: `caption` int64 (B, 77)
+        and `image` float (B, 3, H, W) in [-1, 1], or the VAE's `moments` float16 (B, 8, H/8, W/8).
         """
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
         noise = torch.randn_like(latents)
@@ -158,9 +156,6 @@ class StableDiffusion(ComposerModel):
         """Mean squared error, in float32."""
         prediction, target = outputs
         return F.mse_loss(prediction.float(), target)
-
-    def eval_forward(self, batch: dict[str, torch.Tensor], outputs=None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self(batch) if outputs is None else outputs
 
     def get_metrics(self, is_train: bool) -> dict:
         return {} if is_train else {'MeanSquaredError': MeanSquaredError()}
@@ -197,11 +192,6 @@ def build_vae(configs: dict[str, dict], folder: Path | None, precision: str) -> 
     return torch.nn.Module.to(vae.requires_grad_(False).eval(), DTYPES[precision])
 
 
-def scaling_factor(configs: dict[str, dict]) -> float:
-    """What brings the VAE's latents to unit variance."""
-    return configs['vae'].get('scaling_factor', 0.18215)  # diffusers' own default
-
-
 def vae_moments(vae: AutoencoderKL, image: torch.Tensor) -> torch.Tensor:
     """Mean and log variance of the posterior (B, 8, H/8, W/8) of images (B, 3, H, W) in [-1, 1]."""
     return vae.encode(image.to(vae.dtype)).latent_dist.parameters
@@ -222,33 +212,23 @@ def count_flops(run):
 
 
 def load_configs(model_name: str, pretrained: bool = False) -> tuple[dict[str, dict], Path | None]:
-    """The configurations of a model by part, and its folder if it has one.
-
-    Raises:
-        ValueError: there is no such model.
-    """
+    """The configurations of a model by part, and the folder of its weights. ValueError: there is no such model."""
     if model_name in ARCHITECTURES and not pretrained:
         return ARCHITECTURES[model_name], None
     weights = ['vae/diffusion_pytorch_model.safetensors', 'text_encoder/model.safetensors'] if pretrained else []
+    files = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
+             'scheduler': 'scheduler_config.json'}
+    folder = local_folder('--model_name', model_name, [*map('/'.join, files.items()), *weights])
     try:
-        folder = local_folder(model_name, ['*/config.json', '*/scheduler_config.json', *weights])
-    except ValueError as error:
-        raise ValueError(f'--model_name {error}') from None
-    files = {part: folder / part / ('scheduler_config.json' if part == 'scheduler' else 'config.json')
-             for part in ('unet', 'vae', 'text_encoder', 'scheduler')}
-    try:
-        return {part: json.loads(file.read_text()) for part, file in files.items()}, folder
+        configs = {part: json.loads((folder / part / name).read_text()) for part, name in files.items()}
+        return configs, folder if pretrained else None
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f'--model_name {model_name} is not a diffusers model ({error}); it needs the folders '
                          'unet, vae, text_encoder and scheduler') from None
 
 
 def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
-    """Ways to train the same model faster or in less memory; a record names every one of them.
-
-    Raises:
-        ValueError: xformers is not built for this torch or this GPU.
-    """
+    """Train the same model faster or in less memory. ValueError: xformers is not built for this torch or this GPU."""
     convolutional = list(filter(None, (model.unet, model.vae)))  # no VAE where it trains on latents
     if args.channels_last:
         for part in convolutional:
@@ -258,8 +238,7 @@ def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
             for part in convolutional:
                 part.enable_xformers_memory_efficient_attention()
         except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
-            reason = ' '.join(str(error).split())
-            raise ValueError(f'--attention xformers does not work here ({reason}); use sdpa') from None
+            raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
     if args.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
     if args.compile:  # in place, so that the names in checkpoints stay
@@ -268,13 +247,10 @@ def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
 
 
 class Measurement(Callback):
-    """Wall clock of every batch after the warm-up, and of the wait for its data, on this rank.
+    """Wall clock of up to `measure_batches` after the warm-up, and of the wait for their data, on this rank.
 
-    Composer reads the loss on the CPU before BATCH_END, so that the device has finished the batch by then.
-
-    Args:
-        warmup_batches: not in any figure; counted from where the run starts or resumes.
-        measure_batches: the most that are measured.
+    Composer reads the loss on the CPU before BATCH_END, so that the device has finished the batch by then. The warm-up
+    counts from where the run starts or resumes.
     """
 
     def __init__(self, warmup_batches: int, measure_batches: int):
@@ -310,8 +286,7 @@ class Measurement(Callback):
         self._previous_end = now
 
 
-def figures(measurement: Measurement, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset(),
-            ) -> dict[str, float | int | None]:
+def figures(measurement: Measurement, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset()) -> dict:
     """The record's figures; a batch takes as long as on its slowest rank. None where no batch was measured.
 
     Args:
@@ -320,12 +295,11 @@ def figures(measurement: Measurement, all_ranks: bool = True, bad_samples: set[i
         bad_samples: those that this rank met.
     """
     own = (measurement.batch_seconds, measurement.wait_seconds, peak_memory_gib(), bad_samples)
-    ranks = dist.all_gather_object(own) if all_ranks else [own]
-    bad_samples = len(set().union(*(rank[3] for rank in ranks)))
+    seconds, waits, memory, bad = zip(*(dist.all_gather_object(own) if all_ranks else [own]), strict=True)
+    bad_samples = len(set().union(*bad))
     if not measurement.batch_seconds:
         return {'images_per_sec': None, 'measured_batches': 0, 'bad_samples': bad_samples}
-    seconds = np.array([rank[0] for rank in ranks])  # (ranks, batches)
-    waits = np.array([rank[1] for rank in ranks])
+    seconds, waits = np.array(seconds), np.array(waits)  # (ranks, batches)
     slowest = seconds.max(axis=0)
     third = len(slowest) // 3
     images_per_sec = measurement.samples / seconds.sum(axis=1).max()
@@ -337,7 +311,7 @@ def figures(measurement: Measurement, all_ranks: bool = True, bad_samples: set[i
         'batch_seconds_p90': float(np.percentile(slowest, 90)),
         'drift': float(slowest[:third].sum() / slowest[-third:].sum() - 1) if third else None,
         'data_wait_fraction': float((waits.sum(axis=1) / seconds.sum(axis=1)).max()),
-        'peak_memory_gib': max(rank[2] for rank in ranks),
+        'peak_memory_gib': max(memory),
         'measured_batches': len(slowest),
         'bad_samples': bad_samples,
         'loss': measurement.loss,
@@ -352,11 +326,12 @@ def loader_figures(data: DataSpec, args: argparse.Namespace) -> dict[str, float]
         next(batches)
     start = time.perf_counter()
     images = sum(len(next(batches)['caption']) for _ in range(args.measure_batches))
-    ranks = dist.all_gather_object((images, time.perf_counter() - start, data.batch_transforms.found))
-    images_per_sec = sum(rank[0] for rank in ranks) / max(rank[1] for rank in ranks)
+    own = (images, time.perf_counter() - start, data.batch_transforms.found)
+    images, seconds, bad = zip(*dist.all_gather_object(own), strict=True)
+    images_per_sec = sum(images) / max(seconds)
     return {'loader_images_per_sec': images_per_sec, 'measured_batches': args.measure_batches,
-            'bad_samples': len(set.union(*(rank[2] for rank in ranks))),
-            'loader_images_per_sec_per_worker': images_per_sec / (len(ranks) * max(1, args.num_workers))}
+            'bad_samples': len(set.union(*bad)),
+            'loader_images_per_sec_per_worker': images_per_sec / (len(images) * max(1, args.num_workers))}
 
 
 def peak_memory_gib() -> float:
@@ -379,43 +354,31 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-def count(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'{text} is not a whole number above 0')
-    return int(text)
+def number(kind: type, least: float, most: float, name: str):
+    """An argparse type: an int or a float from `least` to `most`, which errors call `name`."""
+    def parse(text: str) -> int | float:
+        with contextlib.suppress(ValueError):
+            if least <= kind(text) <= most:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f'{text} is not {name}')
+    return parse
 
 
-def workers(text: str) -> int:
-    """A whole number of at least 0, for argparse."""
-    return 0 if text == '0' else count(text)
+count = number(int, 1, sys.maxsize, 'a whole number above 0')
 
 
-def price(text: str) -> float:
-    """A finite amount of at least 0, for argparse."""
-    if not 0 <= float(text) < float('inf'):
-        raise argparse.ArgumentTypeError(f'{text} is not an amount')
-    return float(text)
-
-
-def fraction(text: str) -> float:
-    """A share from 0 to 1, for argparse."""
-    if not 0 <= float(text) <= 1:
-        raise argparse.ArgumentTypeError(f'{text} is not between 0 and 1')
-    return float(text)
-
-
-def shared_flags() -> argparse.ArgumentParser:
-    """What encode.py takes as well."""
-    parser = argparse.ArgumentParser(add_help=False)
+def shared_parser(prog: str, description: str) -> Parser:
+    """A parser with the flags that encode.py takes as well."""
+    parser = Parser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, switch = parser.add_argument, argparse.BooleanOptionalAction
     add('--image_size', type=count, default=512, help='height and width in pixels (default: 512)')
     add('--remote', help='MDS shards: a folder or an object store, as convert.py or encode.py writes them')
     add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in place)')
     add('--cache_limit', metavar='SIZE', help='most that this cache may hold, such as 500gb (default: no limit)')
-    add('--max_bad_samples', type=fraction, default=0.01, help='share of samples that may be bad before the run ends '
-        '(default: 0.01)')
-    add('--num_workers', type=workers, help='processes that decode, per device (default: up to 8 of its CPU cores)')
+    add('--max_bad_samples', type=number(float, 0, 1, 'between 0 and 1'), default=0.01, help='share of samples that '
+        'may be bad before the run ends (default: 0.01)')
+    add('--num_workers', type=number(int, 0, sys.maxsize, 'a whole number'), help='processes that decode, per '
+        'device (default: up to 8 of its CPU cores)')
     add('--model_name', default=SD2_BASE, help=f'{", ".join(ARCHITECTURES)}, a diffusers folder or a hub name '
         f'(default: {SD2_BASE}, whose architecture is built in)')
     add('--pretrained', action='store_true', help='load the weights of the VAE and the text encoder from --model_name')
@@ -432,8 +395,7 @@ def shared_flags() -> argparse.ArgumentParser:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog='benchmark.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    parents=[shared_flags()])
+    parser = shared_parser('benchmark.py', __doc__)
     add, switch = parser.add_argument, argparse.BooleanOptionalAction
     add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
     add('--use_synth_data', action='store_true', help='train on random images that cost nothing to load')
@@ -463,17 +425,13 @@ def build_parser() -> Parser:
     add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder')
     add('--training_images', type=count, default=report.TRAINING_IMAGES, help='images of the whole training, for its '
         f'cost (default: {report.TRAINING_IMAGES})')
-    add('--dollars_per_gpu_hour', type=price, default=report.DOLLARS_PER_GPU_HOUR, help='price, for the cost '
-        f'(default: {report.DOLLARS_PER_GPU_HOUR})')
+    add('--dollars_per_gpu_hour', type=number(float, 0, sys.float_info.max, 'an amount'), help='price, for the cost '
+        '(default: %(default)s)', default=report.DOLLARS_PER_GPU_HOUR)
     return parser
 
 
 def check(args: argparse.Namespace) -> None:
-    """Fill in what depends on the machine, and refuse what cannot run.
-
-    Raises:
-        ValueError: naming the flag, its value and the remedy.
-    """
+    """Fill in what depends on the machine; ValueError, with the flag, its value and the remedy, for what cannot run."""
     gpu, world_size = torch.cuda.is_available(), dist.get_world_size()
     given = sum(map(bool, (args.remote, args.use_synth_data, args.use_synth_latents)))
     if given != 1:
@@ -486,14 +444,12 @@ def check(args: argparse.Namespace) -> None:
     if microbatch == 'auto' and not gpu:
         raise ValueError('--device_train_microbatch_size auto needs a GPU; give a number')
     if microbatch != 'auto':
-        if not str(microbatch).isdecimal() or not 0 < int(microbatch) <= device_batch or device_batch % int(microbatch):
+        if not str(microbatch).isdecimal() or int(microbatch) == 0 or device_batch % int(microbatch):
             raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
                              f'that each of {world_size} devices gets of --batch_size {args.batch_size}')
         microbatch = int(microbatch)
     args.device_train_microbatch_size = microbatch
     args.precision = args.precision or best_precision()
-    if args.precision == 'amp_fp16' and not gpu:
-        raise ValueError(f'--precision {args.precision} needs a GPU; use fp32')
     if args.attention == 'xformers' and not (gpu and importlib.util.find_spec('xformers')):
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
     check_shared(args, device_batch)
@@ -508,9 +464,11 @@ def check(args: argparse.Namespace) -> None:
     duration = Time.from_timestring(args.max_duration)
     if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
-    if dist.get_global_rank() == 0 and args.save_folder and not args.autoresume and is_used(args.save_folder):
-        raise ValueError(f'--save_folder {args.save_folder} already holds files; give a new one, or --autoresume to go '
-                         'on from there')
+    folder = args.save_folder
+    if dist.get_global_rank() == 0 and folder and not args.autoresume and (
+            stored(checkpoints, folder) if '://' in folder else os.path.isdir(folder) and os.listdir(folder)):
+        raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
+                         'there')
 
 
 def best_precision() -> str:
@@ -543,14 +501,10 @@ def check_shared(args: argparse.Namespace, device_batch: int) -> None:
         except ValueError:
             raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
     if dist.get_global_rank() == 0:
-        check_writable(args.results)
-
-
-def is_used(folder: str) -> bool:
-    """Whether a folder holds any file, or an object store any checkpoint."""
-    if '://' not in folder:
-        return os.path.isdir(folder) and bool(os.listdir(folder))
-    return bool(stored(checkpoints, folder))
+        try:
+            open(args.results, 'a').close()  # said before the run, not after it
+        except OSError as error:
+            raise ValueError(f'--results {args.results} cannot be written: {error.strerror}; name another') from None
 
 
 def stored(function, folder: str):
@@ -560,54 +514,41 @@ def stored(function, folder: str):
     except ValueError:
         raise
     except Exception as error:  # every storage client has its own exceptions
-        raise ValueError(f'--save_folder {folder} cannot be read ({" ".join(str(error).split())}); check its name and '
-                         'your credentials') from None
+        raise ValueError(f'--save_folder {folder} cannot be read ({one_line(error)}); check its name and your '
+                         'credentials') from None
 
 
 def cores_per_rank() -> int:
     return max(1, len(os.sched_getaffinity(0)) // dist.get_local_world_size())
 
 
-def check_writable(path: str) -> None:
-    """Say before the run, not after it, that a record cannot be appended to --results."""
-    try:
-        with open(path, 'a'):
-            pass
-    except OSError as error:
-        raise ValueError(f'--results {path} cannot be written: {error.strerror}; name another file') from None
-
-
-def workers_that_fit(batch_bytes: int, directory: str = '/dev/shm') -> int:
+def workers_that_fit(batch_bytes: int) -> int:
     """Workers of each rank whose batches shared memory can hold; where it is full they would die of a bus error."""
-    if not os.path.isdir(directory):
+    if not os.path.isdir('/dev/shm'):
         return sys.maxsize
-    disk = os.statvfs(directory)
+    disk = os.statvfs('/dev/shm')
     batches = disk.f_bavail * disk.f_frsize // (dist.get_local_world_size() * batch_bytes)
     return max(0, (batches - 2) // 2)  # each worker prefetches 2, and 2 are in use
 
 
 def join_ranks(device, timeout: int) -> None:
-    """Join the process group of all ranks within `timeout` seconds, and share the host's cores with those on it.
-
-    Raises:
-        ValueError: they did not all come.
-    """
+    """Meet all ranks within `timeout` seconds (ValueError: some did not come), and share the host's cores."""
     if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(cores_per_rank())  # each rank on all cores is 10 times slower on a CPU
     try:
         dist.initialize_dist(device, timeout)
+        # once met, a rank may wait for another that writes 15 GB
+        torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=30))
     except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
         place = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
         raise ValueError(f'--dist_timeout {timeout}: the {dist.get_world_size()} processes of this run did not meet at '
-                         f'{place} ({" ".join(str(error).split())[:200]}); check that every node runs, and can reach '
-                         'it') from None
+                         f'{place} ({one_line(error)[:200]}); check that every node runs, and can reach it') from None
 
 
 def build_data(args: argparse.Namespace, configs: dict[str, dict], folder: Path | None = None) -> DataSpec:
     """The loader of --remote, whose columns say whether it holds images or latents, or of synthetic data.
 
-    Raises:
-        ValueError: the remote or the tokenizer is not there or does not fit the model of `configs`.
+    ValueError: the remote or the tokenizer is not there or does not fit the model of `configs`.
     """
     device_batch = args.batch_size // dist.get_world_size()
     vocab_size = configs['text_encoder'].get('vocab_size', CLIP_VOCABULARY)
@@ -616,15 +557,15 @@ def build_data(args: argparse.Namespace, configs: dict[str, dict], folder: Path 
                                                args.seed + dist.get_global_rank(), args.use_synth_latents)
         return build_loader(dataset, device_batch, num_workers=0)
     index = checked_index(args)
-    if expected := index.get('latents'):
-        check_latents(expected, args, configs, folder)
+    if stored_latents := index.get('latents'):
+        for key, own in latents_of(args.image_size, configs, folder).items():
+            if (theirs := stored_latents.get(key)) != own:
+                raise ValueError(f'--remote {args.remote} holds latents with {key} {theirs}, and this run has {own}; '
+                                 'use the --image_size, --model_name and --pretrained of their encoding')
     samples = sum(shard['samples'] for shard in index['shards'])
     if samples < args.batch_size:
         raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}')
-    try:
-        tokenizer = build_tokenizer(args.tokenizer)
-    except ValueError as error:
-        raise ValueError(f'--tokenizer {error}') from None
+    tokenizer = build_tokenizer(args.tokenizer)
     if tokenizer.get_vocab_size() > vocab_size:
         raise ValueError(f'--tokenizer {args.tokenizer} has {tokenizer.get_vocab_size()} tokens, more than the '
                          f'{vocab_size} of the text encoder of --model_name {args.model_name}')
@@ -633,15 +574,8 @@ def build_data(args: argparse.Namespace, configs: dict[str, dict], folder: Path 
 
 
 def checked_index(args: argparse.Namespace) -> dict:
-    """The index of --remote, with the columns of images or of latents.
-
-    Raises:
-        ValueError: it is not there, lacks a column, or --cache_limit is too small for its shards.
-    """
-    try:
-        index = read_index(args.remote)
-    except ValueError as error:
-        raise ValueError(f'--remote {args.remote} {error}') from None
+    """The index of --remote. ValueError: it is not there, lacks a column, or --cache_limit is too small for it."""
+    index = read_index(args.remote)
     for shard in index['shards']:
         columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
         if missing := sorted((LATENT_COLUMNS if 'latents' in index else MDS_COLUMNS).items() - columns.items()):
@@ -656,34 +590,17 @@ def checked_index(args: argparse.Namespace) -> dict:
 
 def build_dataset(args: argparse.Namespace, **kwargs) -> StreamingLAIONDataset:
     """The samples of --remote, cached in --local."""
-    try:
-        return StreamingLAIONDataset(args.remote, args.local, args.image_size, cache_limit=args.cache_limit, **kwargs)
-    except ValueError as error:
-        raise ValueError(f'--local {error}') from None
+    return StreamingLAIONDataset(args.remote, args.local, args.image_size, cache_limit=args.cache_limit, **kwargs)
 
 
-def latents_of(args: argparse.Namespace, configs: dict[str, dict], folder: Path | None) -> dict:
+def latents_of(image_size: int, configs: dict[str, dict], folder: Path | None) -> dict:
     """What latents depend on: kept in the index.json beside them, and compared when they are trained on."""
-    weights = folder / 'vae' / 'diffusion_pytorch_model.safetensors' if args.pretrained else None
-    return {'image_size': args.image_size, 'scaling_factor': scaling_factor(configs),
-            'vae_sha256': file_sha256(weights) if weights else 'random'}
-
-
-def file_sha256(path: Path) -> str:
-    with open(path, 'rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
-def check_latents(stored: dict, args: argparse.Namespace, configs: dict[str, dict], folder: Path | None) -> None:
-    """Refuse latents of another VAE or another size.
-
-    Raises:
-        ValueError: they are.
-    """
-    for key, own in latents_of(args, configs, folder).items():
-        if stored.get(key) != own:
-            raise ValueError(f'--remote {args.remote} holds latents with {key} {stored.get(key)}, and this run has '
-                             f'{own}; use the --image_size, --model_name and --pretrained of their encoding')
+    weights = 'random'
+    if folder:
+        with open(folder / 'vae' / 'diffusion_pytorch_model.safetensors', 'rb') as file:
+            weights = hashlib.file_digest(file, 'sha256').hexdigest()
+    return {'image_size': image_size, 'vae_sha256': weights,
+            'scaling_factor': configs['vae'].get('scaling_factor', SCALING_FACTOR)}
 
 
 def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -692,11 +609,7 @@ def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.o
 
 
 def build_loggers(args: argparse.Namespace, latents: bool) -> list:
-    """Composer's loggers for the flags that are given.
-
-    Raises:
-        ValueError: W&B or TensorBoard cannot start.
-    """
+    """Composer's loggers for the flags that are given. ValueError: W&B cannot start."""
     loggers = [TensorboardLogger(log_dir=args.tensorboard)] if args.tensorboard else []
     if args.wandb_name or args.wandb_project:
         import wandb
@@ -715,11 +628,7 @@ def build_loggers(args: argparse.Namespace, latents: bool) -> list:
 
 def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Measurement, safeguard: Safeguard,
                   load_path: str | None = None) -> Trainer:
-    """Composer's Trainer with the benchmark's recipe, at its start or at the checkpoint `load_path`.
-
-    Raises:
-        ValueError: the checkpoint is of another run.
-    """
+    """Composer's Trainer, at its start or at the checkpoint `load_path`. ValueError: that is of another run."""
     if args.precision != 'fp32' and not torch.cuda.is_available():
         raise ValueError(f'--precision {args.precision}: Composer trains in fp32 where there is no GPU; use fp32')
     peak = peak_tflops(args.precision)
@@ -751,7 +660,7 @@ def build_trainer(args, model: StableDiffusion, data: DataSpec, measurement: Mea
             raise
         print(file=sys.stderr)  # off the progress bar's line
         raise ValueError(f'--save_folder {args.save_folder}: {load_path} does not fit this run '
-                         f'({" ".join(str(error).split())[:300]}); resume with the flags it was made with') from None
+                         f'({one_line(error)[:300]}); resume with the flags it was made with') from None
     for callback in trainer.state.callbacks:
         if isinstance(callback, CheckpointSaver) and not in_store:
             callback.saved_checkpoints = checkpoints(args.save_folder)  # Composer forgets those of earlier processes
@@ -763,13 +672,6 @@ def peak_tflops(precision: str) -> int | None:
     if precision == 'fp32' or not torch.cuda.is_available():
         return None
     return PEAK_TFLOPS.get(torch.cuda.get_device_name())
-
-
-def arithmetic(measured: dict, model: StableDiffusion, precision: str) -> dict:
-    """TFLOPs and MFU of the measured throughput."""
-    if not measured['images_per_sec']:
-        return {}
-    return utilization(measured['images_per_sec_per_device'], sum(model.flops_per_image.values()), precision)
 
 
 def utilization(images_per_sec_per_device: float, flops_per_image: int, precision: str) -> dict:
@@ -813,11 +715,9 @@ def redacted(command: str) -> str:
 
 def git_commit() -> str | None:
     """Commit of this program, marked where files differ from it; None outside a git checkout."""
-    try:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*'], check=True,
                               cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def cpu_name() -> str:
@@ -870,26 +770,27 @@ def fit(trainer: Trainer, safeguard: Safeguard) -> dict[str, str]:
         trainer.fit()
     except (SystemExit, KeyboardInterrupt):
         outcome = {'status': 'interrupted'}
-    except Exception as error:
-        outcome = {'status': 'failed', 'error': reason(error, trainer.state.device_train_microbatch_size)}
-        if safeguard.interrupted:  # a worker or a rank was faster to go
-            outcome = {'status': 'interrupted'}
+    except Exception as error:  # of an interrupted run where a worker or a rank was faster to go
+        outcome = {'status': 'interrupted'} if safeguard.interrupted else \
+            {'status': 'failed', 'error': reason(error, microbatch_flag(trainer))}
     ignore_signals()  # what follows is short, and must be whole
     if outcome['status'] != 'complete' and (theirs := failure_of_ranks(outcome.get('error'))):
         outcome = {'status': 'failed', 'error': theirs}
     return outcome
 
 
-def reason(error: Exception, microbatch: int) -> str:
+def microbatch_flag(trainer: Trainer) -> str:
+    return f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}'
+
+
+def reason(error: Exception, batch_flag: str) -> str:
     """Why a run failed, in one line, with the remedy where it is known; else the traceback is printed as well."""
-    text = ' '.join(str(error).split())
-    if isinstance(error, DataError):  # a worker's comes with its traceback
-        return str(error).splitlines()[-1].rpartition('DataError: ')[2]
-    if isinstance(error, (NonFiniteLoss, ResultsError)):
+    text = one_line(error)
+    if isinstance(error, (DataError, NonFiniteLoss, ResultsError)):
         return text
     if isinstance(error, torch.OutOfMemoryError) or re.search("out of memory|can't allocate memory", text):
-        return (f'out of memory at --device_train_microbatch_size {microbatch}; use a smaller one, '
-                '--gradient_checkpointing, or a smaller --image_size')
+        return f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, ' \
+               '--gradient_checkpointing'
     causes = [error]
     while causes[-1].__context__:
         causes.append(causes[-1].__context__)
@@ -899,40 +800,59 @@ def reason(error: Exception, microbatch: int) -> str:
     return f'{type(error).__name__}: {text[:500]}'
 
 
+def wait_for_rank_0() -> None:
+    """Until rank 0 has kept what there is to keep, or is gone."""
+    with contextlib.suppress(RuntimeError):
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if dist.get_global_rank():
+            store.wait(['kept'], datetime.timedelta(minutes=10))
+        else:
+            store.set('kept', '')
+
+
 def failure_of_ranks(own: str | None) -> str | None:
     """On rank 0, why another rank failed, if one did; on others, leave word for rank 0, which may see only silence."""
     if not torch.distributed.is_initialized():
         return None
     store, rank = torch.distributed.distributed_c10d._get_default_store(), dist.get_global_rank()
-    try:
+    with contextlib.suppress(RuntimeError):  # the store went with its host
         if rank and own:
             store.set('failure', f'rank {rank}: {own}')
         elif not rank and store.check(['failure']):
             return store.get('failure').decode()
-    except RuntimeError:  # the store went with its host
-        pass
-    return None
 
 
 class ResultsError(Exception):
     """The record could not be kept."""
 
 
-def finish(record: dict, text: str, path: str) -> dict:
-    """On rank 0: print the summary and, last, the record, and append it to `path`, whole also when others do so."""
+def append(line: str, path: str) -> None:
+    """Add a line to a file, whole also when others do so at once. ResultsError: it could not be."""
+    try:
+        with open(path, 'a+b', buffering=0) as file:
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            cut = file.read(1) not in (b'', b'\n')  # a full disk may have cut the last line
+            file.write(b'\n' * cut + line.encode() + b'\n')
+    except OSError as error:
+        raise ResultsError(f'--results {path} could not be written: {error.strerror}; see the record above') from None
+
+
+def finish(record: dict, text: str, path: str, save=None) -> dict:
+    """On rank 0: append the record to `path`, call `save`, then print the summary and, last, the record."""
     if dist.get_global_rank() == 0:
         line = json.dumps(record)
-        print(text, line, sep='\n', flush=True)
         try:
-            with open(path, 'a+b', buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(0, end - 1))
-                cut = file.read(1) not in (b'', b'\n')  # a full disk may have cut the last line
-                file.write(b'\n' * cut + line.encode() + b'\n')
-        except OSError as error:
-            raise ResultsError(f'--results {path} could not be written: {error.strerror}; the record stands above') \
-                from None
+            append(line, path)
+        finally:
+            try:
+                if save:
+                    save()
+            finally:
+                with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
+                    print(text, line, sep='\n', flush=True)
     return record
 
 
@@ -959,7 +879,7 @@ def main(argv: list[str] | None = None) -> dict:
         safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
         trainer = build_trainer(args, model, data, measurement, safeguard, load_path)
     except (ValueError, DataError) as error:
-        parser.error(str(error))
+        parser.error(one_line(error))
     if trainer.state.timestamp >= trainer.state.max_duration:
         print(f'--save_folder {args.save_folder} holds all of --max_duration {args.max_duration}: nothing left to do')
         sys.exit(0)
@@ -974,22 +894,26 @@ def conclude(outcome: dict, parser: Parser, args, trainer: Trainer, model: Stabl
     """Make and keep the record of a run that ended as `outcome` says; where it did not complete, end the process."""
     complete = outcome['status'] == 'complete'
     args.device_train_microbatch_size = trainer.state.device_train_microbatch_size  # what auto found
-    measured = figures(measurement, complete, data.batch_transforms.found)
-    record = settings(args, model.vae is None) | outcome | measured | arithmetic(measured, model, args.precision)
+    record = settings(args, model.vae is None) | outcome | figures(measurement, complete, data.batch_transforms.found)
+    if record['images_per_sec']:
+        flops_per_image = sum(model.flops_per_image.values())
+        record |= utilization(record['images_per_sec_per_device'], flops_per_image, args.precision)
     record |= {'first_batch': safeguard.first_batch, 'skipped_batches': safeguard.skipped_batches}
     if (args.wandb_name or args.wandb_project) and dist.get_global_rank() == 0:
         import wandb
         wandb.run.summary.update(record)
+    save = None
+    if outcome['status'] == 'interrupted' and args.save_folder and measurement.batches and not safeguard.updating:
+        save = partial(save_interrupted, trainer.state, args.save_folder)
     try:
         if complete:
             trainer.close()
-        finish(record, summary(record, args.training_images, args.dollars_per_gpu_hour), args.results)
-        if outcome['status'] == 'interrupted':
-            if args.save_folder and measurement.batches and dist.get_global_rank() == 0:
-                save_interrupted(trainer.state, args.save_folder)
-            sys.exit(130)
+        finish(record, summary(record, args.training_images, args.dollars_per_gpu_hour), args.results, save)
     except Exception as error:
-        parser.error(reason(error, args.device_train_microbatch_size))
+        parser.error(reason(error, microbatch_flag(trainer)))
+    if outcome['status'] == 'interrupted':
+        wait_for_rank_0()  # a launcher ends all ranks 30 s after the first
+        sys.exit(130)
     if not complete:
         print(file=sys.stderr)  # off the progress bar's line
         parser.error(f'the run failed at batch {trainer.state.timestamp.batch.value + 1}: {outcome["error"]}')

@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -32,7 +33,7 @@ from streaming.base.format.mds.encodings import is_mds_encoding_safe
 from streaming.base.hashing import get_hash
 from streaming.base.storage import CloudDownloader
 from streaming.base.util import clean_stale_shared_memory
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch.utils.data import DataLoader, Dataset
 
 LATENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
@@ -55,9 +56,8 @@ class SyntheticImageCaptionDataset(Dataset):
 
     def __init__(self, image_size: int = 512, num_samples: int = 100_000, vocab_size: int = CLIP_VOCABULARY,
                  seed: int = 17, latents: bool = False):
-        self.image_size, self.num_samples, self.vocab_size, self.seed = image_size, num_samples, vocab_size, seed
-        self.latents = latents
-        self.batch = {'caption': torch.empty(0)}
+        self.image_size, self.num_samples, self.vocab_size = image_size, num_samples, vocab_size
+        self.seed, self.latents, self.batch = seed, latents, {'caption': ()}
 
     def __len__(self) -> int:
         return self.num_samples
@@ -65,54 +65,50 @@ class SyntheticImageCaptionDataset(Dataset):
     def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
         """The batch for any `indices`: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
         if len(self.batch['caption']) != len(indices):
-            generator, side = torch.Generator().manual_seed(self.seed), self.image_size
+            number, side, generator = len(indices), self.image_size, torch.Generator().manual_seed(self.seed)
             if self.latents:
-                self.batch = {LATENTS: torch.randn(len(indices), 8, side // 8, side // 8, generator=generator).half()}
+                self.batch = {LATENTS: torch.randn(number, 8, side // 8, side // 8, generator=generator).half()}
             else:
-                shape = (len(indices), 3, side, side)
-                self.batch = {'image': torch.randint(256, shape, dtype=torch.uint8, generator=generator)}
-            self.batch['caption'] = torch.randint(self.vocab_size, (len(indices), CAPTION_LENGTH), generator=generator)
-        return dict(self.batch)
+                image = torch.randint(256, (number, 3, side, side), dtype=torch.uint8, generator=generator)
+                self.batch = {'image': image}
+            self.batch['caption'] = torch.randint(self.vocab_size, (number, CAPTION_LENGTH), generator=generator)
+        return self.batch
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
 
 class DataError(Exception):
-    """A run cannot go on with this data; the last line says why."""
+    """A run cannot go on with this data."""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line; of a worker's traceback, what the DataError says that it ends with."""
+    return ' '.join(str(error).split()).rpartition('DataError: ')[2]
 
 
 class StreamingLAIONDataset(StreamingDataset):
-    """Image-caption pairs from MDS shards with the columns `jpg` (bytes) and `caption` (str), or, where encode.py wrote
-    them, `moments` in the place of `jpg`.
+    """Samples of MDS shards with the columns `jpg` (bytes) and `caption` (str), or encode.py's `moments` for `jpg`.
 
     Args:
         remote: folder or object store with the shards. A local folder is read where it is, unless `local` is given.
         local: folder that caches the shards; default: one for each remote, see `cache_folder`.
         image_size: larger images are reduced to this many pixels a side.
         kwargs: for `streaming.StreamingDataset`; `batch_size` is per device.
-
-    Raises:
-        ValueError: `local` caches another remote.
     """
 
     def __init__(self, remote: str, local: str | None = None, image_size: int = 512, **kwargs):
         self.image_size = image_size
         self._verified: set[int] = set()  # shards that this process has checked
         clean_shared_memory()
-        if os.path.isdir(remote) and local is None:
-            super().__init__(local=remote, **kwargs)
+        if local is None and os.path.isdir(remote):
+            local, remote = remote, None
         else:
-            local = local or cache_folder(remote)
-            claim_cache(local, remote)
-            super().__init__(remote=remote, local=local, **kwargs)
+            claim_cache(local := local or cache_folder(remote), remote)
+        super().__init__(remote=remote, local=local, **kwargs)
 
     def __iter__(self):
-        """Samples of this worker's part of an epoch. Streaming would end the epoch early, and quietly.
-
-        Raises:
-            DataError: a shard could not be had.
-        """
+        """Samples of this worker's part of an epoch. DataError where Streaming would end it early, and quietly."""
         yield from super().__iter__()
         if self._event.is_set():
             raise DataError(self.failure)
@@ -153,114 +149,87 @@ class StreamingLAIONDataset(StreamingDataset):
         return LATENTS in self.shards[0].column_names
 
     def __getitem__(self, index: int) -> dict:
-        """Sample `index`, or where it is bad the next good one, and in `bad` a list of (index, reason) of those passed.
-
-        Raises:
-            DataError: its shard cannot be had, or is not what index.json says.
-        """
+        """Sample `index`, or where it is bad the next good one; in `bad`, (index, reason) of each that was passed."""
         bad = []
-        for candidate in range(index, index + self.num_samples):
-            candidate = int(candidate % self.num_samples)
+        for candidate in itertools.islice(itertools.cycle(range(self.num_samples)), index, index + 1000):
             try:
                 return self.sample(candidate) | {'bad': bad}
             except ValueError as error:
                 bad.append((candidate, str(error)))
-        raise DataError('not one sample is good')
+        raise DataError(f'{len(bad):,} samples in a row are bad, the first, {bad[0][0]}: {bad[0][1]}')
 
     def sample(self, index: int) -> dict:
         """`image` uint8 (3, H, H) or `moments` float16 (8, H/8, H/8), and `caption`.
 
-        Raises:
-            ValueError: the sample is bad.
-            DataError: as above.
+        ValueError: the sample is bad; DataError: its shard cannot be had, or is not what index.json says.
         """
-        columns = self._read(index)
+        try:
+            self._verify(index)
+            columns = super().__getitem__(index)
+        except UnicodeDecodeError:
+            raise ValueError('the caption is not UTF-8') from None
+        except Exception as error:  # every storage client has its own
+            raise error if isinstance(error, DataError) else unreadable(error) from None
         if not columns['caption'].strip():
             raise ValueError('no caption')
         if self.latents:
             return {LATENTS: torch.from_numpy(columns[LATENTS].copy()), 'caption': columns['caption']}
         return {'image': decode_image(columns['jpg'], self.image_size), 'caption': columns['caption']}
 
-    def _read(self, index: int) -> dict:
-        """The columns of a sample, from a shard that is as index.json says."""
-        try:
-            self._verify(index)
-            return super().__getitem__(index)
-        except UnicodeDecodeError:
-            raise ValueError('the caption is not UTF-8') from None
-        except Exception as error:  # every storage client has its own
-            raise error if isinstance(error, DataError) else unreadable(error) from None
-
     def _verify(self, index: int) -> None:
         """Check the shard of a sample against index.json, once in each process."""
         shard_id = self.spanner[index][0]
-        if shard_id in self._verified:
-            return
         shard = self.shards[shard_id]
         path = os.path.join(shard.dirname, shard.split, shard.raw_data.basename)
         for _ in range(8):  # a small cache may drop it again before it is read
+            if shard_id in self._verified:
+                return
             try:
-                fault = shard_fault(path, shard.raw_data, shard.samples)
+                if fault := shard_fault(path, shard.raw_data, shard.samples):
+                    raise DataError(f'shard {path} {fault}; put a good copy in its place')
+                self._verified.add(shard_id)
             except FileNotFoundError:
                 self.prepare_shard(shard_id)
-                continue
-            if fault:
-                raise DataError(f'shard {path} {fault}; put a good copy in its place')
-            self._verified.add(shard_id)
-            return
 
 
 def unreadable(error: BaseException) -> DataError:
     """A storage client's error as ours, with the remedy where it is known."""
     full = '; free some of the disk, or bound the cache with --cache_limit' * ('No space left' in str(error))
-    return DataError(f'a shard could not be read ({type(error).__name__}: {" ".join(str(error).split())}){full}')
+    return DataError(f'a shard could not be read ({type(error).__name__}: {one_line(error)}){full}')
 
 
 def shard_fault(path: str, expected, samples: int) -> str | None:
-    """What is wrong with the file of an MDS shard; None where it is whole.
-
-    Args:
-        path: of the file.
-        expected: its `bytes` and `hashes` by index.json.
-        samples: their number by index.json.
-    """
+    """What is wrong with the file of an MDS shard, by the `bytes`, `hashes` and number of samples of index.json."""
     with open(path, 'rb') as file:
         size, count = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(4), 'little')
         file.seek(4 + 4 * count)
         end = int.from_bytes(file.read(4), 'little')  # where the last sample ends, by the file itself
-        if size != expected.bytes and size != end:
+        if size not in (expected.bytes, end):
             return f'is cut short or damaged: {size:,} bytes, not the {expected.bytes:,} of index.json'
         file.seek(0)
-        for algorithm, digest in expected.hashes.items():
-            if size == expected.bytes and get_hash(algorithm, file.read()) != digest:
-                return f'fails its {algorithm} hash: its bytes have changed'
-    if size != expected.bytes or count != samples:
+        content = file.read() if size == expected.bytes and expected.hashes else b''
+    for algorithm, digest in expected.hashes.items():
+        if content and get_hash(algorithm, content) != digest:
+            return f'fails its {algorithm} hash: its bytes have changed'
+    if (size, count) != (expected.bytes, samples):
         return (f'is not the one of index.json: {count:,} samples in {size:,} bytes, not {samples:,} in '
                 f'{expected.bytes:,}')
     return None
 
 
 class BadSamples:
-    """Takes the bad samples out of each batch's account, names each once, and ends the run where they are too many.
-
-    Args:
-        limit: the share of all samples that may be bad, from 0 to 1; early on, three standard deviations more.
-    """
+    """Names each bad sample once; ends the run where more than the share `limit` is bad (early on, 3 sigma more)."""
 
     def __init__(self, limit: float):
         self.limit, self.read, self.found = limit, 0, set()
 
     def __call__(self, batch: dict) -> dict:
-        """The batch without its `bad_samples`.
-
-        Raises:
-            DataError: too many are bad.
-        """
-        self.read += len(batch['caption'])
+        """The batch without its `bad_samples`. DataError: too many are bad."""
+        self.read += batch.pop('read', len(batch['caption']))
         for index, reason in batch.pop('bad_samples', ()):
             if index not in self.found:
                 self.found.add(index)
-                print(f'bad sample {index}, another stands in: {reason}', file=sys.stderr)
+                print(f'bad sample {index} is left out: {reason}', file=sys.stderr)
         expected = self.limit * self.read
         if len(self.found) > math.ceil(expected + 3 * math.sqrt(expected)):
             raise DataError(f'{len(self.found):,} of {self.read:,} samples are bad, more than --max_bad_samples '
@@ -273,7 +242,6 @@ def clean_shared_memory() -> None:
 
     Streaming's own cleaning takes it from live runs too. A POSIX lock ends with its process, and its workers have none.
     """
-    lock = None
     try:
         if dist.get_local_rank() == 0:
             lock = os.open(os.path.join(tempfile.gettempdir(), f'streaming-{os.getuid()}.lock'), os.O_RDWR | os.O_CREAT)
@@ -281,7 +249,7 @@ def clean_shared_memory() -> None:
         clean_stale_shared_memory()  # ends in a barrier of all ranks
     except BlockingIOError:
         dist.barrier()
-    if lock is not None:
+    if dist.get_local_rank() == 0:
         fcntl.lockf(lock, fcntl.LOCK_SH)  # never closed: held for as long as this process lives
 
 
@@ -291,63 +259,50 @@ def cache_folder(remote: str) -> str:
 
 
 def claim_cache(folder: str, remote: str) -> None:
-    """Mark `folder` as the cache of `remote`. Streaming would take the shards of one remote for another's.
-
-    Raises:
-        ValueError: it is the cache of another remote, or cannot be written.
-    """
+    """Mark `folder` as the cache of `remote`: Streaming would mix two. ValueError: it is another's, or not writable."""
     marker = Path(folder, 'remote.txt')
     try:
-        if marker.exists() and marker.read_text() != remote:
-            raise ValueError(f'{folder} caches {marker.read_text()}; give {remote} another folder')
         marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(remote)
+        if not marker.exists():
+            own = Path(folder, f'remote.{os.getpid()}.tmp')
+            own.write_text(remote)
+            own.rename(marker)  # appears whole: other ranks read it now
+        if marker.read_text() != remote:
+            raise ValueError(f'--local {folder} caches {marker.read_text()}; give {remote} another folder')
     except OSError as error:
-        raise ValueError(f'{folder} cannot be written: {error.strerror}') from None
+        raise ValueError(f'--local {folder} cannot be written: {error.strerror}') from None
 
 
 def read_index(remote: str) -> dict:
-    """The index.json of a dataset of MDS shards: `shards`, a list of dicts of which none is unsafe to read.
-
-    Raises:
-        ValueError: there is no index, it cannot be fetched, or it is not one of MDS shards that can be trusted.
-    """
+    """The index.json of a dataset of MDS shards. ValueError: there is none, or none that can be read and trusted."""
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(remote if os.path.isdir(remote) else folder, 'index.json')
+        path = Path(remote if os.path.isdir(remote) else folder, 'index.json')
         try:
             if not os.path.isdir(remote):
-                CloudDownloader.direct_download(os.path.join(remote, 'index.json'), path)
-            with open(path) as file:
-                index = json.load(file)
-            for shard in index['shards']:
-                check_shard_entry(shard)
-            return index
+                CloudDownloader.direct_download(os.path.join(remote, 'index.json'), str(path))
+            index = json.loads(path.read_text())
+            faults = [fault for fault in map(danger, index['shards']) if fault]
         except FileNotFoundError:
-            raise ValueError('holds no index.json, so no MDS dataset; make one with convert.py') from None
-        except DataError as error:
-            raise ValueError(str(error)) from None
+            faults = ['holds no index.json, so no MDS dataset; make one with convert.py']
         except (ValueError, KeyError, TypeError, AttributeError):  # of JSON, of Unicode, of what is in it
-            raise ValueError('has an index.json that is not one of MDS shards; convert the data anew') from None
+            faults = ['has an index.json that is not one of MDS shards; convert the data anew']
         except Exception as error:  # every storage client has its own exceptions
-            reason = ' '.join(str(error).split())
-            raise ValueError(f'could not be read ({type(error).__name__}: {reason})') from None
+            faults = [f'could not be read ({type(error).__name__}: {one_line(error)})']
+    if faults:
+        raise ValueError(f'--remote {remote} {faults[0]}')
+    return index
 
 
-def check_shard_entry(shard: dict) -> None:
-    """Look at what Streaming would believe.
-
-    Raises:
-        DataError: the shard would be written outside its folder, or runs code when read.
-        KeyError, TypeError, AttributeError: it is no entry of an MDS index.
-    """
+def danger(shard: dict) -> str | None:
+    """What in the entry of a shard Streaming would write outside its folder, or run as code; raises if it is none."""
     for info in filter(None, (shard['raw_data'], shard['zip_data'])):
         name = PurePosixPath(info['basename'])
         if name.is_absolute() or '..' in name.parts:
-            raise DataError(f'has a shard named {name}, outside its folder; do not use it')
+            return f'has a shard named {name}, outside its folder; do not use it'
     for name, encoding in zip(shard['column_names'], shard['column_encodings'], strict=True):
         if not is_mds_encoding_safe(encoding):
-            raise DataError(f'has a column {name} of type {encoding}, which can run code; do not use it')
-    shard['samples'] + shard['raw_data']['bytes']
+            return f'has a column {name} of type {encoding}, which can run code; do not use it'
+    shard['samples'] + shard['raw_data']['bytes']  # numbers
 
 
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
@@ -360,17 +315,11 @@ MAX_SCANS = 200  # of a progressive JPEG: a scan of 31 bytes takes as long as on
 
 
 def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
-    """Decode an image of any of FORMATS and cut out its centre square.
+    """The centre square of an image of any of FORMATS, uint8 (3, H, H), upright and in RGB.
 
     Args:
-        data: the encoded image; EXIF orientation is applied, any colour mode becomes RGB.
+        data: the encoded image. ValueError: it does not decode, or has more pixels than Pillow's limit.
         image_size: a larger square is reduced to this many pixels a side (antialiased); None leaves the size.
-
-    Returns:
-        uint8 (3, H, H).
-
-    Raises:
-        ValueError: the bytes do not decode, or would decode to more pixels than Pillow's limit.
     """
     try:
         with warnings.catch_warnings():
@@ -416,43 +365,36 @@ def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:
     return F.interpolate(image[None], size=(image_size, image_size), mode='bilinear', antialias=True)[0]
 
 
-def local_folder(name: str, patterns: list[str]) -> Path:
-    """The folder `name`, or the files of the hub's repository `name` that match `patterns`, downloaded once.
-
-    Raises:
-        ValueError: it is neither, or the hub is out of reach.
-    """
+def local_folder(flag: str, name: str, patterns: list[str]) -> Path:
+    """The folder `name`, or what matches `patterns` of the hub's repository, downloaded once. ValueError: neither."""
     if os.path.isdir(name):
         return Path(name)
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # wrong names, missing repositories, no network, no access
-        raise ValueError(f'{name} is not a folder, and the hub gave nothing ({type(error).__name__}): check the name '
-                         'and the network, or give a local folder') from None
+        raise ValueError(f'{flag} {name} is not a folder, and the hub gave nothing ({type(error).__name__}): check the '
+                         'name and the network, or give a local folder') from None
 
 
 def build_tokenizer(name: str | None = None) -> Tokenizer:
     """A tokenizer that pads and cuts captions to 77 tokens: `encode_batch(captions)`.
 
     Args:
-        name: folder or hub name of a tokenizer or of a diffusers model; None is CLIP's own vocabulary as open_clip
-            packages it, padded with id 0 like Stable Diffusion 2.
-
-    Raises:
-        ValueError: there is no such tokenizer.
+        name: folder or hub name of a tokenizer or of a diffusers model (ValueError: there is none); None is CLIP's own
+            vocabulary as open_clip packages it, padded with id 0 like Stable Diffusion 2.
     """
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the workers are the parallelism
     if name is None:
         tokenizer, pad_id, pad_token = clip_tokenizer(), 0, '!'
     else:
         from transformers import AutoTokenizer
-        folder = local_folder(name, ['*.json', '*.txt', 'tokenizer/*'])
+        folder = local_folder('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
         try:
             loaded = AutoTokenizer.from_pretrained(folder / 'tokenizer' if (folder / 'tokenizer').is_dir() else folder)
             tokenizer, pad_id, pad_token = loaded.backend_tokenizer, loaded.pad_token_id, loaded.pad_token
         except Exception as error:  # transformers raises many kinds for files that are not there or make no sense
-            raise ValueError(f'{name} holds no tokenizer that loads ({type(error).__name__}); '
+            raise ValueError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); '
                              'give a folder with tokenizer.json or vocab.json and merges.txt') from None
     tokenizer.enable_truncation(CAPTION_LENGTH)
     tokenizer.enable_padding(length=CAPTION_LENGTH, pad_id=pad_id, pad_token=pad_token)
@@ -466,24 +408,23 @@ def clip_tokenizer() -> Tokenizer:
     """
     package = importlib.util.find_spec('open_clip')  # finds the file without the 3 s of importing open_clip
     if package is None:
-        raise ValueError('needs the package open_clip_torch for its vocabulary; install it or give a folder')
+        raise ValueError('--tokenizer needs the package open_clip_torch for its vocabulary; install it or name one')
     path = os.path.join(package.submodule_search_locations[0], 'bpe_simple_vocab_16e6.txt.gz')
     with gzip.open(path, 'rt', encoding='utf-8') as file:
         merges = [tuple(line.split()) for line in file.read().split('\n')[1:48895]]
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
-    words = symbols + [symbol + '</w>' for symbol in symbols] + [''.join(pair) for pair in merges]
-    words += ['<|startoftext|>', '<|endoftext|>']
+    special = ['<|startoftext|>', '<|endoftext|>']
+    words = symbols + [symbol + '</w>' for symbol in symbols] + [''.join(pair) for pair in merges] + special
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, continuing_subword_prefix='', end_of_word_suffix='</w>',
-                                     unk_token='<|endoftext|>'))
-    tokenizer.add_special_tokens(['<|startoftext|>', '<|endoftext|>'])
+                                     unk_token=special[1]))
+    tokenizer.add_special_tokens(special)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r'\s+'), ' '), normalizers.Lowercase()])
     words_and_marks = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(words_and_marks, 'removed', invert=True), pre_tokenizers.ByteLevel(False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    start, end = (('<|startoftext|>', vocabulary['<|startoftext|>']), ('<|endoftext|>', vocabulary['<|endoftext|>']))
+    start, end = ((token, vocabulary[token]) for token in special)
     tokenizer.post_processor = processors.RobertaProcessing(end, start, add_prefix_space=False, trim_offsets=False)
     return tokenizer
 
@@ -526,20 +467,16 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     Args:
         dataset: a SyntheticImageCaptionDataset or a StreamingLAIONDataset.
         batch_size: samples a device.
-        num_workers: processes that decode, for each device; the synthetic dataset needs none.
+        num_workers: processes that decode, for each device; the synthetic dataset takes none.
         tokenizer: for the streamed dataset's captions.
         max_bad_samples: the share that may be bad before the run ends.
     """
-    to_device_form = partial(normalize, image_size=dataset.image_size)
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
-        loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=_as_it_is)
+        loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dict)
     else:
         loader = StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
                                      collate_fn=partial(collate, tokenizer=tokenizer, image_size=dataset.image_size),
                                      pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
-    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples), microbatch_transforms=to_device_form)
-
-
-def _as_it_is(batch: dict) -> dict:
-    return batch
+    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
+                    microbatch_transforms=partial(normalize, image_size=dataset.image_size))

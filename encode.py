@@ -9,6 +9,8 @@ with the same command on any number of ranks, encodes only what is missing. OUT/
 """
 import argparse
 import contextlib
+import datetime
+import hashlib
 import json
 import os
 import tempfile
@@ -23,12 +25,11 @@ from streaming.base.storage import CloudDownloader, CloudUploader
 from torch.utils.data import DataLoader, Dataset
 
 from benchmark import (Parser, build_dataset, build_vae, check_shared, checked_index, circumstances, count,
-                       finish, join_ranks, latents_of, load_configs, shared_flags, utilization, vae_flops_per_image,
-                       vae_moments)
-from data import LATENT_COLUMNS, LATENTS, BadSamples, DataError, StreamingLAIONDataset, normalize, stack_images
+                       finish, join_ranks, latents_of, load_configs, reason, shared_parser, utilization,
+                       vae_flops_per_image, vae_moments)
+from data import (LATENT_COLUMNS, LATENTS, BadSamples, DataError, StreamingLAIONDataset, normalize, one_line,
+                  stack_images)
 from safeguard import end_with_launcher
-
-PRECISION = {'fp32': 'fp32', 'bf16': 'amp_bf16', 'fp16': 'amp_fp16'}  # whose peak the MFU is of
 
 
 class Samples(Dataset):
@@ -50,10 +51,10 @@ class Samples(Dataset):
     def collate(self, samples: list[dict]) -> dict:
         """`image` uint8 (B, 3, H, H) of the good samples, their `caption` and `id`, and the `bad_samples`."""
         good = [sample for sample in samples if 'image' in sample]
-        batch = {name: [sample[name] for sample in good] for name in ('caption', 'id')}
+        batch = {name: [sample[name] for sample in good] for name in ('caption', 'id', 'image')}
         if good:
-            batch['image'] = stack_images([sample['image'] for sample in good], self.images.image_size)
-        return batch | {'bad_samples': [sample['bad'] for sample in samples if 'bad' in sample]}
+            batch['image'] = stack_images(batch['image'], self.images.image_size)
+        return batch | {'read': len(samples), 'bad_samples': [sample['bad'] for sample in samples if 'bad' in sample]}
 
 
 class Output:
@@ -71,27 +72,21 @@ class Output:
 
     def write(self, name: str, content: dict) -> None:
         """A JSON file, whole or not at all."""
-        os.makedirs(self.folder, exist_ok=True)
         path = Path(self.folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix('.tmp').write_text(json.dumps(content))
         path.with_suffix('.tmp').rename(path)
         if self.remote:
             CloudUploader.get((self.folder, self.remote), keep_local=True, exist_ok=True).upload_file(name)
 
     def read(self, name: str) -> dict | None:
-        """A JSON file; None if there is none, or a killed run left it cut."""
+        """A JSON file; None if there is none."""
         path = os.path.join(self.folder, name)
-        with contextlib.suppress(Exception):  # every storage client has its own
+        with contextlib.suppress(FileNotFoundError):
             if self.remote and not os.path.exists(path):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 CloudDownloader.direct_download(f'{self.remote}/{name}', path)
             return json.loads(Path(path).read_text())
-
-
-def samples_of(images: StreamingLAIONDataset, shard: int) -> range:
-    """The ids of a shard's samples."""
-    first = int(images.sample_offset_per_shard[shard])
-    return range(first, first + int(images.samples_per_shard[shard]))
 
 
 def part_name(shard: int) -> str:
@@ -99,63 +94,60 @@ def part_name(shard: int) -> str:
     return f'{shard:06}'
 
 
-def claim(output: Output, latents: dict) -> bool:
-    """Say in OUT what its latents are; returns whether an earlier run has, so that there may be some.
+def part_index(shard: int) -> str:
+    """A part's own index: Streaming's index.json can be there before the shards that it lists."""
+    return f'{part_name(shard)}/part.json'
 
-    Raises:
-        ValueError: OUT is finished, or its latents are others.
-    """
+
+def claim(output: Output, contents: dict) -> bool:
+    """Say in OUT what it is made of; True if an earlier run has. ValueError: OUT is finished, or of something else."""
     if output.read('index.json'):
         raise ValueError(f'--out {output.out} already holds a dataset; give a new folder')
-    stored = output.read('latents.json')
-    if stored not in (None, latents):
-        raise ValueError(f'--out {output.out} was begun with {stored}, and this run has {latents}; give a new folder')
-    try:
-        output.write('latents.json', latents)
-    except Exception as error:  # every storage client has its own
-        raise ValueError(f'--out {output.out} cannot be written ({" ".join(str(error).split())})') from None
-    return stored is not None
+    begun = output.read('encoding.json')
+    for key, own in contents.items():
+        if begun and begun.get(key) != own:
+            raise ValueError(f'--out {output.out} was begun with {key} {begun.get(key)}, and this run has {own}; give '
+                             'the flags that it was begun with, or a new folder')
+    output.write('encoding.json', contents)
+    return begun is not None
 
 
 def encode_samples(vae, samples: Samples, output: Output, args: argparse.Namespace) -> dict:
-    """Encode this rank's `samples` into a part of OUT for each of their shards; returns what was counted.
-
-    Raises:
-        DataError: too many samples are bad, or moments are not finite in float16.
-    """
+    """Encode this rank's `samples` into a part of OUT for each of their shards; returns what was counted."""
     images, device, bad = samples.images, next(vae.parameters()).device, BadSamples(args.max_bad_samples)
     loader = DataLoader(samples, args.batch_size, collate_fn=samples.collate, num_workers=args.num_workers,
                         pin_memory=device.type == 'cuda')
     columns = LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{args.image_size // 8},{args.image_size // 8}'}
-    parts, clock, encoded, writer = [], [time.perf_counter()], [0], None
+    shard, clock, encoded, writer = None, [time.perf_counter()], [0], None
     with ThreadPoolExecutor(1) as fetcher:
         for batch in map(bad, loader):
             for index, *row in zip(batch['id'], moments_of(vae, batch, args), batch['caption'], strict=True):
-                shard = int(images.spanner[index][0])
-                if part_name(shard) not in parts:  # samples come shard by shard
-                    if writer:
-                        writer.finish()
-                    parts.append(part_name(shard))
-                    writer = MDSWriter(columns=columns, out=output.target(parts[-1]), hashes=['xxh64'], exist_ok=True)
+                if shard != (shard := int(images.spanner[index][0])):  # samples come shard by shard
+                    finish_part(writer, output)
+                    writer = MDSWriter(columns=columns, out=output.target(part_name(shard)), hashes=['xxh64'],
+                                       exist_ok=True)
+                    writer.part = shard
                     fetcher.submit(images.prepare_shard, min(shard + dist.get_world_size(), images.num_shards - 1))
                 writer.write(dict(zip((LATENTS, 'caption'), row, strict=True)))
             clock.append(time.perf_counter())
             encoded.append(encoded[-1] + len(batch['id']))
+    finish_part(writer, output)
+    start = min(args.warmup_batches, max(0, len(clock) - 2))
+    return {'samples': encoded[-1], 'bad': bad.found, 'measured': encoded[-1] - encoded[start],
+            'seconds': clock[-1] - clock[start]}
+
+
+def finish_part(writer: MDSWriter | None, output: Output) -> None:
+    """Bring a part's last shard to OUT, and then say that it is whole."""
     if writer:
         writer.finish()
-    start = min(args.warmup_batches, max(0, len(clock) - 2))
-    return {'parts': parts, 'samples': encoded[-1], 'bad': bad.found,
-            'measured': encoded[-1] - encoded[start], 'seconds': clock[-1] - clock[start]}
+        output.write(part_index(writer.part), output.read(f'{part_name(writer.part)}/index.json'))
 
 
 @torch.no_grad()
 def moments_of(vae, batch: dict, args: argparse.Namespace) -> list:
-    """The moments of a batch, one float16 array (8, H/8, H/8) for each good sample.
-
-    Raises:
-        DataError: one is not finite in float16.
-    """
-    if 'image' not in batch:
+    """The moments of a batch, a float16 array (8, H/8, H/8) for each good sample. DataError: one is not finite."""
+    if not batch['id']:
         return []
     images = {'image': batch['image'].to(next(vae.parameters()).device, non_blocking=True)}
     moments = vae_moments(vae, normalize(images, args.image_size)['image']).half()  # (B, 8, H/8, W/8)
@@ -166,24 +158,26 @@ def moments_of(vae, batch: dict, args: argparse.Namespace) -> list:
     return list(moments.cpu().numpy())
 
 
-def merge(output: Output, parts: list[str], latents: dict) -> dict:
-    """The index of all parts, written as OUT/index.json; returns it.
-
-    Raises:
-        DataError: a part is not to be seen from here.
-    """
+def merge(output: Output, num_shards: int, latents: dict) -> dict:
+    """Write OUT/index.json, the index of all parts, and return it. DataError: there is not one."""
     shards = []
-    for part in parts:
-        index = output.read(f'{part}/index.json')
-        if index is None:
-            raise DataError(f'--out {output.out} lacks the part {part} that a rank wrote: it is not the same folder on '
-                            'every node; use a shared one or an object store')
-        for shard in index['shards']:
-            shard['raw_data']['basename'] = f'{part}/{shard["raw_data"]["basename"]}'
-            shards.append(shard)
+    for shard in range(num_shards):  # of a shard without a good sample there is no part
+        for entry in (output.read(part_index(shard)) or {'shards': []})['shards']:
+            entry['raw_data']['basename'] = f'{part_name(shard)}/{entry["raw_data"]["basename"]}'
+            shards.append(entry)
+    if not shards:
+        raise DataError('not one image could be encoded')
     index = {'version': 2, 'shards': shards, 'latents': latents}
     output.write('index.json', index)
     return index
+
+
+def gather_patiently(own: dict) -> list[dict]:
+    """What each rank has counted, however much later than the others one comes; a dead one is noticed all the same."""
+    group = torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(days=30))
+    everyone = [own] * dist.get_world_size()
+    torch.distributed.all_gather_object(everyone, own, group=group)
+    return everyone
 
 
 def make_record(args: argparse.Namespace, ranks: list[dict], index: dict, flops_per_image: int) -> dict:
@@ -192,20 +186,17 @@ def make_record(args: argparse.Namespace, ranks: list[dict], index: dict, flops_
     stored = sum(shard['samples'] for shard in index['shards'])
     seconds = max(rank['seconds'] for rank in ranks)
     speed = sum(rank['measured'] for rank in ranks) / seconds if seconds else None  # none where all was there
-    record = circumstances('encode', args, flags) | {
+    return circumstances('encode', args, flags) | {
         'dataset': 'streaming', 'status': 'complete', 'images_per_sec': speed,
         'images_per_sec_per_device': speed and speed / len(ranks),
         'samples': sum(rank['samples'] for rank in ranks), 'stored_samples': stored,
         'bytes_per_image': sum(shard['raw_data']['bytes'] for shard in index['shards']) / stored,
         'bad_samples': len(set.union(*(rank['bad'] for rank in ranks))),
-    }
-    return record | (utilization(speed / len(ranks), flops_per_image, PRECISION[args.encoder_precision])
-                     if speed else {})
+    } | (utilization(speed / len(ranks), flops_per_image, args.encoder_precision) if speed else {})
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog='encode.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                    parents=[shared_flags()])
+    parser = shared_parser('encode.py', __doc__)
     parser.add_argument('--out', help='new folder or object store for the latents')
     parser.add_argument('--batch_size', type=count, default=32, help='images at once on each device (default: 32)')
     return parser
@@ -223,30 +214,36 @@ def main(argv: list[str] | None = None) -> dict:
         check_shared(args, args.batch_size)
         join_ranks(device, args.dist_timeout)
         configs, folder = load_configs(args.model_name, args.pretrained)
-        latents, output = latents_of(args, configs, folder), Output(args.out)
-        if 'latents' in checked_index(args):
+        latents, output = latents_of(args.image_size, configs, folder), Output(args.out)
+        if 'latents' in (index := checked_index(args)):
             raise ValueError(f'--remote {args.remote} holds latents already')
-        begun = any(dist.all_gather_object(rank == 0 and claim(output, latents)))
+        source = hashlib.sha256(json.dumps(index['shards'], sort_keys=True).encode()).hexdigest()
+        contents = latents | {'encoder_precision': args.encoder_precision, 'source_sha256': source}
+        begun = any(dist.all_gather_object(rank == 0 and claim(output, contents)))
+        if not all(dist.all_gather_object(output.read('encoding.json') is not None)):
+            raise ValueError(f'--out {args.out} is not the same folder on every node; use a shared one or a store')
         images = build_dataset(args, batch_size=1, shuffle=False)
-        mine = range(rank, images.num_shards, ranks)
-        done = [shard for shard in mine if begun and output.read(f'{part_name(shard)}/index.json')]
+        missing = [shard for shard in range(rank, images.num_shards, ranks)
+                   if not begun or output.read(part_index(shard)) is None]
+        mine = sorted(shard for part in dist.all_gather_object(missing) for shard in part)[rank::ranks]
+        ids = [int(images.sample_offset_per_shard[shard]) + place for shard in mine
+               for place in range(images.samples_per_shard[shard])]
         torch.manual_seed(args.seed)
         with torch.device(device._device):
-            vae = build_vae(configs, folder if args.pretrained else None, args.encoder_precision)
+            vae = build_vae(configs, folder, args.encoder_precision)
         vae = device.module_to_device(vae)
         if args.channels_last:
             vae.to(memory_format=torch.channels_last)
         if args.compile:
             vae.encoder.compile(dynamic=False)
-        samples = Samples(images, [index for shard in sorted({*mine} - {*done}) for index in samples_of(images, shard)])
-        counted = encode_samples(vae, samples, output, args)
-        counted['parts'] += map(part_name, done)
-        everyone = dist.all_gather_object(counted)
+        everyone = gather_patiently(encode_samples(vae, Samples(images, ids), output, args))
         if rank:
-            return counted
-        index = merge(output, sorted(part for counted in everyone for part in counted['parts']), latents)
-    except (ValueError, DataError) as error:  # a worker's comes with its traceback
-        parser.error(str(error).splitlines()[-1].removeprefix('data.DataError: '))
+            return everyone[rank]
+        index = merge(output, images.num_shards, latents)
+    except ValueError as error:
+        parser.error(one_line(error))
+    except Exception as error:
+        parser.error(reason(error, f'--batch_size {args.batch_size}'))
     record = make_record(args, everyone, index, vae_flops_per_image(vae, args.image_size))
     text = (f'encoded         {record["samples"]:,} images, {record["images_per_sec"] or 0:,.4g} images/s; '
             f'{record["stored_samples"]:,} are stored, {record["bytes_per_image"]:,.0f} bytes each\n'

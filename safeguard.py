@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from composer import Callback
 from composer.core import State
-from composer.utils import dist, maybe_create_object_store_from_uri
-from composer.utils.file_helpers import parse_uri
+from composer.utils import dist, get_file, maybe_create_object_store_from_uri, parse_uri
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from torch.torch_version import TorchVersion
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGREE_SECONDS = 15  # after a signal, for the ranks to reach the end of a batch together
 PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints beside tensors and Python's own types
 
 
@@ -30,8 +30,9 @@ class Safeguard(Callback):
     """Makes each batch's noise depend on its number alone, stops what is not finite, and lets no signal cut an update.
 
     Composer restores the random state in the middle of an epoch only where it spins the loader itself, so every batch
-    has a seed of its own, by run, batch and rank. Between a step's gradients and the end of its batch weights,
-    optimizer and EMA change; a signal waits for that, so that at any other time the state is that of the last batch.
+    has a seed of its own, by run, batch and rank. From a step's gradients to the end of its batch weights, optimizer
+    and EMA change; a signal waits for that, so that at any other time the state is that of the last batch. Several
+    ranks agree on a last batch: one that left alone would leave the others waiting for it on their GPUs.
 
     Args:
         seed: of the run.
@@ -44,7 +45,8 @@ class Safeguard(Callback):
         self.skipped_batches = 0
         self.interrupted = False
         self.first_batch = 0  # of this process: more than 0 where it resumed
-        self._updating = False
+        self.updating = False  # between two consistent states
+        self._stop = False
         self._previous: dict = {}  # handlers of SIGNALS before this one's
 
     def fit_start(self, state, logger) -> None:
@@ -67,20 +69,23 @@ class Safeguard(Callback):
         self._loss = self._loss + state.loss.detach()
 
     def after_train_batch(self, state, logger) -> None:
-        finite = torch.isfinite(self._loss).int()
-        dist.all_reduce(finite, 'MIN')  # the ranks' gradients are one: all step, or none
-        if not finite.item():
+        go_on = torch.tensor(not self.interrupted, device=self._loss.device)
+        agreed = torch.stack([torch.isfinite(self._loss), go_on]).int()
+        dist.all_reduce(agreed, 'MIN')  # the ranks' gradients are one: all step, or none
+        finite, go_on = agreed.tolist()
+        self._stop = not go_on
+        if not finite:
             if self.on_nan == 'stop':
                 raise NonFiniteLoss(f'the loss of batch {state.timestamp.batch.value + 1} is not finite, at microbatch '
                                     f'size {state.device_train_microbatch_size}; --on_nan skip leaves such steps out')
             self.skipped_batches += 1
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)  # without gradients the step changes nothing
-        self._updating = True
+        self.updating = True
 
     def batch_end(self, state, logger) -> None:
-        self._updating = False
-        if self.interrupted:
+        self.updating = False
+        if self._stop:
             raise SystemExit
 
     def state_dict(self) -> dict:
@@ -99,11 +104,17 @@ class Safeguard(Callback):
     def _interrupt(self, number: int, frame) -> None:
         ignore_signals()  # a launcher sends another, and the record comes first
         self.interrupted = True
-        if not self._updating:
+        if dist.get_world_size() > 1 and number != signal.SIGALRM:
+            signal.signal(signal.SIGALRM, self._interrupt)
+            signal.alarm(AGREE_SECONDS)
+            return
+        self._stop = True
+        if not self.updating:
             raise SystemExit
 
 
 def ignore_signals() -> None:
+    signal.alarm(0)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -117,38 +128,39 @@ def end_with_launcher() -> None:
 
 def checkpoints(folder: str) -> list[str]:
     """Paths or URIs of Composer's checkpoints in a folder or an object store, by batch, the oldest first."""
-    store = maybe_create_object_store_from_uri(folder)
-    if store is None:
-        names = [str(path) for path in Path(folder).glob('*.pt') if not path.is_symlink()]
+    if store := maybe_create_object_store_from_uri(folder):
+        prefix = os.path.join(parse_uri(folder)[2], '')
+        names = [store.get_uri(name) for name in store.list_objects(prefix) if '/' not in name[len(prefix):]]
     else:
-        names = [store.get_uri(name) for name in store.list_objects(parse_uri(folder)[2].rstrip('/') + '/')]
-    found = [(int(match[1]), name) for name in names if (match := re.search(r'/ep\d+-ba(\d+)-rank0\.pt$', name))]
+        names = map(str, Path(folder).glob('*.pt'))
+    found = [(int(match[1]), name) for name in names if (match := re.search(r'\bep\d+-ba(\d+)-rank0\.pt$', name))]
     return [name for _, name in sorted(found)]
 
 
 def newest_checkpoint(folder: str) -> str | None:
     """The newest whole checkpoint of a folder, or of an object store, then downloaded; None if there is none.
 
-    Rank 0 looks, for all ranks. A checkpoint that a killed run had not finished is removed.
-
-    Raises:
-        ValueError: it cannot be trusted, or other nodes do not see it.
+    Rank 0 looks, for all ranks, and removes what a killed run left unfinished. ValueError: it cannot be trusted, or
+    other nodes do not see it.
     """
-    path = None
-    if dist.get_global_rank() == 0:
-        for path in reversed(checkpoints(folder)):
-            if '://' in path or globals_of(path) is not None:  # an object store shows only what was sent whole
-                break
-            print(f'removing {path}, which a killed run left unfinished', file=sys.stderr)
-            os.remove(path)
-            path = None
-    path = dist.all_gather_object(path)[0]
-    if path and '://' in path:
-        path = download(path)
-    if path and not all(dist.all_gather_object(os.path.exists(path))):
+    found = checkpoints(folder) if dist.get_global_rank() == 0 else []
+    while found and '://' not in found[-1] and globals_of(found[-1]) is None:  # a store shows only what was sent whole
+        print(f'removing {found[-1]}, which a killed run left unfinished', file=sys.stderr)
+        os.remove(found.pop())
+    path = dist.all_gather_object(found[-1] if found else None)[0]
+    if path is None:
+        return None
+    if '://' in path:
+        own = os.path.join(tempfile.gettempdir(), f'checkpoint-{os.getuid()}')
+        uri, path = path, os.path.join(own, re.sub(r'\W+', '-', path))
+        if dist.get_local_rank() == 0:
+            os.makedirs(own, mode=0o700, exist_ok=True)
+            get_file(uri, path, overwrite=True, progress_bar=False)
+        dist.barrier()
+    if not all(dist.all_gather_object(os.path.exists(path))):
         raise ValueError(f'--save_folder {folder} is not the same folder on every node; use a shared one or a store')
     plain = {f'{kind.__module__}.{kind.__qualname__}' for kind in PLAIN_TYPES}
-    if path and (unsafe := globals_of(path) - plain):
+    if unsafe := globals_of(path) - plain:
         raise ValueError(f'--save_folder {folder}: {path} would run code when loaded ({min(unsafe)}); it is not of '
                          'this program, do not use it')
     return path
@@ -164,38 +176,27 @@ def globals_of(path: str) -> set[str] | None:
         return {str(error)}
 
 
-def download(uri: str) -> str:
-    """Fetch a checkpoint on each node; returns where it lies there."""
-    path = os.path.join(tempfile.gettempdir(), 'checkpoint', re.sub(r'\W+', '-', uri))
-    if dist.get_local_rank() == 0:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        maybe_create_object_store_from_uri(uri).download_object(parse_uri(uri)[2], path, overwrite=True)
-    dist.barrier()
-    return path
-
-
 def load_checkpoint(path: str) -> dict:
-    """A checkpoint of this program, on the CPU, without running code that someone may have put into it.
-
-    Raises:
-        pickle.UnpicklingError: it holds more than tensors and plain types.
-    """
+    """A checkpoint, on the CPU; pickle.UnpicklingError if it holds more than tensors and plain types, such as code."""
     with safe_globals(PLAIN_TYPES):
         return torch.load(path, map_location='cpu', weights_only=True)
 
 
-def save_interrupted(state: State, folder: str) -> str:
-    """Save the state as of the last whole batch, by rank 0 alone, since other ranks may be gone; returns where.
+def save_interrupted(state: State, folder: str) -> None:
+    """Save the state as of the last whole batch, by rank 0 alone, since other ranks may be gone.
 
     Composer's own saver, whose names and contents these are, waits for all ranks.
     """
     name = f'ep{state.timestamp.epoch.value}-ba{state.timestamp.batch.value}-rank0.pt'
-    store = maybe_create_object_store_from_uri(folder)
-    with tempfile.TemporaryDirectory(dir=None if store else folder) as staging:
-        path = os.path.join(staging, name)
-        torch.save({'state': state.state_dict()}, path)
-        if store:
-            store.upload_object(f'{parse_uri(folder)[2].rstrip("/")}/{name}', path)
-        else:
-            os.replace(path, os.path.join(folder, name))
-    return f'{folder.rstrip("/")}/{name}'
+    if store := maybe_create_object_store_from_uri(folder):
+        with tempfile.TemporaryDirectory() as staging:
+            path = os.path.join(staging, name)
+            torch.save({'state': state.state_dict()}, path)
+            store.upload_object(os.path.join(parse_uri(folder)[2], name), path)
+        return
+    path = Path(folder, name)
+    torch.save({'state': state.state_dict()}, path)  # cut by a kill, it is not taken for a whole one
+    link = Path(folder, 'latest.tmp')
+    link.unlink(missing_ok=True)
+    link.symlink_to(name)
+    link.replace(Path(folder, 'latest-rank0.pt'))

@@ -89,7 +89,7 @@ def test_a_run_that_was_killed_encodes_only_what_is_missing(tmp_path, shards, mo
     killed = subprocess.run([sys.executable, '-c', script, *map(str, argv)], cwd=ROOT, capture_output=True)
     assert killed.returncode == -signal.SIGKILL and not (out / 'index.json').exists()
     done = {path: path.stat().st_mtime_ns for path in out.glob('*/*')}
-    finished = [path.parent for path in done if path.name == 'index.json']
+    finished = [path.parent for path in done if path.name == 'part.json']
     assert finished
     record = run(shards, out, model_folder)
     assert captions(out) == captions(shards)
@@ -140,8 +140,10 @@ def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, s
     assert 'vae_sha256' in one_line(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
     assert 'already holds a dataset' in one_line(capfd, run, shards, latents, model_folder)
     (begun := tmp_path / 'begun').mkdir()
-    shutil.copy(Path(latents, 'latents.json'), begun)
-    assert 'was begun with' in one_line(capfd, run, shards, begun, tmp_path / 'weights')
+    shutil.copy(Path(latents, 'encoding.json'), begun)
+    assert 'was begun with vae_sha256' in one_line(capfd, run, shards, begun, tmp_path / 'weights')
+    others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(index)), 'caption': 'x'} for index in range(9)])
+    assert 'was begun with source_sha256' in one_line(capfd, run, others, begun, model_folder)
     assert 'holds latents already' in one_line(capfd, run, latents, tmp_path / 'twice', model_folder)
 
 

@@ -63,7 +63,7 @@ def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_pa
     assert (record['status'], record['bad_samples'], record['measured_batches']) == ('complete', 3, 29)
     errors = capfd.readouterr().err
     for index, reason in ((3, 'not a known format'), (17, 'decompression bomb'), (18, 'no caption')):
-        assert errors.count(f'bad sample {index}, another stands in: ') == 1 and reason in errors
+        assert errors.count(f'bad sample {index} is left out: ') == 1 and reason in errors
 
 
 def test_the_stand_in_is_the_next_good_sample(tmp_path):
