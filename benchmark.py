@@ -220,11 +220,13 @@ def load_configs(model_name: str, pretrained: bool = False) -> tuple[dict[str, d
              'scheduler': 'scheduler_config.json'}
     folder = local_folder('--model_name', model_name, [*map('/'.join, files.items()), *weights])
     try:
-        configs = {part: json.loads((folder / part / name).read_text()) for part, name in files.items()}
-        return configs, folder if pretrained else None
-    except (OSError, json.JSONDecodeError) as error:
+        configs = {part: dict(json.loads((folder / part / name).read_text())) for part, name in files.items()}
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f'--model_name {model_name} is not a diffusers model ({error}); it needs the folders '
                          'unet, vae, text_encoder and scheduler') from None
+    if missing := [name for name in weights if not (folder / name).is_file()]:
+        raise ValueError(f'--model_name {model_name} lacks {missing[0]}; leave out --pretrained for random weights')
+    return configs, folder if pretrained else None
 
 
 def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
@@ -578,7 +580,8 @@ def checked_index(args: argparse.Namespace) -> dict:
     index = read_index(args.remote)
     for shard in index['shards']:
         columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
-        if missing := sorted((LATENT_COLUMNS if 'latents' in index else MDS_COLUMNS).items() - columns.items()):
+        needed = LATENT_COLUMNS | {LATENTS: columns.get(LATENTS, 'moments')} if 'latents' in index else MDS_COLUMNS
+        if missing := sorted(needed.items() - columns.items()):
             raise ValueError(f'--remote {args.remote} lacks the columns {", ".join(map(" of ".join, missing))}; it has '
                              + ', '.join(map(' of '.join, columns.items())))
     least = 4 * max((shard['raw_data']['bytes'] for shard in index['shards']), default=0)  # Streaming refuses less
@@ -589,8 +592,13 @@ def checked_index(args: argparse.Namespace) -> dict:
 
 
 def build_dataset(args: argparse.Namespace, **kwargs) -> StreamingLAIONDataset:
-    """The samples of --remote, cached in --local."""
-    return StreamingLAIONDataset(args.remote, args.local, args.image_size, cache_limit=args.cache_limit, **kwargs)
+    """The samples of --remote, cached in --local. ValueError: they cannot be had."""
+    try:
+        return StreamingLAIONDataset(args.remote, args.local, args.image_size, cache_limit=args.cache_limit, **kwargs)
+    except ValueError:
+        raise
+    except Exception as error:  # every storage client has its own exceptions
+        raise ValueError(f'--remote {args.remote} could not be opened ({one_line(error)[:300]})') from None
 
 
 def latents_of(image_size: int, configs: dict[str, dict], folder: Path | None) -> dict:
@@ -822,7 +830,7 @@ def failure_of_ranks(own: str | None) -> str | None:
             return store.get('failure').decode()
 
 
-class ResultsError(Exception):
+class ResultsError(ValueError):
     """The record could not be kept."""
 
 

@@ -280,14 +280,19 @@ def read_index(remote: str) -> dict:
         try:
             if not os.path.isdir(remote):
                 CloudDownloader.direct_download(os.path.join(remote, 'index.json'), str(path))
-            index = json.loads(path.read_text())
-            faults = [fault for fault in map(danger, index['shards']) if fault]
+            text = path.read_bytes()
         except FileNotFoundError:
-            faults = ['holds no index.json, so no MDS dataset; make one with convert.py']
-        except (ValueError, KeyError, TypeError, AttributeError):  # of JSON, of Unicode, of what is in it
-            faults = ['has an index.json that is not one of MDS shards; convert the data anew']
+            raise ValueError(f'--remote {remote} holds no index.json, so no MDS dataset; make one with convert.py') \
+                from None
         except Exception as error:  # every storage client has its own exceptions
-            faults = [f'could not be read ({type(error).__name__}: {one_line(error)})']
+            why = f'{type(error).__name__}: {one_line(error)}'
+            raise ValueError(f'--remote {remote} could not be read ({why})') from None
+    try:
+        index = json.loads(text)
+        faults = [fault for fault in map(danger, index['shards']) if fault]
+        dict(index.get('latents', {}))
+    except (ValueError, KeyError, TypeError, AttributeError):  # of JSON, of Unicode, of what is in it
+        faults = ['has an index.json that is not one of MDS shards; convert the data anew']
     if faults:
         raise ValueError(f'--remote {remote} {faults[0]}')
     return index

@@ -8,11 +8,11 @@ latent anew each time) and the caption. Any number of ranks share the shards; a 
 with the same command on any number of ranks, encodes only what is missing. OUT/index.json comes last.
 """
 import argparse
-import contextlib
 import datetime
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -81,12 +81,15 @@ class Output:
 
     def read(self, name: str) -> dict | None:
         """A JSON file; None if there is none."""
-        path = os.path.join(self.folder, name)
-        with contextlib.suppress(FileNotFoundError):
-            if self.remote and not os.path.exists(path):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-                CloudDownloader.direct_download(f'{self.remote}/{name}', path)
-            return json.loads(Path(path).read_text())
+        path = Path(self.folder, name)
+        if self.remote and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                CloudDownloader.direct_download(f'{self.remote}/{name}', str(path))
+            except Exception as error:  # every storage client has its own
+                if not re.search('not found|404|NoSuchKey|does not exist', f'{type(error).__name__} {error}'):
+                    raise
+        return json.loads(path.read_text()) if path.exists() else None
 
 
 def part_name(shard: int) -> str:
@@ -240,15 +243,15 @@ def main(argv: list[str] | None = None) -> dict:
         if rank:
             return everyone[rank]
         index = merge(output, images.num_shards, latents)
+        record = make_record(args, everyone, index, vae_flops_per_image(vae, args.image_size))
+        text = (f'encoded         {record["samples"]:,} images, {record["images_per_sec"] or 0:,.4g} images/s; '
+                f'{record["stored_samples"]:,} are stored, {record["bytes_per_image"]:,.0f} bytes each\n'
+                f'next            composer benchmark.py --remote {args.out}')
+        return finish(record, text, args.results)
     except ValueError as error:
         parser.error(one_line(error))
     except Exception as error:
         parser.error(reason(error, f'--batch_size {args.batch_size}'))
-    record = make_record(args, everyone, index, vae_flops_per_image(vae, args.image_size))
-    text = (f'encoded         {record["samples"]:,} images, {record["images_per_sec"] or 0:,.4g} images/s; '
-            f'{record["stored_samples"]:,} are stored, {record["bytes_per_image"]:,.0f} bytes each\n'
-            f'next            composer benchmark.py --remote {args.out}')
-    return finish(record, text, args.results)
 
 
 if __name__ == '__main__':

@@ -158,23 +158,34 @@ def test_a_cache_of_another_remote_is_refused(shards, samples, tmp_path, results
     assert f'--local {cache} caches {shards}' in error
 
 
-def test_wandb_offline_holds_the_curves_the_settings_and_the_record(tmp_path, results, monkeypatch):
+def read_wandb(path: Path) -> tuple[set, dict, dict]:
+    """Keys of the history, the config and the summary in an offline run's file."""
     from wandb.proto.wandb_internal_pb2 import Record
     from wandb.sdk.internal.datastore import DataStore
-    monkeypatch.chdir(tmp_path)
-    record = main(['--use_synth_data', '--use_ema', *TINY, '--measure_batches', '8', '--wandb_name', 'tiny',
-                   '--wandb_project', 'test', '--results', str(results)])
-    [file] = tmp_path.glob('wandb/offline-run-*/*.wandb')
-    store, history, summary, config = DataStore(), set(), {}, {}
-    store.open_for_scan(str(file))
+    store, history, config, summary = DataStore(), set(), {}, {}
+    store.open_for_scan(str(path))
     while data := store.scan_data():
         entry = Record()
         entry.ParseFromString(data)
         history |= {item.key or '/'.join(item.nested_key) for item in entry.history.item}
-        for update in (entry.summary.update, entry.run.summary.update):
-            summary |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
-        for update in (entry.config.update, entry.run.config.update):
-            config |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
+        for found, updates in ((summary, (entry.summary.update, entry.run.summary.update)),
+                               (config, (entry.config.update, entry.run.config.update))):
+            for update in updates:
+                found |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
+    return history, config, summary
+
+
+def test_wandb_offline_holds_the_curves_the_settings_and_the_record(tmp_path, results, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = main(['--use_synth_data', '--use_ema', *TINY, '--measure_batches', '8', '--wandb_name', 'tiny',
+                   '--wandb_project', 'test', '--results', str(results)])
+    [file] = tmp_path.glob('wandb/offline-run-*/*.wandb')
+
+    def written():  # by a process of W&B's own, which may be at it still
+        with contextlib.suppress(AssertionError):
+            return 'images_per_sec' in read_wandb(file)[2]
+    wait_until(written)
+    history, config, summary = read_wandb(file)
     assert {'loss/train/total', 'throughput/samples_per_sec', 'throughput/device/flops_per_sec'} <= history
     assert (config['model_name'], config['batch_size'], config['use_ema']) == ('tiny', 4, True)
     assert summary['images_per_sec'] == record['images_per_sec'] and summary['loss'] == record['loss']
