@@ -810,7 +810,7 @@ def reason(error: Exception, batch_flag: str) -> str:
 
 def wait_for_rank_0() -> None:
     """Until rank 0 has kept what there is to keep, or is gone."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError, ValueError):
         store = torch.distributed.distributed_c10d._get_default_store()
         if dist.get_global_rank():
             store.wait(['kept'], datetime.timedelta(minutes=10))
@@ -919,8 +919,9 @@ def conclude(outcome: dict, parser: Parser, args, trainer: Trainer, model: Stabl
         finish(record, summary(record, args.training_images, args.dollars_per_gpu_hour), args.results, save)
     except Exception as error:
         parser.error(reason(error, microbatch_flag(trainer)))
-    if outcome['status'] == 'interrupted':
+    if outcome['status'] == 'interrupted' or dist.get_global_rank() == 0:
         wait_for_rank_0()  # a launcher ends all ranks 30 s after the first
+    if outcome['status'] == 'interrupted':
         sys.exit(130)
     if not complete:
         print(file=sys.stderr)  # off the progress bar's line
