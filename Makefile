@@ -15,7 +15,7 @@ smoke: $(VENV)/installed
 
 test: $(VENV)/tests-installed
 	ruff check .
-	python -m pytest -n 2 --dist loadfile tests
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/test_switches.py tests
 
 # Ratios on the CPU: loader, EMA and a full step against the original's recipe; needs 22 GB and about 4 minutes.
 bench: $(VENV)/installed

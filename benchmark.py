@@ -539,8 +539,9 @@ def join_ranks(device, timeout: int) -> None:
         torch.set_num_threads(cores_per_rank())  # each rank on all cores is 10 times slower on a CPU
     try:
         dist.initialize_dist(device, timeout)
-        # once met, a rank may wait for another that writes 15 GB
-        torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=30))
+        if hasattr(torch.distributed.distributed_c10d, '_set_pg_timeout'):  # not public: it may go
+            # once met, a rank may wait for another that writes 15 GB
+            torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=30))
     except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
         place = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
         raise ValueError(f'--dist_timeout {timeout}: the {dist.get_world_size()} processes of this run did not meet at '
