@@ -396,7 +396,8 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
         from transformers import AutoTokenizer
         folder = local_folder('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
         try:
-            loaded = AutoTokenizer.from_pretrained(folder / 'tokenizer' if (folder / 'tokenizer').is_dir() else folder)
+            place = folder / 'tokenizer' if (folder / 'tokenizer').is_dir() else folder
+            loaded = AutoTokenizer.from_pretrained(place, trust_remote_code=False)  # else it may ask on the terminal
             tokenizer, pad_id, pad_token = loaded.backend_tokenizer, loaded.pad_token_id, loaded.pad_token
         except Exception as error:  # transformers raises many kinds for files that are not there or make no sense
             raise ValueError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); '
