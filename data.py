@@ -4,6 +4,7 @@ A batch is `image` uint8 (B, 3, H, H), or `moments` float16 (B, 8, H/8, H/8) as 
 int64 (B, 77). Images travel as bytes at the size they were stored in; `normalize` brings a microbatch to the training
 size and to [-1, 1] once it is on the device.
 """
+import contextlib
 import fcntl
 import gzip
 import hashlib
@@ -105,7 +106,8 @@ class StreamingLAIONDataset(StreamingDataset):
             local, remote = remote, None
         else:
             claim_cache(local := local or cache_folder(remote), remote)
-        super().__init__(remote=remote, local=local, **kwargs)
+        with starting_alone():
+            super().__init__(remote=remote, local=local, **kwargs)
 
     def __iter__(self):
         """Samples of this worker's part of an epoch. DataError where Streaming would end it early, and quietly."""
@@ -251,6 +253,17 @@ def clean_shared_memory() -> None:
         dist.barrier()
     if dist.get_local_rank() == 0:
         fcntl.lockf(lock, fcntl.LOCK_SH)  # never closed: held for as long as this process lives
+
+
+@contextlib.contextmanager
+def starting_alone():
+    """Two runs that start on one host at once would give their shared memory the same names: one after the other."""
+    if dist.get_local_rank() != 0:
+        yield
+        return
+    with open(os.path.join(tempfile.gettempdir(), f'streaming-{os.getuid()}.start'), 'a') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield
 
 
 def cache_folder(remote: str) -> str:
