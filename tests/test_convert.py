@@ -17,9 +17,9 @@ from urllib.parse import urlparse
 import pytest
 from PIL import Image
 from streaming import StreamingDataset
-from streaming.base.util import clean_stale_shared_memory
 
 import convert
+from data import clean_shared_memory, starting_alone
 
 REPOSITORY = Path(convert.__file__).parent
 
@@ -53,8 +53,9 @@ def end_of_first_sample(path: Path) -> int:
 
 
 def read_back(out: Path, **kwargs) -> list[tuple[bytes, str]]:
-    clean_stale_shared_memory()
-    dataset = StreamingDataset(local=str(out), shuffle=False, batch_size=1, **kwargs)
+    clean_shared_memory()
+    with starting_alone():
+        dataset = StreamingDataset(local=str(out), shuffle=False, batch_size=1, **kwargs)
     return [(dataset[i]['jpg'], dataset[i]['caption']) for i in range(len(dataset))]
 
 
