@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import importlib.util
 import io
-import itertools
 import json
 import math
 import os
@@ -153,7 +152,8 @@ class StreamingLAIONDataset(StreamingDataset):
     def __getitem__(self, index: int) -> dict:
         """Sample `index`, or where it is bad the next good one; in `bad`, (index, reason) of each that was passed."""
         bad = []
-        for candidate in itertools.islice(itertools.cycle(range(self.num_samples)), index, index + 1000):
+        for candidate in range(index, index + 1000):
+            candidate = int(candidate % self.num_samples)
             try:
                 return self.sample(candidate) | {'bad': bad}
             except ValueError as error:
