@@ -125,26 +125,26 @@ def encode_samples(vae, samples: Samples, output: Output, args: argparse.Namespa
     with ThreadPoolExecutor(1) as fetcher:
         for batch in map(bad, loader):
             for index, *row in zip(batch['id'], moments_of(vae, batch, args), batch['caption'], strict=True):
-                if shard != (shard := int(images.spanner[index][0])):  # samples come shard by shard
-                    finish_part(writer, output)
+                if shard != int(images.spanner[index][0]):  # samples come shard by shard
+                    finish_part(writer, shard, output)
+                    shard = int(images.spanner[index][0])
                     writer = MDSWriter(columns=columns, out=output.target(part_name(shard)), hashes=['xxh64'],
                                        exist_ok=True)
-                    writer.part = shard
                     fetcher.submit(images.prepare_shard, min(shard + dist.get_world_size(), images.num_shards - 1))
                 writer.write(dict(zip((LATENTS, 'caption'), row, strict=True)))
             clock.append(time.perf_counter())
             encoded.append(encoded[-1] + len(batch['id']))
-    finish_part(writer, output)
+    finish_part(writer, shard, output)
     start = min(args.warmup_batches, max(0, len(clock) - 2))
     return {'samples': encoded[-1], 'bad': bad.found, 'measured': encoded[-1] - encoded[start],
             'seconds': clock[-1] - clock[start]}
 
 
-def finish_part(writer: MDSWriter | None, output: Output) -> None:
-    """Bring a part's last shard to OUT, and then say that it is whole."""
+def finish_part(writer: MDSWriter | None, shard: int | None, output: Output) -> None:
+    """Bring the last latents of an image shard to OUT, and then say that its part is whole."""
     if writer:
         writer.finish()
-        output.write(part_index(writer.part), output.read(f'{part_name(writer.part)}/index.json'))
+        output.write(part_index(shard), output.read(f'{part_name(shard)}/index.json'))
 
 
 @torch.no_grad()
