@@ -44,7 +44,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import MeanSquaredError
 from transformers import CLIPTextConfig, CLIPTextModel
 
-import report
+from harness.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, days_to_train, gpu_hours
 from data import (CLIP_VOCABULARY, LATENT_COLUMNS, LATENTS, MDS_COLUMNS, DataError, StreamingLAIONDataset,
                   SyntheticImageCaptionDataset, build_loader, build_tokenizer, local_folder, one_line, read_index)
 from ema import EMA
@@ -425,10 +425,10 @@ def build_parser() -> Parser:
     add('--wandb_name', help='log to Weights & Biases under this name')
     add('--wandb_project', help='log to this project of Weights & Biases')
     add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder')
-    add('--training_images', type=count, default=report.TRAINING_IMAGES, help='images of the whole training, for its '
-        f'cost (default: {report.TRAINING_IMAGES})')
+    add('--training_images', type=count, default=TRAINING_IMAGES, help='images of the whole training, for its '
+        f'cost (default: {TRAINING_IMAGES})')
     add('--dollars_per_gpu_hour', type=number(float, 0, sys.float_info.max, 'an amount'), help='price, for the cost '
-        '(default: %(default)s)', default=report.DOLLARS_PER_GPU_HOUR)
+        '(default: %(default)s)', default=DOLLARS_PER_GPU_HOUR)
     return parser
 
 
@@ -755,7 +755,7 @@ def summary(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
     if not speed:
         return (f'no batch was measured: the run was {record["status"]} within --warmup_batches '
                 f'{record["warmup_batches"]}')
-    days, hours = report.days_to_train(speed, num_images), report.gpu_hours(speed, devices, num_images)
+    days, hours = days_to_train(speed, num_images), gpu_hours(speed, devices, num_images)
     rows = {
         'images/s': f'{speed:.4g} on {devices} x {record["device"]}, {record["images_per_sec_per_device"]:.4g} each',
         'batch': f'{record["batch_seconds_median"]:.3g} s median of {record["measured_batches"]}, 10th to 90th '

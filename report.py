@@ -20,12 +20,9 @@ from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
-TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
-DATASET_IMAGES = 2_900_000_000
-DOLLARS_PER_GPU_HOUR = 2.0
-DOLLARS_PER_TB_MONTH = 23.0  # the list price of S3
-SECONDS_PER_DAY = 86_400
-DAYS_PER_MONTH = 365 / 12
+from harness.costs import (DATASET_IMAGES, DAYS_PER_MONTH, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES,
+                           days_to_train)
+
 GPUS_PER_NODE = 8
 
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
@@ -40,16 +37,6 @@ COLUMNS = {  # key: heading, template and decimals in print
     'gpu_hours': ('GPU-hours', '{}', 0), 'cost_usd': ('cost', '${}', 0), 'latents_tb': ('latents', '{} TB', 2),
     'pays_off_images': ('pays off from', '{} images', 0), 'remote_mb_per_sec': ('remote', '{} MB/s', 1),
     'cache_tb_per_node': ('cache', '{} TB', 2)}
-
-
-def days_to_train(images_per_sec: float, num_images: int = TRAINING_IMAGES) -> float:
-    """Days of 24 hours."""
-    return num_images / images_per_sec / SECONDS_PER_DAY
-
-
-def gpu_hours(images_per_sec: float, num_devices: int, num_images: int = TRAINING_IMAGES) -> float:
-    """Hours of all devices together."""
-    return days_to_train(images_per_sec, num_images) * 24 * num_devices
 
 
 def read_records(path: str) -> list[dict]:
