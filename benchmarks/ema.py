@@ -16,8 +16,8 @@ import torch
 from composer.algorithms.ema import ema as composer_ema
 from diffusers import UNet2DConditionModel
 
-from benchmark import ARCHITECTURES, SD2_BASE
 from ema import EMA, ShadowModel, compute_ema
+from models.loading import SD2_BASE, find_model
 
 
 def seconds(run) -> float:
@@ -38,7 +38,7 @@ def peak_gib() -> float:
 
 
 def main() -> None:
-    unet = UNet2DConditionModel.from_config(ARCHITECTURES[SD2_BASE]['unet'])
+    unet = UNet2DConditionModel.from_config(find_model(SD2_BASE).configs['unet'])
     ema = EMA()
     ema.ema_model = ShadowModel(unet)
     before = peak_gib()

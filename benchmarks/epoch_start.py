@@ -13,7 +13,12 @@ from streaming.base.partition import get_partitions
 from streaming.base.shuffle import get_shuffle
 
 SAMPLES_A_SHARD = 3000  # 64 MiB of 20 KB images
-NODES, RANKS, WORKERS, BATCH_SIZE, SEED = 32, 8, 8, 8, 17  # 256 GPUs, a global batch of 2048
+# 256 GPUs, a global batch of 2048
+NODES = 32
+RANKS = 8  # of a node
+WORKERS = 8  # of a rank
+BATCH_SIZE = 8  # of a rank
+SEED = 17
 
 
 def epoch(num_samples: int) -> np.ndarray:

@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from PIL import Image
 
-CAPTIONS = ('a cat', ' \n', '\ufeff', '\0', '\u202eabc\x1b[2J', 'x' * 10**5, '🦜\u0301', '\ud800')
+LONG = 'x' * 100_000
+CAPTIONS = ('a cat', ' \n', '\ufeff', '\0', '\u202eabc\x1b[2J', LONG, '🦜\u0301', '\ud800')
 
 
 @cache
@@ -68,7 +69,10 @@ def main():
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # Streaming warns of its temporary folders
     signal.signal(signal.SIGALRM, lambda *_: sys.exit('more than 20 s'))
-    draw, end, counts, memory = random.Random(args.seed), time.monotonic() + args.seconds, Counter(), []
+    draw = random.Random(args.seed)
+    end = time.monotonic() + args.seconds
+    counts = Counter()
+    memory = []  # resident MiB after each input
     while time.monotonic() < end:
         name, = draw.choices(list(CHECKS), (20, 20, 1))  # the converter starts a process for each input
         data, path = CHECKS[name][0](draw), Path(f'broken.{name}')

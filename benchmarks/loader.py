@@ -21,9 +21,14 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from torchvision import transforms
 from transformers import CLIPTokenizer
 
-from data import MDS_COLUMNS, StreamingLAIONDataset, build_loader, build_tokenizer, clip_tokenizer
+from data import StreamingLAIONDataset, build_loader
+from inputs.captions import build_tokenizer, clip_tokenizer
+from inputs.shards import MDS_COLUMNS
 
-IMAGE_SIZE, STORED_SIZE, BATCH_SIZE, NUM_SAMPLES = 512, 256, 32, 512
+IMAGE_SIZE = 512  # pixels to train at
+STORED_SIZE = 256  # pixels of the JPEGs
+BATCH_SIZE = 32
+NUM_SAMPLES = 512
 
 
 class OriginalDataset(StreamingDataset):

@@ -17,7 +17,7 @@ from streaming import MDSWriter
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import benchmark
-from data import MDS_COLUMNS
+from inputs.shards import MDS_COLUMNS
 
 BATCHES = 2000
 

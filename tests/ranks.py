@@ -14,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import benchmark
 from ema import EMA
+from harness.options import benchmark_parser
+from harness.preflight import fill_in_training_defaults, refuse_bad_training
+from models.loading import find_model
 
 
 class BySample(benchmark.StableDiffusion):
@@ -52,13 +55,14 @@ class Witness(Callback):
 
 
 def main(out: str, *argv: str) -> None:
-    args = benchmark.build_parser().parse_args(argv)
-    benchmark.check(args)
+    args = benchmark_parser('').parse_args(argv)
+    fill_in_training_defaults(args)
+    refuse_bad_training(args)
     benchmark.join_ranks(get_device(), args.dist_timeout)
     torch.manual_seed(0)
     model = BySample('tiny', args.image_size)
     model.unet.double()
-    data = benchmark.build_data(args, benchmark.ARCHITECTURES['tiny'])
+    data = benchmark.build_data(args, find_model('tiny'))
     trainer = benchmark.build_trainer(args, model, data, benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed))
     witness = Witness()
     trainer.state.callbacks.append(witness)

@@ -16,8 +16,15 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel
 
 import benchmark
-from benchmark import SD2_BASE, Measurement, StableDiffusion, main
+from benchmark import StableDiffusion, main
 from data import SyntheticImageCaptionDataset, build_loader
+from harness import measurement as measuring
+from harness.measurement import Measurement
+from harness.options import benchmark_parser
+from harness.preflight import fill_in_training_defaults, refuse_bad_training
+from harness.record import training_settings
+from models.flops import peak_tflops
+from models.loading import SD2_BASE, find_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -200,10 +207,11 @@ def test_two_processes_make_one_record_of_both(results, shards):
 
 
 def test_the_optimizer_holds_the_unet_alone(results):
-    args = benchmark.build_parser().parse_args(['--use_synth_data', *TINY, '--results', str(results)])
-    benchmark.check(args)
+    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', str(results)])
+    fill_in_training_defaults(args)
+    refuse_bad_training(args)
     model = StableDiffusion('tiny', 64)
-    data = benchmark.build_data(args, benchmark.ARCHITECTURES['tiny'])
+    data = benchmark.build_data(args, find_model('tiny'))
     trainer = benchmark.build_trainer(args, model, data, Measurement(1, 3), benchmark.Safeguard(args.seed))
     [group] = trainer.state.optimizers[0].param_groups
     assert {id(p) for p in group['params']} == {id(p) for p in model.unet.parameters()}
@@ -212,7 +220,7 @@ def test_the_optimizer_holds_the_unet_alone(results):
 
 def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
     clock = iter([0, 1, 9, 10, 11, 13, 15, 16, 17, 20])  # fit; then asked, got and batch end, for each batch
-    monkeypatch.setattr(benchmark.time, 'perf_counter', lambda: next(clock))
+    monkeypatch.setattr(measuring.time, 'perf_counter', lambda: next(clock))
     measurement = Measurement(warmup_batches=1, measure_batches=2)
     measurement.fit_start(None, None)
     for batch in (1, 2, 3):
@@ -222,7 +230,7 @@ def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
             timestamp=Timestamp(batch=batch, sample=4 * batch), total_loss_dict={'loss/train/total': 0.5},
             previous_timestamp=Timestamp(batch=batch - 1, sample=4 * batch - 4)), None)
     assert measurement.batch_seconds == [5, 5] and measurement.wait_seconds == [2, 1] and measurement.samples == 8
-    figures = benchmark.figures(measurement)
+    figures = measuring.figures(measurement)
     assert figures['images_per_sec'] == 0.8 and figures['data_wait_fraction'] == pytest.approx(0.3)
 
 
@@ -232,7 +240,7 @@ def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     other = ([1, 2, 2, 2, 2, 2], [1.0] * 6, 40.0, {7})
     monkeypatch.setattr(benchmark.dist, 'all_gather_object', lambda mine: [mine, other])
     monkeypatch.setattr(benchmark.dist, 'get_world_size', lambda: 2)
-    figures = benchmark.figures(measurement, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3
+    figures = measuring.figures(measurement, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3
     assert figures['images_per_sec'] == 60 / 11 and figures['images_per_sec_per_device'] == 30 / 11
     assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
     assert [figures[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]
@@ -272,8 +280,8 @@ def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, n
 def test_only_known_devices_have_a_peak(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: name)
-    assert benchmark.peak_tflops('amp_bf16') == peak
-    assert benchmark.peak_tflops('fp32') is None
+    assert peak_tflops('amp_bf16') == peak
+    assert peak_tflops('fp32') is None
 
 
 def test_wandb_is_not_touched_without_one_of_its_flags(results, tmp_path, monkeypatch):
@@ -346,7 +354,7 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_a_better_
 
 
 def test_every_flag_has_a_help_line():
-    assert all(action.help for action in benchmark.build_parser()._actions)
+    assert all(action.help for action in benchmark_parser('')._actions)
 
 
 def test_a_run_leaves_the_signals_as_they_were(results):
@@ -357,5 +365,5 @@ def test_a_run_leaves_the_signals_as_they_were(results):
 
 def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', 's3://key:secret@bucket/a?X-Sig=abc&b=c', 'a@b', '?'])
-    args = benchmark.build_parser().parse_args([])
-    assert benchmark.settings(args)['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
+    args = benchmark_parser('').parse_args([])
+    assert training_settings(args, latents=False)['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"

@@ -19,7 +19,8 @@ from PIL import Image
 from streaming import StreamingDataset
 
 import convert
-from data import clean_shared_memory, starting_alone
+from inputs import tars as tar_reader
+from inputs.streaming_patches import clean_shared_memory, starting_alone
 
 REPOSITORY = Path(convert.__file__).parent
 
@@ -180,12 +181,12 @@ def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_named(tmp_path):
     end_mark = members[-1].offset_data + 512
     for length in [*range(1, end_mark + 1023, 256), *ends, *(end - 1 for end in ends), end_mark + 1023]:
         (tmp_path / 'cut.tar').write_bytes(whole[:length])
-        *samples, (key, error) = convert.read_samples(tmp_path / 'cut.tar')
+        *samples, (key, error) = tar_reader.read_samples(tmp_path / 'cut.tar')
         complete = [key for key, fields in samples if set(fields) == {'.jpg', '.txt'}]
         assert complete == [str(i) for i, end in enumerate(ends) if end <= length], length
         assert key is None and isinstance(error, Exception), length
     (tmp_path / 'cut.tar').write_bytes(whole[:end_mark + 1024])
-    assert len(list(convert.read_samples(tmp_path / 'cut.tar'))) == 3
+    assert len(list(tar_reader.read_samples(tmp_path / 'cut.tar'))) == 3
 
 
 @pytest.mark.parametrize('end', ['inside a file', 'between two files', 'at a garbled header'])
@@ -237,7 +238,7 @@ def test_a_negative_size_does_not_go_round_for_ever(tmp_path, type):
     write_tar(tmp_path / 'x.tar', sample_files('good', 0))
     first = (tmp_path / 'x.tar').read_bytes()[:end_of_first_sample(tmp_path / 'x.tar')]
     (tmp_path / 'x.tar').write_bytes(first + bytes(header) + bytes(1024))
-    *samples, (key, _) = convert.read_samples(tmp_path / 'x.tar')
+    *samples, (key, _) = tar_reader.read_samples(tmp_path / 'x.tar')
     assert key is None and samples[0][0] == 'good'
 
 
@@ -250,9 +251,9 @@ def test_random_bytes_in_a_tar_never_raise(tmp_path):
         for _ in range(draw.randint(1, 30)):
             garbled[draw.randrange(len(whole))] = draw.randrange(256)
         (tmp_path / 'x.tar').write_bytes(garbled)
-        for _, fields in convert.read_samples(tmp_path / 'x.tar'):
+        for _, fields in tar_reader.read_samples(tmp_path / 'x.tar'):
             try:
-                convert.make_sample(fields)
+                tar_reader.make_sample(fields)
             except ValueError as reason:
                 assert str(reason)
 
@@ -290,12 +291,9 @@ def test_nothing_to_convert_is_one_line_and_leaves_nothing(tmp_path, capsys):
 
 def start(patch: str, decode: str, *argv) -> subprocess.Popen:
     """convert.main in a process of its own, with lines run before it and a body for decode_image."""
-    folder = Path(argv[1]).parent / 'modules'
-    folder.mkdir(exist_ok=True)
-    (folder / 'data.py').write_text('import os, signal, time\n'
-                                    "MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}\n"
-                                    f'def decode_image(data, image_size=None):\n{textwrap.indent(decode, "    ")}\n')
-    code = (f'import os, signal, sys\nsys.path[:0] = {[str(folder), str(REPOSITORY)]!r}\nimport convert\n{patch}\n'
+    code = (f'import os, signal, sys, time\nsys.path.insert(0, {str(REPOSITORY)!r})\nimport convert, inputs.tars\n'
+            f'def decode(data, image_size=None):\n{textwrap.indent(decode, "    ")}\n'
+            f'inputs.tars.decode_image = decode\n{patch}\n'
             f'sys.exit(convert.main({[str(arg) for arg in argv]!r}))')
     return subprocess.Popen([sys.executable, '-c', code], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                             start_new_session=True)

@@ -9,17 +9,12 @@ import torch.nn.functional as F
 from conftest import encoded, picture, write_shards
 from PIL import Image, ImageOps
 
-import data
-from data import (
-    StreamingLAIONDataset,
-    SyntheticImageCaptionDataset,
-    build_loader,
-    build_tokenizer,
-    collate,
-    decode_image,
-    normalize,
-    read_index,
-)
+from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader, collate, normalize
+from inputs.cache import cache_folder
+from inputs.captions import build_tokenizer
+from inputs.errors import DataError
+from inputs.images import decode_image
+from inputs.shards import read_index
 
 
 def with_orientation(orientation: int) -> bytes:
@@ -197,7 +192,7 @@ def test_an_epoch_ends_with_the_reason_when_both_background_threads_fail(shards,
     def read():
         try:
             list(StreamingLAIONDataset(shards, str(tmp_path / 'cache'), batch_size=4))
-        except data.DataError as error:
+        except DataError as error:
             failures.append(str(error))
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -206,7 +201,7 @@ def test_an_epoch_ends_with_the_reason_when_both_background_threads_fail(shards,
 
 
 def test_each_remote_has_a_cache_of_its_own():
-    assert data.cache_folder('s3://a/b') != data.cache_folder('s3://a/c')
+    assert cache_folder('s3://a/b') != cache_folder('s3://a/c')
 
 
 def test_the_index_tells_samples_and_columns(shards, tmp_path):

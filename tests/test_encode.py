@@ -15,7 +15,8 @@ from test_services import write_tar
 import benchmark
 import encode
 from benchmark import StableDiffusion
-from data import StreamingLAIONDataset, build_tokenizer, collate, normalize
+from data import StreamingLAIONDataset, collate, normalize
+from inputs.captions import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--max_bad_samples', '1']

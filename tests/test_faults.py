@@ -18,9 +18,11 @@ from streaming import MDSWriter
 
 import benchmark
 from benchmark import main
-from data import StreamingLAIONDataset, build_loader, build_tokenizer
+from data import StreamingLAIONDataset, build_loader
 from ema import EMA
-from safeguard import checkpoints, load_checkpoint
+from harness.checkpoints import checkpoints, load_checkpoint
+from harness.record import keep
+from inputs.captions import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -204,7 +206,7 @@ def test_out_of_memory_says_the_microbatch_and_what_to_try(results, capfd, monke
 
 def append_records(path: str, name: str):
     for index in range(20):
-        benchmark.finish({'name': name, 'index': index, 'text': name * 200_000}, '', path)
+        keep({'name': name, 'index': index, 'text': name * 200_000}, '', path)
 
 
 def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, capfd):

@@ -15,7 +15,9 @@ from hypothesis import example, given, settings, strategies
 import convert
 import report
 from benchmarks import fuzz
-from data import MAX_SCANS, build_tokenizer, collate, decode_image, resize
+from data import collate
+from inputs.captions import build_tokenizer
+from inputs.images import MAX_SCANS, decode_image, resize
 from tests.conftest import encoded, picture  # benchmarks/fuzz.py imports this file, too
 
 RECORD = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}

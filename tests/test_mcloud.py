@@ -146,7 +146,7 @@ def test_the_command_block_runs_as_it_stands_and_leaves_its_record(tmp_path):
 
 
 def test_the_second_example_and_the_rest_of_the_comments_hold_once_uncommented(tmp_path, caplog):
-    from benchmark import build_parser
+    from harness.options import benchmark_parser
     copy = edited(tmp_path, r'# (?=composer |--wandb|S3_ENDPOINT_URL|cluster:)', '')
     config, complaints = parse(copy, caplog)
     assert complaints == []
@@ -154,8 +154,8 @@ def test_the_second_example_and_the_rest_of_the_comments_hold_once_uncommented(t
     assert config.env_variables['S3_ENDPOINT_URL'] == 'https://s3.example.com'
     synthetic, streaming = [words for words in commands(config) if words[0] == 'composer']
     assert synthetic[:2] == streaming[:2] == ['composer', 'benchmark.py']
-    args = build_parser().parse_args(synthetic[2:])
+    args = benchmark_parser('').parse_args(synthetic[2:])
     assert args.use_synth_data and args.wandb_name == 'synthetic'
-    args = build_parser().parse_args(streaming[2:])
+    args = benchmark_parser('').parse_args(streaming[2:])
     assert args.remote == 's3://my-bucket/laion/mds' and args.use_ema and args.device_train_microbatch_size
     assert not args.use_synth_data

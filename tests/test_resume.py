@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_ranks import free_port
 
-from safeguard import checkpoints, load_checkpoint
+from harness.checkpoints import checkpoints, load_checkpoint
 
 RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
        '--max_duration', '12ba', '--autoresume']

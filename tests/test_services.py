@@ -22,7 +22,7 @@ import benchmark
 import convert
 import encode
 from benchmark import main
-from safeguard import checkpoints, load_checkpoint
+from harness.checkpoints import checkpoints, load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 

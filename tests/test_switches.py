@@ -3,8 +3,12 @@ import pytest
 import torch
 
 import benchmark
-from benchmark import StableDiffusion, apply_switches, build_parser, check
-from data import build_tokenizer, collate, decode_image, normalize
+from benchmark import StableDiffusion, apply_switches
+from data import collate, normalize
+from harness.options import benchmark_parser
+from harness.preflight import fill_in_training_defaults
+from inputs.captions import build_tokenizer
+from inputs.images import decode_image
 
 
 @pytest.fixture(scope='module')
@@ -14,8 +18,8 @@ def batch(samples) -> dict[str, torch.Tensor]:
 
 
 def loss_and_gradients(batch, argv: list[str]) -> tuple[float, dict[str, torch.Tensor]]:
-    args = build_parser().parse_args(['--use_synth_data', '--model_name', 'tiny', '--image_size', '64', *argv])
-    check(args)
+    args = benchmark_parser('').parse_args(['--use_synth_data', '--model_name', 'tiny', '--image_size', '64', *argv])
+    fill_in_training_defaults(args)
     torch.manual_seed(0)
     model = StableDiffusion('tiny', 64, encoder_precision=args.encoder_precision).train()
     apply_switches(model, args)
@@ -52,7 +56,7 @@ def test_a_switch_leaves_loss_and_gradients_as_they_are(batch, plain, argv, tole
 def test_the_fused_optimizer_takes_the_same_steps():
     weights = []
     for flag in ('--fused_optimizer', '--no-fused_optimizer'):
-        args = build_parser().parse_args([flag])
+        args = benchmark_parser('').parse_args([flag])
         torch.manual_seed(0)
         model = StableDiffusion('tiny', 64)
         optimizer = benchmark.build_optimizer(model, args)

@@ -1,0 +1,38 @@
+"""Why a run failed, in one line, with the remedy where it is known."""
+import errno
+import re
+import traceback
+
+import torch
+
+from harness.record import ResultsError
+from harness.safeguard import NonFiniteLoss
+from inputs.errors import DataError, one_line
+
+
+def reason(error: Exception, batch_flag: str) -> str:
+    """Why a run failed, in one line; where nobody foresaw it, the traceback is printed as well.
+
+    Args:
+        error: what it ended with.
+        batch_flag: the flag that decides how much memory is needed, with its value.
+    """
+    text = one_line(error)
+    if isinstance(error, (DataError, NonFiniteLoss, ResultsError)):
+        return text
+    if isinstance(error, torch.OutOfMemoryError) or re.search("out of memory|can't allocate memory", text):
+        return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '
+                '--gradient_checkpointing')
+    if disk_is_full(error):
+        return 'a disk is full: free some of it, or keep less with --save_num_checkpoints_to_keep'
+    traceback.print_exc()
+    return f'{type(error).__name__}: {text[:500]}'
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed, says so: torch raises another on top."""
+    while error is not None:
+        if getattr(error, 'errno', None) == errno.ENOSPC:
+            return True
+        error = error.__context__
+    return False

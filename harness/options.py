@@ -1,0 +1,168 @@
+"""The command lines of benchmark.py and encode.py: every flag, by subject. Nothing here needs torch."""
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from harness.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+
+GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'logging', 'cost')
+SD2_BASE = 'stabilityai/stable-diffusion-2-base'
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, once: on rank 0, unless another rank is alone in its error."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.groups = {name: self.add_argument_group(name) for name in GROUPS}
+
+    def error(self, message: str):
+        rank = int(os.environ.get('RANK', 0))
+        if rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how a launcher ends this rank when rank 0 has spoken
+            time.sleep(10)
+            message = f'rank {rank}: {message}'
+        print(f'{self.prog}: error: {message}', file=sys.stderr)
+        sys.exit(2)
+
+    def format_help(self) -> str:
+        """The help, without the groups that this command has no flag of."""
+        self._action_groups = [group for group in self._action_groups if group._group_actions]
+        return super().format_help()
+
+
+def number(kind: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
+    """An argparse type: an int or a float from `least` to `most`, which errors call `name`."""
+    def parse(text: str) -> int | float:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if least <= value <= most:
+                return value
+        raise argparse.ArgumentTypeError(f'{text} is not {name}')
+    return parse
+
+
+count = number(int, 1, sys.maxsize, 'a whole number above 0')
+whole_number = number(int, 0, sys.maxsize, 'a whole number')
+share = number(float, 0, 1, 'between 0 and 1')
+amount = number(float, 0, sys.float_info.max, 'an amount')
+
+
+def benchmark_parser(description: str) -> Parser:
+    """The command line of benchmark.py."""
+    parser = Parser('benchmark.py', description)
+    add_shared_flags(parser)
+    add_training_data_flags(parser.groups['data'])
+    add_training_speed_flags(parser.groups['speed'])
+    add_training_measurement_flags(parser.groups['measurement'])
+    add_training_flags(parser.groups['training and checkpoints'])
+    add_logging_flags(parser.groups['logging'])
+    add_cost_flags(parser.groups['cost'])
+    return parser
+
+
+def encode_parser(description: str) -> Parser:
+    """The command line of encode.py."""
+    parser = Parser('encode.py', description)
+    add_shared_flags(parser)
+    add = parser.groups['data'].add_argument
+    add('--out', help='new folder or object store for the latents (needed)')
+    add('--batch_size', type=count, default=32, help='images at once on each device (default: 32)')
+    return parser
+
+
+def add_shared_flags(parser: Parser) -> None:
+    """The flags that benchmark.py and encode.py have in common."""
+    add = parser.groups['data'].add_argument
+    add('--remote', help='MDS shards, a folder or an object store: images and captions as convert.py writes them, or '
+        'latents as encode.py does')
+    add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in place)')
+    add('--cache_limit', metavar='SIZE', help='most that this cache may hold, such as 500gb (default: no limit)')
+    add('--max_bad_samples', type=share, default=0.01, help='share of samples that may be bad before the run ends '
+        '(default: 0.01)')
+    add('--num_workers', type=whole_number, help='processes that decode, per device (default: up to 8 of its CPU '
+        'cores)')
+
+    add = parser.groups['model'].add_argument
+    add('--model_name', default=SD2_BASE, help='tiny, a diffusers folder or a hub name (default: '
+        f'{SD2_BASE}, whose architecture is built in)')
+    add('--pretrained', action='store_true', help='load the weights of the VAE and the text encoder from --model_name '
+        '(default: random weights, which train as fast)')
+    add('--image_size', type=count, default=512, help='height and width in pixels (default: 512)')
+
+    add = parser.groups['speed'].add_argument
+    add('--encoder_precision', choices=['bf16', 'fp16', 'fp32'], help='of the frozen encoders; in training fp32 leaves '
+        'them to --precision (default: the half precision of --precision)')
+    add('--channels_last', action=argparse.BooleanOptionalAction, help='memory format of the convolutions (default: on '
+        'where there is a GPU)')
+    add('--compile', action=argparse.BooleanOptionalAction, default=False, help='compile the UNet and the VAE encoder, '
+        'which takes minutes at the start (default: off)')
+
+    add = parser.groups['measurement'].add_argument
+    add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
+    add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
+
+    add = parser.groups['training and checkpoints'].add_argument
+    add('--seed', type=int, default=17, help='of weights, noise and shuffle (default: 17)')
+    add('--dist_timeout', type=count, default=300, help='seconds to wait for the other processes (default: 300)')
+
+
+def add_training_data_flags(group) -> None:
+    add = group.add_argument
+    add('--use_synth_data', action='store_true', help='train on random images that cost nothing to load')
+    add('--use_synth_latents', action='store_true', help='train on random latents, as if encode.py had made them')
+    add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
+    add('--tokenizer', help="folder or hub name (default: CLIP's own, from the package open_clip_torch)")
+
+
+def add_training_speed_flags(group) -> None:
+    add = group.add_argument
+    switch = argparse.BooleanOptionalAction
+    add('--device_train_microbatch_size', metavar='N', help="images that go through the model at once; must divide the "
+        "device's share of the batch (default: auto, Composer's search; on a CPU the whole share)")
+    add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet (default: amp_bf16 on a GPU that '
+        'has it, amp_fp16 on another GPU, fp32 on a CPU)')
+    add('--attention', choices=['sdpa', 'xformers'], default='sdpa', help="torch's attention, or that of the package "
+        'xformers (default: sdpa)')
+    add('--gradient_checkpointing', action=switch, default=False, help='less memory for about a third more arithmetic '
+        '(default: off)')
+    add('--fused_optimizer', action=switch, default=True, help='AdamW in one kernel (default: on)')
+
+
+def add_training_measurement_flags(group) -> None:
+    add = group.add_argument
+    add('--measure_batches', type=count, default=20, help='batches measured after the warm-up (default: 20)')
+    add('--loader_only', action='store_true', help='measure the loader alone, without a model')
+
+
+def add_training_flags(group) -> None:
+    add = group.add_argument
+    add('--max_duration', help='length of the run, such as 5000ba or 2ep (default: warm-up and measured batches)')
+    add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet, half-life 1000 batches')
+    add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss that is not finite, or skip '
+        'that step and count it (default: stop)')
+    add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
+    add('--save_interval', default='1ep', help='time between checkpoints, such as 1000ba (default: 1ep); one is also '
+        'saved at the end and on Ctrl-C or SIGTERM')
+    add('--save_num_checkpoints_to_keep', type=count, metavar='N', help='the newest that stay in a folder (default: '
+        'all); an object store keeps all')
+    add('--autoresume', action='store_true', help='go on from the newest checkpoint in --save_folder, if there is one')
+
+
+def add_logging_flags(group) -> None:
+    add = group.add_argument
+    add('--wandb_name', help='log to Weights & Biases under this name')
+    add('--wandb_project', help='log to this project of Weights & Biases')
+    add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder')
+
+
+def add_cost_flags(group) -> None:
+    add = group.add_argument
+    add('--training_images', type=count, default=TRAINING_IMAGES, help='images of the whole training, for its cost '
+        '(default: %(default)s)')
+    add('--dollars_per_gpu_hour', type=amount, default=DOLLARS_PER_GPU_HOUR, help='price in dollars, for the cost '
+        '(default: %(default)s)')

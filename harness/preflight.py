@@ -1,0 +1,160 @@
+"""Before anything is built: the defaults that depend on this machine, and the refusal of what cannot run."""
+import argparse
+import importlib.util
+import os
+import sys
+
+import torch
+from composer import Time
+from composer.core import TimeUnit
+from composer.utils import dist
+from streaming.base.util import bytes_to_int
+
+from harness.checkpoints import checkpoints, from_storage
+from harness.ranks import cores_per_rank
+
+HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
+MOST_WORKERS = 8
+
+
+def fill_in_training_defaults(args: argparse.Namespace) -> None:
+    """Fill in the flags of benchmark.py that were not given."""
+    device_batch = args.batch_size // dist.get_world_size()
+    if not args.device_train_microbatch_size:
+        args.device_train_microbatch_size = 'auto' if torch.cuda.is_available() else device_batch
+    elif args.device_train_microbatch_size.isdecimal():
+        args.device_train_microbatch_size = int(args.device_train_microbatch_size)
+    args.precision = args.precision or best_precision()
+    args.max_duration = args.max_duration or f'{args.warmup_batches + args.measure_batches}ba'
+    fill_in_shared_defaults(args, device_batch, args.precision)
+
+
+def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precision: str) -> None:
+    """Fill in the flags that encode.py has as well, for `device_batch` images at once on each device."""
+    args.encoder_precision = args.encoder_precision or HALF_PRECISION[precision]
+    if args.channels_last is None:
+        args.channels_last = torch.cuda.is_available()
+    if args.num_workers is None:
+        args.num_workers = 0
+        if args.remote:
+            args.num_workers = min(MOST_WORKERS, cores_per_rank(), workers_that_fit(device_batch, args.image_size))
+
+
+def best_precision() -> str:
+    """amp_bf16 on a GPU that has it, amp_fp16 on another, fp32 on a CPU."""
+    if not torch.cuda.is_available():
+        return 'fp32'
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return 'amp_bf16'
+    return 'amp_fp16'
+
+
+def workers_that_fit(device_batch: int, image_size: int) -> int:
+    """Workers of each rank whose batches shared memory can hold; where it is full they would die of a bus error."""
+    if not os.path.isdir('/dev/shm'):
+        return sys.maxsize
+    disk = os.statvfs('/dev/shm')
+    batch_bytes = max(1, device_batch) * 3 * image_size ** 2  # uint8, at most of this size
+    batches = disk.f_bavail * disk.f_frsize // (dist.get_local_world_size() * batch_bytes)
+    return max(0, (batches - 2) // 2)  # each worker prefetches 2, and 2 are in use
+
+
+def refuse_bad_training(args: argparse.Namespace) -> None:
+    """ValueError, with the flag, its value and the remedy, for flags of benchmark.py that cannot run."""
+    refuse_bad_source(args)
+    refuse_bad_batch(args)
+    if args.attention == 'xformers' and not (torch.cuda.is_available() and importlib.util.find_spec('xformers')):
+        raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
+    if args.precision != 'fp32' and not (torch.cuda.is_available() or args.loader_only):
+        raise ValueError(f'--precision {args.precision}: Composer trains in fp32 where there is no GPU; use fp32')
+    refuse_bad_shared_flags(args, args.batch_size // dist.get_world_size())
+    refuse_bad_duration(args)
+    refuse_bad_save_folder(args)
+
+
+def refuse_bad_source(args: argparse.Namespace) -> None:
+    """ValueError: the images come from nowhere, or from two places."""
+    given = [args.remote, args.use_synth_data, args.use_synth_latents]
+    if not any(given):
+        raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
+    if sum(map(bool, given)) > 1:
+        raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents, not both')
+
+
+def refuse_bad_batch(args: argparse.Namespace) -> None:
+    """ValueError: the batch does not divide over the devices, or a device's share into microbatches."""
+    world_size = dist.get_world_size()
+    if args.batch_size % world_size:
+        divisible = args.batch_size // world_size * world_size or world_size
+        raise ValueError(f'--batch_size {args.batch_size} does not divide over {world_size} devices; use {divisible}')
+    device_batch = args.batch_size // world_size
+    microbatch = args.device_train_microbatch_size
+    if microbatch == 'auto':
+        if not torch.cuda.is_available():
+            raise ValueError('--device_train_microbatch_size auto needs a GPU; give a number')
+    elif not isinstance(microbatch, int) or microbatch == 0 or device_batch % microbatch:
+        raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
+                         f'that each of {world_size} devices gets of --batch_size {args.batch_size}')
+
+
+def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None:
+    """ValueError for the flags that encode.py has as well."""
+    processes = dist.get_local_world_size()
+    if torch.cuda.is_available() and processes > torch.cuda.device_count():
+        raise ValueError(f'composer -n {processes} is more than the {torch.cuda.device_count()} GPUs of this machine')
+    if args.image_size % 8:
+        multiple = args.image_size // 8 * 8 or 8
+        raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {multiple}')
+    fitting = workers_that_fit(device_batch, args.image_size)
+    if args.num_workers > fitting:
+        raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its batches; '
+                         f'use at most {fitting}, or make it larger (docker run --shm-size)')
+    if args.cache_limit:
+        refuse_bad_cache_limit(args)
+    if dist.get_global_rank() == 0:
+        try:
+            open(args.results, 'a').close()  # said before the run, not after it
+        except OSError as error:
+            raise ValueError(f'--results {args.results} cannot be written: {error.strerror}; name another') from None
+
+
+def refuse_bad_cache_limit(args: argparse.Namespace) -> None:
+    """ValueError: --cache_limit is no size, or there is no cache that it could bound."""
+    if not args.remote or (os.path.isdir(args.remote) and not args.local):
+        raise ValueError(f'--cache_limit {args.cache_limit} has no cache to bound: --remote {args.remote} is read '
+                         'in place; give --local a folder, or leave the limit out')
+    try:
+        bytes_to_int(args.cache_limit)
+    except ValueError:
+        raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
+
+
+def refuse_bad_duration(args: argparse.Namespace) -> None:
+    """ValueError: a time is none, or the run would end within its warm-up."""
+    for flag in ('max_duration', 'save_interval'):
+        value = getattr(args, flag)
+        try:
+            Time.from_timestring(value)
+        except (ValueError, KeyError):
+            raise ValueError(f'--{flag} {value} is not a time such as 5000ba or 2ep') from None
+    duration = Time.from_timestring(args.max_duration)
+    if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
+        raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+
+
+def refuse_bad_save_folder(args: argparse.Namespace) -> None:
+    """ValueError: there is nothing to resume from, or a new run would write among the files of another."""
+    folder = args.save_folder
+    if args.autoresume:
+        if not folder:
+            raise ValueError('--autoresume needs the --save_folder of the run to resume')
+        return
+    if not folder or dist.get_global_rank() != 0:
+        return
+    if '://' in folder:
+        occupied = bool(from_storage(checkpoints, folder))
+    else:
+        occupied = os.path.isdir(folder) and bool(os.listdir(folder))
+    if occupied:
+        raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
+                         'there')

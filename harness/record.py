@@ -1,0 +1,164 @@
+"""The record of a run, one line of JSON: what explains its figures, how it is kept, and its summary for people."""
+import argparse
+import contextlib
+import datetime
+import fcntl
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from composer.utils import dist
+
+from harness.costs import days_to_train, gpu_hours
+
+PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
+LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
+TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
+                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration']
+
+
+class ResultsError(ValueError):
+    """The record could not be kept."""
+
+
+def training_settings(args: argparse.Namespace, latents: bool) -> dict:
+    """What explains the figures of benchmark.py: when, what, where, and every setting that bears on speed."""
+    stage = 'loader' if args.loader_only else 'train'
+    flags = LOADER_FLAGS if args.loader_only else TRAINING_FLAGS
+    return circumstances(stage, args, flags) | {
+        'dataset': 'streaming' if args.remote else 'synthetic',
+        'encoders': 'text_in_loop' if latents else 'in_loop',
+    }
+
+
+def circumstances(stage: str, args: argparse.Namespace, flags: list[str]) -> dict:
+    """The part of a record that a training shares with an encoding, and the values of `flags`."""
+    return {
+        'stage': stage,
+        'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        'command': redacted(shlex.join(sys.argv)),
+        'git_commit': git_commit(),
+        'device': torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name(),
+        'num_devices': dist.get_world_size(),
+        'num_nodes': dist.get_world_size() // dist.get_local_world_size(),
+        'model_name': args.model_name,
+        'image_size': args.image_size,
+        **{flag: getattr(args, flag) for flag in flags},
+        'versions': versions(),
+    }
+
+
+def redacted(command: str) -> str:
+    """A command without the passwords and signatures that URLs can carry."""
+    without_passwords = re.sub(r'://[^/@\s]+@', '://***@', command)
+    return re.sub(r"\?[^\s']*=[^\s']*", '?***', without_passwords)
+
+
+def git_commit() -> str | None:
+    """Commit of this program, marked where files differ from it; None outside a git checkout."""
+    command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
+    try:
+        return subprocess.run(command, check=True, cwd=Path(__file__).parent, capture_output=True,
+                              text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+@functools.cache
+def processor_name() -> str:
+    """The model name of the CPU, or its architecture where it has none. It takes a second to find out."""
+    import cpuinfo
+    return cpuinfo.get_cpu_info().get('brand_raw') or platform.machine()
+
+
+def versions() -> dict[str, str | None]:
+    """Python, CUDA and the libraries that bear on speed; None where one is not installed."""
+    found = {'python': platform.python_version(), 'cuda': torch.version.cuda}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def summary(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
+    """The record of a training for people; three significant digits or whole units."""
+    if not record['images_per_sec']:
+        return (f'no batch was measured: the run was {record["status"]} within --warmup_batches '
+                f'{record["warmup_batches"]}')
+    devices = record['num_devices']
+    drift = '-'
+    if record['drift'] is not None:
+        drift = f'{record["drift"]:+.1%} from the first to the last third'
+    share_of_peak = 'peak of this device not known'
+    if record['mfu']:
+        share_of_peak = f'{record["mfu"]:.1%} of the peak'
+    rows = {
+        'images/s': f'{record["images_per_sec"]:.4g} on {devices} x {record["device"]}, '
+                    f'{record["images_per_sec_per_device"]:.4g} each',
+        'batch': f'{record["batch_seconds_median"]:.3g} s median of {record["measured_batches"]}, 10th to 90th '
+                 f'percentile {record["batch_seconds_p10"]:.3g} to {record["batch_seconds_p90"]:.3g} s',
+        'drift': drift,
+        'wait for data': f'{record["data_wait_fraction"]:.1%} of the time',
+        'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
+        'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
+        'full training': cost_sentence(record['images_per_sec'], devices, num_images, dollars_per_gpu_hour),
+    }
+    return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
+
+
+def cost_sentence(images_per_sec: float, devices: int, num_images: int, dollars_per_gpu_hour: float) -> str:
+    """What training on `num_images` would take at this speed."""
+    days = days_to_train(images_per_sec, num_images)
+    hours = gpu_hours(images_per_sec, devices, num_images)
+    place = f'these {devices} GPUs' if devices > 1 else 'this GPU'
+    return (f'training on {num_images:,} images would take {days:,.1f} days on {place}, {hours:,.0f} GPU-hours, '
+            f'${hours * dollars_per_gpu_hour:,.0f}')
+
+
+def append(line: str, path: str) -> None:
+    """Add a line to a file, whole also when others do so at once. ResultsError: it could not be."""
+    try:
+        with open(path, 'a+b', buffering=0) as file:
+            with contextlib.suppress(OSError):  # some file systems have no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            last_byte = file.read(1)
+            content = line.encode() + b'\n'
+            if last_byte not in (b'', b'\n'):  # a full disk has cut the last line
+                content = b'\n' + content
+            file.write(content)
+    except OSError as error:
+        raise ResultsError(f'--results {path} could not be written: {error.strerror}; see the record above') from None
+
+
+def keep(record: dict, text: str, path: str, save_state: Callable[[], None] | None = None) -> dict:
+    """On rank 0: append the record to `path`, call `save_state`, then print `text` and, last, the record.
+
+    Each is done also where the one before it fails. ResultsError: the record could not be kept.
+    """
+    if dist.get_global_rank() != 0:
+        return record
+    line = json.dumps(record)
+    with contextlib.ExitStack() as last_first:  # what fails here does not stop what was put in before
+        last_first.callback(print_and_flush, text, line)
+        if save_state:
+            last_first.callback(save_state)
+        append(line, path)
+    return record
+
+
+def print_and_flush(*lines: str) -> None:
+    with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
+        print(*lines, sep='\n', flush=True)

@@ -1,0 +1,115 @@
+"""What lets a run of days survive: an exact resume, signals that lose nothing, a finite loss."""
+import signal
+
+import numpy as np
+import torch
+from composer import Callback
+from composer.utils import dist
+
+from inputs.streaming_patches import PatchedStreamingDataset
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGREE_SECONDS = 15  # after a signal, for the ranks to reach the end of a batch together
+
+
+class NonFiniteLoss(Exception):
+    """The loss of a batch is infinite or not a number."""
+
+
+class Safeguard(Callback):
+    """Makes each batch's noise depend on its number alone, stops what is not finite, and lets no signal cut an update.
+
+    Composer restores the random state in the middle of an epoch only where it spins the loader itself, so every batch
+    has a seed of its own, by run, batch and rank. From a step's gradients to the end of its batch weights, optimizer
+    and EMA change; a signal waits for that, so that at any other time the state is that of the last batch. Several
+    ranks agree on a last batch: one that left alone would leave the others waiting for it on their GPUs.
+
+    Args:
+        seed: of the run.
+        on_nan: 'stop' ends the run at a loss that is not finite, 'skip' leaves that step out.
+        flags: those that must be the same when the run resumes, with their values.
+    """
+
+    def __init__(self, seed: int, on_nan: str = 'stop', flags: dict | None = None):
+        self.seed = seed
+        self.on_nan = on_nan
+        self.flags = flags or {}
+        self.skipped_batches = 0
+        self.interrupted = False
+        self.first_batch = 0  # of this process: more than 0 where it resumed
+        self.updating = False  # between two consistent states
+        self._stop = False
+        self._handlers_before: dict = {}  # of SIGNALS
+
+    def fit_start(self, state, logger) -> None:
+        """Take the signals over, and let the data go on where the weights are."""
+        self._handlers_before = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+        self.first_batch = state.timestamp.batch.value
+        dataset = state.train_dataloader.dataset
+        if self.first_batch and isinstance(dataset, PatchedStreamingDataset):
+            dataset.resume_at(state.timestamp.epoch.value, state.timestamp.sample_in_epoch.value)
+
+    def batch_start(self, state, logger) -> None:
+        """Seed the batch's noise and timesteps."""
+        seeds = np.random.SeedSequence((self.seed, state.timestamp.batch.value, dist.get_global_rank()))
+        torch.manual_seed(int(seeds.generate_state(1)[0]))
+
+    def before_train_batch(self, state, logger) -> None:
+        self._loss = 0.0
+
+    def after_loss(self, state, logger) -> None:
+        self._loss = self._loss + state.loss.detach()
+
+    def after_train_batch(self, state, logger) -> None:
+        """Before the optimizer steps: agree with the other ranks on whether the loss is finite, and on going on."""
+        go_on = torch.tensor(not self.interrupted, device=self._loss.device)
+        agreed = torch.stack([torch.isfinite(self._loss), go_on]).int()
+        dist.all_reduce(agreed, 'MIN')  # the ranks' gradients are one: all step, or none
+        finite, go_on = agreed.tolist()
+        self._stop = not go_on
+        if not finite:
+            if self.on_nan == 'stop':
+                raise NonFiniteLoss(f'the loss of batch {state.timestamp.batch.value + 1} is not finite, at microbatch '
+                                    f'size {state.device_train_microbatch_size}; --on_nan skip leaves such steps out')
+            self.skipped_batches += 1
+            for optimizer in state.optimizers:
+                optimizer.zero_grad(set_to_none=True)  # without gradients the step changes nothing
+        self.updating = True
+
+    def batch_end(self, state, logger) -> None:
+        self.updating = False
+        if self._stop:
+            raise SystemExit
+
+    def state_dict(self) -> dict:
+        return {'flags': self.flags}
+
+    def load_state_dict(self, state: dict) -> None:
+        """ValueError: a flag of the run that is resumed had another value."""
+        for flag, value in state['flags'].items():
+            if self.flags.get(flag) != value:
+                raise ValueError(f'--{flag} was {value}, and is {self.flags.get(flag)} now')
+
+    def release_signals(self) -> None:
+        """Leave SIGNALS to whom they were left to before the run."""
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame) -> None:
+        """A signal's handler: ends a run of one rank at once, but for an update; several ranks agree on a batch."""
+        ignore_signals()  # a launcher sends another, and the record comes first
+        self.interrupted = True
+        if dist.get_world_size() > 1 and number != signal.SIGALRM:
+            signal.signal(signal.SIGALRM, self._interrupt)
+            signal.alarm(AGREE_SECONDS)
+            return
+        self._stop = True
+        if not self.updating:
+            raise SystemExit
+
+
+def ignore_signals() -> None:
+    """From here on, no signal ends this process: what follows is short, and must be whole."""
+    signal.alarm(0)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,1 @@
+"""What training reads: images, captions, shards and their cache, and each patch that Streaming needs."""

@@ -1,0 +1,125 @@
+"""Every place where Streaming 0.13.0 is made to do otherwise: what goes wrong without it, and the test that shows it.
+
+When Streaming mends one of these, its part here can be deleted. The tests are in tests/inputs/test_streaming_patches.py
+and tests/harness/test_checkpoints.py.
+"""
+import contextlib
+import fcntl
+import os
+import tempfile
+from time import sleep
+
+from composer.utils import dist
+from streaming import StreamingDataset
+from streaming.base.constant import TICK
+from streaming.base.dataset import _ShardState
+from streaming.base.util import clean_stale_shared_memory
+
+from inputs.errors import DataError, unreadable_shard
+
+
+class PatchedStreamingDataset(StreamingDataset):
+    """Streaming's dataset, whose failures end an epoch with their reason, and never in silence or in waiting."""
+
+    def __init__(self, **kwargs):
+        clean_shared_memory()
+        with starting_alone():
+            super().__init__(**kwargs)
+
+    def __iter__(self):
+        """Samples of this worker's part of an epoch. DataError: a background thread failed.
+
+        Without this: where a shard cannot be had, the epoch ends early and quietly, and a short run looks whole.
+        Test: test_faults_of_shards_are_told_apart[gone].
+        """
+        yield from super().__iter__()
+        if self._event.is_set():
+            raise DataError(self.failure)
+
+    def on_exception(self, future) -> None:
+        """Keep why a background thread failed, for `__iter__` to raise, and let the epoch end.
+
+        Without this: each failure is a traceback in the log; and where both threads fail at once, Streaming waits for
+        one of them for ever. Test: test_an_epoch_ends_with_the_reason_when_both_background_threads_fail.
+        """
+        error = future.exception()
+        if error:
+            self.failure = str(unreadable_shard(error))
+            self._event.set()
+            self._iterator.on_exit()  # for the thread that failed
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Fetch a shard; where that fails, let other workers fail as well.
+
+        Without this: they wait for that shard for ever. Test: test_a_lost_remote_ends_the_run.
+        """
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except Exception:
+            self._shard_states[shard_id] = _ShardState.LOCAL  # so that they look, and fail
+            self._cache_filelock.release(force=True)
+            raise
+
+    def _ready_thread(self, it) -> None:
+        """Wait until the samples that come next are there; what a small cache has dropped is fetched again.
+
+        Without this: with a small --cache_limit it waits for ever for a shard that was dropped before it was read.
+        Test: test_a_small_cache_serves_the_whole_dataset.
+        """
+        while not it.should_exit() and it.ready_index < it.total and not self._event.is_set():
+            if self.predownload is not None and it.ready_index - it.yield_index > self.predownload:
+                sleep(TICK)
+                continue
+            sample_id = it.sample_ids[it.ready_index]
+            if sample_id != -1:  # else it is padding
+                shard_id = self.spanner[sample_id][0]
+                if self._shard_states[shard_id] != _ShardState.LOCAL:
+                    self.prepare_shard(shard_id)
+            it.ready_index += 1
+        it.on_exit()
+
+    def resume_at(self, epoch: int, sample_in_epoch: int) -> None:
+        """Go on at a sample of an epoch, counted over all ranks, when iterated next.
+
+        Without this: a checkpoint at an epoch's end holds the epoch that is over, and a resume repeats its order.
+        Test: test_a_run_killed_again_and_again_equals_one_that_never_was[streamed-1ep-1].
+        """
+        state = self.state_dict(sample_in_epoch, from_beginning=True)
+        state['epoch'] = epoch
+        self.load_state_dict(state)
+
+
+def clean_shared_memory() -> None:
+    """Remove the shared memory that killed runs left, unless another run streams on this host now.
+
+    Without this: Streaming's own cleaning takes it from live runs too, which then fail.
+    Test: test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
+    """
+    path = os.path.join(tempfile.gettempdir(), f'streaming-{os.getuid()}.lock')
+    is_first = dist.get_local_rank() == 0
+    if is_first:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        if is_first:
+            # a POSIX lock ends with its process, and a worker that it forks has none
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        clean_stale_shared_memory()  # ends in a barrier of all ranks
+    except BlockingIOError:
+        dist.barrier()
+    if is_first:
+        fcntl.lockf(lock, fcntl.LOCK_SH)  # never closed: held for as long as this process lives
+
+
+@contextlib.contextmanager
+def starting_alone():
+    """One run after the other on a host, for as long as this lasts.
+
+    Without this: two runs that start at once give their shared memory the same names (`File exists`).
+    Test: test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left, in some of its runs.
+    """
+    if dist.get_local_rank() != 0:
+        yield
+        return
+    with open(os.path.join(tempfile.gettempdir(), f'streaming-{os.getuid()}.start'), 'a') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        yield

@@ -1,0 +1,110 @@
+"""Find a model by its name, and make its frozen parts: a folder of this package, a diffusers folder, or the hub's."""
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from models.hub import local_folder
+
+SD2_BASE = 'stabilityai/stable-diffusion-2-base'
+# These folders hold no weights: random ones train as fast.
+BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', 'tiny': Path(__file__).parent / 'tiny'}
+CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
+                'scheduler': 'scheduler_config.json'}
+VAE_WEIGHTS = 'vae/diffusion_pytorch_model.safetensors'
+WEIGHT_FILES = [VAE_WEIGHTS, 'text_encoder/model.safetensors']
+SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent
+DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The folder of a model in diffusers' layout, and what its configuration files say.
+
+    Attributes:
+        name: as the user gave it.
+        folder: with the folders unet, vae, text_encoder and scheduler.
+        configs: the content of each part's configuration file.
+        pretrained: whether the VAE and the text encoder take their weights from `folder`, or random ones.
+    """
+    name: str
+    folder: Path
+    configs: dict[str, dict]
+    pretrained: bool
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids the text encoder knows."""
+        return self.configs['text_encoder'].get('vocab_size', CLIPTextConfig().vocab_size)
+
+    @property
+    def scaling_factor(self) -> float:
+        """What a latent of the VAE is multiplied with."""
+        return self.configs['vae'].get('scaling_factor', SCALING_FACTOR)
+
+    def vae_sha256(self) -> str:
+        """A hash of the VAE's weights, 'random' where they are drawn."""
+        if not self.pretrained:
+            return 'random'
+        with open(self.folder / VAE_WEIGHTS, 'rb') as file:
+            return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def find_model(name: str, pretrained: bool = False) -> ModelFiles:
+    """The files of a model: built in, in the folder `name`, or downloaded once from the hub's repository `name`.
+
+    ValueError: there is no such model, or it lacks the weights that `pretrained` asks for.
+    """
+    if name in BUILT_IN and not pretrained:
+        folder = BUILT_IN[name]
+    elif name == 'tiny':
+        raise ValueError('--model_name tiny has no weights; leave out --pretrained, or name a diffusers folder')
+    else:
+        patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()]
+        if pretrained:
+            patterns += WEIGHT_FILES
+        folder = local_folder('--model_name', name, patterns)
+    configs = read_configs(name, folder)
+    if pretrained:
+        for file in WEIGHT_FILES:
+            if not (folder / file).is_file():
+                raise ValueError(f'--model_name {name} lacks {file}; leave out --pretrained for random weights')
+    return ModelFiles(name, folder, configs, pretrained)
+
+
+def read_configs(name: str, folder: Path) -> dict[str, dict]:
+    """The configuration of each part of the model in `folder`. ValueError: one is missing, or is none."""
+    try:
+        return {part: dict(json.loads((folder / part / file).read_text())) for part, file in CONFIG_FILES.items()}
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f'--model_name {name} is not a diffusers model ({error}); it needs the folders '
+                         'unet, vae, text_encoder and scheduler') from None
+
+
+def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
+    """The VAE, frozen, in eval mode, and held in `precision`, one of DTYPES."""
+    if files.pretrained:
+        vae = AutoencoderKL.from_pretrained(files.folder / 'vae', use_safetensors=True)
+    else:
+        vae = AutoencoderKL.from_config(files.configs['vae'])
+    return frozen(vae, precision)
+
+
+def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
+    """The CLIP text encoder, frozen, in eval mode, and held in `precision`, one of DTYPES."""
+    if files.pretrained:
+        text_encoder = CLIPTextModel.from_pretrained(files.folder / 'text_encoder', use_safetensors=True)
+    else:
+        text_encoder = CLIPTextModel(CLIPTextConfig(**files.configs['text_encoder']))
+    return frozen(text_encoder, precision)
+
+
+def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:
+    """The module itself, without gradients, in eval mode and in `precision`."""
+    module.requires_grad_(False).eval()
+    torch.nn.Module.to(module, DTYPES[precision])  # diffusers' own `to` warns of parts that stay in fp32
+    return module
