@@ -51,8 +51,7 @@ def main(argv=None):
         if args.csv:
             write_csv(args.csv, in_tables, tables + plans)
         if args.figure:
-            rows_in_print = pd.concat([table.rows for table in tables] or [in_tables])
-            draw(args.figure, rows_in_print, args.training_images, as_ladder=args.compare)
+            draw(args.figure, rows_of_tables(tables, in_tables), args.training_images, as_ladder=args.compare)
     except ValueError as error:
         parser.error(str(error))
     print(report_text(in_tables, tables + plans, remarks))
@@ -247,7 +246,7 @@ def report_text(records: pd.DataFrame, tables: list[Table], remarks: list[str]) 
     """The whole report as Markdown: what all records have in common, the tables, and the remarks."""
     blocks = []
     if len(records):
-        blocks.append(f'All records: {settings_in_common(records)}')
+        blocks.append(f'All records in the tables: {settings_in_common(records)}')
     packages = versions_in_all(records)
     for table in tables:
         if table.heading:
@@ -267,9 +266,14 @@ def settings_in_common(records: pd.DataFrame) -> str:
     return settings_as_flags(common, keys)
 
 
+def rows_of_tables(tables: list[Table], records: pd.DataFrame) -> pd.DataFrame:
+    """The rows of all tables, and at least the columns of the records where there is no table."""
+    return pd.concat([records.iloc[:0], *(table.rows for table in tables)])
+
+
 def write_csv(path: str, records: pd.DataFrame, tables: list[Table]) -> None:
     """Writes the rows of all tables, unrounded, with the columns that any of them fills."""
-    rows = pd.concat([records.iloc[:0], *(table.rows for table in tables)])
+    rows = rows_of_tables(tables, records)
     printed = {key for table in tables for key in table.columns}
     filled = [key for key in COLUMNS if key in printed and key in rows and rows[key].notna().any()]
     columns = ['device', *filled, 'extrapolated', *differing_settings(records)]

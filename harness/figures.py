@@ -8,15 +8,16 @@ import textwrap
 import pandas as pd
 
 from harness.records import SETTINGS
-from harness.tables import differing_settings, printed_figure, versions_in_all, without_packages
+from harness.tables import COLUMNS, differing_settings, printed_figure, versions_in_all, without_packages
 
-COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#7a8b2f', '#5f5f5f')  # one a setting; then they repeat
+COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b')  # one a setting
 MOST_BARS = 60
-INCHES_PER_BAR = 0.34
 WIDTH_INCHES = 10
 INCHES_PER_CHARACTER = 0.085  # of the labels, rather too much than too little
-LABEL_CHARACTERS = 36         # of a line of a setting's label
-FOOTER_CHARACTERS = 120
+LABEL_CHARACTERS = 36         # of a line of a bar's label
+FOOTER_CHARACTERS = 140
+LEGEND_CHARACTERS = 110
+TITLE_STYLE = {'size': 14, 'weight': 'bold'}
 
 TEMPLATES = {  # how the value of a setting reads in words; a setting that is not here is its value alone
     'image_size': '{} px', 'stage': 'stage {}', 'batch_size': 'batch {}',
@@ -62,19 +63,15 @@ def draw(path: str, rows: pd.DataFrame, training_images: int, as_ladder: bool) -
     if not (trainings['status'] == 'complete').any():
         raise ValueError('--figure: no complete record to draw; give records of training')
     figure = Figure(layout='constrained')
-    if not as_ladder and has_several_counts(trainings):
-        title = f'Days to train Stable Diffusion on {training_images:,} images'
-        footer = draw_scaling(figure, trainings)
+    if has_several_counts(trainings) and not as_ladder:
+        footer = draw_scaling(figure, trainings, training_images)
     else:
-        title = 'Images per second in training Stable Diffusion'
         footer = draw_ladder(figure, trainings, training_images)
     if len(trainings) < len(rows):
-        footer.append(f'Not drawn: {len(rows) - len(trainings)} of encoding.')
-    wrapped = [line for sentence in footer for line in textwrap.wrap(sentence, FOOTER_CHARACTERS)]
-    figure.suptitle(title, x=0.01, ha='left', fontsize=14, weight='bold')
-    figure.supxlabel(without_formulas('\n'.join(wrapped)), x=0.01, ha='left', fontsize=9, color='0.35')
-    height = figure.get_figheight() + 0.17 * len(wrapped)
-    figure.set_size_inches(WIDTH_INCHES, height)
+        footer.append(f'Not drawn: {len(rows) - len(trainings)} rows of encoding.')
+    lines = [line for sentence in footer for line in textwrap.wrap(sentence, FOOTER_CHARACTERS)]
+    figure.supxlabel(without_formulas('\n'.join(lines)), x=0.01, ha='left', fontsize=9, color='0.35')
+    figure.set_size_inches(WIDTH_INCHES, figure.get_figheight() + 0.16 * len(lines))
     try:
         figure.savefig(path, dpi=160)
     except OSError as error:
@@ -94,61 +91,62 @@ def draw_ladder(figure, rows: pd.DataFrame, training_images: int) -> list[str]:
     sentences = sentences_on(rows)
     if differing_settings(rows):
         sentences.append('The first bar names its settings, and each other one what differs from the first.')
-    if len(rows) > MOST_BARS:
-        sentences.append(f'Not drawn: the last {len(rows) - MOST_BARS} records.')
-        rows = rows.head(MOST_BARS)
     if len(rows) == 1:
         row = rows.iloc[0]
         sentences.append(f'At this speed {training_images:,} images take {printed_figure("days", row["days"])} days.')
+    if len(rows) > MOST_BARS:
+        sentences.append(f'Not drawn: the last {len(rows) - MOST_BARS} records.')
+        rows = rows.head(MOST_BARS)
 
-    labels = [wrapped_label(label) for label in labels_of_records(rows)]
+    labels = [textwrap.wrap(label, LABEL_CHARACTERS, max_lines=6, placeholder=' …') for label in labels_of_bars(rows)]
+    heights = [max(1, 0.5 * len(lines)) for lines in labels]  # of a bar and its label, in bars of one line
+    bottoms = pd.Series(heights).cumsum()
+    positions = list(bottoms - pd.Series(heights) / 2)
+    speeds = rows['images_per_sec'].fillna(0)
     texts = [text_of_bar(row, rows['measured'].sum()) for _, row in rows.iterrows()]
-    axes = figure.add_subplot(xlabel='images/s')
-    draw_bars(axes, list(range(len(rows))), rows['images_per_sec'].fillna(0), texts, bar_styles(rows, COLORS[0]))
-    axes.set_yticks(range(len(rows)), labels, fontsize=10)
-    axes.invert_yaxis()
 
-    most_label_characters = max(len(line) for label in labels for line in label.split('\n'))
-    width = WIDTH_INCHES - most_label_characters * INCHES_PER_CHARACTER - 0.5
-    make_room_for_texts(axes, rows['images_per_sec'].fillna(0), texts, width)
-    most_lines = max(label.count('\n') + 1 for label in labels)
-    figure.set_figheight(1.4 + len(rows) * (INCHES_PER_BAR + 0.14 * (most_lines - 1)))
+    figure.suptitle('Images per second in training Stable Diffusion', x=0.01, ha='left', **TITLE_STYLE)
+    axes = figure.add_subplot(xlabel='images/s')
+    draw_bars(axes, positions, speeds, texts, bar_styles(rows, [COLORS[0] for _ in positions]))
+    axes.set_yticks(positions, [without_formulas('\n'.join(lines)) for lines in labels], fontsize=10)
+    axes.set_ylim(bottoms.iloc[-1], 0)  # the first bar on top
+    most_characters = max(len(line) for lines in labels for line in lines)
+    make_room_for_texts(axes, speeds, texts, WIDTH_INCHES - most_characters * INCHES_PER_CHARACTER - 0.5)
+    figure.set_figheight(0.95 + 0.36 * sum(heights))
     return sentences
 
 
-def draw_scaling(figure, rows: pd.DataFrame) -> list[str]:
-    """Days on the left and efficiency on the right, a bar for each number of GPUs and setting, the GPUs from the top;
+def draw_scaling(figure, rows: pd.DataFrame, training_images: int) -> list[str]:
+    """Days on the left and efficiency on the right, a bar for each number of GPUs and setting, the fewest GPUs on top;
     returns the sentences below the picture."""
-    sentences = [*sentences_on(rows[rows['status'] == 'complete']),
+    complete = rows[rows['status'] == 'complete']
+    settings = complete.groupby(list(SETTINGS), sort=False).ngroup()  # the number of each row's setting
+    complete = complete.assign(setting=settings).sort_values(['num_devices', 'setting'])
+    drawn = complete[complete['setting'] < len(COLORS)].head(MOST_BARS)
+    sentences = [*sentences_on(drawn),
                  'Efficiency: images/s per GPU, over those of the same setting on the fewest GPUs measured.']
-    not_complete = rows.loc[rows['status'] != 'complete', 'status'].value_counts()
-    if len(not_complete):
-        runs = ', '.join(f'{count} {status}' for status, count in not_complete.items())
-        sentences.append(f'Not drawn, since not complete: {runs}.')
-    rows = rows[rows['status'] == 'complete']
-    settings = rows.groupby(list(SETTINGS), sort=False).ngroup()  # the number of each row's setting
-    rows = rows.assign(setting=settings).sort_values(['num_devices', 'setting'])
-    if len(rows) > MOST_BARS:
-        sentences.append(f'Not drawn: the {len(rows) - MOST_BARS} rows on the most GPUs.')
-        rows = rows.head(MOST_BARS)
+    if len(drawn) < len(complete):
+        sentences.append(f'Not drawn: {len(complete) - len(drawn)} rows of more than {len(COLORS)} settings or '
+                         f'{MOST_BARS} bars; --compare draws a bar for each record.')
+    if len(complete) < len(rows):
+        sentences.append(f'Not drawn: {len(rows) - len(complete)} runs that did not end.')
 
-    positions = positions_in_groups(rows['num_devices'])
-    colors = [COLORS[setting % len(COLORS)] for setting in rows['setting']]
-    days_axes, efficiency_axes = figure.subplots(1, 2, sharey=True)
-    panels = ((days_axes, 'days', rows['days']), (efficiency_axes, 'scaling_efficiency', rows['scaling_efficiency']))
-    for axes, key, values in panels:
-        texts = [printed_figure(key, value) or 'not measured' for value in values]
-        draw_bars(axes, positions, values.fillna(0), texts, bar_styles(rows, colors))
-        make_room_for_texts(axes, values.fillna(0), texts, (WIDTH_INCHES - 1.2) / 2)
-    days_axes.set_xlabel('days')
-    efficiency_axes.set_xlabel('scaling efficiency')
-    efficiency_axes.axvline(1, color='0.65', lw=0.8, zorder=0)
-    efficiency_axes.xaxis.set_major_formatter(lambda share, _: f'{share:.0%}')
-    centers = pd.Series(positions).groupby(list(rows['num_devices'])).mean()
-    days_axes.set_yticks(centers, [in_gpus(count) for count in centers.index])
-    days_axes.invert_yaxis()
-    add_legend(figure, rows, colors)
-    figure.set_figheight(1.6 + 0.24 * (max(positions) + 1))
+    positions = positions_in_groups(drawn['num_devices'])
+    styles = bar_styles(drawn, [COLORS[setting] for setting in drawn['setting']])
+    axes_of = dict(zip(('days', 'scaling_efficiency'), figure.subplots(1, 2, sharey=True), strict=True))
+    for key, axes in axes_of.items():
+        values = drawn[key].fillna(0)
+        texts = [printed_figure(key, value) or 'not measured' for value in drawn[key]]
+        draw_bars(axes, positions, values, texts, styles)
+        make_room_for_texts(axes, values, texts, (WIDTH_INCHES - 1.4) / 2)
+        axes.set_xlabel(COLUMNS[key][0])
+    axes_of['scaling_efficiency'].xaxis.set_major_formatter(lambda share, _: f'{share:.0%}')
+    centers = pd.Series(positions).groupby(list(drawn['num_devices'])).mean()
+    axes_of['days'].set_yticks(centers, [in_gpus(count) for count in centers.index])
+    axes_of['days'].invert_yaxis()
+    figure.get_layout_engine().set(wspace=0.06)  # or the last tick of one panel runs into the first of the other
+    legend_lines = add_title_and_legend(figure, f'Days to train Stable Diffusion on {training_images:,} images', drawn)
+    figure.set_figheight(1.2 + 0.24 * (positions[-1] + 1) + 0.2 * legend_lines)
     return sentences
 
 
@@ -159,13 +157,12 @@ def draw_bars(axes, positions: list[float], values: pd.Series, texts: list[str],
         axes.annotate(without_formulas(text), (value, position), (4, 0), textcoords='offset points', va='center',
                       fontsize=9)
     axes.tick_params(axis='y', length=0)
+    axes.xaxis.set_major_formatter('{x:,g}')
     axes.spines[['top', 'right']].set_visible(False)
 
 
-def bar_styles(rows: pd.DataFrame, colors: str | list[str]) -> list[dict]:
+def bar_styles(rows: pd.DataFrame, colors: list[str]) -> list[dict]:
     """Filled for what was measured, hollow for what was extrapolated, pale for a run that did not end."""
-    if isinstance(colors, str):
-        colors = [colors for _ in range(len(rows))]
     styles = []
     for color, measured, status in zip(colors, rows['measured'], rows['status'], strict=True):
         style = {'facecolor': color, 'edgecolor': color}
@@ -186,15 +183,18 @@ def make_room_for_texts(axes, values: pd.Series, texts: list[str], width: float)
     axes.set_xlim(0, max(ends))
 
 
-def add_legend(figure, rows: pd.DataFrame, colors: list[str]) -> None:
-    """The settings and their colors, below the title; nothing for a single setting."""
+def add_title_and_legend(figure, title: str, rows: pd.DataFrame) -> int:
+    """The title and, for several settings, their colors below it; returns how many lines these take."""
     from matplotlib.patches import Patch
-    firsts = rows.assign(color=colors).drop_duplicates('setting').sort_values('setting')
+    firsts = rows.drop_duplicates('setting').sort_values('setting')
     if len(firsts) == 1:
-        return
-    labels = [without_formulas(label) for label in labels_of_settings(firsts)]
-    handles = [Patch(color=color) for color in firsts['color']]
-    figure.legend(handles, labels, loc='outside upper left', frameon=False, fontsize=10)
+        figure.suptitle(title, x=0.01, ha='left', **TITLE_STYLE)
+        return 0
+    labels = [textwrap.fill(label, LEGEND_CHARACTERS) for label in labels_of_settings(firsts)]
+    handles = [Patch(color=COLORS[setting]) for setting in firsts['setting']]
+    figure.legend(handles, [without_formulas(label) for label in labels], loc='outside upper left', frameon=False,
+                  title=title, title_fontproperties=TITLE_STYLE, alignment='left', borderaxespad=0.3)
+    return sum(label.count('\n') + 1 for label in labels)
 
 
 def positions_in_groups(counts: pd.Series) -> list[float]:
@@ -228,6 +228,10 @@ def sentences_on(rows: pd.DataFrame) -> list[str]:
     if rows['num_devices'].nunique() == 1:
         common.append(in_gpus(first['num_devices']))
     sentences = [f'{", ".join(common)}.']
+    told_apart_by = settings_that_tell_apart(rows)
+    stated_by_some = [key for key in differing if key not in told_apart_by]
+    if stated_by_some:
+        sentences.append(f'Not named, since only some records state it: {", ".join(stated_by_some)}.')
     complete = rows['status'] == 'complete'
     if (complete & ~rows['measured']).any():
         sentences.append('Hollow bars are extrapolated, not measured.')
@@ -236,7 +240,7 @@ def sentences_on(rows: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def labels_of_records(rows: pd.DataFrame) -> list[str]:
+def labels_of_bars(rows: pd.DataFrame) -> list[str]:
     """The setting of each row in words, with its GPUs where they differ or nothing else does."""
     labels = labels_of_settings(rows)
     if rows['num_devices'].nunique() == 1 and any(labels):
@@ -247,17 +251,27 @@ def labels_of_records(rows: pd.DataFrame) -> list[str]:
 
 def labels_of_settings(rows: pd.DataFrame) -> list[str]:
     """In words, what the first row states of the settings that differ, and of each other row what differs from that."""
-    differing = differing_settings(rows)
     packages = versions_in_all(rows)
     rows = rows.assign(versions=rows['versions'].map(lambda text: without_packages(text, packages)))
+    keys = settings_that_tell_apart(rows)
     first = rows.iloc[0]
-    stated = [words_of_setting(key, first[key]) for key in differing if first[key]]
-    label_of_first = ', '.join(stated) or ', '.join(words_of_setting(key, '') for key in differing)
     labels = []
     for _, row in rows.iterrows():
-        changed = [words_of_setting(key, row[key]) for key in differing if row[key] != first[key]]
-        labels.append(', '.join(changed) or label_of_first)
+        changed = [words_of_setting(key, row[key]) for key in keys if row[key] != first[key]]
+        if not changed:  # the first row, or one of the same setting
+            changed = [words_of_setting(key, row[key]) for key in keys]
+        labels.append(', '.join(changed))
     return labels
+
+
+def settings_that_tell_apart(rows: pd.DataFrame) -> list[str]:
+    """The settings that rows state differently; and those that only some rows state, if it takes them to tell the rows
+    apart."""
+    differing = differing_settings(rows)
+    stated_differently = [key for key in differing if rows.loc[rows[key] != '', key].nunique() > 1]
+    if stated_differently and rows.groupby(stated_differently).ngroups == rows.groupby(differing).ngroups:
+        return stated_differently
+    return differing
 
 
 def words_of_setting(key: str, value: str) -> str:
@@ -273,12 +287,6 @@ def in_gpus(count: int) -> str:
     if count == 1:
         return '1 GPU'
     return f'{count} GPUs'
-
-
-def wrapped_label(label: str) -> str:
-    """A label in at most three lines."""
-    lines = textwrap.wrap(label, LABEL_CHARACTERS, max_lines=3, placeholder=' …')
-    return without_formulas('\n'.join(lines))
 
 
 def without_formulas(text: str) -> str:

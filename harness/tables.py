@@ -75,8 +75,10 @@ def differing_settings(rows: pd.DataFrame) -> list[str]:
 
 def versions_in_all(rows: pd.DataFrame) -> list[str]:
     """The packages that every row states in the same version, such as 'torch 2.7.0'."""
-    first, *others = [versions.split(', ') for versions in rows['versions'].unique()]
-    return [package for package in first if all(package in other for other in others)]
+    stated = [versions.split(', ') for versions in rows['versions'].unique()]
+    if not stated:
+        return []
+    return [package for package in stated[0] if all(package in packages for packages in stated)]
 
 
 def without_packages(versions: str, packages: list[str]) -> str:
