@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import report
-from harness import costs
+from harness import costs, figures, records, tables, throughput
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = str(ROOT / 'published.csv')
@@ -87,7 +87,7 @@ def test_every_line_of_a_table_is_as_long_as_the_others(capsys):
     ('days', 258.8548, '258.85'), ('images_per_sec', 0.05123, '0.0512'), ('cost_usd', 99400.24, '$99,400'),
     ('cost_usd', 1.234, '$1.23'), ('scaling_efficiency', 0.789, '78.9 %'), ('notes', 'a | b', r'a \| b')])
 def test_a_figure_keeps_its_decimals_or_three_significant_digits(key, value, expected):
-    assert report.cell(key, value) == expected
+    assert tables.printed_figure(key, value) == expected
 
 
 def test_64_and_128_gpus_are_predicted_from_8_16_and_32_within_1_5_percent(capsys, write):
@@ -110,7 +110,7 @@ def test_the_row_that_its_source_extrapolated_does_not_enter_the_fit(capsys):
 @pytest.mark.parametrize('seconds', [[16, 8, 4.5, 2.4], [16, 8, 4, 2], [16, 7, 3, 1], [2, 2.2, 2.1, 2.5]])
 def test_the_fit_is_the_best_with_a_and_b_not_negative(seconds):
     counts, seconds = np.array([8, 16, 32, 64]), np.array(seconds)
-    a, b = report.fit_step_seconds(list(counts), list(seconds))
+    a, b = throughput.fit_step_seconds(list(counts), list(seconds))
     assert a >= 0 and b >= 0
 
     def error(a, b):
@@ -143,7 +143,7 @@ def test_records_of_different_settings_are_separate_tables(capsys, write, key, o
     text = printed(capsys, write({key: one}, {key: other}))
     assert [len(table) for table in cells(text)] == [1, 1]
     headings = [line for line in text.splitlines() if line.startswith('### ')]
-    assert report.words(one) in headings[0] and report.words(other) in headings[1]
+    assert records.one_line_of_text(one) in headings[0] and records.one_line_of_text(other) in headings[1]
     assert len(cells(printed(capsys, write({key: one}, {key: one})))[0]) == 1
 
 
@@ -268,7 +268,7 @@ def test_the_figure_is_written(tmp_path, capsys, write, records):
 
 def test_the_same_records_give_the_same_report_from_jsonl_and_csv_with_a_byte_order_mark(tmp_path, capsys, write):
     rows = csv.DictReader(Path(PUBLISHED).open())
-    lines = write(*({key: report.cell_value(cell) for key, cell in row.items()} for row in rows))
+    lines = write(*({key: records.value_of_csv_cell(cell) for key, cell in row.items()} for row in rows))
     (tmp_path / 'bom.jsonl').write_bytes(b'\xef\xbb\xbf' + Path(lines).read_bytes())
     texts = {printed(capsys, path) for path in (PUBLISHED, lines, tmp_path / 'bom.jsonl')}
     assert len(texts) == 1
@@ -430,7 +430,170 @@ def test_encode_records_have_tables_of_their_own_for_the_data_set_and_enter_no_f
     assert 'no training' in refusal(capsys, write(ENCODE), '--extrapolate', 64)
 
 
+def test_an_encoding_says_that_it_counts_the_data_set_and_not_the_images_to_train_on(capsys, write):
+    path = write(ENCODE, LATENTS)
+    text = printed(capsys, path, '--training_images', 1000)
+    below_table = text.split('### ')[1]  # of the encoding, which comes first
+    assert cells(below_table)[0][0]['days'] == '8.39'
+    assert 'all 2,900,000,000 images of the data set once (--dataset_images)' in below_table
+    assert '--training_images does not change them' in below_table
+    assert 'all 2,900,000,000 images of the data set (--dataset_images) are encoded' in text.split('### Plan')[1]
+    assert '--training_images does not change them' in printed(capsys, path, '--compare')
+    assert '--dataset_images' not in printed(capsys, write(LATENTS))
+
+
+@pytest.mark.parametrize('other', [{'status': 'interrupted'}, {'extrapolated': True}])
+@pytest.mark.parametrize('more, column, ratios', [
+    ([], 'efficiency', ['100.0 %', '', '50.0 %']), (['--compare'], 'over first', ['', '1.00 x', '1.00 x'])])
+def test_ratios_are_among_complete_measured_runs(capsys, write, other, more, column, ratios):
+    table, = cells(printed(capsys, write(other | {'images_per_sec': 880.0}, {}, {'num_devices': 16}), *more))
+    assert [row[column] for row in table] == ratios
+    alone, = cells(printed(capsys, write(other), *more))
+    assert column not in alone[0] and alone[0]['images/s'] == '800.0'
+
+
+def test_what_all_records_have_in_common_is_said_once_and_headings_say_what_differs(capsys, write):
+    common = {'precision': 'amp_bf16', 'use_ema': True}
+    path = write(*(common | {'compile': value, 'versions': {'composer': '0.32.1', 'torch': torch}}
+                   for value, torch in ((False, '2.7.0'), (True, '2.11.0'))))
+    text = printed(capsys, path)
+    assert text.startswith('All records in the tables: H200, 512 px, stage train, precision amp_bf16, use_ema yes, '
+                           'versions composer 0.32.1\n')
+    assert [line for line in text.splitlines() if line.startswith('#')] == [
+        '### compile no, versions torch 2.7.0', '### compile yes, versions torch 2.11.0']
+    assert text.count('amp_bf16') == text.count('0.32.1') == 1
+    table, = cells(printed(capsys, path, '--compare'))
+    assert [row['versions'] for row in table] == ['torch 2.7.0', 'torch 2.11.0']
+
+
+def test_a_setting_that_some_records_do_not_state_is_named_in_their_heading(capsys, write):
+    text = printed(capsys, write({'use_ema': True}, {}))
+    assert '### use_ema yes\n' in text and '### not stated: use_ema\n' in text
+
+
+def test_a_quoted_cell_of_two_lines_counts_as_two_lines_of_the_file(tmp_path, capsys):
+    path = tmp_path / 'a.csv'
+    path.write_text('device,num_devices,image_size,images_per_sec\n"H\n200",8,512,5\n\nH200,8,512,x\n')
+    assert f'{path}:5: not a record: images_per_sec' in refusal(capsys, path)
+
+
+def drawn(capsys, monkeypatch, tmp_path, *argv):
+    """The figure that report.py saves."""
+    from matplotlib.figure import Figure
+    saved = []
+    save = Figure.savefig
+
+    def remember(figure, *args, **kwargs):
+        saved.append(figure)
+        save(figure, *args, **kwargs)
+    monkeypatch.setattr(Figure, 'savefig', remember)
+    printed(capsys, *argv, '--figure', tmp_path / 'figure.png')
+    figure, = saved
+    return figure
+
+
+def texts(axes):
+    return [text.get_text() for text in axes.texts]
+
+
+def labels(axes):
+    return [label.get_text().replace('\n', ' ') for label in axes.get_yticklabels()]
+
+
+SPEEDS = [{'compile': False, 'use_ema': True, 'device_train_microbatch_size': 8},
+          {'compile': True, 'use_ema': True, 'device_train_microbatch_size': 16, 'images_per_sec': 1000.0},
+          {'compile': False, 'use_ema': False, 'device_train_microbatch_size': 8, 'images_per_sec': 900.0},
+          {'compile': False, 'use_ema': True, 'device_train_microbatch_size': 32, 'images_per_sec': None,
+           'status': 'failed', 'error': 'out of memory'}]
+
+
+def test_the_ladder_is_a_bar_for_each_record_named_in_words_by_what_differs(capsys, monkeypatch, tmp_path, write):
+    axes, = drawn(capsys, monkeypatch, tmp_path, write(*SPEEDS), '--compare').axes
+    assert [bar.get_width() for bar in axes.patches] == [800, 1000, 900, 0] and axes.get_xlim()[0] == 0
+    assert labels(axes) == ['microbatch 8, EMA, not compiled', 'microbatch 16, compiled', 'no EMA', 'microbatch 32']
+    assert texts(axes) == ['800.0   1.00 x', '1,000.0   1.25 x', '900.0   1.12 x', 'failed: out of memory']
+    assert axes.yaxis_inverted()  # the first record is on top
+
+
+def test_settings_that_only_some_records_state_are_named_below_the_picture(capsys, monkeypatch, tmp_path, write):
+    path = write({'device': 'A100'}, {'precision': 'amp_bf16'})
+    figure = drawn(capsys, monkeypatch, tmp_path, path, '--compare')
+    assert labels(figure.axes[0]) == ['A100', 'H200']
+    assert 'only some records state it: precision' in figure.get_supxlabel()
+    axes, = drawn(capsys, monkeypatch, tmp_path, write({}, {'precision': 'amp_bf16'}), '--compare').axes
+    assert labels(axes) == ['precision not stated', 'amp_bf16']
+
+
+@pytest.mark.parametrize('more', [[], ['--compare']])
+def test_one_record_is_one_bar(capsys, monkeypatch, tmp_path, write, more):
+    figure = drawn(capsys, monkeypatch, tmp_path, write({}), *more)
+    assert [bar.get_width() for bar in figure.axes[0].patches] == [800] and labels(figure.axes[0]) == ['8 GPUs']
+    assert '2,867,200,000 images take 41.48 days' in figure.get_supxlabel()
+
+
+def test_several_gpu_counts_show_days_beside_efficiency(capsys, monkeypatch, tmp_path):
+    figure = drawn(capsys, monkeypatch, tmp_path, PUBLISHED)
+    days, efficiency = figure.axes
+    assert texts(days) == ['258.85', '130.65', '68.32', '36.38', '20.50', '12.82']
+    assert texts(efficiency) == ['100.0 %', '99.1 %', '94.7 %', '88.9 %', '78.9 %', 'not measured']
+    assert labels(days) == [f'{count} GPUs' for count in IMAGES_PER_SEC]
+    assert days.get_xlim()[0] == efficiency.get_xlim()[0] == 0
+    assert [bar.get_facecolor()[3] for bar in days.patches] == [1] * 5 + [0]  # the extrapolated one is hollow
+    assert 'Hollow bars are extrapolated' in figure.get_supxlabel()
+
+
+def test_the_figure_says_what_it_leaves_out(capsys, monkeypatch, tmp_path, write):
+    counts = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16)]
+    path = write(*counts, {'status': 'interrupted'}, ENCODE)
+    assert 'Not drawn: 1 runs that did not end.\nNot drawn: 1 rows of encoding.' in drawn(
+        capsys, monkeypatch, tmp_path, path).get_supxlabel()
+    many = write(*({'seed': seed} for seed in range(figures.MOST_BARS + 2)))
+    figure = drawn(capsys, monkeypatch, tmp_path, many, '--compare')
+    assert len(figure.axes[0].patches) == figures.MOST_BARS
+    assert 'Not drawn: the last 2 records.' in figure.get_supxlabel()
+    settings = [count | {'seed': 0, 'num_workers': n} for n in range(1, len(figures.COLORS) + 2) for count in counts]
+    assert 'Not drawn: 2 rows of more than 8 settings' in drawn(
+        capsys, monkeypatch, tmp_path, write(*settings)).get_supxlabel()
+
+
+def boxes_of_texts(figure):
+    """The boxes of everything written in a figure, and of its axes, in pixels."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    written = [*figure.texts, *(text for legend in figure.legends for text in (legend.get_title(), *legend.texts))]
+    for axes in figure.axes:
+        written += [axes.xaxis.label, *axes.texts]
+        written += [label for label in axes.get_yticklabels() if label.get_visible()]
+        written += [label for label in axes.get_xticklabels() if axes.get_xlim()[0] <= label.get_position()[0]
+                    <= axes.get_xlim()[1]]
+    return [text.get_window_extent(renderer) for text in written if text.get_text() and text.get_visible()]
+
+
+LONG = {'model_name': 'an/architecture-with-a-long-name', 'precision': 'amp_bf16', 'encoder_precision': 'bf16',
+        'attention': 'xformers', 'dataset': 'streaming', 'channels_last': True, 'fused_optimizer': True}
+SHORT = {'model_name': 'short', 'precision': 'fp32', 'encoder_precision': 'fp32', 'attention': 'sdpa',
+         'dataset': 'synthetic', 'channels_last': False, 'fused_optimizer': False}
+
+
+@pytest.mark.parametrize('changes, more', [
+    (SPEEDS, ['--compare']), ([{}], []), ([{}, {'compile': True, 'images_per_sec': 856.0}], []),
+    ([SHORT, LONG, *SPEEDS], ['--compare']),
+    ([how | {'num_devices': n, 'images_per_sec': speed * factor} for n, speed in IMAGES_PER_SEC.items()
+      for how, factor in ((SHORT, 1), (LONG, 1.07))], ['--extrapolate', 512, 1024])])
+def test_no_text_of_a_figure_runs_into_another_or_out_of_it(capsys, monkeypatch, tmp_path, write, changes, more):
+    figure = drawn(capsys, monkeypatch, tmp_path, write(*changes), *more)
+    boxes = boxes_of_texts(figure)
+    for index, box in enumerate(boxes):
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        assert not any(box.overlaps(other) for other in boxes[index + 1:])
+    for axes in figure.axes:
+        for text in axes.texts:
+            assert text.get_window_extent().x1 <= axes.bbox.x1
+
+
 def test_neither_torch_nor_matplotlib_is_imported_for_a_table():
     code = ('import report, sys; report.main(sys.argv[1:]); '
-            'assert not {"torch", "matplotlib", "numpy"} & {*sys.modules}')
+            'assert not {"torch", "matplotlib"} & {*sys.modules}')
     subprocess.run([sys.executable, '-c', code, PUBLISHED], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -1,0 +1,155 @@
+"""Throughput records: lines of JSON or rows of CSV, read, checked and made one table. It knows nothing of costs."""
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+
+# Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
+# More devices leave each a smaller share of a fixed batch: to be one table, all runs need a microbatch that fits them.
+SETTINGS = ('device', 'image_size', 'stage', 'model_name', 'batch_size', 'device_train_microbatch_size', 'precision',
+            'use_ema', 'encoders', 'encoder_precision', 'dataset', 'num_workers', 'channels_last', 'compile',
+            'attention', 'gradient_checkpointing', 'fused_optimizer', 'versions')
+WHOLE_NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size')
+MEASUREMENTS = ('images_per_sec', 'loader_images_per_sec', 'bytes_per_image')
+DEFAULTS = {'stage': 'train', 'status': 'complete', 'extrapolated': False}
+MOST_NOTE_CHARACTERS = 70
+
+
+def read_records(path: str) -> pd.DataFrame:
+    """The records of a file of JSON lines, or of a CSV file (*.csv), a row each.
+
+    The settings are text, '' where a record does not state one. `num_devices` is an integer; the measurements are
+    floats, NaN where there is none. `notes` says why a record is not `measured`, which means complete and not
+    extrapolated. Raises ValueError, which names file and line, for anything that cannot be calculated with.
+    """
+    try:
+        lines = Path(path).read_text(encoding='utf-8-sig', errors='replace').split('\n')
+    except OSError as error:
+        raise ValueError(f'{path}: {error.strerror}; give files of JSON lines or CSV') from None
+    if path.lower().endswith('.csv'):
+        numbered_records = csv_records(path, lines)
+    else:
+        numbered_records = json_records(path, lines)
+    records = []
+    for number, record in numbered_records:
+        try:
+            records.append(checked_record(record))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f'{path}:{number}: not a record: {error}') from None
+    if not records:
+        raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
+    dtypes = dict.fromkeys(MEASUREMENTS, float) | {'num_devices': 'int64', 'measured': bool}
+    return pd.DataFrame(records).astype(dtypes)
+
+
+def json_records(path: str, lines: list[str]) -> Iterator[tuple[int, object]]:
+    """The number and the value of each line that is not blank."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f'{path}:{number}: not a record: {error}') from None
+        yield number, record
+
+
+def csv_records(path: str, lines: list[str]) -> Iterator[tuple[int, dict]]:
+    """The number of its last line and the values of each row below the heading."""
+    reader = csv.DictReader(lines)
+    try:
+        for row in reader:
+            yield reader.line_num, {key: value_of_csv_cell(cell) for key, cell in row.items()}
+    except csv.Error as error:
+        raise ValueError(f'{path}:{reader.line_num}: not a record: {error}') from None
+
+
+def value_of_csv_cell(cell):
+    """A number as a float, yes and no (or true and false) as a bool, and anything else as it is."""
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        truths = {'true': True, 'yes': True, 'false': False, 'no': False}
+        return truths.get(str(cell).lower(), cell)
+
+
+def checked_record(record) -> dict:
+    """The columns of `read_records` for one record; ValueError if it cannot be calculated with."""
+    if not isinstance(record, dict) or None in record:
+        raise ValueError('not one JSON object, or more cells than columns')
+    record = DEFAULTS | stated_values(record)
+    for key in ('stage', 'status'):
+        record[key] = one_line_of_text(record[key])
+    require_keys(record)
+    require_positive_numbers(record)
+    checked = {key: one_line_of_text(record.get(key, '')) for key in (*SETTINGS, 'status', 'extrapolated')}
+    checked['num_devices'] = record['num_devices']
+    for key in MEASUREMENTS:
+        checked[key] = record.get(key)
+    checked['notes'] = why_not_measured(record)
+    checked['measured'] = record['status'] == 'complete' and not record['extrapolated']
+    return checked
+
+
+def stated_values(record: dict) -> dict:
+    """The record without what is not stated; a whole number that was written as a float becomes an integer."""
+    stated = {}
+    for key, value in record.items():
+        if value in (None, '', 'auto'):
+            continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        stated[key] = value
+    return stated
+
+
+def require_keys(record: dict) -> None:
+    """Raises ValueError if a key is missing that no figure can be worked out without."""
+    needed = ['device', 'num_devices', 'image_size']
+    if record['status'] == 'complete' and record['stage'] == 'loader':
+        needed.append('loader_images_per_sec')
+    elif record['status'] == 'complete':
+        needed.append('images_per_sec')
+    missing = [key for key in needed if key not in record]
+    if missing:
+        raise ValueError(f'no {", ".join(missing)}; a record needs {", ".join(needed)}')
+
+
+def require_positive_numbers(record: dict) -> None:
+    """Raises ValueError for a number that is not positive and finite, or not whole where it counts something."""
+    for key in (*WHOLE_NUMBERS, *MEASUREMENTS):
+        if key not in record:
+            continue
+        value = record[key]
+        expected = 'a positive number'
+        kinds = (int, float)
+        if key in WHOLE_NUMBERS:
+            expected = 'a positive whole number'
+            kinds = (int,)
+        if type(value) not in kinds or not 1e-15 < value < 1e15:  # a bool is no number
+            raise ValueError(f'{key} {repr(value)[:80]} is not {expected}')
+
+
+def why_not_measured(record: dict) -> str:
+    """The status and error of a run that is not complete, or that the figure is extrapolated; '' for a measured one."""
+    if record['status'] != 'complete':
+        reason = one_line_of_text(f'{record["status"]}: {record.get("error", "")}')
+        return reason[:MOST_NOTE_CHARACTERS].rstrip(': ')
+    if record['extrapolated']:
+        return 'extrapolated by its source'
+    return ''
+
+
+def one_line_of_text(value) -> str:
+    """A value as one line that holds no commands to the terminal: what is not printable becomes U+FFFD."""
+    if value is True:
+        return 'yes'
+    if value is False:
+        return 'no'
+    if isinstance(value, dict):
+        value = ', '.join(f'{name} {value[name]}' for name in sorted(value))
+    line = ' '.join(str(value).split())
+    return ''.join(character if character.isprintable() else '\ufffd' for character in line)
