@@ -19,12 +19,12 @@ from functools import partial
 import pandas as pd
 
 from harness.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Assumptions
-from harness.figures import draw
-from harness.plans import Phase, plan_rows
-from harness.records import SETTINGS, read_records
-from harness.tables import (COLUMNS, Table, differing_settings, markdown, settings_as_flags, versions_in_all,
+from reporting.figures import draw
+from reporting.plans import Phase, plan_rows
+from reporting.records import SETTINGS, read_records
+from reporting.tables import (COLUMNS, Table, differing_settings, markdown, settings_as_flags, versions_in_all,
                             without_packages)
-from harness.throughput import GPUS_PER_NODE, extrapolated_rows, rows_of_setting, with_figures
+from reporting.throughput import GPUS_PER_NODE, extrapolated_rows, rows_of_setting, with_figures
 
 SHARD_BYTES = 2**26  # Streaming's default
 

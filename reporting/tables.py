@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from harness.records import SETTINGS, one_line_of_text
+from reporting.records import SETTINGS, one_line_of_text
 
 COLUMNS = {  # key: heading, template and decimals in print
     'num_devices': ('GPUs', '{}', 0),

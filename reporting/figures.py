@@ -7,8 +7,8 @@ import textwrap
 
 import pandas as pd
 
-from harness.records import SETTINGS
-from harness.tables import COLUMNS, differing_settings, printed_figure, versions_in_all, without_packages
+from reporting.records import SETTINGS
+from reporting.tables import COLUMNS, differing_settings, printed_figure, versions_in_all, without_packages
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b')  # one a setting
 MOST_BARS = 60

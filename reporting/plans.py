@@ -6,9 +6,9 @@ from typing import NamedTuple
 import pandas as pd
 
 from harness.costs import DAYS_PER_MONTH, Assumptions, days_to_train
-from harness.records import SETTINGS
-from harness.tables import printed_figure
-from harness.throughput import with_costs
+from reporting.records import SETTINGS
+from reporting.tables import printed_figure
+from reporting.throughput import with_costs
 
 # A plan joins sizes, and each size may have a microbatch of its own; encoders tell the plans of one setting apart.
 DIFFER_WITHIN_A_PLAN = ('stage', 'image_size', 'device_train_microbatch_size', 'encoders')
