@@ -8,8 +8,8 @@
 
 A record is a line of JSON as benchmark.py or encode.py writes it, or a row of a CSV file with the same keys as columns.
 A figure is rounded once, when printed: to the decimals of the published table, or to three significant digits where
-these are more. Ratios are taken among complete, measured runs alone. --csv holds the rows of all tables unrounded:
-`plan` is the stage of a plan, `inf` stands for never.
+these are more. Ratios are those of complete runs, to the first measured one. --csv holds the rows of all tables
+unrounded: `plan` is the stage of a plan, `inf` stands for never.
 """
 
 import argparse

@@ -98,7 +98,7 @@ def draw_ladder(figure, rows: pd.DataFrame, training_images: int) -> list[str]:
         sentences.append(f'Not drawn: the last {len(rows) - MOST_BARS} records.')
         rows = rows.head(MOST_BARS)
 
-    labels = [textwrap.wrap(label, LABEL_CHARACTERS, max_lines=6, placeholder=' …') for label in labels_of_bars(rows)]
+    labels = [lines_of_label(label, LABEL_CHARACTERS) for label in labels_of_bars(rows)]
     heights = [max(1, 0.5 * len(lines)) for lines in labels]  # of a bar and its label, in bars of one line
     bottoms = pd.Series(heights).cumsum()
     positions = list(bottoms - pd.Series(heights) / 2)
@@ -190,7 +190,7 @@ def add_title_and_legend(figure, title: str, rows: pd.DataFrame) -> int:
     if len(firsts) == 1:
         figure.suptitle(title, x=0.01, ha='left', **TITLE_STYLE)
         return 0
-    labels = [textwrap.fill(label, LEGEND_CHARACTERS) for label in labels_of_settings(firsts)]
+    labels = ['\n'.join(lines_of_label(label, LEGEND_CHARACTERS)) for label in labels_of_settings(firsts)]
     handles = [Patch(color=COLORS[setting]) for setting in firsts['setting']]
     figure.legend(handles, [without_formulas(label) for label in labels], loc='outside upper left', frameon=False,
                   title=title, title_fontproperties=TITLE_STYLE, alignment='left', borderaxespad=0.3)
@@ -262,6 +262,13 @@ def labels_of_settings(rows: pd.DataFrame) -> list[str]:
             changed = [words_of_setting(key, row[key]) for key in keys]
         labels.append(', '.join(changed))
     return labels
+
+
+def lines_of_label(label: str, width: int) -> list[str]:
+    """At most eight lines of `width` characters, broken between two settings and not within one."""
+    unbroken = label.replace(' ', '\u00a0').replace(',\u00a0', ', ')
+    lines = textwrap.wrap(unbroken, width, max_lines=8, placeholder=' …', break_on_hyphens=False)
+    return [line.replace('\u00a0', ' ') for line in lines]
 
 
 def settings_that_tell_apart(rows: pd.DataFrame) -> list[str]:

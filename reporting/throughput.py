@@ -35,18 +35,18 @@ def with_costs(rows: pd.DataFrame, days: pd.Series, dollars_per_gpu_hour: float)
 def with_figures(rows: pd.DataFrame, given: Assumptions) -> pd.DataFrame:
     """The rows of one stage with all that follows from their throughput; NaN where a row has none.
 
-    Ratios are taken among measured rows alone, to the first of them: a run that was interrupted, or a figure that was
-    extrapolated, is no measurement to compare with.
+    Ratios are to the first measured row, of complete runs alone: one that was interrupted shows another speed.
     """
     speed = rows['images_per_sec']
     per_device = speed / rows['num_devices']
+    complete = rows['status'] == 'complete'
     num_images = given.training_images
     if rows['stage'].iloc[0] == 'encode':
         num_images = given.dataset_images
     rows = with_costs(rows, days_to_train(speed, num_images), given.dollars_per_gpu_hour).assign(
         images_per_sec_per_device=per_device,
-        scaling_efficiency=over_first_measured(per_device, rows['measured']),
-        speed_over_first=over_first_measured(speed, rows['measured']),
+        scaling_efficiency=over_first_measured(per_device, rows['measured'], complete),
+        speed_over_first=over_first_measured(speed, rows['measured'], complete),
         latents_tb=(given.dataset_images * rows['bytes_per_image'] / 1e12).where(speed.notna()))
     if given.image_bytes:
         nodes = np.ceil(rows['num_devices'] / GPUS_PER_NODE)
@@ -56,12 +56,11 @@ def with_figures(rows: pd.DataFrame, given: Assumptions) -> pd.DataFrame:
     return rows
 
 
-def over_first_measured(values: pd.Series, measured: pd.Series) -> pd.Series:
-    """Each measured value divided by the first measured one; NaN for the others."""
-    values = values.where(measured)
-    if measured.any():
-        return values / values[measured].iloc[0]
-    return values
+def over_first_measured(values: pd.Series, measured: pd.Series, complete: pd.Series) -> pd.Series:
+    """The values of complete runs divided by the first measured one; NaN for the others, or where none was measured."""
+    if not measured.any():
+        return values.where(measured)
+    return values.where(complete) / values[measured].iloc[0]
 
 
 def fit_step_seconds(counts: list[int], seconds: list[float]) -> tuple[float, float]:
