@@ -144,6 +144,7 @@ class Run:
     model: StableDiffusion
     data: DataSpec
     trainer: Trainer
+    flops_per_image: int  # counted before the clock runs
     measurement: Measurement
     safeguard: Safeguard
 
@@ -235,13 +236,14 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
         print(file=sys.stderr)  # off the progress bar's line
         raise ValueError(f'--save_folder {args.save_folder}: {load_path} does not fit this run '
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
-    return Run(args, model, data, trainer, measurement, safeguard)
+    flops_per_image = sum(model.flops_per_image.values())
+    return Run(args, model, data, trainer, flops_per_image, measurement, safeguard)
 
 
 def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, measurement: Measurement,
                   safeguard: Safeguard, load_path: str | None = None) -> Trainer:
     """Composer's Trainer, at its start or at the checkpoint `load_path`."""
-    window = min(10, args.measure_batches)
+    window = min(10, args.measure_batches or 10)
     peak_flops = (peak_tflops(args.precision) or 0) * 1e12
     in_store = '://' in str(args.save_folder)
     latest_filename = 'latest-rank{rank}.pt'
@@ -281,7 +283,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
 def measure_loader(args: argparse.Namespace, data: DataSpec) -> dict:
     """The record of --loader_only, which is also kept and printed."""
     record = training_settings(args, data.dataloader.dataset.latents) | {'status': 'complete'}
-    record |= loader_figures(data, args.warmup_batches, args.measure_batches, args.num_workers)
+    record |= loader_figures(data, args.warmup_batches, args.measure_batches)
     return keep(record, f'loader {record["loader_images_per_sec"]:.4g} images/s', args.results)
 
 
@@ -310,10 +312,10 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
     run.args.device_train_microbatch_size = run.trainer.state.device_train_microbatch_size  # what auto found
     record = training_settings(run.args, run.model.vae is None) | outcome
     bad_samples = run.data.batch_transforms.found
-    record |= figures(run.measurement, all_ranks=outcome['status'] == 'complete', bad_samples=bad_samples)
+    record |= figures(run.measurement.window, all_ranks=outcome['status'] == 'complete', bad_samples=bad_samples)
+    record['turnover_batches'] = run.measurement.turnover_batches
     if record['images_per_sec']:
-        flops_per_image = sum(run.model.flops_per_image.values())
-        record |= utilization(record['images_per_sec_per_device'], flops_per_image, run.args.precision)
+        record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision)
     record |= {'first_batch': run.safeguard.first_batch, 'skipped_batches': run.safeguard.skipped_batches}
     return record
 

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from composer.core import DataSpec
 from composer.utils import dist
-from streaming import StreamingDataLoader
 from tokenizers import Tokenizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from inputs.cache import cache_folder, claim_cache
 from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY
@@ -23,6 +22,7 @@ from inputs.errors import DataError, one_line, unreadable_shard
 from inputs.images import decode_image, stack_images
 from inputs.shards import LATENTS, fault_of_shard
 from inputs.streaming_patches import PatchedStreamingDataset
+from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 
 MOST_STAND_INS = 1000  # samples that may be bad in a row
 LONGEST_CAPTION = 10_000  # characters: 77 tokens are over long before, and a megabyte would take a second and 200 MB
@@ -221,10 +221,12 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     """
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
-        loader = DataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dict)
+        loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dict)
     else:
-        loader = StreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
-                                     collate_fn=partial(collate, tokenizer=tokenizer, image_size=dataset.image_size),
-                                     pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
+        make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
+        loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
+                                          collate_fn=CountedCollate(make_batch, num_workers),
+                                          prefetch_factor=BATCHES_PER_WORKER if num_workers else None,
+                                          pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))

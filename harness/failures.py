@@ -6,7 +6,7 @@ import traceback
 import torch
 
 from harness.record import ResultsError
-from harness.safeguard import NonFiniteLoss
+from harness.safeguard import NonFiniteStep
 from inputs.errors import DataError, one_line
 
 
@@ -18,7 +18,7 @@ def reason(error: Exception, batch_flag: str) -> str:
         batch_flag: the flag that decides how much memory is needed, with its value.
     """
     text = one_line(error)
-    if isinstance(error, (DataError, NonFiniteLoss, ResultsError)):
+    if isinstance(error, (DataError, NonFiniteStep, ResultsError)):
         return text
     if isinstance(error, torch.OutOfMemoryError) or re.search("out of memory|can't allocate memory", text):
         return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '

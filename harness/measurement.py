@@ -3,85 +3,158 @@ import itertools
 import math
 import resource
 import time
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from composer import Callback
-from composer.core import DataSpec
+from composer.core import DataSpec, State, TimeUnit
 from composer.utils import dist
 
 GIB = 2 ** 30
+QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
+
+
+@dataclass
+class Window:
+    """What one rank measured: for each batch of the window a number in each list, and counts over it.
+
+    Attributes:
+        batch_seconds: from the end of the batch before to the end of this one.
+        wait_seconds: of these, what was spent waiting for the loader.
+        aside_seconds: of these, what was spent on checkpoints, which is no part of a batch.
+        samples: of all ranks.
+        drained_batches: that were taken from the loader's queue and not made again: it was fuller at the start.
+        loss: of the last batch whose loss is finite.
+    """
+    batch_seconds: list[float] = field(default_factory=list)
+    wait_seconds: list[float] = field(default_factory=list)
+    aside_seconds: list[float] = field(default_factory=list)
+    samples: int = 0
+    drained_batches: int = 0
+    loss: float | None = None
 
 
 class Measurement(Callback):
-    """Wall clock of up to `measure_batches` after the warm-up, and of the wait for their data, on this rank.
+    """The clock of a run, on this rank: a warm-up, batches until the loader's queue has turned over, and a window.
 
     Composer reads the loss on the CPU before BATCH_END, so that the device has finished the batch by then. The warm-up
-    counts from where the run starts or resumes.
+    counts from where the run starts or resumes. After a slow first step, such as one that compiles, a queue of batches
+    lies ready; a window that began at once would count them as the loader's speed.
 
-    Attributes:
-        batches: trained by this process, with the warm-up.
-        batch_seconds: of each measured batch, from the end of the one before.
-        wait_seconds: of each, the part that was spent waiting for the loader.
-        samples: of the measured batches, on all ranks.
-        loss: of the last measured batch whose loss is finite.
+    Args:
+        warmup_batches: before anything is measured.
+        measure_batches: length of the window; None is as long as the run goes on.
     """
 
-    def __init__(self, warmup_batches: int, measure_batches: int):
+    def __init__(self, warmup_batches: int, measure_batches: int | None):
         self.warmup_batches = warmup_batches
-        self.last_batch = warmup_batches + measure_batches
-        self.batches = 0
-        self.batch_seconds: list[float] = []
-        self.wait_seconds: list[float] = []
-        self.samples = 0
-        self.loss: float | None = None
-        self._asked: float | None = None  # when the loader was asked for the batch to come
+        self.measure_batches = measure_batches
+        self.turnover_batches = 0
+        self.batches = 0  # trained by this process, with the warm-up
+        self.window = Window()
+        self._aside = 0.0  # seconds of the batch to come that are no part of it
+        self._aside_since: float | None = None
 
-    def fit_start(self, state, logger) -> None:
+    def fit_start(self, state: State, logger) -> None:
+        self.turnover_batches = self._turnover(state)
         self._previous_end = time.perf_counter()
 
-    def before_dataloader(self, state, logger) -> None:
-        if self._asked is None:  # at an epoch's end the loader is asked twice
-            self._asked = time.perf_counter()
+    def before_dataloader(self, state: State, logger) -> None:
+        """The end of what stood aside of the batches."""
+        if self._aside_since is not None:
+            self._aside += time.perf_counter() - self._aside_since
+            self._aside_since = None
 
-    def after_dataloader(self, state, logger) -> None:
-        self._waited = time.perf_counter() - self._asked
-        self._asked = None
+    def batch_checkpoint(self, state: State, logger) -> None:
+        """After a batch: Composer's CheckpointSaver, a later callback than this, may save now."""
+        self._aside_since = time.perf_counter()
 
-    def batch_end(self, state, logger) -> None:
+    def epoch_checkpoint(self, state: State, logger) -> None:
+        self._aside_since = time.perf_counter()
+
+    def batch_end(self, state: State, logger) -> None:
         now = time.perf_counter()
+        loader = state.train_dataloader
+        waited = loader.seconds_waited()
+        first = self.warmup_batches + self.turnover_batches
+        if self.batches >= first and not self._is_full():
+            self._measure(state, now - self._previous_end, waited)
+        elif self.batches < self.warmup_batches and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more
         self.batches += 1
-        if self.warmup_batches < self.batches <= self.last_batch:
-            self.batch_seconds.append(now - self._previous_end)
-            self.wait_seconds.append(self._waited)
-            self.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
-            loss = state.total_loss_dict.get('loss/train/total', math.nan)  # Composer keeps none of a step it dropped
-            if math.isfinite(loss):
-                self.loss = loss
-        elif self.batches <= self.warmup_batches and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()  # the search for a microbatch size fills the memory
+        if self.batches == first:
+            self._ready_at_start = loader.ready_batches
+        self._aside = 0.0
         self._previous_end = now
 
+    def _measure(self, state: State, seconds: float, waited: float) -> None:
+        window = self.window
+        window.batch_seconds.append(seconds)
+        window.wait_seconds.append(waited)
+        window.aside_seconds.append(self._aside)
+        window.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
+        window.drained_batches = self._drained(state)
+        loss = state.total_loss_dict.get('loss/train/total', math.nan)  # Composer keeps none of a step it dropped
+        if math.isfinite(loss):
+            window.loss = loss
 
-def figures(measurement: Measurement, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset()) -> dict:
+    def _is_full(self) -> bool:
+        return self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
+
+    def _drained(self, state: State) -> int:
+        """By how many batches the loader's queue is shorter than at the start of the window.
+
+        At an epoch's end it is empty because there is nothing left to make, which is not the loader's slowness.
+        """
+        ready = state.train_dataloader.ready_batches
+        left_in_epoch = int(state.dataloader_len) - state.timestamp.batch_in_epoch.value
+        return max(0, min(self._ready_at_start, left_in_epoch) - ready)
+
+    def _turnover(self, state: State) -> int:
+        """Batches between warm-up and window: the loader's queue, as far as the run is long enough for it."""
+        queue = state.train_dataloader.queue_length
+        batches_left = remaining_batches(state) - self.warmup_batches
+        if self.measure_batches is None:
+            room = batches_left // (1 + QUEUES_IN_WINDOW)
+        else:
+            room = batches_left - self.measure_batches
+        return min(queue, max(0, room))
+
+
+def remaining_batches(state: State) -> int:
+    """How many batches the run has yet to train."""
+    if state.max_duration.unit == TimeUnit.BATCH:
+        return state.max_duration.value - state.timestamp.batch.value
+    if state.max_duration.unit == TimeUnit.EPOCH:
+        return state.max_duration.value * int(state.dataloader_len) - state.timestamp.batch.value
+    return 0  # a length in other units is not known in batches
+
+
+def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset()) -> dict:
     """The record's figures; a batch takes as long as on its slowest rank. None where no batch was measured.
 
     Args:
-        measurement: this rank's.
+        window: this rank's.
         all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
         bad_samples: those that this rank met.
     """
-    ranks = [(measurement.batch_seconds, measurement.wait_seconds, peak_memory_gib(), bad_samples)]
+    ranks = [(window, peak_memory_gib(), bad_samples)]
     if all_ranks:
         ranks = dist.all_gather_object(ranks[0])
-    seconds, waits, memory, bad = zip(*ranks, strict=True)
+    windows, memory, bad = zip(*ranks, strict=True)
     num_bad = len(set().union(*bad))
-    if not measurement.batch_seconds:
+    if not window.batch_seconds:
         return {'images_per_sec': None, 'measured_batches': 0, 'bad_samples': num_bad}
-    seconds = np.array(seconds)  # (ranks, batches)
-    waits = np.array(waits)  # (ranks, batches)
+    gross = np.array([rank.batch_seconds for rank in windows])  # (ranks, batches)
+    aside = np.array([rank.aside_seconds for rank in windows]).max(axis=0)  # (batches,): others wait for that rank
+    seconds = gross - aside  # (ranks, batches)
+    waits = np.array([rank.wait_seconds for rank in windows])  # (ranks, batches)
     slowest = seconds.max(axis=0)  # (batches,)
-    images_per_sec = measurement.samples / seconds.sum(axis=1).max()
+    num_batches = len(slowest)
+    drained = max(rank.drained_batches for rank in windows)
+    sustained_share = (num_batches - drained) / num_batches  # of the images that were trained on
+    images_per_sec = window.samples * sustained_share / seconds.sum(axis=1).max()
     return {
         'images_per_sec': images_per_sec,
         'images_per_sec_per_device': images_per_sec / dist.get_world_size(),
@@ -90,10 +163,11 @@ def figures(measurement: Measurement, all_ranks: bool = True, bad_samples: set[i
         'batch_seconds_p90': float(np.percentile(slowest, 90)),
         'drift': drift(slowest),
         'data_wait_fraction': float((waits.sum(axis=1) / seconds.sum(axis=1)).max()),
+        'checkpoint_seconds': float(aside.sum()),
         'peak_memory_gib': max(memory),
-        'measured_batches': len(slowest),
+        'measured_batches': num_batches,
         'bad_samples': num_bad,
-        'loss': measurement.loss,
+        'loss': window.loss,
     }
 
 
@@ -108,22 +182,25 @@ def drift(batch_seconds: np.ndarray) -> float | None:
     return float(batch_seconds[:third].sum() / batch_seconds[-third:].sum() - 1)
 
 
-def loader_figures(data: DataSpec, warmup_batches: int, measure_batches: int, num_workers: int) -> dict[str, float]:
-    """Throughput of the loader alone, over all ranks: the batches after the warm-up, as fast as they come."""
-    epochs = itertools.chain.from_iterable(itertools.repeat(data.dataloader))  # one after the other
+def loader_figures(data: DataSpec, warmup_batches: int, measure_batches: int) -> dict[str, float]:
+    """Throughput of the loader alone, over all ranks: what it makes after the warm-up, taken as fast as it comes."""
+    loader = data.dataloader
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))  # one after the other
     batches = map(data.batch_transforms, epochs)
-    for _ in range(warmup_batches):
+    for _ in range(warmup_batches + loader.queue_length):
         next(batches)
+    ready_at_start = loader.ready_batches
     start = time.perf_counter()
-    my_images = sum(len(next(batches)['caption']) for _ in range(measure_batches))
-    my_seconds = time.perf_counter() - start
-    ranks = dist.all_gather_object((my_images, my_seconds, data.batch_transforms.found))
-    images, seconds, bad = zip(*ranks, strict=True)
+    images = sum(len(next(batches)['caption']) for _ in range(measure_batches))
+    seconds = time.perf_counter() - start
+    made = measure_batches + loader.ready_batches - ready_at_start  # in this time: several come at once
+    mine = (images * made / measure_batches, seconds, data.batch_transforms.found)
+    images, seconds, bad = zip(*dist.all_gather_object(mine), strict=True)
     images_per_sec = sum(images) / max(seconds)
     return {'loader_images_per_sec': images_per_sec,
             'measured_batches': measure_batches,
             'bad_samples': len(set.union(*bad)),
-            'loader_images_per_sec_per_worker': images_per_sec / (len(ranks) * max(1, num_workers))}
+            'loader_images_per_sec_per_worker': images_per_sec / (len(bad) * max(1, loader.num_workers))}
 
 
 def peak_memory_gib() -> float:

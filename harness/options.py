@@ -135,7 +135,8 @@ def add_training_speed_flags(group) -> None:
 
 def add_training_measurement_flags(group) -> None:
     add = group.add_argument
-    add('--measure_batches', type=count, default=20, help='batches measured after the warm-up (default: 20)')
+    add('--measure_batches', type=count, help='batches measured after the warm-up (default: with --max_duration all; '
+        "else 20, or with streamed data five times the loader's queue if that is more)")
     add('--loader_only', action='store_true', help='measure the loader alone, without a model')
 
 
@@ -143,8 +144,8 @@ def add_training_flags(group) -> None:
     add = group.add_argument
     add('--max_duration', help='length of the run, such as 5000ba or 2ep (default: warm-up and measured batches)')
     add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet, half-life 1000 batches')
-    add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss that is not finite, or skip '
-        'that step and count it (default: stop)')
+    add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss or a gradient that is '
+        'not finite, or skip such steps and count them, up to 10 in a row (default: stop)')
     add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
     add('--save_interval', default='1ep', help='time between checkpoints, such as 1000ba (default: 1ep); one is also '
         'saved at the end and on Ctrl-C or SIGTERM')
@@ -162,7 +163,7 @@ def add_logging_flags(group) -> None:
 
 def add_cost_flags(group) -> None:
     add = group.add_argument
-    add('--training_images', type=count, default=TRAINING_IMAGES, help='images of the whole training, for its cost '
-        '(default: %(default)s)')
+    add('--training_images', type=count, help='images of the whole training, for its cost (default: '
+        f'{TRAINING_IMAGES}, those of Stable Diffusion 2; for the model tiny no cost is shown)')
     add('--dollars_per_gpu_hour', type=amount, default=DOLLARS_PER_GPU_HOUR, help='price in dollars, for the cost '
         '(default: %(default)s)')

@@ -11,10 +11,14 @@ from composer.utils import dist
 from streaming.base.util import bytes_to_int
 
 from harness.checkpoints import checkpoints, from_storage
+from harness.costs import TRAINING_IMAGES
+from harness.measurement import QUEUES_IN_WINDOW
 from harness.ranks import cores_per_rank
+from inputs.timed_loader import queued_batches
 
 HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
 MOST_WORKERS = 8
+MEASURED_BATCHES = 20
 
 
 def fill_in_training_defaults(args: argparse.Namespace) -> None:
@@ -25,8 +29,20 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
     elif args.device_train_microbatch_size.isdecimal():
         args.device_train_microbatch_size = int(args.device_train_microbatch_size)
     args.precision = args.precision or best_precision()
-    args.max_duration = args.max_duration or f'{args.warmup_batches + args.measure_batches}ba'
     fill_in_shared_defaults(args, device_batch, args.precision)
+    fill_in_duration(args)
+    if args.training_images is None and args.model_name != 'tiny':
+        args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it
+
+
+def fill_in_duration(args: argparse.Namespace) -> None:
+    """Without --max_duration the run is as long as the measurement; with it, all after the warm-up is measured."""
+    if args.max_duration and not args.loader_only:
+        return
+    queue = queued_batches(args.num_workers)
+    if args.measure_batches is None:
+        args.measure_batches = max(MEASURED_BATCHES, QUEUES_IN_WINDOW * queue)
+    args.max_duration = args.max_duration or f'{args.warmup_batches + queue + args.measure_batches}ba'
 
 
 def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precision: str) -> None:

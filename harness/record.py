@@ -91,8 +91,14 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def summary(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
-    """The record of a training for people; three significant digits or whole units."""
+def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -> str:
+    """The record of a training for people; three significant digits or whole units.
+
+    Args:
+        record: of benchmark.py.
+        num_images: of the whole training, for its cost; None leaves that line out.
+        dollars_per_gpu_hour: price of one GPU.
+    """
     if not record['images_per_sec']:
         return (f'no batch was measured: the run was {record["status"]} within --warmup_batches '
                 f'{record["warmup_batches"]}')
@@ -112,18 +118,24 @@ def summary(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
         'wait for data': f'{record["data_wait_fraction"]:.1%} of the time',
         'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
-        'full training': cost_sentence(record['images_per_sec'], devices, num_images, dollars_per_gpu_hour),
     }
+    if record['checkpoint_seconds'] >= 1:
+        rows['checkpoints'] = f'{record["checkpoint_seconds"]:,.0f} s beside the batches, in no other figure'
+    if num_images:
+        rows['full training'] = cost_sentence(record, num_images, dollars_per_gpu_hour)
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
 
 
-def cost_sentence(images_per_sec: float, devices: int, num_images: int, dollars_per_gpu_hour: float) -> str:
-    """What training on `num_images` would take at this speed."""
-    days = days_to_train(images_per_sec, num_images)
-    hours = gpu_hours(images_per_sec, devices, num_images)
+def cost_sentence(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
+    """What training on `num_images` would take at this speed; a CPU has no price."""
+    days = days_to_train(record['images_per_sec'], num_images)
+    sentence = f'training on {num_images:,} images would take {days:,.1f} days on '
+    if not torch.cuda.is_available():
+        return sentence + 'this CPU'
+    devices = record['num_devices']
+    hours = gpu_hours(record['images_per_sec'], devices, num_images)
     place = f'these {devices} GPUs' if devices > 1 else 'this GPU'
-    return (f'training on {num_images:,} images would take {days:,.1f} days on {place}, {hours:,.0f} GPU-hours, '
-            f'${hours * dollars_per_gpu_hour:,.0f}')
+    return sentence + f'{place}, {hours:,.0f} GPU-hours, ${hours * dollars_per_gpu_hour:,.0f}'
 
 
 def append(line: str, path: str) -> None:

@@ -1,5 +1,7 @@
 """What lets a run of days survive: an exact resume, signals that lose nothing, a finite loss."""
+import math
 import signal
+import time
 
 import numpy as np
 import torch
@@ -9,15 +11,20 @@ from composer.utils import dist
 from inputs.streaming_patches import PatchedStreamingDataset
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AGREE_SECONDS = 15  # after a signal, for the ranks to reach the end of a batch together
+LEAST_SECONDS_TO_AGREE = 15  # after a signal, for the ranks to reach the end of a batch together
+BATCHES_TO_AGREE = 2  # that may take longer: the one under way, and the next on a rank that heard of it late
+MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
 
 
-class NonFiniteLoss(Exception):
-    """The loss of a batch is infinite or not a number."""
+class NonFiniteStep(Exception):
+    """The loss of a batch, or a gradient of it, is infinite or not a number."""
 
 
 class Safeguard(Callback):
     """Makes each batch's noise depend on its number alone, stops what is not finite, and lets no signal cut an update.
+
+    A loss can be finite where a gradient is not, and one such step ruins weights and average. With fp16, gradients that
+    are not finite are expected: Composer's GradScaler leaves such a step out and lowers its scale.
 
     Composer restores the random state in the middle of an epoch only where it spins the loader itself, so every batch
     has a seed of its own, by run, batch and rank. From a step's gradients to the end of its batch weights, optimizer
@@ -26,7 +33,8 @@ class Safeguard(Callback):
 
     Args:
         seed: of the run.
-        on_nan: 'stop' ends the run at a loss that is not finite, 'skip' leaves that step out.
+        on_nan: 'stop' ends the run at a loss or gradient that is not finite, 'skip' leaves that step out, up to
+            MOST_SKIPS_IN_A_ROW.
         flags: those that must be the same when the run resumes, with their values.
     """
 
@@ -35,6 +43,9 @@ class Safeguard(Callback):
         self.on_nan = on_nan
         self.flags = flags or {}
         self.skipped_batches = 0
+        self._skips_in_a_row = 0
+        self._batch_seconds = 0.0  # of the batch before
+        self._batch_start: float | None = None
         self.interrupted = False
         self.first_batch = 0  # of this process: more than 0 where it resumed
         self.updating = False  # between two consistent states
@@ -51,6 +62,10 @@ class Safeguard(Callback):
 
     def batch_start(self, state, logger) -> None:
         """Seed the batch's noise and timesteps."""
+        now = time.monotonic()
+        if self._batch_start is not None:
+            self._batch_seconds = now - self._batch_start
+        self._batch_start = now
         seeds = np.random.SeedSequence((self.seed, state.timestamp.batch.value, dist.get_global_rank()))
         torch.manual_seed(int(seeds.generate_state(1)[0]))
 
@@ -61,20 +76,32 @@ class Safeguard(Callback):
         self._loss = self._loss + state.loss.detach()
 
     def after_train_batch(self, state, logger) -> None:
-        """Before the optimizer steps: agree with the other ranks on whether the loss is finite, and on going on."""
+        """Before the optimizer steps: agree with the other ranks on whether to take the step, and on going on."""
         go_on = torch.tensor(not self.interrupted, device=self._loss.device)
-        agreed = torch.stack([torch.isfinite(self._loss), go_on]).int()
+        agreed = torch.stack([torch.isfinite(self._loss), gradients_are_finite(state), go_on]).int()
         dist.all_reduce(agreed, 'MIN')  # the ranks' gradients are one: all step, or none
-        finite, go_on = agreed.tolist()
+        loss_is_finite, gradients_finite, go_on = agreed.tolist()
         self._stop = not go_on
-        if not finite:
-            if self.on_nan == 'stop':
-                raise NonFiniteLoss(f'the loss of batch {state.timestamp.batch.value + 1} is not finite, at microbatch '
-                                    f'size {state.device_train_microbatch_size}; --on_nan skip leaves such steps out')
-            self.skipped_batches += 1
-            for optimizer in state.optimizers:
-                optimizer.zero_grad(set_to_none=True)  # without gradients the step changes nothing
+        if loss_is_finite and gradients_finite:
+            self._skips_in_a_row = 0
+        else:
+            self._stop_or_skip(state, 'a gradient' if loss_is_finite else 'the loss')
         self.updating = True
+
+    def _stop_or_skip(self, state, what: str) -> None:
+        """Leave the step out, or raise NonFiniteStep."""
+        place = f'of batch {state.timestamp.batch.value + 1}'
+        if self.on_nan == 'stop':
+            raise NonFiniteStep(f'{what} {place} is not finite, at microbatch size '
+                                f'{state.device_train_microbatch_size}; --on_nan skip leaves such steps out')
+        self.skipped_batches += 1
+        self._skips_in_a_row += 1
+        if self._skips_in_a_row > MOST_SKIPS_IN_A_ROW:
+            raise NonFiniteStep(f'{what} {place} is not finite, and {MOST_SKIPS_IN_A_ROW} steps before it were left '
+                                'out for that; go on from an earlier checkpoint, in another precision or with '
+                                'another seed')
+        for optimizer in state.optimizers:
+            optimizer.zero_grad(set_to_none=True)  # without gradients the step changes nothing
 
     def batch_end(self, state, logger) -> None:
         self.updating = False
@@ -101,11 +128,24 @@ class Safeguard(Callback):
         self.interrupted = True
         if dist.get_world_size() > 1 and number != signal.SIGALRM:
             signal.signal(signal.SIGALRM, self._interrupt)
-            signal.alarm(AGREE_SECONDS)
+            signal.alarm(seconds_to_agree(self._batch_seconds))
             return
         self._stop = True
         if not self.updating:
             raise SystemExit
+
+
+def gradients_are_finite(state) -> torch.Tensor:
+    """Whether the norm of all gradients is finite, on their device; with a GradScaler, which looks itself, true."""
+    gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+    if state.scaler is not None and state.scaler.is_enabled():
+        return torch.tensor(True, device=gradients[0].device)
+    return torch.isfinite(torch.nn.utils.get_total_norm(gradients))
+
+
+def seconds_to_agree(batch_seconds: float) -> int:
+    """How long ranks may take, after a signal, to agree on a last batch: long enough for the batches under way."""
+    return max(LEAST_SECONDS_TO_AGREE, math.ceil(BATCHES_TO_AGREE * batch_seconds))
 
 
 def ignore_signals() -> None:

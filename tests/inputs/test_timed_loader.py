@@ -1,0 +1,74 @@
+"""What a loader says of itself: how long it was waited for, and what lies ready."""
+import time
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from data import StreamingLAIONDataset, build_loader
+from inputs import timed_loader
+from inputs.captions import build_tokenizer
+from inputs.timed_loader import CountedCollate, TimedDataLoader
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return index
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize('num_workers', [1, 2])
+def test_the_ready_batches_are_those_made_and_not_taken(num_workers):
+    loader = TimedDataLoader(Numbers(), 2, num_workers=num_workers, persistent_workers=True,
+                             collate_fn=CountedCollate(torch.tensor, num_workers))
+    for _ in range(2):  # epochs
+        batches = iter(loader)
+        for taken in range(1, 13):
+            next(batches)
+            left = 12 - taken
+            wait_for(lambda left=left: loader.ready_batches == min(loader.queue_length, left))
+        assert next(batches, None) is None and loader.ready_batches == 0
+    loader._iterator._shutdown_workers()
+
+
+def test_a_loader_without_processes_has_nothing_ready():
+    loader = TimedDataLoader(Numbers(), 2)
+    next(iter(loader))
+    assert (loader.ready_batches, loader.queue_length) == (0, 0)
+
+
+def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):
+    now = [0.0]
+
+    def slow(samples):
+        now[0] += 3
+        return samples
+    monkeypatch.setattr(timed_loader.time, 'perf_counter', lambda: now[0])
+    loader = TimedDataLoader(Numbers(), 12, collate_fn=slow)
+    batches = iter(loader)
+    next(batches)
+    now[0] += 100  # a step of the training
+    assert (loader.seconds_waited(), loader.seconds_waited()) == (3, 0)
+    next(batches)
+    assert next(batches, None) is None
+    assert loader.seconds_waited() == 3
+
+
+def test_the_streamed_loader_is_timed_and_counted(shards):
+    dataset = StreamingLAIONDataset(shards, image_size=64, batch_size=4)
+    loader = build_loader(dataset, 4, 2, build_tokenizer()).dataloader
+    batches = iter(loader)
+    next(batches)
+    assert loader.seconds_waited() > 0 and loader.queue_length == 4
+    wait_for(lambda: loader.ready_batches == 4)
+    list(batches)
+    loader._iterator._shutdown_workers()
