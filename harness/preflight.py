@@ -39,7 +39,7 @@ def fill_in_duration(args: argparse.Namespace) -> None:
     """Without --max_duration the run is as long as the measurement; with it, all after the warm-up is measured."""
     if args.max_duration and not args.loader_only:
         return
-    queue = queued_batches(args.num_workers)
+    queue = queued_batches(args.num_workers) if args.remote else 0
     if args.measure_batches is None:
         args.measure_batches = max(MEASURED_BATCHES, QUEUES_IN_WINDOW * queue)
     args.max_duration = args.max_duration or f'{args.warmup_batches + queue + args.measure_batches}ba'
