@@ -1,40 +1,16 @@
-"""Small real things that the tests share: photographs, MDS shards, a diffusers folder."""
-import io
+"""What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import os
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline')  # before any library reads them
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run beside this one
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from streaming import MDSWriter
 
+from tests.samples import encoded, picture, write_shards
 
-TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
-        '--measure_batches', '3']
-
-
-def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
-    """A smooth random RGB picture: JPEG keeps it nearly as it is."""
-    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
-
-
-def encoded(image: Image.Image, format: str = 'JPEG', **options) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
-
-
-def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 << 14) -> str:
-    columns = columns or {'jpg': 'bytes', 'caption': 'str'}
-    with MDSWriter(out=str(folder), columns=columns, size_limit=size_limit) as writer:  # several shards
-        for sample in samples:
-            writer.write(sample)
-    return str(folder)
+pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs', 'tests.s3_server')
 
 
 @pytest.fixture
@@ -70,3 +46,18 @@ def model_folder(tmp_path_factory) -> str:
     PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='<|endoftext|>', model_max_length=77) \
         .save_pretrained(folder / 'tokenizer')
     return str(folder)
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """An S3 server on loopback that checks credentials, with a bucket; the environment has the right ones."""
+    from tests.s3_server import s3_server
+    with s3_server(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture(scope='session')
+def server():
+    """Forks processes that have imported the program already."""
+    from tests.forked_runs import preloaded_server
+    return preloaded_server()

@@ -1,6 +1,5 @@
 """What goes into convert.py comes out of Streaming's own reader, or is named; nothing unfinished looks finished."""
 import http.server
-import io
 import json
 import os
 import signal
@@ -9,48 +8,18 @@ import sys
 import tarfile
 import textwrap
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from urllib.parse import urlparse
 
 import pytest
-from PIL import Image
 from streaming import StreamingDataset
 
 import convert
-from inputs import tars as tar_reader
+from benchmark import main
 from inputs.streaming_patches import clean_shared_memory, starting_alone
-
-REPOSITORY = Path(convert.__file__).parent
-
-
-def encode(shade: int, format: str = 'JPEG') -> bytes:
-    buffer = io.BytesIO()
-    Image.new('RGB', (16, 12), (shade, 0, 255 - shade)).save(buffer, format)
-    return buffer.getvalue()
-
-
-def sample_files(key: str, shade: int, suffix: str = 'jpg') -> dict[str, bytes]:
-    image = encode(shade, {'jpg': 'JPEG', 'png': 'PNG', 'webp': 'WEBP'}[suffix])
-    return {f'{key}.{suffix}': image, f'{key}.txt': f'caption {shade}'.encode(), f'{key}.json': b'{"width": 16}'}
-
-
-def write_tar(path: Path, files: dict[str, bytes] | list) -> Path:
-    """Members are names with bytes, or tarfile.TarInfo objects with None."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, 'w') as tar:
-        for name, data in files.items() if isinstance(files, dict) else files:
-            member = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
-            member.size = member.size or len(data or b'')
-            tar.addfile(member, io.BytesIO(data) if data else None)
-    return path
-
-
-def end_of_first_sample(path: Path) -> int:
-    """In bytes; the first sample is three files."""
-    with tarfile.open(path) as tar:
-        return [*tar.getmembers(), tar][3].offset
+from tests.runs import ROOT, TINY, wait_until
+from tests.samples import end_of_first_sample, sample_files, shaded, write_sample_tar, write_tar
 
 
 def read_back(out: Path, **kwargs) -> list[tuple[bytes, str]]:
@@ -117,11 +86,11 @@ def test_one_tar_a_glob_and_several_sources_are_sources_too(tars, tmp_path):
 def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_path, num_workers):
     photos = tmp_path / 'photos'
     (photos / 'deep/er').mkdir(parents=True)
-    (photos / 'a.v2.JPG').write_bytes(encode(1))
+    (photos / 'a.v2.JPG').write_bytes(shaded(1))
     (photos / 'a.v2.txt').write_bytes(b'\xef\xbb\xbfcaption 1\r\n')  # as a Windows editor saves it
-    (photos / 'deep/er/b.jpeg').write_bytes(encode(2))
+    (photos / 'deep/er/b.jpeg').write_bytes(shaded(2))
     (photos / 'deep/er/b.json').write_text('{"caption": "caption 2"}')
-    (photos / 'lonely.webp').write_bytes(encode(3, 'WEBP'))
+    (photos / 'lonely.webp').write_bytes(shaded(3, 'WEBP'))
     (photos / 'README.md').write_text('not an image')
     for name in ('pipe.jpg', 'pipe.tar'):
         os.mkfifo(photos / name)  # would block whoever opens it
@@ -142,17 +111,17 @@ def test_hashes_are_written_and_find_a_flipped_byte(tars, tmp_path):
 
 
 def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
-    good, image = sample_files('good', 0), encode(1)
+    good, image = sample_files('good', 0), shaded(1)
     write_tar(tmp_path / 'x.tar', {
         **good, 'noise.jpg': b'not an image', 'noise.txt': b'a', 'cut.jpg': image[:len(image) // 2], 'cut.txt': b'a',
         'nothing.jpg': b'', 'nothing.txt': b'a', 'blank.jpg': image, 'blank.txt': b' \n', 'bare.jpg': image,
         'latin.jpg': image, 'latin.txt': 'café'.encode('latin-1'), 'words.txt': b'no picture',
-        'two.jpg': image, 'two.png': encode(1, 'PNG'), 'two.txt': b'which?', 'null.jpg': image,
+        'two.jpg': image, 'two.png': shaded(1, 'PNG'), 'two.txt': b'which?', 'null.jpg': image,
         'null.json': b'{"caption": null}', 'bomb.jpg': image, 'bomb.json': b'[' * 1_000_000,
         'surrogate.jpg': image, 'surrogate.json': b'{"caption": "\\ud800"}', 'novel.jpg': image,
-        'novel.txt': b'a' * (5 << 20), 'json.jpg': encode(7), 'json.json': '{"caption": "caption 7 ü"}'.encode()})
+        'novel.txt': b'a' * (5 << 20), 'json.jpg': shaded(7), 'json.json': '{"caption": "caption 7 ü"}'.encode()})
     assert convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out')]) == 0
-    assert read_back(tmp_path / 'out') == [*pairs(0), (encode(7), 'caption 7 ü')]
+    assert read_back(tmp_path / 'out') == [*pairs(0), (shaded(7), 'caption 7 ü')]
     expected = {'noise': 'image does not decode', 'cut': 'image does not decode', 'nothing': 'image does not decode',
                 'blank': 'empty caption', 'bare': 'no caption', 'latin': 'caption is not UTF-8', 'words': 'no image',
                 'two': 'more than one image', 'null': 'no caption', 'bomb': 'no caption',
@@ -167,26 +136,9 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
 def test_wild_captions_come_back_as_they_were(tmp_path):
     captions = ['漢字 🦜 ñ', 'x' * 1_000_000, 'nul \0 bell \a escape \x1b[31m', '  spaces stay  ', 'two\nlines']
     write_tar(tmp_path / 'x.tar', {name: data for i, caption in enumerate(captions)
-                                   for name, data in ((f'{i}.jpg', encode(i)), (f'{i}.txt', caption.encode()))})
+                                   for name, data in ((f'{i}.jpg', shaded(i)), (f'{i}.txt', caption.encode()))})
     assert convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out')]) == 0
     assert [caption for _, caption in read_back(tmp_path / 'out')] == captions
-
-
-def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_named(tmp_path):
-    files = {name: data for i in range(3) for name, data in list(sample_files(str(i), i).items())[:2]}
-    whole = write_tar(tmp_path / 'whole.tar', files).read_bytes()
-    with tarfile.open(tmp_path / 'whole.tar') as tar:
-        members = tar.getmembers()
-    ends = [member.offset_data + member.size for member in members[1::2]]  # of each sample's last byte
-    end_mark = members[-1].offset_data + 512
-    for length in [*range(1, end_mark + 1023, 256), *ends, *(end - 1 for end in ends), end_mark + 1023]:
-        (tmp_path / 'cut.tar').write_bytes(whole[:length])
-        *samples, (key, error) = tar_reader.read_samples(tmp_path / 'cut.tar')
-        complete = [key for key, fields in samples if set(fields) == {'.jpg', '.txt'}]
-        assert complete == [str(i) for i, end in enumerate(ends) if end <= length], length
-        assert key is None and isinstance(error, Exception), length
-    (tmp_path / 'cut.tar').write_bytes(whole[:end_mark + 1024])
-    assert len(list(tar_reader.read_samples(tmp_path / 'cut.tar'))) == 3
 
 
 @pytest.mark.parametrize('end', ['inside a file', 'between two files', 'at a garbled header'])
@@ -228,36 +180,6 @@ def test_hostile_members_write_nothing_and_end_nothing(tmp_path):
     assert [path for path in sorted(tmp_path.rglob('*')) if tmp_path / 'out' not in (path, *path.parents)] == before
 
 
-@pytest.mark.parametrize('type', [tarfile.REGTYPE, tarfile.GNUTYPE_SPARSE, tarfile.XHDTYPE, b'?'])
-def test_a_negative_size_does_not_go_round_for_ever(tmp_path, type):
-    member = tarfile.TarInfo('loop.jpg')
-    header = bytearray(member.tobuf(tarfile.GNU_FORMAT))
-    header[124:136] = (-512).to_bytes(12, 'big', signed=True)  # the next header is this one again
-    header[156:157] = type
-    header[148:156] = b'%06o\0 ' % (sum(header[:148]) + 8 * 32 + sum(header[156:]))
-    write_tar(tmp_path / 'x.tar', sample_files('good', 0))
-    first = (tmp_path / 'x.tar').read_bytes()[:end_of_first_sample(tmp_path / 'x.tar')]
-    (tmp_path / 'x.tar').write_bytes(first + bytes(header) + bytes(1024))
-    *samples, (key, _) = tar_reader.read_samples(tmp_path / 'x.tar')
-    assert key is None and samples[0][0] == 'good'
-
-
-def test_random_bytes_in_a_tar_never_raise(tmp_path):
-    import random
-    draw = random.Random(17)
-    whole = write_tar(tmp_path / 'x.tar', {**sample_files('0', 0), **sample_files('1', 1)}).read_bytes()
-    for _ in range(500):
-        garbled = bytearray(whole)
-        for _ in range(draw.randint(1, 30)):
-            garbled[draw.randrange(len(whole))] = draw.randrange(256)
-        (tmp_path / 'x.tar').write_bytes(garbled)
-        for _, fields in tar_reader.read_samples(tmp_path / 'x.tar'):
-            try:
-                tar_reader.make_sample(fields)
-            except ValueError as reason:
-                assert str(reason)
-
-
 def test_bad_arguments_are_one_line_and_status_2(tars, tmp_path, capsys):
     assert failing_status(tmp_path / 'missing', tmp_path / 'out') == 2
     assert_one_error_line(capsys, str(tmp_path / 'missing'), 'does not exist')
@@ -283,7 +205,7 @@ def test_nothing_to_convert_is_one_line_and_leaves_nothing(tmp_path, capsys):
     (tmp_path / 'empty').mkdir()
     assert failing_status(tmp_path / 'empty', tmp_path / 'out') == 1
     assert_one_error_line(capsys, 'nothing to convert', str(tmp_path / 'empty'))
-    write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a', 'b.jpg': encode(1)})
+    write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a', 'b.jpg': shaded(1)})
     assert failing_status(tmp_path / 'in', tmp_path / 'out') == 1
     assert_one_error_line(capsys, 'nothing could be converted', '1 image does not decode', '1 no caption')
     assert sorted(path.name for path in tmp_path.iterdir()) == ['empty', 'in']
@@ -291,19 +213,12 @@ def test_nothing_to_convert_is_one_line_and_leaves_nothing(tmp_path, capsys):
 
 def start(patch: str, decode: str, *argv) -> subprocess.Popen:
     """convert.main in a process of its own, with lines run before it and a body for decode_image."""
-    code = (f'import os, signal, sys, time\nsys.path.insert(0, {str(REPOSITORY)!r})\nimport convert, inputs.tars\n'
+    code = (f'import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport convert, inputs.tars\n'
             f'def decode(data, image_size=None):\n{textwrap.indent(decode, "    ")}\n'
             f'inputs.tars.decode_image = decode\n{patch}\n'
             f'sys.exit(convert.main({[str(arg) for arg in argv]!r}))')
     return subprocess.Popen([sys.executable, '-c', code], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                             start_new_session=True)
-
-
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize('moment', ['decoding', 'merging', 'merged'])
@@ -314,7 +229,7 @@ def test_a_killed_run_leaves_nothing_that_looks_whole_and_the_next_one_succeeds(
     decode = f'open({str(marker)!r}, "w").close(); time.sleep(60)' if moment == 'decoding' else 'pass'
     run = start(patch, decode, tars, out, '--num_workers', 2)
     if moment == 'decoding':
-        wait_for(marker.exists)
+        wait_until(marker.exists)
         run.kill()
     run.communicate(timeout=60)  # returns only when the workers, who hold the same pipes, have ended too
     assert run.returncode == -signal.SIGKILL
@@ -333,7 +248,7 @@ def test_a_killed_worker_a_full_disk_and_ctrl_c_are_one_line_each(tars, tmp_path
     monkeypatch.setenv('MARKER', str(tmp_path / 'marker'))
     run = start('', decode, tars, tmp_path / 'out', '--num_workers', 2)
     if status == 130:
-        wait_for((tmp_path / 'marker').exists)
+        wait_until((tmp_path / 'marker').exists)
         os.killpg(run.pid, signal.SIGINT)  # the terminal sends it to every process
     _, error = run.communicate(timeout=60)
     assert (run.returncode, error.count('\n')) == (status, 1), error
@@ -381,7 +296,7 @@ def test_a_remote_gets_its_index_last_and_is_refused_once_it_has_one(tars, tmp_p
     (tars / '00003.tar').write_bytes(b'no tar')
     code = 'import sys, convert; sys.exit(convert.main(sys.argv[1:]))'  # the fork server has the old environment
     run = subprocess.run([sys.executable, '-c', code, tars, 's3://bucket/mds/', '--num_workers', '2'], text=True,
-                         capture_output=True, timeout=120, env={**os.environ, 'PYTHONPATH': str(REPOSITORY)})
+                         capture_output=True, timeout=120, env={**os.environ, 'PYTHONPATH': str(ROOT)})
     assert run.returncode == 1 and '00003.tar' in run.stderr, run.stderr
     assert list(S3.objects)[-1] == '/bucket/mds/index.json' and '/bucket/mds/skipped.jsonl' in S3.objects
     assert read_back(tmp_path / 'cache', remote='s3://bucket/mds', validate_hash='xxh64') == ALL_SAMPLES
@@ -390,3 +305,12 @@ def test_a_remote_gets_its_index_last_and_is_refused_once_it_has_one(tars, tmp_p
     assert failing_status(tars, 's3://no-such-bucket/mds') == 2
     assert_one_error_line(capsys, 'OUT s3://no-such-bucket/mds', 'cannot be reached')
     server.shutdown()
+
+
+def test_shards_go_to_s3_and_are_trained_on_from_there(s3, samples, tmp_path, results):
+    tar = write_sample_tar(tmp_path / '00000.tar', samples)
+    assert convert.main([tar, 's3://bucket/photos', '--num_workers', '1']) == 0
+    record = main(['--remote', 's3://bucket/photos', *TINY, '--local', str(tmp_path / 'cache'), '--results',
+                   str(results)])
+    assert record['dataset'] == 'streaming' and record['measured_batches'] == 3
+    assert list((tmp_path / 'cache').rglob('*.mds'))

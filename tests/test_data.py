@@ -1,116 +1,18 @@
-"""Tokens, pixels and batches, against Pillow and known token ids."""
-import io
-import threading
+"""Samples and batches of both datasets, and what stands in for bad samples."""
+import struct
+import zlib
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import encoded, picture, write_shards
-from PIL import Image, ImageOps
 
+from benchmark import main
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader, collate, normalize
-from inputs.cache import cache_folder
 from inputs.captions import build_tokenizer
-from inputs.errors import DataError
 from inputs.images import decode_image
-from inputs.shards import read_index
-
-
-def with_orientation(orientation: int) -> bytes:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encoded(picture(orientation, 96, 64), exif=exif)
-
-
-SIXTEEN_BITS = Image.fromarray(np.asarray(picture(9).convert('L')).astype(np.uint16) * 257)
-FORMATS = {
-    'jpeg': encoded(picture(1)),
-    'progressive jpeg': encoded(picture(2), progressive=True),
-    'grey jpeg': encoded(picture(3).convert('L')),
-    'cmyk jpeg': encoded(picture(4).convert('CMYK')),
-    'png': encoded(picture(5), 'PNG'),
-    'palette png': encoded(picture(6).convert('P'), 'PNG'),
-    'transparent png': encoded(picture(7).convert('RGBA'), 'PNG'),
-    'grey and alpha png': encoded(picture(8).convert('LA'), 'PNG'),
-    'one bit png': encoded(picture(8).convert('1'), 'PNG'),
-    'webp': encoded(picture(10), 'WEBP'),
-    'wide jpeg': encoded(picture(11, 100, 64)),
-    'tall png': encoded(picture(12, 64, 101), 'PNG'),
-    **{f'orientation {n}': with_orientation(n) for n in range(1, 9)},
-}
-
-
-def pillow_square(encoded_image: bytes) -> Image.Image:
-    image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded_image))).convert('RGB')
-    side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
-    return image.crop((left, top, left + side, top + side))
-
-
-def pixels(image: Image.Image) -> np.ndarray:
-    return np.asarray(image).transpose(2, 0, 1).astype(int)  # (3, H, W)
-
-
-@pytest.mark.parametrize('name', FORMATS)
-def test_pixels_are_pillows_in_every_format(name):
-    decoded = decode_image(FORMATS[name])
-    assert decoded.dtype == torch.uint8
-    np.testing.assert_array_equal(decoded.numpy(), pixels(pillow_square(FORMATS[name])))
-
-
-def test_sixteen_bits_keep_their_highest_eight():
-    decoded = decode_image(encoded(SIXTEEN_BITS, 'PNG'))
-    np.testing.assert_array_equal(decoded[0].numpy(), np.asarray(SIXTEEN_BITS) // 257)
-
-
-@pytest.mark.parametrize('format', ['JPEG', 'PNG'])
-@pytest.mark.parametrize('side', [100, 700])
-def test_larger_images_are_reduced_like_pillows_antialiased_filter(format, side):
-    image = encoded(picture(3, side + 40, side), format, **({'quality': 95} if format == 'JPEG' else {}))
-    decoded = decode_image(image, image_size=64)
-    reference = pixels(pillow_square(image).resize((64, 64), Image.BILINEAR))
-    assert decoded.shape == (3, 64, 64)
-    assert np.abs(decoded.numpy().astype(int) - reference).mean() < 1.5
-
-
-def test_smaller_images_stay_as_they_are():
-    assert decode_image(FORMATS['jpeg'], image_size=512).shape == (3, 64, 64)
-
-
-@pytest.mark.parametrize('broken', [b'', b'no image', FORMATS['jpeg'][:-40], FORMATS['jpeg'][:20], FORMATS['png'][:99]])
-def test_what_does_not_decode_is_a_value_error_of_one_line(broken):
-    with pytest.raises(ValueError, match='^image does not decode: [^\n]+$'):
-        decode_image(broken)
-
-
-def test_a_decompression_bomb_is_refused_before_it_is_decoded():
-    bomb = encoded(Image.new('1', (20_000, 20_000)), 'PNG')
-    with pytest.raises(ValueError, match='pixels'):
-        decode_image(bomb)
-
-
-@pytest.mark.parametrize('caption, words', [
-    ('a photo of a cat', [320, 1125, 539, 320, 2368]),
-    ("Wow! it's 2024", [2781, 256, 585, 568, 273, 271, 273, 275]),  # "!" is a word, though its id 0 pads
-    ('', []),
-])
-def test_token_ids_are_clips(caption, words):
-    expected = [49406, *words, 49407]
-    assert build_tokenizer().encode(caption).ids == expected + [0] * (77 - len(expected))
-
-
-def test_token_ids_agree_with_open_clips_tokenizer_on_odd_captions():
-    import open_clip
-    reference, tokenizer = open_clip.get_tokenizer('ViT-H-14'), build_tokenizer()
-    captions = ["don't UPPER lower", 'naïve café 中文 🎉', '!!! ???', 'word ' * 100, 'x' * 500, ' two  blanks', '½ ≠ 1']
-    for caption, encoding in zip(captions, tokenizer.encode_batch(captions), strict=True):
-        assert encoding.ids == reference(caption)[0].tolist(), caption
-
-
-def test_a_tokenizer_folder_pads_with_its_own_token(model_folder):
-    ids = build_tokenizer(model_folder).encode('a cat').ids
-    assert ids == [49406, 320, 2368] + [49407] * 74
+from tests.runs import TINY, failed
+from tests.samples import encoded, good, picture, pillow_square, pixels, write_shards
 
 
 def test_a_batch_of_one_size_travels_as_it_is_stored():
@@ -174,46 +76,38 @@ def test_streamed_batches_hold_every_pair_once(shards, samples, num_workers):
                                       pixels(pillow_square(sample['jpg'])))
 
 
-def test_a_local_remote_is_read_in_place_and_a_given_cache_is_filled(shards, tmp_path):
-    in_place = StreamingLAIONDataset(shards, batch_size=1)
-    assert in_place.streams[0].local == shards and in_place.streams[0].remote is None
-    cached = StreamingLAIONDataset(shards, str(tmp_path / 'cache'), batch_size=1)
-    assert cached[0]['caption'] == in_place[0]['caption']
-    assert (tmp_path / 'cache' / 'index.json').exists()
+def bomb() -> bytes:
+    """A PNG of a few bytes that says it is 30,000 pixels wide and high."""
+    header = struct.pack('>IIBBBBB', 30_000, 30_000, 8, 2, 0, 0, 0)
+    chunks = [b'IHDR' + header, b'IDAT' + zlib.compress(b''), b'IEND']
+    return b'\x89PNG\r\n\x1a\n' + b''.join(
+        struct.pack('>I', len(chunk) - 4) + chunk + struct.pack('>I', zlib.crc32(chunk)) for chunk in chunks)
 
 
-def test_an_epoch_ends_with_the_reason_when_both_background_threads_fail(shards, tmp_path, monkeypatch):
-    def unreachable(self, shard_id, blocking=True):
-        barrier.wait(10)  # both threads are here before one of them fails
-        raise OSError('no route')
-    barrier, failures = threading.Barrier(2), []
-    monkeypatch.setattr(StreamingLAIONDataset, 'prepare_shard', unreachable)
-
-    def read():
-        try:
-            list(StreamingLAIONDataset(shards, str(tmp_path / 'cache'), batch_size=4))
-        except DataError as error:
-            failures.append(str(error))
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    reader.join(30)
-    assert not reader.is_alive() and failures == ['a shard could not be read (OSError: no route)']
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_path, results, capfd, num_workers):
+    samples = [good(index) for index in range(40)]
+    samples[3]['jpg'], samples[17]['jpg'], samples[18]['caption'] = b'no image', bomb(), ' \n'
+    shards = write_shards(tmp_path / 'shards', samples)
+    record = main(['--remote', shards, *TINY, '--max_duration', '3ep', '--measure_batches', '29', '--num_workers',
+                   str(num_workers), '--max_bad_samples', '0.1', '--results', str(results)])
+    assert (record['status'], record['bad_samples'], record['measured_batches']) == ('complete', 3, 29)
+    errors = capfd.readouterr().err
+    for index, reason in ((3, 'not a known format'), (17, 'decompression bomb'), (18, 'no caption')):
+        assert errors.count(f'bad sample {index} is left out: ') == 1 and reason in errors
 
 
-def test_each_remote_has_a_cache_of_its_own():
-    assert cache_folder('s3://a/b') != cache_folder('s3://a/c')
+def test_the_stand_in_is_the_next_good_sample(tmp_path):
+    samples = [good(index) for index in range(6)]
+    samples[4]['jpg'] = samples[5]['jpg'] = b''
+    dataset = StreamingLAIONDataset(write_shards(tmp_path / 'shards', samples), batch_size=1)
+    found = dataset[4]
+    assert found['caption'] == 'picture 0' and [index for index, _ in found['bad']] == [4, 5]
 
 
-def test_the_index_tells_samples_and_columns(shards, tmp_path):
-    entries = read_index(shards)['shards']
-    assert sum(entry['samples'] for entry in entries) == 24 and entries[0]['column_names'] == ['caption', 'jpg']
-    other = write_shards(tmp_path / 'other', [{'png': b'', 'text': ''}], {'png': 'bytes', 'text': 'str'})
-    [entry] = read_index(other)['shards']
-    assert (entry['samples'], entry['column_names']) == (1, ['png', 'text'])
-
-
-@pytest.mark.parametrize('content', ['not json', '{}', '[]', '{"shards": [{}]}', '{"shards": 3}'])
-def test_an_index_that_makes_no_sense_is_told(tmp_path, content):
-    (tmp_path / 'index.json').write_text(content)
-    with pytest.raises(ValueError, match='index.json'):
-        read_index(str(tmp_path))
+def test_too_many_bad_samples_end_the_run(tmp_path, results, capfd):
+    samples = [good(index) | ({'jpg': b''} if index % 2 else {}) for index in range(40)]
+    shards = write_shards(tmp_path / 'shards', samples)
+    line = failed(['--remote', shards, *TINY, '--measure_batches', '9'], results, capfd)
+    assert 'samples are bad, more than --max_bad_samples 0.01' in line
+    assert main(['--remote', shards, *TINY, '--max_bad_samples', '1', '--results', str(results)])['bad_samples'] > 2

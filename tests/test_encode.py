@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, encoded, picture, write_shards
 from diffusers import AutoencoderKL
-from test_services import write_tar
 
 import benchmark
 import encode
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
+from tests.runs import ROOT, TINY, error_line
+from tests.samples import encoded, picture, write_sample_tar, write_shards
 
-ROOT = Path(__file__).parent.parent
+
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--max_bad_samples', '1']
 
 
@@ -27,17 +27,16 @@ def run(remote, out, model_folder, *flags) -> dict:
                         '--pretrained', '--results', str(Path(out).with_name('results.jsonl')), *map(str, flags)])
 
 
-def captions(folder) -> list[str]:
-    dataset = StreamingLAIONDataset(str(folder), image_size=64, batch_size=1)
-    return [dataset[index]['caption'] for index in range(dataset.num_samples)]
-
-
-def one_line(capfd, function, *arguments) -> str:
+def refusal(capfd, function, *arguments) -> str:
     capfd.readouterr()
     with pytest.raises(SystemExit):
         function(*arguments)
-    [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
-    return line
+    return error_line(capfd)
+
+
+def captions(folder) -> list[str]:
+    dataset = StreamingLAIONDataset(str(folder), image_size=64, batch_size=1)
+    return [dataset[index]['caption'] for index in range(dataset.num_samples)]
 
 
 @pytest.fixture(scope='module')
@@ -114,7 +113,7 @@ def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp
     vae = AutoencoderKL.from_pretrained(folder / 'vae')
     vae.quant_conv.weight.data *= 1e7
     vae.save_pretrained(folder / 'vae')
-    line = one_line(capfd, run, shards, tmp_path / 'latents', folder)
+    line = refusal(capfd, run, shards, tmp_path / 'latents', folder)
     assert 'sample 0 has moments that are not finite in float16' in line
 
 
@@ -133,19 +132,19 @@ def changed(model_folder, folder: Path, part: str) -> Path:
 
 def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, shards, model_folder, capfd):
     train = ['--remote', latents, *TINY, '--model_name', str(model_folder), '--pretrained']
-    assert 'latents with image_size 64, and this run has 32' in one_line(
+    assert 'latents with image_size 64, and this run has 32' in refusal(
         capfd, benchmark.main, [*train, '--image_size', '32'])
     for part, key in (('factor', 'scaling_factor'), ('weights', 'vae_sha256')):
         other = changed(model_folder, tmp_path / part, part)
-        assert f'latents with {key}' in one_line(capfd, benchmark.main, [*train, '--model_name', str(other)])
-    assert 'vae_sha256' in one_line(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
-    assert 'already holds a dataset' in one_line(capfd, run, shards, latents, model_folder)
+        assert f'latents with {key}' in refusal(capfd, benchmark.main, [*train, '--model_name', str(other)])
+    assert 'vae_sha256' in refusal(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
+    assert 'already holds a dataset' in refusal(capfd, run, shards, latents, model_folder)
     (begun := tmp_path / 'begun').mkdir()
     shutil.copy(Path(latents, 'encoding.json'), begun)
-    assert 'was begun with vae_sha256' in one_line(capfd, run, shards, begun, tmp_path / 'weights')
+    assert 'was begun with vae_sha256' in refusal(capfd, run, shards, begun, tmp_path / 'weights')
     others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(index)), 'caption': 'x'} for index in range(9)])
-    assert 'was begun with source_sha256' in one_line(capfd, run, others, begun, model_folder)
-    assert 'holds latents already' in one_line(capfd, run, latents, tmp_path / 'twice', model_folder)
+    assert 'was begun with source_sha256' in refusal(capfd, run, others, begun, model_folder)
+    assert 'holds latents already' in refusal(capfd, run, latents, tmp_path / 'twice', model_folder)
 
 
 @pytest.mark.parametrize('flags', [['--use_synth_latents'], ['--remote', '{}']])
@@ -169,7 +168,7 @@ def test_images_become_latents_and_a_report_on_two_ranks(tmp_path):
     samples = [{'jpg': encoded(picture(index)), 'caption': f'picture {index}'} for index in range(40)]
     (tmp_path / 'photos').mkdir()
     for part in (0, 1):
-        write_tar(tmp_path / 'photos' / f'0000{part}.tar', samples[20 * part:20 * part + 20])
+        write_sample_tar(tmp_path / 'photos' / f'0000{part}.tar', samples[20 * part:20 * part + 20])
     run = subprocess.run([ROOT / 'benchmarks' / 'encode_once.sh', tmp_path / 'photos', tmp_path / 'out', '--batch_size',
                           '8', '--warmup_batches', '1', '--measure_batches', '2'], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -179,3 +178,11 @@ def test_images_become_latents_and_a_report_on_two_ranks(tmp_path):
     assert records[0]['samples'] == 40 and sorted(captions(tmp_path / 'out' / 'latents')) == sorted(
         sample['caption'] for sample in samples)
     assert 'pays off from' in run.stdout and 'text_in_loop' in run.stdout
+
+
+def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder, tmp_path, results):
+    model = ['--model_name', model_folder, '--pretrained', '--image_size', '64', '--results', str(results)]
+    record = encode.main(['--remote', shards, '--out', 's3://bucket/latents', '--batch_size', '5', *model])
+    assert record['samples'] == record['stored_samples'] == 24
+    record = benchmark.main(['--remote', 's3://bucket/latents', '--local', str(tmp_path / 'cache'), *TINY, *model])
+    assert (record['status'], record['encoders']) == ('complete', 'text_in_loop')

@@ -18,7 +18,7 @@ from benchmarks import fuzz
 from data import collate
 from inputs.captions import build_tokenizer
 from inputs.images import MAX_SCANS, decode_image, resize
-from tests.conftest import encoded, picture  # benchmarks/fuzz.py imports this file, too
+from tests.samples import encoded, picture
 
 RECORD = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}
 FIELDS = (*RECORD, 'stage', 'status', 'batch_size', 'loader_images_per_sec', 'extrapolated', 'versions', '\ud800')

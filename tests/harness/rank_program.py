@@ -1,6 +1,6 @@
 """Three real training steps on this rank, in float64; leaves what it saw and learned in OUT/rankN.pt.
 
-    composer -n 2 tests/ranks.py OUT [flags of benchmark.py]
+    PYTHONPATH=. composer -n 2 tests/harness/rank_program.py OUT [flags of benchmark.py]
 """
 import sys
 from pathlib import Path
@@ -9,8 +9,6 @@ import torch
 from composer import Callback
 from composer.utils import dist, get_device
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import benchmark
 from ema import EMA

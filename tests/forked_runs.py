@@ -1,33 +1,25 @@
-"""A run that is killed, at whatever moment, goes on as if nothing had happened."""
+"""Runs whose ranks are forked from a process that has imported the program already, and die where they are told."""
 import json
 import multiprocessing
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import torch
-from test_ranks import free_port
 
-from harness.checkpoints import checkpoints, load_checkpoint
+from tests.runs import ROOT, free_port
+
 
 RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
        '--max_duration', '12ba', '--autoresume']
-# (moment, batch): at a batch's start, within the write of its checkpoint, or between the two steps in which Composer
-# lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
-KILLS = {'3ba': [('start', 2), ('write', 3), ('start', 4), ('link', 6), ('start', 7), ('write', 9), ('update', 8),
-                 ('start', 11)],
-         '1ep': [('start', 4), ('start', 7), ('update', 11)]}
 
 
-@pytest.fixture(scope='module')
-def server():
-    """Forks processes that have imported the program already."""
-    os.environ['PYTHONPATH'] = f'{Path(__file__).parent.parent}:{Path(__file__).parent}'
+def preloaded_server():
+    """A context of multiprocessing that forks processes from one that has imported the program already."""
+    os.environ['PYTHONPATH'] = str(ROOT)
     context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['benchmark', 'test_resume'])
+    context.set_forkserver_preload(['tests.preloaded'])
     return context
 
 
@@ -112,55 +104,3 @@ def traced(folder: Path, ranks: int) -> list[dict[int, set]]:
             number, *seen = json.loads(line)
             batches.setdefault(number, set()).add(json.dumps(seen))
     return found
-
-
-def final_state(folder: Path) -> dict:
-    return load_checkpoint(checkpoints(folder / 'checkpoints')[-1])['state']
-
-
-def assert_equal(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for pair in zip(one, other, strict=True):
-            assert_equal(*pair)
-    else:
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-@pytest.mark.parametrize('data, interval, ranks', [
-    ('synthetic', '3ba', 1), ('synthetic', '3ba', 2), ('streamed', '3ba', 1), ('streamed', '3ba', 2),
-    ('streamed', '1ep', 1)])
-def test_a_run_killed_again_and_again_equals_one_that_never_was(server, tmp_path, shards, data, interval, ranks):
-    argv = [*RUN, '--save_interval', interval, *(['--use_synth_data'] if data == 'synthetic' else ['--remote', shards])]
-    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
-    whole.mkdir(), killed.mkdir()
-    assert run(server, ranks, argv, whole) == [0] * ranks, (whole / 'log').read_text()
-    for kill in KILLS[interval]:
-        codes = run(server, ranks, argv, killed, kill)
-        assert -signal.SIGKILL in codes, (kill, codes, (killed / 'log').read_text())
-    assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
-    expected = traced(whole, ranks)
-    assert traced(killed, ranks) == expected and all(sorted(rank) == list(range(12)) for rank in expected)
-    for part in ('model', 'optimizers', 'algorithms'):
-        assert_equal(final_state(killed)[part], final_state(whole)[part])
-    if data == 'streamed':
-        seen = [caption for rank in expected for number in range(6) for line in rank[number]
-                for caption in json.loads(line)[1]]
-        assert len(seen) == 24 == len(set(map(tuple, seen)))
-
-
-def test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left(server, tmp_path, shards):
-    argv, folders = [*RUN, '--save_interval', '3ba', '--remote', shards], [tmp_path / name for name in 'abc']
-    for folder in folders:
-        folder.mkdir()
-    killed, *both = folders
-    run(server, 1, argv, killed, ('start', 7))  # leaves its shared memory
-    with ThreadPoolExecutor() as pool:
-        codes = list(pool.map(lambda folder: run(server, 1, argv, folder), both))
-    assert codes == [[0], [0]], [(folder / 'log').read_text() for folder in both]
-    assert traced(both[0], 1) == traced(both[1], 1) and len(traced(both[0], 1)[0]) == 12

@@ -1,22 +1,23 @@
 """Several real processes over gloo: ranks on one node, and nodes on one machine."""
 import json
 import os
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from tests import runs
+from tests.runs import ROOT, check_record, free_port
+
+
 TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
         '--measure_batches', '2', '--num_workers', '0']
 
 
 def launch(*arguments, wrapper=(), **environment) -> subprocess.Popen:
     command = [*wrapper, sys.executable, '-m', 'composer.cli.launcher', *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, text=True,
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT), **environment}, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -25,12 +26,6 @@ def finish(*runs: subprocess.Popen) -> list[tuple[str, str]]:
     for run, output in zip(runs, outputs, strict=True):
         assert run.returncode == 0, output
     return outputs
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        return listener.getsockname()[1]
 
 
 def node(rank: int, port: int, ranks: int = 1) -> list:
@@ -43,8 +38,8 @@ def trained(tmp_path_factory, shards) -> dict[int, list[dict]]:
     """What each rank of a run on one and on two ranks saw and learned in an epoch of three batches of 8."""
     folders = {ranks: tmp_path_factory.mktemp(f'ranks{ranks}') for ranks in (1, 2)}
     for ranks, folder in folders.items():
-        finish(launch('-n', ranks, 'tests/ranks.py', folder, '--remote', shards, *TINY, '--results', '/dev/null',
-                      '--device_train_microbatch_size', 2))
+        finish(launch('-n', ranks, 'tests/harness/rank_program.py', folder, '--remote', shards, *TINY,
+                      '--results', '/dev/null', '--device_train_microbatch_size', 2))
     return {ranks: [torch.load(folder / f'rank{rank}.pt') for rank in range(ranks)]
             for ranks, folder in folders.items()}
 
@@ -69,6 +64,15 @@ def test_noise_differs_between_ranks(trained):
 
 def test_only_the_last_microbatch_synchronises_gradients(trained):
     assert [rank['synchronised'] for rank in trained[2]] == [3, 3]  # 3 batches, of 2 microbatches each
+
+
+def test_two_processes_make_one_record_of_both(results, shards):
+    run = subprocess.run([sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'benchmark.py', '--remote', shards,
+                          '--use_ema', *runs.TINY, '--results', str(results)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    [line] = results.read_text().splitlines()
+    check_record(json.loads(line))
+    assert json.loads(line)['num_devices'] == 2 and line in run.stdout
 
 
 def test_two_nodes_of_two_ranks_leave_one_record(tmp_path):

@@ -1,0 +1,106 @@
+"""A run that is killed, at whatever moment, goes on as if nothing had happened, from whole and harmless checkpoints."""
+import json
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmark import main
+from harness.checkpoints import checkpoints, load_checkpoint
+from tests.forked_runs import RUN, run, traced
+from tests.runs import TINY, on_small_disk, one_error_line
+from tests.samples import Hostile
+
+
+# (moment, batch): at a batch's start, within the write of its checkpoint, or between the two steps in which Composer
+# lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
+KILLS = {'3ba': [('start', 2), ('write', 3), ('start', 4), ('link', 6), ('start', 7), ('write', 9), ('update', 8),
+                 ('start', 11)],
+         '1ep': [('start', 4), ('start', 7), ('update', 11)]}
+
+
+def final_state(folder: Path) -> dict:
+    return load_checkpoint(checkpoints(folder / 'checkpoints')[-1])['state']
+
+
+def assert_equal(one, other):
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+    else:
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize('data, interval, ranks', [
+    ('synthetic', '3ba', 1), ('synthetic', '3ba', 2), ('streamed', '3ba', 1), ('streamed', '3ba', 2),
+    ('streamed', '1ep', 1)])
+def test_a_run_killed_again_and_again_equals_one_that_never_was(server, tmp_path, shards, data, interval, ranks):
+    argv = [*RUN, '--save_interval', interval, *(['--use_synth_data'] if data == 'synthetic' else ['--remote', shards])]
+    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
+    whole.mkdir(), killed.mkdir()
+    assert run(server, ranks, argv, whole) == [0] * ranks, (whole / 'log').read_text()
+    for kill in KILLS[interval]:
+        codes = run(server, ranks, argv, killed, kill)
+        assert -signal.SIGKILL in codes, (kill, codes, (killed / 'log').read_text())
+    assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
+    expected = traced(whole, ranks)
+    assert traced(killed, ranks) == expected and all(sorted(rank) == list(range(12)) for rank in expected)
+    for part in ('model', 'optimizers', 'algorithms'):
+        assert_equal(final_state(killed)[part], final_state(whole)[part])
+    if data == 'streamed':
+        seen = [caption for rank in expected for number in range(6) for line in rank[number]
+                for caption in json.loads(line)[1]]
+        assert len(seen) == 24 == len(set(map(tuple, seen)))
+
+
+def test_a_disk_that_fills_leaves_the_last_good_checkpoint(tmp_path, results):
+    (tmp_path / 'disk').mkdir()
+    line, _ = on_small_disk(40, tmp_path / 'disk', ['--use_synth_data', '--use_ema', *TINY, '--save_interval', '1ba',
+                            '--save_folder', tmp_path / 'disk' / 'kept', '--results', results], tmp_path / 'out')
+    assert 'a disk is full' in line and json.loads(results.read_text())['status'] == 'failed'
+    first, second = checkpoints(str(tmp_path / 'out' / 'kept'))
+    assert load_checkpoint(first)['state']['timestamp']['Timestamp']['batch'] == 1
+    record = main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(tmp_path / 'out' / 'kept'),
+                   '--autoresume', '--results', str(results)])  # with room again
+    assert record['first_batch'] == 1 and record['status'] == 'complete'
+
+
+@pytest.mark.parametrize('protocol', [2, 4])
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, capfd, protocol):
+    folder, trace = tmp_path / 'checkpoints', tmp_path / 'ran'
+    folder.mkdir()
+    torch.save({'state': Hostile(trace)}, folder / 'ep0-ba1-rank0.pt', pickle_protocol=protocol)
+    with pytest.raises(SystemExit):
+        main(['--use_synth_data', *TINY, '--save_folder', str(folder), '--autoresume'])
+    line = capfd.readouterr().err
+    assert 'would run code when loaded' in line and line.count('\n') == 1
+    with pytest.raises(pickle.UnpicklingError):
+        load_checkpoint(folder / 'ep0-ba1-rank0.pt')
+    assert not trace.exists()
+
+
+def test_a_run_resumes_from_checkpoints_in_s3(s3, results):
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--save_folder', 's3://bucket/runs/1', '--save_interval', '2ba',
+            '--results', str(results)]
+    main(argv)
+    keys = [entry['Key'] for entry in s3.client.list_objects_v2(Bucket='bucket', Prefix='runs/1/ep')['Contents']]
+    assert keys == ['runs/1/ep0-ba2-rank0.pt', 'runs/1/ep0-ba4-rank0.pt']
+    record = main([*argv, '--autoresume', '--max_duration', '6ba'])
+    assert (record['status'], record['first_batch'], record['measured_batches']) == ('complete', 4, 1)
+
+
+def test_an_s3_folder_in_use_or_out_of_reach_is_one_line(s3, results, capfd, monkeypatch):
+    s3.client.put_object(Bucket='bucket', Key='runs/1/ep0-ba2-rank0.pt', Body=b'')
+    flags = ['--use_synth_data', *TINY, '--results', results, '--save_folder']
+    assert 'already holds files' in one_error_line([*flags, 's3://bucket/runs/1'], capfd)
+    assert '--save_folder s3://nobody/runs cannot be read' in one_error_line([*flags, 's3://nobody/runs'], capfd)
+    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'wrong')
+    assert 'check its name and your credentials' in one_error_line([*flags, 's3://bucket/runs/1'], capfd)

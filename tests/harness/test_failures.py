@@ -1,0 +1,42 @@
+"""Why a run failed: one line, and the same in the record."""
+import json
+
+import pytest
+import torch
+
+import benchmark
+from benchmark import main
+from tests.runs import TINY, failed, on_small_disk
+from tests.samples import encoded, picture, write_shards
+
+
+def test_out_of_memory_says_the_microbatch_and_what_to_try(results, capfd, monkeypatch):
+    monkeypatch.setattr(benchmark.StableDiffusion, 'encode', lambda self, batch: torch.empty(1 << 60))
+    line = failed(['--use_synth_data', *TINY, '--device_train_microbatch_size', '2'], results, capfd)
+    assert 'out of memory at --device_train_microbatch_size 2; use a smaller one' in line
+
+
+def test_a_crash_leaves_a_record_that_says_why(results, capfd, monkeypatch):
+    def crash(self, batch):
+        raise RuntimeError('out of\nluck')
+    monkeypatch.setattr(benchmark.StableDiffusion, 'encode', crash)
+    with pytest.raises(SystemExit):
+        main(['--use_synth_data', *TINY, '--results', str(results)])
+    record = json.loads(results.read_text())
+    assert (record['status'], record['error']) == ('failed', 'RuntimeError: out of luck')
+    assert record['measured_batches'] == 0 and record['images_per_sec'] is None
+    assert 'benchmark.py: error: the run failed at batch 1: RuntimeError: out of luck\n' in capfd.readouterr().err
+
+
+def test_a_full_disk_at_the_cache_and_at_the_results_is_one_line(tmp_path, results):
+    (tmp_path / 'disk').mkdir()
+    shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(index, 512, 512), 'PNG'), 'caption': 'x'}
+                                                for index in range(40)], size_limit=1 << 20)
+    line, _ = on_small_disk(2, tmp_path / 'disk', ['--remote', shards, '--local', tmp_path / 'disk' / 'cache', *TINY,
+                            '--max_duration', '1ep', '--results', results], tmp_path / 'out1')
+    assert 'No space left' in line and '--cache_limit' in line and json.loads(results.read_text())['error'] in line
+    fill = tmp_path / 'disk' / 'results'
+    line, output = on_small_disk(1, tmp_path / 'disk', ['--use_synth_data', *TINY, '--save_folder',
+                                 tmp_path / 'disk' / 'checkpoints', '--results', fill], tmp_path / 'out2')
+    assert f'--results {fill} could not be written: No space left' in line
+    assert json.loads(output.splitlines()[-1])['status'] == 'failed'

@@ -1,0 +1,52 @@
+"""The clock of a run, and the figures that come from it."""
+import json
+from types import SimpleNamespace
+
+import pytest
+from composer.core import Timestamp
+
+import benchmark
+from benchmark import main
+from harness import measurement as measuring
+from harness.measurement import Measurement
+from tests.runs import TINY
+
+
+def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
+    clock = iter([0, 1, 9, 10, 11, 13, 15, 16, 17, 20])  # fit; then asked, got and batch end, for each batch
+    monkeypatch.setattr(measuring.time, 'perf_counter', lambda: next(clock))
+    measurement = Measurement(warmup_batches=1, measure_batches=2)
+    measurement.fit_start(None, None)
+    for batch in (1, 2, 3):
+        measurement.before_dataloader(None, None)
+        measurement.after_dataloader(None, None)
+        measurement.batch_end(SimpleNamespace(
+            timestamp=Timestamp(batch=batch, sample=4 * batch), total_loss_dict={'loss/train/total': 0.5},
+            previous_timestamp=Timestamp(batch=batch - 1, sample=4 * batch - 4)), None)
+    assert measurement.batch_seconds == [5, 5] and measurement.wait_seconds == [2, 1] and measurement.samples == 8
+    figures = measuring.figures(measurement)
+    assert figures['images_per_sec'] == 0.8 and figures['data_wait_fraction'] == pytest.approx(0.3)
+
+
+def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
+    measurement = Measurement(1, 6)
+    measurement.batch_seconds, measurement.wait_seconds, measurement.samples = [1, 1, 1, 2, 1, 3], [0.0] * 6, 60
+    other = ([1, 2, 2, 2, 2, 2], [1.0] * 6, 40.0, {7})
+    monkeypatch.setattr(benchmark.dist, 'all_gather_object', lambda mine: [mine, other])
+    monkeypatch.setattr(benchmark.dist, 'get_world_size', lambda: 2)
+    figures = measuring.figures(measurement, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3
+    assert figures['images_per_sec'] == 60 / 11 and figures['images_per_sec_per_device'] == 30 / 11
+    assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
+    assert [figures[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]
+    assert figures['data_wait_fraction'] == pytest.approx(6 / 11) and figures['peak_memory_gib'] == 40
+    assert figures['bad_samples'] == 2
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, num_workers, capfd):
+    record = main(['--remote', shards, *TINY, '--loader_only', '--measure_batches', '20', '--num_workers',
+                   str(num_workers), '--results', str(results)])
+    assert json.loads(results.read_text()) == record and record['stage'] == 'loader'
+    assert record['measured_batches'] == 20 and record['loader_images_per_sec'] > 0  # more than an epoch of 6 batches
+    assert record['loader_images_per_sec_per_worker'] == record['loader_images_per_sec'] / max(1, num_workers)
+    assert 'images_per_sec' not in record and 'loader' in capfd.readouterr().out

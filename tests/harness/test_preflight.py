@@ -1,0 +1,81 @@
+"""What cannot run is refused before anything is built, in one line that names the flag."""
+import pytest
+
+import benchmark
+from benchmark import main
+from tests.runs import TINY, on_small_disk
+from tests.samples import write_shards
+
+
+SYNTHETIC = ['--use_synth_data', *TINY]
+
+
+@pytest.mark.parametrize('argv, words', [
+    (TINY, ['--remote', '--use_synth_data']),
+    ([*SYNTHETIC, '--remote', 'x'], ['--remote', '--use_synth_data', 'not both']),
+    ([*SYNTHETIC, '--batch_size', '6', '--device_train_microbatch_size', '4'], ['--device_train_microbatch_size 4']),
+    ([*SYNTHETIC, '--device_train_microbatch_size', '8'], ['--device_train_microbatch_size 8', '4 images']),
+    ([*SYNTHETIC, '--device_train_microbatch_size', 'auto'], ['--device_train_microbatch_size auto', 'GPU']),
+    ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], ['--device_train_microbatch_size two']),
+    ([*SYNTHETIC, '--image_size', '100'], ['--image_size 100', 'multiple of 8', '96']),
+    ([*SYNTHETIC, '--batch_size', '0'], ['--batch_size', '0']),
+    ([*SYNTHETIC, '--num_workers', '-1'], ['--num_workers', '-1']),
+    ([*SYNTHETIC, '--dollars_per_gpu_hour', 'nan'], ['--dollars_per_gpu_hour', 'nan']),
+    ([*SYNTHETIC, '--precision', 'fp31'], ['--precision', 'fp31', 'fp32']),
+    ([*SYNTHETIC, '--precision', 'amp_fp16'], ['--precision amp_fp16', 'GPU']),
+    ([*SYNTHETIC, '--attention', 'xformers'], ['--attention xformers', 'sdpa']),
+    ([*SYNTHETIC, '--max_duration', 'long'], ['--max_duration long', '5000ba']),
+    ([*SYNTHETIC, '--max_duration', '1ba'], ['--max_duration 1ba', '--warmup_batches 1']),
+    ([*SYNTHETIC, '--save_folder', 'tests'], ['--save_folder tests', 'new']),
+    ([*SYNTHETIC, '--save_interval', 'often'], ['--save_interval often', '5000ba']),
+    ([*SYNTHETIC, '--results', '/nowhere/results.jsonl'], ['--results /nowhere/results.jsonl', 'No such file']),
+    ([*SYNTHETIC, '--model_name', 'nobody/nothing'], ['--model_name nobody/nothing', 'hub', 'folder']),
+    ([*SYNTHETIC, '--model_name', 'tests'], ['--model_name tests', 'unet']),
+    ([*SYNTHETIC, '--pretrained'], ['--model_name tiny', 'folder']),
+    ([*SYNTHETIC, '--bach_size', '4'], ['--bach_size']),
+    (['--remote', 'nowhere', *TINY], ['--remote nowhere', 'convert.py']),
+    (['--remote', 's3://nowhere/x', *TINY], ['--remote s3://nowhere/x', 'could not be read']),
+    (['--remote', 'SHARDS', *TINY, '--tokenizer', 'nobody/nothing'], ['--tokenizer nobody/nothing', 'folder']),
+    (['--remote', 'SHARDS', *TINY, '--tokenizer', 'SHARDS'], ['--tokenizer', 'tokenizer.json']),
+    (['--remote', 'SHARDS', *TINY, '--batch_size', '25'], ['--remote', '24 samples', '--batch_size 25']),
+    (['--remote', 'OTHER', *TINY], ['--remote', 'jpg of bytes', 'png of bytes']),
+])
+def test_bad_input_is_one_line_that_names_the_flag_and_its_value(argv, words, capfd, shards, tmp_path, results,
+                                                                 monkeypatch):
+    monkeypatch.setenv('AWS_EC2_METADATA_DISABLED', 'true')
+    if 'OTHER' in argv:
+        write_shards(tmp_path / 'other', [{'png': b'', 'text': ''}] * 9, {'png': 'bytes', 'text': 'str'})
+    places = {'SHARDS': shards, 'OTHER': str(tmp_path / 'other')}
+    argv = [places.get(argument, argument) for argument in argv]
+    with pytest.raises(SystemExit) as exit:
+        main(argv if '--results' in argv else [*argv, '--results', str(results)])
+    out, err = capfd.readouterr()
+    assert exit.value.code == 2 and out == '' and err.count('\n') == 1 and err.startswith('benchmark.py: error: '), err
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize('flags, words', [
+    (['--cache_limit', '1gb'], '--cache_limit 1gb has no cache to bound'),
+    (['--cache_limit', 'much', '--local', '{}/cache'], '--cache_limit much is not a size'),
+    (['--cache_limit', '5kb', '--local', '{}/cache'], 'holds fewer than 4 shards'),
+    (['--max_bad_samples', '2'], '--max_bad_samples: 2 is not between 0 and 1'),
+    (['--autoresume'], '--autoresume needs the --save_folder'),
+    (['--num_workers', '100000000'], '--num_workers 100000000 may fill the shared memory')])
+def test_a_flag_that_cannot_work_is_one_line(shards, tmp_path, capfd, flags, words):
+    with pytest.raises(SystemExit):
+        main(['--remote', shards, *TINY, *(flag.format(tmp_path) for flag in flags)])
+    line = capfd.readouterr().err
+    assert words in line and line.count('\n') == 1
+
+
+def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_a_better_one(monkeypatch, capfd):
+    monkeypatch.setattr(benchmark.dist, 'get_world_size', lambda: 3)
+    with pytest.raises(SystemExit):
+        main([*SYNTHETIC, '--batch_size', '8'])
+    assert '--batch_size 8 does not divide over 3 devices; use 6' in capfd.readouterr().err
+
+
+def test_too_little_shared_memory_is_said_before_the_run(tmp_path, shards):
+    line, output = on_small_disk(1, '/dev/shm', ['--remote', shards, *TINY, '--image_size', '256', '--num_workers', '2',
+                                                 '--results', tmp_path / 'results'], tmp_path / 'out')
+    assert '--num_workers 2 may fill the shared memory' in line and not output

@@ -1,0 +1,120 @@
+"""What keeps a run from harm: losses that are not finite, and the signals that end it."""
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+import benchmark
+from benchmark import main
+from ema import EMA
+from harness.checkpoints import checkpoints, load_checkpoint
+from tests.runs import ROOT, TINY, failed, wait_until
+
+
+class Weights(benchmark.Safeguard):
+    """What the weights and their average are when each batch ends."""
+
+    def batch_end(self, state, logger):
+        [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
+        self.seen = [*getattr(self, 'seen', ()),
+                     [tensor.clone() for part in (dict(state.model.unet.named_parameters()), ema.ema_model.parameters)
+                      for tensor in part.values()]]
+        super().batch_end(state, logger)
+
+
+@pytest.fixture
+def loss_at_batch_2_is(monkeypatch):
+    """The training's own loss, but for the third batch."""
+    def put(value: float):
+        calls, loss = [], benchmark.StableDiffusion.loss
+
+        def broken(self, outputs, batch):
+            calls.append(1)
+            return loss(self, outputs, batch) * (value if len(calls) == 3 else 1)
+        kept = []
+        monkeypatch.setattr(benchmark.StableDiffusion, 'loss', broken)
+        monkeypatch.setattr(benchmark, 'Safeguard', lambda *args: kept.append(Weights(*args)) or kept[-1])
+        return kept
+    return put
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_learned(results, capfd, loss_at_batch_2_is, value):
+    kept = loss_at_batch_2_is(value)
+    line = failed(['--use_synth_data', '--use_ema', *TINY], results, capfd)
+    assert 'the run failed at batch 3: the loss of batch 3 is not finite, at microbatch size 4' in line
+    assert len(kept[0].seen) == 2 and json.loads(results.read_text())['loss'] > 0
+
+
+def test_on_nan_skip_leaves_the_step_out_and_counts_it(results, loss_at_batch_2_is):
+    kept = loss_at_batch_2_is(float('nan'))
+    record = main(['--use_synth_data', '--use_ema', *TINY, '--on_nan', 'skip',
+                   '--max_duration', '5ba', '--results', str(results)])
+    assert (record['status'], record['skipped_batches']) == ('complete', 1) and record['loss'] > 0
+    weights = kept[0].seen
+    half = len(weights[0]) // 2
+    assert all(map(torch.equal, weights[1][:half], weights[2][:half]))
+    assert not all(map(torch.equal, weights[2][:half], weights[3][:half]))
+    assert all(tensor.isfinite().all() for tensor in weights[4])
+
+
+def start_and_train(results, *flags) -> subprocess.Popen:
+    """A run of two ranks under the launcher that has trained for some batches."""
+    log = results.with_name('log')
+    command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'benchmark.py', '--use_synth_data', *TINY,
+               '--measure_batches', '100000', '--results', str(results), *flags]
+    with open(log, 'w') as file:
+        run = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+    while not re.search(r'\b([6-9]|\d\d+)/100001', log.read_text()):  # Composer's progress bar
+        assert run.poll() is None, log.read_text()
+        time.sleep(0.05)
+    return run
+
+
+def group_is_gone(group: int) -> bool:
+    """Whether no process of it is left but dead ones."""
+    for process in psutil.process_iter(['status']):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info['status'] != psutil.STATUS_ZOMBIE:
+                return False
+    return True
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_under_the_launcher_leaves_a_record_of_what_was_measured(results, number):
+    run = start_and_train(results)
+    os.killpg(run.pid, number)  # as a terminal or a cluster sends it: to every process
+    run.wait(timeout=60)
+    wait_until(lambda: group_is_gone(run.pid))  # SIGTERM ends the launcher before its ranks
+    record = json.loads(results.read_text())
+    assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
+
+
+def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
+    folder = results.with_name('checkpoints')
+    run = start_and_train(results, '--use_ema', '--save_folder', str(folder))
+    os.kill(run.pid, signal.SIGTERM)  # to it alone
+    run.wait(timeout=60)
+    wait_until(lambda: group_is_gone(run.pid))
+    record = json.loads(results.read_text())
+    assert record['status'] == 'interrupted'
+    [checkpoint] = checkpoints(folder)
+    done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']
+    assert done >= record['measured_batches'] + 1
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--max_duration', f'{done + 3}ba', '--save_folder', str(folder)]
+    resumed = main([*argv, '--autoresume', '--results', str(results)])
+    assert (resumed['status'], resumed['first_batch'], resumed['measured_batches']) == ('complete', done, 2)
+
+
+def test_a_run_leaves_the_signals_as_they_were(results):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    main(['--use_synth_data', *TINY, '--results', str(results)])
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

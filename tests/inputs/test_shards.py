@@ -1,0 +1,86 @@
+"""Shards and their index: what they hold, what is wrong with them, and no harm from either."""
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from streaming import MDSWriter
+
+import convert
+from benchmark import main
+from inputs.shards import read_index
+from tests.runs import TINY, failed, one_error_line
+from tests.samples import Hostile, good, write_sample_tar, write_shards
+
+
+def test_the_index_tells_samples_and_columns(shards, tmp_path):
+    entries = read_index(shards)['shards']
+    assert sum(entry['samples'] for entry in entries) == 24 and entries[0]['column_names'] == ['caption', 'jpg']
+    other = write_shards(tmp_path / 'other', [{'png': b'', 'text': ''}], {'png': 'bytes', 'text': 'str'})
+    [entry] = read_index(other)['shards']
+    assert (entry['samples'], entry['column_names']) == (1, ['png', 'text'])
+
+
+@pytest.mark.parametrize('content', ['not json', '{}', '[]', '{"shards": [{}]}', '{"shards": 3}'])
+def test_an_index_that_makes_no_sense_is_told(tmp_path, content):
+    (tmp_path / 'index.json').write_text(content)
+    with pytest.raises(ValueError, match='index.json'):
+        read_index(str(tmp_path))
+
+
+def write_hashed(folder: Path, number: int) -> Path:
+    with MDSWriter(out=str(folder), columns={'jpg': 'bytes', 'caption': 'str'}, hashes=['xxh64'],
+                   size_limit=1 << 14) as writer:
+        for index in range(number):
+            writer.write(good(index))
+    return folder
+
+
+@pytest.mark.parametrize('fault, words', [('cut', 'is cut short'), ('flipped', 'fails its xxh64 hash'),
+                                          ('other', 'is not the one of index.json'), ('gone', 'could not be read')])
+def test_faults_of_shards_are_told_apart(tmp_path, results, capfd, fault, words):
+    shards = write_hashed(tmp_path / 'shards', 24)
+    first = shards / 'shard.00000.mds'
+    if fault == 'cut':
+        os.truncate(first, first.stat().st_size - 10)
+    elif fault == 'flipped':
+        content = bytearray(first.read_bytes())
+        content[-20] ^= 1
+        first.write_bytes(content)
+    elif fault == 'other':
+        shutil.copy(write_hashed(tmp_path / 'other', 3) / 'shard.00000.mds', first)
+    else:
+        first.unlink()
+    assert words in failed(['--remote', shards, *TINY, '--max_duration', '1ep'], results, capfd)
+
+
+def test_nothing_in_a_dataset_runs_code_or_writes_outside_its_cache(tmp_path, capfd):
+    trace = tmp_path / 'ran'
+    columns = {'jpg': 'bytes', 'caption': 'str', 'extra': 'pkl'}
+    hostile = write_shards(tmp_path / 'hostile', [good(i) | {'extra': Hostile(trace)} for i in range(8)], columns)
+    trace.unlink(missing_ok=True)
+    outside = Path(write_shards(tmp_path / 'outside', [good(i) for i in range(8)]))
+    index = json.loads((outside / 'index.json').read_text())
+    index['shards'][0]['raw_data']['basename'] = '../escaped.mds'
+    (outside / 'index.json').write_text(json.dumps(index))
+    for remote, words in ((hostile, 'of type pkl, which can run code'), (outside, 'outside its folder')):
+        with pytest.raises(SystemExit):
+            main(['--remote', str(remote), '--local', str(tmp_path / 'cache'), *TINY])
+        line = capfd.readouterr().err
+        assert words in line and line.count('\n') == 1
+    assert not trace.exists() and not (tmp_path / 'escaped.mds').exists()
+
+
+def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each(s3, samples, tmp_path, results, capfd, monkeypatch):
+    tar = write_sample_tar(tmp_path / '00000.tar', samples)
+    assert '--remote s3://nobody/photos' in one_error_line(['--remote', 's3://nobody/photos', *TINY], capfd)
+    with pytest.raises(SystemExit):
+        convert.main([tar, 's3://nobody/photos'])
+    assert 'OUT s3://nobody/photos' in capfd.readouterr().err
+    assert convert.main([tar, 's3://bucket/photos', '--num_workers', '1']) == 0
+    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'wrong')
+    assert 'permission' in one_error_line(['--remote', 's3://bucket/photos', *TINY], capfd)
+    with pytest.raises(SystemExit):
+        convert.main([tar, 's3://bucket/again'])
+    assert '403' in capfd.readouterr().err

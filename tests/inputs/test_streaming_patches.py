@@ -1,0 +1,93 @@
+"""What Streaming would do otherwise: hang, end early and quietly, or take the shared memory of another run."""
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmark import main
+from data import StreamingLAIONDataset, build_loader
+from inputs.captions import build_tokenizer
+from inputs.errors import DataError
+from tests.forked_runs import RUN, run, traced
+from tests.runs import ROOT, TINY
+from tests.samples import encoded, good, picture, write_shards
+
+
+def test_an_epoch_ends_with_the_reason_when_both_background_threads_fail(shards, tmp_path, monkeypatch):
+    def unreachable(self, shard_id, blocking=True):
+        barrier.wait(10)  # both threads are here before one of them fails
+        raise OSError('no route')
+    barrier, failures = threading.Barrier(2), []
+    monkeypatch.setattr(StreamingLAIONDataset, 'prepare_shard', unreachable)
+
+    def read():
+        try:
+            list(StreamingLAIONDataset(shards, str(tmp_path / 'cache'), batch_size=4))
+        except DataError as error:
+            failures.append(str(error))
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(30)
+    assert not reader.is_alive() and failures == ['a shard could not be read (OSError: no route)']
+
+
+def folder_size(folder: Path) -> int:
+    size = 0
+    for path in folder.glob('*.mds'):
+        with contextlib.suppress(FileNotFoundError):  # dropped since it was listed
+            size += path.stat().st_size
+    return size
+
+
+def test_a_small_cache_serves_the_whole_dataset(tmp_path, results):
+    shards, cache = write_shards(tmp_path / 'shards', [good(index) for index in range(200)], size_limit=4096), \
+        tmp_path / 'cache'
+    size = max(path.stat().st_size for path in Path(shards).glob('*.mds'))
+    assert len(list(Path(shards).glob('*.mds'))) > 20
+    limit, most = 8 * size, 0
+    dataset = StreamingLAIONDataset(shards, str(cache), 64, batch_size=4, shuffle=True, cache_limit=limit)
+    loader = build_loader(dataset, 4, 1, build_tokenizer()).dataloader
+    captions = []
+    for batch in loader:
+        captions += batch['caption'].tolist()
+        most = max(most, folder_size(cache))
+    loader._iterator._shutdown_workers()
+    assert len(set(map(tuple, captions))) == 200 and size < most <= limit
+    record = main(['--remote', shards, '--local', str(tmp_path / 'cache2'), '--cache_limit', str(limit), *TINY,
+                   '--max_duration', '2ep', '--results', str(results)])
+    assert record['status'] == 'complete'
+
+
+def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(s3, tmp_path, results):
+    shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(i)), 'caption': str(i)} for i in range(400)],
+                          size_limit=4000)
+    for file in Path(shards).iterdir():
+        s3.client.upload_file(str(file), 'bucket', f'many/{file.name}')
+    run = subprocess.Popen([sys.executable, 'benchmark.py', '--remote', 's3://bucket/many', *TINY, '--max_duration',
+                            '2ep', '--local', str(tmp_path / 'cache'), '--results', str(results)], cwd=ROOT, text=True,
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while len(list(tmp_path.glob('cache/*.mds'))) < 20:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.02)
+    s3.kill()
+    _, errors = run.communicate(timeout=120)
+    [line] = [line for line in errors.splitlines() if 'error' in line.lower()]
+    assert line.startswith('benchmark.py: error: the run failed at batch') and 'a shard could not be read' in line
+    record = json.loads(results.read_text())
+    assert run.returncode == 2 and record['status'] == 'failed' and record['error'] in line
+
+
+def test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left(server, tmp_path, shards):
+    argv, folders = [*RUN, '--save_interval', '3ba', '--remote', shards], [tmp_path / name for name in 'abc']
+    for folder in folders:
+        folder.mkdir()
+    killed, *both = folders
+    run(server, 1, argv, killed, ('start', 7))  # leaves its shared memory
+    with ThreadPoolExecutor() as pool:
+        codes = list(pool.map(lambda folder: run(server, 1, argv, folder), both))
+    assert codes == [[0], [0]], [(folder / 'log').read_text() for folder in both]
+    assert traced(both[0], 1) == traced(both[1], 1) and len(traced(both[0], 1)[0]) == 12

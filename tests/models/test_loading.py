@@ -1,0 +1,67 @@
+"""Architectures and weights: the published sizes, a diffusers folder, and none of its code."""
+import contextlib
+import json
+import shutil
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from transformers import CLIPTextModel
+
+from benchmark import StableDiffusion, main
+from models.loading import SD2_BASE
+from tests.runs import TINY, check_record
+from tests.samples import good, write_shards
+
+
+@pytest.fixture(scope='module')
+def sd2_base() -> StableDiffusion:
+    with torch.device('meta'):
+        return StableDiffusion(SD2_BASE, image_size=512)
+
+
+def parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_stable_diffusion_2_base_has_its_published_sizes(sd2_base):
+    assert parameters(sd2_base.unet) == 865_910_724
+    assert parameters(sd2_base.vae) == 83_653_863
+    assert parameters(sd2_base.text_encoder) == 340_387_840
+    attention = [block.attentions[0].transformer_blocks[0].attn1 for block in sd2_base.unet.down_blocks[:3]]
+    assert [layer.heads for layer in attention] == [5, 10, 20]
+    assert sd2_base.unet.mid_block.attentions[0].transformer_blocks[0].attn1.heads == 20
+    assert sd2_base.vae.config.scaling_factor == 0.18215
+    assert len(sd2_base.scheduler) == 1000
+    betas = torch.linspace(0.00085 ** 0.5, 0.012 ** 0.5, 1000) ** 2
+    alphas = StableDiffusion('tiny', 64).scheduler.alphas_cumprod
+    torch.testing.assert_close(alphas, torch.cumprod(1 - betas, dim=0), atol=1e-6, rtol=0)
+
+
+def test_a_model_folder_gives_its_architecture_weights_and_tokenizer(results, shards, model_folder):
+    record = main(['--remote', shards, *TINY, '--model_name', model_folder, '--pretrained', '--tokenizer',
+                   model_folder, '--results', str(results)])
+    check_record(record)
+    model = StableDiffusion(model_folder, 64, pretrained=True)
+    assert model.prediction_type == 'v_prediction'
+    saved = AutoencoderKL.from_pretrained(model_folder, subfolder='vae').state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.vae.state_dict().items())
+    saved = CLIPTextModel.from_pretrained(model_folder, subfolder='text_encoder').state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.text_encoder.state_dict().items())
+    saved = UNet2DConditionModel.from_pretrained(model_folder, subfolder='unet')
+    assert not torch.equal(saved.conv_in.weight, model.unet.conv_in.weight)  # the UNet starts from scratch
+
+
+def test_code_in_a_model_folder_is_not_run(tmp_path, model_folder, results, capfd):
+    folder, trace = tmp_path / 'model', tmp_path / 'ran'
+    shutil.copytree(model_folder, folder)
+    for part in ('unet', 'vae', 'text_encoder', 'tokenizer'):
+        (folder / part / 'hostile.py').write_text(f'open({str(trace)!r}, "w")\nclass Hostile: pass\n')
+        for file in (folder / part).glob('*config.json'):
+            names = dict.fromkeys(['AutoModel', 'AutoConfig', 'AutoTokenizer'], 'hostile.Hostile')
+            file.write_text(json.dumps(json.loads(file.read_text()) | {'auto_map': names}))
+    shards = write_shards(tmp_path / 'shards', [good(index) for index in range(8)])
+    with contextlib.suppress(SystemExit):
+        main(['--remote', shards, *TINY, '--model_name', str(folder), '--pretrained', '--tokenizer', str(folder),
+              '--results', str(results)])
+    assert not trace.exists()

@@ -1,0 +1,8 @@
+"""What a server of processes imports and finds out once, before it forks: the name of the CPU alone takes a second."""
+from composer.utils.collect_env import get_composer_env_dict
+
+from harness.record import processor_name
+from tests import forked_runs  # noqa: F401
+
+processor_name()
+get_composer_env_dict()  # Composer asks for it with every checkpoint

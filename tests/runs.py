@@ -1,0 +1,98 @@
+"""Runs of the benchmark as tests start them, and what must hold of every record and every error."""
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmark import main
+
+ROOT = Path(__file__).parent.parent
+
+TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
+        '--measure_batches', '3']
+
+RECORD_KEYS = {
+    'date', 'command', 'git_commit', 'device', 'num_devices', 'num_nodes', 'versions', 'model_name', 'image_size',
+    'batch_size', 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema', 'channels_last',
+    'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'dataset', 'encoders', 'num_workers', 'seed',
+    'images_per_sec', 'images_per_sec_per_device', 'batch_seconds_median', 'batch_seconds_p10', 'batch_seconds_p90',
+    'drift', 'data_wait_fraction', 'peak_memory_gib', 'tflops_per_image', 'tflops_per_sec_per_device', 'mfu',
+    'warmup_batches', 'measured_batches', 'loss',
+}
+
+
+def check_record(record: dict) -> None:
+    """What must hold between the figures of any record."""
+    assert RECORD_KEYS <= set(record)
+    assert record['measured_batches'] == 3 and record['warmup_batches'] == 1
+    assert record['batch_seconds_p10'] <= record['batch_seconds_median'] <= record['batch_seconds_p90']
+    slowest, fastest = (record['batch_size'] / record[f'batch_seconds_{p}'] for p in ('p90', 'p10'))
+    assert slowest * 0.7 < record['images_per_sec'] < fastest * 1.3
+    assert record['images_per_sec_per_device'] == pytest.approx(record['images_per_sec'] / record['num_devices'])
+    assert 0 <= record['data_wait_fraction'] < 1 and record['drift'] > -1
+    assert record['tflops_per_sec_per_device'] == pytest.approx(
+        record['images_per_sec_per_device'] * record['tflops_per_image'])
+    assert 0.1 < record['peak_memory_gib'] < 24 and 0 < record['loss'] < 5
+    assert record['versions']['torch'] == torch.__version__.split('+')[0]
+
+
+def error_line(capfd) -> str:
+    """The one line of the program's own among the progress bar's."""
+    [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
+    return line
+
+
+def failed(argv, results, capfd) -> str:
+    """Run what must fail; its one line, which the record has too."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        main([*map(str, argv), '--results', str(results)])
+    line, record = error_line(capfd), json.loads(results.read_text().splitlines()[-1])
+    assert exit.value.code == 2 and record['status'] == 'failed' and line.endswith(record['error'])
+    return line
+
+
+def one_error_line(argv: list, capfd) -> str:
+    """Run what must be refused; the one line that it leaves."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        main([str(argument) for argument in argv])
+    error = capfd.readouterr().err
+    assert exit.value.code == 2 and error.count('\n') == 1, error
+    return error
+
+
+def on_small_disk(megabytes: int, where: str, argv: list, out: Path) -> tuple[str, str]:
+    """Run the benchmark with a file system of that size at `where`, and copy it to `out` afterwards."""
+    script = (f'mount -t tmpfs -o size={megabytes}m tmpfs {where} && cd {ROOT} && "$@"; code=$?; '
+              f'cp -r {where} {out}; exit $code')
+    may_mount = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs tmpfs {where}']
+    if subprocess.run(may_mount, capture_output=True).returncode:
+        pytest.skip('needs a small file system, and this user may not mount one')
+    run = subprocess.run(['unshare', '--mount', 'sh', '-c', script, 'sh', sys.executable, 'benchmark.py',
+                          *map(str, argv)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2, run.stderr
+    [line] = [line for line in run.stderr.splitlines() if 'error:' in line]
+    assert 'Traceback' not in run.stderr
+    return line, run.stdout
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return listener.getsockname()[1]
+
+
+def wait_until(true: Callable[[], object], seconds: float = 60) -> None:
+    """Until `true()` is; a failure after that many seconds."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)

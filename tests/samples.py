@@ -1,0 +1,92 @@
+"""Small real samples as tests write them: pictures, shards, tars, and an object that runs code when unpickled."""
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+from streaming import MDSWriter
+
+
+def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
+    """A smooth random RGB picture: JPEG keeps it nearly as it is."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
+
+
+def encoded(image: Image.Image, format: str = 'JPEG', **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def good(index: int) -> dict:
+    """A sample that nothing is wrong with."""
+    return {'jpg': encoded(picture(index)), 'caption': f'picture {index}'}
+
+
+def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 << 14) -> str:
+    columns = columns or {'jpg': 'bytes', 'caption': 'str'}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=size_limit) as writer:  # several shards
+        for sample in samples:
+            writer.write(sample)
+    return str(folder)
+
+
+def write_tar(path: Path, files: dict[str, bytes] | list) -> Path:
+    """Members are names with bytes, or tarfile.TarInfo objects with None."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, 'w') as tar:
+        for name, data in files.items() if isinstance(files, dict) else files:
+            member = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
+            member.size = member.size or len(data or b'')
+            tar.addfile(member, io.BytesIO(data) if data else None)
+    return path
+
+
+def write_sample_tar(path: Path, samples: list[dict]) -> str:
+    """As img2dataset writes it: a .jpg and a .txt for each sample."""
+    files = {}
+    for index, sample in enumerate(samples):
+        files[f'{index:05}.jpg'] = sample['jpg']
+        files[f'{index:05}.txt'] = sample['caption'].encode()
+    return str(write_tar(path, files))
+
+
+def shaded(shade: int, format: str = 'JPEG') -> bytes:
+    """An image of one colour."""
+    return encoded(Image.new('RGB', (16, 12), (shade, 0, 255 - shade)), format)
+
+
+def sample_files(key: str, shade: int, suffix: str = 'jpg') -> dict[str, bytes]:
+    """The three files of a sample in a tar of img2dataset."""
+    image = shaded(shade, {'jpg': 'JPEG', 'png': 'PNG', 'webp': 'WEBP'}[suffix])
+    return {f'{key}.{suffix}': image, f'{key}.txt': f'caption {shade}'.encode(), f'{key}.json': b'{"width": 16}'}
+
+
+def end_of_first_sample(path: Path) -> int:
+    """In bytes; the first sample is three files."""
+    with tarfile.open(path) as tar:
+        return [*tar.getmembers(), tar][3].offset
+
+
+def pillow_square(encoded_image: bytes) -> Image.Image:
+    """The middle of an image, as Pillow alone decodes it."""
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded_image))).convert('RGB')
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    return image.crop((left, top, left + side, top + side))
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).transpose(2, 0, 1).astype(int)  # (3, H, W)
+
+
+class Hostile:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, 'w')
