@@ -24,15 +24,26 @@ class Window:
         wait_seconds: of these, what was spent waiting for the loader.
         aside_seconds: of these, what was spent on checkpoints, which is no part of a batch.
         samples: of all ranks.
-        drained_batches: that were taken from the loader's queue and not made again: it was fuller at the start.
+        queue_batches: that the loader prepares ahead.
+        drained_batches: that were taken from this queue and not made again: it was fuller at the start.
         loss: of the last batch whose loss is finite.
     """
     batch_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)
     aside_seconds: list[float] = field(default_factory=list)
     samples: int = 0
-    drained_batches: int = 0
     loss: float | None = None
+    queue_batches: int = 0
+    drained_batches: int = 0
+
+    @property
+    def sustained_share(self) -> float:
+        """Share of the samples that the loader made in this time; 1 where the window is too short to tell."""
+        batches = len(self.batch_seconds)
+        if batches <= self.queue_batches:
+            return 1.0
+        return (batches - self.drained_batches) / batches
+
 
 
 class Measurement(Callback):
@@ -57,6 +68,7 @@ class Measurement(Callback):
         self._aside_since: float | None = None
 
     def fit_start(self, state: State, logger) -> None:
+        self.window.queue_batches = state.train_dataloader.queue_length
         self.turnover_batches = self._turnover(state)
         self._previous_end = time.perf_counter()
 
@@ -113,13 +125,12 @@ class Measurement(Callback):
 
     def _turnover(self, state: State) -> int:
         """Batches between warm-up and window: the loader's queue, as far as the run is long enough for it."""
-        queue = state.train_dataloader.queue_length
         batches_left = remaining_batches(state) - self.warmup_batches
         if self.measure_batches is None:
             room = batches_left // (1 + QUEUES_IN_WINDOW)
         else:
             room = batches_left - self.measure_batches
-        return min(queue, max(0, room))
+        return min(self.window.queue_batches, max(0, room))
 
 
 def remaining_batches(state: State) -> int:
@@ -151,10 +162,8 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
     seconds = gross - aside  # (ranks, batches)
     waits = np.array([rank.wait_seconds for rank in windows])  # (ranks, batches)
     slowest = seconds.max(axis=0)  # (batches,)
-    num_batches = len(slowest)
-    drained = max(rank.drained_batches for rank in windows)
-    sustained_share = (num_batches - drained) / num_batches  # of the images that were trained on
-    images_per_sec = window.samples * sustained_share / seconds.sum(axis=1).max()
+    sustained_samples = window.samples * min(rank.sustained_share for rank in windows)
+    images_per_sec = sustained_samples / seconds.sum(axis=1).max()
     return {
         'images_per_sec': images_per_sec,
         'images_per_sec_per_device': images_per_sec / dist.get_world_size(),
@@ -165,7 +174,8 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         'data_wait_fraction': float((waits.sum(axis=1) / seconds.sum(axis=1)).max()),
         'checkpoint_seconds': float(aside.sum()),
         'peak_memory_gib': max(memory),
-        'measured_batches': num_batches,
+        'measured_batches': len(slowest),
+        'queue_batches': window.queue_batches,
         'bad_samples': num_bad,
         'loss': window.loss,
     }

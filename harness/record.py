@@ -19,6 +19,7 @@ import torch
 from composer.utils import dist
 
 from harness.costs import days_to_train, gpu_hours
+from harness.measurement import QUEUES_IN_WINDOW
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
@@ -119,6 +120,10 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
         'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
     }
+    least_window = QUEUES_IN_WINDOW * record['queue_batches']
+    if record['measured_batches'] < least_window:
+        rows['caution'] = (f'so few batches show the {record["queue_batches"]} that lay ready, not the loader; '
+                           f'use --measure_batches {least_window} or more')
     if record['checkpoint_seconds'] >= 1:
         rows['checkpoints'] = f'{record["checkpoint_seconds"]:,.0f} s beside the batches, in no other figure'
     if num_images:

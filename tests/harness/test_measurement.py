@@ -3,7 +3,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from composer.core import Timestamp
+from composer.core import Time, Timestamp
 
 import benchmark
 from benchmark import main
@@ -13,28 +13,31 @@ from tests.runs import TINY
 
 
 def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
-    clock = iter([0, 1, 9, 10, 11, 13, 15, 16, 17, 20])  # fit; then asked, got and batch end, for each batch
+    clock = iter([0, 10, 15, 20])  # fit; then the end of each batch
+    waits = iter([8, 2, 1])
     monkeypatch.setattr(measuring.time, 'perf_counter', lambda: next(clock))
+    loader = SimpleNamespace(seconds_waited=lambda: next(waits), ready_batches=0, queue_length=0)
     measurement = Measurement(warmup_batches=1, measure_batches=2)
-    measurement.fit_start(None, None)
+    measurement.fit_start(SimpleNamespace(train_dataloader=loader, timestamp=Timestamp(),
+                                          max_duration=Time.from_batch(3)), None)
     for batch in (1, 2, 3):
         measurement.before_dataloader(None, None)
-        measurement.after_dataloader(None, None)
         measurement.batch_end(SimpleNamespace(
             timestamp=Timestamp(batch=batch, sample=4 * batch), total_loss_dict={'loss/train/total': 0.5},
-            previous_timestamp=Timestamp(batch=batch - 1, sample=4 * batch - 4)), None)
-    assert measurement.batch_seconds == [5, 5] and measurement.wait_seconds == [2, 1] and measurement.samples == 8
-    figures = measuring.figures(measurement)
+            previous_timestamp=Timestamp(batch=batch - 1, sample=4 * batch - 4), train_dataloader=loader,
+            dataloader_len=3), None)
+    window = measurement.window
+    assert window.batch_seconds == [5, 5] and window.wait_seconds == [2, 1] and window.samples == 8
+    figures = measuring.figures(window)
     assert figures['images_per_sec'] == 0.8 and figures['data_wait_fraction'] == pytest.approx(0.3)
 
 
 def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
-    measurement = Measurement(1, 6)
-    measurement.batch_seconds, measurement.wait_seconds, measurement.samples = [1, 1, 1, 2, 1, 3], [0.0] * 6, 60
-    other = ([1, 2, 2, 2, 2, 2], [1.0] * 6, 40.0, {7})
+    window = measuring.Window([1, 1, 1, 2, 1, 3], [0.0] * 6, [0.0] * 6, samples=60)
+    other = (measuring.Window([1, 2, 2, 2, 2, 2], [1.0] * 6, [0.0] * 6, samples=60), 40.0, {7})
     monkeypatch.setattr(benchmark.dist, 'all_gather_object', lambda mine: [mine, other])
     monkeypatch.setattr(benchmark.dist, 'get_world_size', lambda: 2)
-    figures = measuring.figures(measurement, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3
+    figures = measuring.figures(window, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3
     assert figures['images_per_sec'] == 60 / 11 and figures['images_per_sec_per_device'] == 30 / 11
     assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
     assert [figures[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]

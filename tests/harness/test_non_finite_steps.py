@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from conftest import TINY
+from tests.runs import TINY
 
 import benchmark
 from ema import EMA

@@ -5,9 +5,14 @@ import os
 import subprocess
 import sys
 
+import pytest
+import torch
+
 from benchmark import main
 from harness.options import benchmark_parser
-from harness.record import keep, training_settings
+from harness.preflight import fill_in_training_defaults
+from harness.record import keep, summary, training_settings
+from models.loading import SD2_BASE
 from tests.runs import ROOT, TINY, check_record
 
 
@@ -19,7 +24,7 @@ def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
     record = json.loads(lines[-1])
     check_record(record)
     assert (record['dataset'], record['use_ema'], record['num_devices'], record['mfu']) == ('synthetic', True, 1, None)
-    assert lines[-2].startswith('full training') and '2,867,200,000 images' in lines[-2]
+    assert lines[-2].startswith('arithmetic') and 'GPU' not in ''.join(lines[-8:-1])  # nobody trains tiny for real
 
 
 def append_records(path: str, name: str):
@@ -57,3 +62,39 @@ def test_no_secret_of_the_environment_is_written_down(tmp_path, shards):
     assert len(written) > 6 and (tmp_path / 'wandb').is_dir()
     for secret in secrets.values():
         assert not any(secret.encode() in content for content in written)
+
+
+def measured(**changes) -> dict:
+    """A record as `summary` takes it: 20 batches at 100 images/s."""
+    return {'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0, 'num_devices': 2, 'device': 'X', 'drift': 0.0,
+            'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1, 'batch_seconds_p90': 0.1, 'measured_batches': 20,
+            'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0, 'device_train_microbatch_size': 4, 'mfu': None,
+            'tflops_per_sec_per_device': 1.0, 'checkpoint_seconds': 0.0, 'queue_batches': 0} | changes
+
+
+@pytest.mark.parametrize('gpu, last_line', [
+    (False, 'full training   training on 864,000,000 images would take 100.0 days on this CPU'),
+    (True, 'full training   training on 864,000,000 images would take 100.0 days on these 2 GPUs, 4,800 GPU-hours, '
+           '$9,600')])
+def test_a_cpu_has_no_price_in_gpu_hours(monkeypatch, gpu, last_line):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpu)
+    assert summary(measured(), 864_000_000, 2.0).splitlines()[-1] == last_line
+
+
+@pytest.mark.parametrize('model, flags, images', [
+    ('tiny', [], None), ('tiny', ['--training_images', '5'], 5), (SD2_BASE, [], 2_867_200_000),
+    ('a/b', ['--training_images', '5'], 5)])
+def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for(model, flags, images):
+    args = benchmark_parser('').parse_args(['--use_synth_data', '--model_name', model, *flags])
+    fill_in_training_defaults(args)
+    assert args.training_images == images
+
+
+@pytest.mark.parametrize('queue, caution', [(0, False), (4, False), (5, True)])
+def test_a_window_that_shows_the_queue_says_so(queue, caution):
+    text = summary(measured(queue_batches=queue), None, 2.0)
+    assert ('--measure_batches 25' in text) == caution
+
+
+def test_checkpoints_are_named_beside_the_other_figures():
+    assert 'checkpoints     40 s beside the batches' in summary(measured(checkpoint_seconds=40.2), None, 2.0)
