@@ -26,7 +26,7 @@ from harness.failures import reason
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
 from harness.options import Parser, benchmark_parser
-from harness.preflight import fill_in_training_defaults, refuse_bad_training
+from harness.preflight import fill_in_training_defaults, refuse_bad_training, refuse_more_ranks_than_gpus
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings
 from harness.safeguard import Safeguard, ignore_signals
@@ -353,6 +353,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser = benchmark_parser(__doc__)
     args = parser.parse_args(argv)
     try:
+        refuse_more_ranks_than_gpus()
         fill_in_training_defaults(args)
         refuse_bad_training(args)
         join_ranks(get_device(), args.dist_timeout)

@@ -61,7 +61,7 @@ class SyntheticImageCaptionDataset(Dataset):
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
     def draw(self, number: int) -> dict[str, torch.Tensor]:
-        """A batch of `number` samples, the same each time."""
+        """A batch of `number` samples, the same each time; pinned where there is a GPU, as the streamed batches are."""
         generator = torch.Generator().manual_seed(self.seed)
         side = self.image_size
         if self.latents:
@@ -70,6 +70,8 @@ class SyntheticImageCaptionDataset(Dataset):
         else:
             batch = {'image': torch.randint(256, (number, 3, side, side), dtype=torch.uint8, generator=generator)}
         batch['caption'] = torch.randint(self.vocab_size, (number, CAPTION_LENGTH), generator=generator)
+        if torch.cuda.is_available():  # once: DataLoader(pin_memory=True) would copy every batch
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
 

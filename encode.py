@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from data import BadSamples, StreamingLAIONDataset, normalize, open_dataset
 from harness.failures import reason
 from harness.options import encode_parser
-from harness.preflight import best_precision, fill_in_shared_defaults, refuse_bad_shared_flags
+from harness.preflight import (best_precision, fill_in_shared_defaults, refuse_bad_shared_flags,
+                               refuse_more_ranks_than_gpus)
 from harness.ranks import end_with_launcher, gather_patiently, join_ranks
 from harness.record import circumstances, keep
 from inputs.errors import DataError, one_line
@@ -258,6 +259,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser = encode_parser(__doc__)
     args = parser.parse_args(argv)
     try:
+        refuse_more_ranks_than_gpus()
         fill_in_shared_defaults(args, args.batch_size, best_precision())
         refuse_bad_encoding(args)
         return encode(args)

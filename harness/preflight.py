@@ -21,6 +21,13 @@ MOST_WORKERS = 8
 MEASURED_BATCHES = 20
 
 
+def refuse_more_ranks_than_gpus() -> None:
+    """ValueError: two ranks would share a GPU. It comes before anything that touches one, and so may fail."""
+    processes = dist.get_local_world_size()
+    if torch.cuda.is_available() and processes > torch.cuda.device_count():
+        raise ValueError(f'composer -n {processes} is more than the {torch.cuda.device_count()} GPUs of this machine')
+
+
 def fill_in_training_defaults(args: argparse.Namespace) -> None:
     """Fill in the flags of benchmark.py that were not given."""
     device_batch = args.batch_size // dist.get_world_size()
@@ -53,7 +60,19 @@ def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precisi
     if args.num_workers is None:
         args.num_workers = 0
         if args.remote:
-            args.num_workers = min(MOST_WORKERS, cores_per_rank(), workers_that_fit(device_batch, args.image_size))
+            args.num_workers = default_workers(device_batch, args.image_size)
+
+
+def default_workers(device_batch: int, image_size: int) -> int:
+    """Loader processes of each rank: as many as its cores, unless shared memory holds fewer, which is said."""
+    wanted = min(MOST_WORKERS, cores_per_rank())
+    fitting = workers_that_fit(device_batch, image_size)
+    if fitting >= wanted:
+        return wanted
+    if dist.get_global_rank() == 0:
+        print(f'warning: --num_workers is {fitting} instead of {wanted}, because the shared memory, /dev/shm, holds '
+              'the batches of no more; loading will be slower; make it larger (docker run --shm-size)', file=sys.stderr)
+    return fitting
 
 
 def best_precision() -> str:
@@ -115,9 +134,6 @@ def refuse_bad_batch(args: argparse.Namespace) -> None:
 
 def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None:
     """ValueError for the flags that encode.py has as well."""
-    processes = dist.get_local_world_size()
-    if torch.cuda.is_available() and processes > torch.cuda.device_count():
-        raise ValueError(f'composer -n {processes} is more than the {torch.cuda.device_count()} GPUs of this machine')
     if args.image_size % 8:
         multiple = args.image_size // 8 * 8 or 8
         raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {multiple}')

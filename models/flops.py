@@ -7,9 +7,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
-# Dense TFLOP/s in bf16 and fp16, by torch's exact device name: another card of the family has another peak.
-PEAK_TFLOPS = {'NVIDIA A100-SXM4-40GB': 312, 'NVIDIA A100-SXM4-80GB': 312, 'NVIDIA A100-PCIE-40GB': 312,
-               'NVIDIA A100 80GB PCIe': 312, 'NVIDIA H100 80GB HBM3': 989, 'NVIDIA H200': 989, 'NVIDIA B200': 2250}
+from models.peaks import peak_of
 
 
 def training_flops(unet_config: dict, text_config: CLIPTextConfig, latent_side: int) -> dict[str, int]:
@@ -45,11 +43,11 @@ def count_flops(call: Callable[[], Any]) -> tuple[int, Any]:
     return counter.get_total_flops(), result
 
 
-def peak_tflops(precision: str) -> int | None:
+def peak_tflops(precision: str) -> float | None:
     """Dense peak of this GPU; None where it is not known, or for fp32."""
-    if precision == 'fp32' or not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         return None
-    return PEAK_TFLOPS.get(torch.cuda.get_device_name())
+    return peak_of(torch.cuda.get_device_name(), precision)
 
 
 def utilization(images_per_sec_per_device: float, flops_per_image: int, precision: str) -> dict[str, float | None]:

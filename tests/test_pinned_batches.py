@@ -1,0 +1,33 @@
+"""The synthetic batch goes to a GPU as the streamed one does, from pinned memory, and is pinned only once."""
+import pytest
+import torch
+
+from data import SyntheticImageCaptionDataset, build_loader
+
+
+@pytest.fixture
+def pinned(monkeypatch) -> list[torch.Tensor]:
+    """What was pinned, on a machine that says it has a GPU. Pinning copies, as it does there."""
+    copies = []
+
+    def pin_memory(tensor, *device):
+        copies.append(tensor.clone())
+        return copies[-1]
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.Tensor, 'pin_memory', pin_memory)
+    return copies
+
+
+@pytest.mark.parametrize('latents, name', [(False, 'image'), (True, 'moments')])
+def test_the_synthetic_batch_is_pinned_once_however_many_batches(pinned, latents, name):
+    dataset = SyntheticImageCaptionDataset(64, num_samples=20, latents=latents)
+    batches = list(build_loader(dataset, batch_size=4, num_workers=0).dataloader)
+    assert len(batches) == 5 and len(pinned) == 2
+    for batch in batches:
+        assert {batch[name].data_ptr(), batch['caption'].data_ptr()} == {tensor.data_ptr() for tensor in pinned}
+
+
+def test_nothing_is_pinned_without_a_gpu(pinned, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    list(build_loader(SyntheticImageCaptionDataset(64, num_samples=8), batch_size=4, num_workers=0).dataloader)
+    assert pinned == []
