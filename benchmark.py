@@ -25,6 +25,7 @@ from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, sa
 from harness.failures import reason
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
+from harness.microbatch import largest_microbatch
 from harness.options import Parser, benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
@@ -225,6 +226,8 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
     if args.autoresume:
         load_path = from_storage(newest_checkpoint, args.save_folder)
     model = build_model(args, data.dataloader.dataset.latents)
+    if args.microbatch_search:
+        args.device_train_microbatch_size = largest_microbatch(model, data, args)
     measurement = Measurement(args.warmup_batches, args.measure_batches)
     safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
     try:
@@ -307,7 +310,6 @@ def train(run: Run) -> dict[str, str]:
 
 def make_record(run: Run, outcome: dict[str, str]) -> dict:
     """The record of a training that ended as `outcome` says."""
-    run.args.device_train_microbatch_size = run.trainer.state.device_train_microbatch_size  # what auto found
     record = training_settings(run.args, run.model.vae is None) | outcome
     bad_samples = run.data.batch_transforms.found
     record |= figures(run.measurement, all_ranks=outcome['status'] == 'complete', bad_samples=bad_samples)
@@ -315,6 +317,7 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
         flops_per_image = sum(run.model.flops_per_image.values())
         record |= utilization(record['images_per_sec_per_device'], flops_per_image, run.args.precision)
     record |= {'first_batch': run.safeguard.first_batch, 'skipped_batches': run.safeguard.skipped_batches}
+    record['microbatch_search'] = run.args.microbatch_search
     return record
 
 
