@@ -22,6 +22,7 @@ from torchmetrics import MeanSquaredError
 from data import SyntheticImageCaptionDataset, build_loader, open_dataset
 from ema import EMA
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, save_interrupted
+from harness.compiling import compile_in_place, compiled_graphs
 from harness.failures import reason
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
@@ -209,10 +210,8 @@ def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
             raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
     if args.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
-    if args.compile:  # in place, so that the names in checkpoints stay
-        model.unet.compile(dynamic=False)
-        if model.vae is not None:
-            model.vae.encoder.compile(dynamic=False)
+    if args.compile:
+        compile_in_place([model.unet] if model.vae is None else [model.unet, model.vae.encoder])
 
 
 def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -317,7 +316,7 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
         flops_per_image = sum(run.model.flops_per_image.values())
         record |= utilization(record['images_per_sec_per_device'], flops_per_image, run.args.precision)
     record |= {'first_batch': run.safeguard.first_batch, 'skipped_batches': run.safeguard.skipped_batches}
-    record['microbatch_search'] = run.args.microbatch_search
+    record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs()}
     return record
 
 

@@ -26,6 +26,9 @@ def reason(error: Exception, batch_flag: str) -> str:
     if is_out_of_memory(error):
         return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '
                 '--gradient_checkpointing')
+    if type(error).__name__ == 'FailOnRecompileLimitHit':
+        return (f'--compile: a part of the model was compiled {torch._dynamo.config.recompile_limit} times and would '
+                'run uncompiled from here on; use --no-compile')
     if disk_is_full(error):
         return 'a disk is full: free some of it, or keep less with --save_num_checkpoints_to_keep'
     traceback.print_exc()
