@@ -8,7 +8,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 smoke: $(VENV)/installed
 	gpus=$$(python -c 'import torch; print(torch.cuda.device_count())') && \
 	if [ $$gpus -gt 0 ]; then \
-	    composer benchmark.py --use_synth_data --use_ema --batch_size $$((64 * gpus)) --device_train_microbatch_size 8; \
+	    composer benchmark.py --use_synth_data --use_ema --batch_size $$((64 * gpus)); \
 	else \
 	    composer -n 1 benchmark.py --use_synth_data --use_ema --model_name tiny --image_size 64 --batch_size 4; \
 	fi

@@ -22,9 +22,11 @@ from torchmetrics import MeanSquaredError
 from data import SyntheticImageCaptionDataset, build_loader, open_dataset
 from ema import EMA
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, save_interrupted
+from harness.compiling import compile_in_place, compiled_graphs
 from harness.failures import reason
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
+from harness.microbatch import largest_microbatch
 from harness.options import Parser, benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training, refuse_more_ranks_than_gpus
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
@@ -209,10 +211,8 @@ def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
             raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
     if args.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
-    if args.compile:  # in place, so that the names in checkpoints stay
-        model.unet.compile(dynamic=False)
-        if model.vae is not None:
-            model.vae.encoder.compile(dynamic=False)
+    if args.compile:
+        compile_in_place([model.unet] if model.vae is None else [model.unet, model.vae.encoder])
 
 
 def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -226,6 +226,8 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
     if args.autoresume:
         load_path = from_storage(newest_checkpoint, args.save_folder)
     model = build_model(args, data.dataloader.dataset.latents)
+    if args.microbatch_search:
+        args.device_train_microbatch_size = largest_microbatch(model, data, args)
     measurement = Measurement(args.warmup_batches, args.measure_batches)
     safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
     try:
@@ -309,7 +311,6 @@ def train(run: Run) -> dict[str, str]:
 
 def make_record(run: Run, outcome: dict[str, str]) -> dict:
     """The record of a training that ended as `outcome` says."""
-    run.args.device_train_microbatch_size = run.trainer.state.device_train_microbatch_size  # what auto found
     record = training_settings(run.args, run.model.vae is None) | outcome
     bad_samples = run.data.batch_transforms.found
     record |= figures(run.measurement.window, all_ranks=outcome['status'] == 'complete', bad_samples=bad_samples)
@@ -317,6 +318,7 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
     if record['images_per_sec']:
         record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision)
     record |= {'first_batch': run.safeguard.first_batch, 'skipped_batches': run.safeguard.skipped_batches}
+    record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs()}
     return record
 
 

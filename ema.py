@@ -112,7 +112,7 @@ class EMA(Algorithm):
         return event in (Event.FIT_START, Event.EVAL_START, Event.EVAL_END, Event.PREDICT_START, Event.PREDICT_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        self._ensure_shadow(state.model)  # at FIT_START: after ranks agree, before microbatches are tried for size
+        self._ensure_shadow(state.model)  # at FIT_START: after ranks agree
         if event in (Event.BATCH_END, Event.EPOCH_END):
             compute_ema(state.model, self.ema_model, self.smoothing if self.ema_started else 0.0)
             self.ema_started = True

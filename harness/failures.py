@@ -9,6 +9,9 @@ from harness.record import ResultsError
 from harness.safeguard import NonFiniteStep
 from inputs.errors import DataError, one_line
 
+# of torch and CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN where no algorithm's workspace fits
+OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
+
 
 def reason(error: Exception, batch_flag: str) -> str:
     """Why a run failed, in one line; where nobody foresaw it, the traceback is printed as well.
@@ -20,13 +23,21 @@ def reason(error: Exception, batch_flag: str) -> str:
     text = one_line(error)
     if isinstance(error, (DataError, NonFiniteStep, ResultsError)):
         return text
-    if isinstance(error, torch.OutOfMemoryError) or re.search("out of memory|can't allocate memory", text):
+    if is_out_of_memory(error):
         return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '
                 '--gradient_checkpointing')
+    if type(error).__name__ == 'FailOnRecompileLimitHit':
+        return (f'--compile: a part of the model was compiled {torch._dynamo.config.recompile_limit} times and would '
+                'run uncompiled from here on; use --no-compile')
     if disk_is_full(error):
         return 'a disk is full: free some of it, or keep less with --save_num_checkpoints_to_keep'
     traceback.print_exc()
     return f'{type(error).__name__}: {text[:500]}'
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch's allocator has an error of its own for it, CUDA and its libraries have not."""
+    return isinstance(error, torch.OutOfMemoryError) or re.search(OUT_OF_MEMORY, str(error)) is not None
 
 
 def disk_is_full(error: BaseException | None) -> bool:

@@ -123,7 +123,8 @@ def add_training_speed_flags(group) -> None:
     add = group.add_argument
     switch = argparse.BooleanOptionalAction
     add('--device_train_microbatch_size', metavar='N', help="images that go through the model at once; must divide the "
-        "device's share of the batch (default: auto, Composer's search; on a CPU the whole share)")
+        "device's share of the batch (default: auto, the largest that fits, found by trying before the run; on a CPU "
+        'the whole share)')
     add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet (default: amp_bf16 on a GPU that '
         'has it, amp_fp16 on another GPU, fp32 on a CPU)')
     add('--attention', choices=['sdpa', 'xformers'], default='sdpa', help="torch's attention, or that of the package "

@@ -35,6 +35,7 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
         args.device_train_microbatch_size = 'auto' if torch.cuda.is_available() else device_batch
     elif args.device_train_microbatch_size.isdecimal():
         args.device_train_microbatch_size = int(args.device_train_microbatch_size)
+    args.microbatch_search = args.device_train_microbatch_size == 'auto'  # by harness/microbatch.py
     args.precision = args.precision or best_precision()
     fill_in_shared_defaults(args, device_batch, args.precision)
     fill_in_duration(args)

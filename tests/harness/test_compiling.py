@@ -1,0 +1,117 @@
+"""--compile: whole graphs under DDP, an error where torch would stop compiling, and a count in the record."""
+import datetime
+import functools
+import socket
+
+import pytest
+import torch
+from conftest import TINY
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmark import StableDiffusion, apply_switches, build_data, main
+from harness.compiling import compile_in_place, compiled_graphs
+from harness.failures import reason
+from harness.microbatch import largest_microbatch
+from harness.options import benchmark_parser
+from harness.preflight import fill_in_training_defaults
+from models.loading import find_model
+
+
+@pytest.fixture(autouse=True)
+def dynamo():
+    """A compiler that has seen nothing yet, as in a process of its own."""
+    settings = torch._dynamo.config.save_config()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.config.load_config(settings)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
+    """The graphs that a backend is given, which then run as they are."""
+    given = []
+
+    def backend(graph, inputs):
+        given.append(graph)
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
+
+    compile_with = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(torch.nn.Module, 'compile', compile_with)
+    return given
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone, so that DDP wraps as it does on several."""
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        port = listener.getsockname()[1]
+    torch.distributed.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=0, world_size=1,
+                                         timeout=datetime.timedelta(seconds=60))
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def batch_of(number: int) -> dict[str, torch.Tensor]:
+    return {'image': torch.rand(number, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (number, 77))}
+
+
+def switched_model(*argv: str) -> StableDiffusion:
+    args = benchmark_parser('').parse_args([*TINY, *argv])
+    torch.manual_seed(0)
+    model = StableDiffusion('tiny', 64).train()
+    apply_switches(model, args)
+    return model
+
+
+@pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
+def test_ddp_does_not_cut_the_unet(graphs, one_rank, flags):
+    expected = switched_model(*flags)
+    model = switched_model('--compile', *flags)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=1)  # several, as the real one has
+    losses = []
+    for each in (expected, wrapped):
+        torch.manual_seed(1)
+        loss = model.loss(each(batch_of(2)), {})
+        loss.backward()
+        losses.append(loss)
+    assert len(graphs) == compiled_graphs() == 2  # the UNet and the VAE's encoder
+    torch.testing.assert_close(*losses)
+    for name, parameter in expected.unet.named_parameters():
+        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capfd):
+    class Half(torch.nn.Module):
+        def forward(self, tensor):
+            return tensor / 2
+
+    layer = Half()
+    compile_in_place([layer])
+    limit = torch._dynamo.config.recompile_limit
+    with pytest.raises(Exception) as caught:
+        for size in range(1, 3 * limit):
+            layer(torch.ones(size, 3))
+    assert len(graphs) == limit == 8
+    line = reason(caught.value, '')
+    assert '--compile' in line and '8 times' in line and '--no-compile' in line
+    assert not capfd.readouterr().err.count('Traceback')
+
+
+@pytest.mark.parametrize('flags, expected', [([], 0), (['--compile'], 2)], ids=str)
+def test_the_record_says_how_many_graphs_were_compiled(graphs, results, flags, expected):
+    record = main(['--use_synth_data', *TINY, '--results', str(results), *flags])
+    assert (record['compile'], record['compiled_graphs']) == (bool(flags), expected)
+    assert len(graphs) == expected
+
+
+def test_the_search_for_a_microbatch_compiles_nothing(graphs):
+    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--compile'])
+    fill_in_training_defaults(args)
+    model = switched_model('--compile')
+    assert largest_microbatch(model, build_data(args, find_model('tiny')), args) == 4
+    assert not graphs
+    model(batch_of(2))
+    assert len(graphs) == 2

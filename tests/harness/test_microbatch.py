@@ -1,0 +1,195 @@
+"""The search for the largest microbatch: it finds what fits on every rank, and leaves no trace."""
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY
+
+import benchmark
+from benchmark import StableDiffusion, build_data, main
+from harness import microbatch
+from harness.microbatch import largest_microbatch, memory_beside
+from harness.options import benchmark_parser
+from harness.preflight import fill_in_training_defaults, refuse_bad_training
+from models.loading import find_model
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str, error=torch.OutOfMemoryError) -> list[int]:
+    """Let every pass of more than `limit` images fail in the middle of the UNet; returns the sizes that were tried."""
+    tried = []
+
+    def fail(*_):
+        raise error('CUDA out of memory. Tried to allocate 20.00 GiB')
+
+    def in_forward(module, inputs, output):
+        tried.append(len(output))
+        if len(output) > limit and where == 'forward':
+            fail()
+        if len(output) > limit and where == 'backward':
+            output.register_hook(fail)
+
+    model.unet.mid_block.register_forward_hook(in_forward)
+    return tried
+
+
+def arguments(*argv: str):
+    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', '/dev/null', *argv])
+    fill_in_training_defaults(args)
+    return args
+
+
+def search(model: StableDiffusion, *argv: str) -> int:
+    args = arguments(*argv)
+    return largest_microbatch(model, build_data(args, find_model('tiny')), args)
+
+
+@pytest.fixture
+def model() -> StableDiffusion:
+    torch.manual_seed(0)
+    return StableDiffusion('tiny', 64)
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+@pytest.mark.parametrize('limit, tried', [(100, [12]), (5, [12, 6, 4]), (3, [12, 6, 4, 3]), (1, [12, 6, 4, 3, 2, 1])])
+def test_the_largest_divisor_of_the_share_that_fits_is_found(model, where, limit, tried):
+    seen = run_out_of_memory_above(limit, model, where)
+    assert search(model, '--batch_size', '12') == tried[-1]
+    assert seen == tried
+
+
+def test_moments_are_searched_as_images_are():
+    model = StableDiffusion('tiny', 64, latents=True)
+    run_out_of_memory_above(2, model, 'backward')
+    args = arguments('--batch_size', '8')
+    args.use_synth_data, args.use_synth_latents = False, True
+    assert largest_microbatch(model, build_data(args, find_model('tiny')), args) == 2
+
+
+@pytest.mark.parametrize('words', [
+    'CUDA error: out of memory', 'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
+    'GET was unable to find an engine to execute this computation', 'cuDNN error: CUDNN_STATUS_ALLOC_FAILED',
+    'upsample_nearest2d only supports output tensors with less than INT_MAX elements, but got [1, 2]',
+])
+def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(model, words):
+    run_out_of_memory_above(2, model, 'forward', lambda _: RuntimeError(words))
+    assert search(model, '--batch_size', '4') == 2
+
+
+def test_any_other_error_ends_the_search_as_it_is(model):
+    run_out_of_memory_above(2, model, 'forward', lambda _: RuntimeError('expected scalar type Half but found Float'))
+    with pytest.raises(RuntimeError, match='expected scalar type Half'):
+        search(model, '--batch_size', '4')
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_the_search_leaves_weights_gradients_and_random_state_as_they_were(model, where):
+    run_out_of_memory_above(2, model, where)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(5)
+    torch.manual_seed(3)
+    search(model)
+    assert torch.equal(torch.rand(5), expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_nothing_of_a_try_is_alive_when_the_next_begins(model, monkeypatch, where):
+    alive = []  # of earlier tries: the gradients, the batch and the activations
+    left = []
+
+    def beside(*args):
+        left.extend(tensor for tensor in alive if tensor() is not None)
+        held = memory_beside(*args)
+        alive.extend(map(weakref.ref, held))
+        alive.extend(weakref.ref(parameter.grad) for parameter in model.unet.parameters())
+        return held
+
+    def remember(module, inputs, output):
+        cycle = [output]
+        cycle.append(cycle)  # as an error and the frame that keeps it can be
+        alive.append(weakref.ref(output))
+
+    monkeypatch.setattr(microbatch, 'memory_beside', beside)
+    model.unet.mid_block.register_forward_hook(remember)
+    run_out_of_memory_above(1, model, where)
+    assert search(model) == 1
+    assert len(alive) > 3 and not left
+    assert not [tensor for tensor in alive if tensor() is not None]
+
+
+@pytest.mark.parametrize('flags, ranks, copies', [([], 1, 2), (['--use_ema'], 1, 3), ([], 2, 3), (['--use_ema'], 2, 4)])
+def test_adams_moments_the_average_and_ddps_buckets_have_their_memory(model, monkeypatch, flags, ranks, copies):
+    monkeypatch.setattr(microbatch.dist, 'get_world_size', lambda: ranks)
+    held = memory_beside(model, arguments(*flags))
+    weights = sum(parameter.nbytes for parameter in model.unet.parameters())
+    assert sum(tensor.nbytes for tensor in held) == copies * weights
+    assert sum(parameter.grad.nbytes for parameter in model.unet.parameters()) == weights
+    assert all(parameter.grad is None for part in (model.vae, model.text_encoder) for parameter in part.parameters())
+
+
+def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:
+    """Let main() search as it does on a GPU, with memory for `limit` images at once."""
+    def refuse_then_search(args):
+        refuse_bad_training(args)
+        args.microbatch_search, args.device_train_microbatch_size = True, 'auto'
+
+    def build_limited_model(*args):
+        model = build_model(*args)
+        run_out_of_memory_above(limit, model, where)
+        return model
+
+    build_model = benchmark.build_model
+    monkeypatch.setattr(benchmark, 'refuse_bad_training', refuse_then_search)
+    monkeypatch.setattr(benchmark, 'build_model', build_limited_model)
+
+
+def test_a_run_that_searched_has_the_losses_of_one_that_was_told(monkeypatch, results):
+    flags = ['--use_synth_data', *TINY, '--results', str(results)]
+    told = main([*flags, '--device_train_microbatch_size', '2'])
+    search_on_a_cpu(monkeypatch, limit=3)
+    found = main(flags)
+    assert found['loss'] == told['loss']
+    assert [told['device_train_microbatch_size'], told['microbatch_search']] == [2, False]
+    assert [found['device_train_microbatch_size'], found['microbatch_search']] == [2, True]
+    assert json.loads(results.read_text().splitlines()[-1])['microbatch_search'] is True
+
+
+def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, capfd, results):
+    search_on_a_cpu(monkeypatch, limit=0)
+    with pytest.raises(SystemExit):
+        main(['--use_synth_data', *TINY, '--results', str(results)])
+    [line] = capfd.readouterr().err.splitlines()
+    assert 'not even one image of --image_size 64 fits' in line and '--gradient_checkpointing' in line
+
+
+def test_a_gpu_searches_unless_a_number_is_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda **_: True)
+    for argv, searches in ([], True), (['auto'], True), (['2'], False):
+        flag = ['--device_train_microbatch_size', *argv] if argv else []
+        assert arguments(*flag).microbatch_search == searches
+
+
+def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path):
+    """Two processes: rank 0 runs out above 4 images in a forward pass, rank 1 above 2 in a backward pass."""
+    for microbatch_size in ('auto', '2'):
+        command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'tests/harness/searching_ranks.py',
+                   str(tmp_path), microbatch_size]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240,
+                              env={**os.environ, 'PYTHONPATH': f'{ROOT}:{ROOT}/tests'})
+        assert done.returncode == 0, done.stderr
+    searched, told = [[torch.load(tmp_path / f'{size}-rank{rank}.pt') for rank in (0, 1)] for size in ('auto', '2')]
+    assert [rank['tried'] for rank in searched] == [[8, 4, 2]] * 2
+    assert [rank['microbatch'] for rank in searched] == [2, 2]
+    for rank in (0, 1):
+        for name, weight in told[rank]['weights'].items():
+            assert torch.equal(searched[rank]['weights'][name], weight)
