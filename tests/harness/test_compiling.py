@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import torch
-from conftest import TINY
+from tests.runs import TINY
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmark import StableDiffusion, apply_switches, build_data, main

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from tests.runs import TINY
 
 import benchmark
 from benchmark import StableDiffusion, build_data, main
