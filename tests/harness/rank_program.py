@@ -67,7 +67,7 @@ def main(out: str, *argv: str) -> None:
     trainer.fit()
     [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
     torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},
-                'average': ema.ema_model.parameters, 'captions': witness.captions,
+                'average': ema.ema_model.named_parameters_dict, 'captions': witness.captions,
                 'synchronised': witness.synchronised, 'random': torch.initial_seed(),
                 'seed': trainer.state.seed}, Path(out) / f'rank{dist.get_global_rank()}.pt')
 
