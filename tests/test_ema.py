@@ -188,7 +188,7 @@ def test_the_readmes_lines_export_the_average_of_a_saved_run(results, tmp_path, 
     namespace = {}
     exec(lines.split('```')[0].replace('StableDiffusion()', "StableDiffusion('tiny', 64)"), namespace)
     exported = UNet2DConditionModel.from_pretrained('averaged/unet')
-    averages = dict(namespace['state']['algorithms'])['EMA']['ema_model']
+    averages = dict(namespace['state']['algorithms'])['EMA']['ema_model']['named_parameters_dict']
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter, averages[f'unet.{name}'])
     live = namespace['state']['model']
