@@ -76,7 +76,7 @@ def hold_dataset(shards: str, connection) -> None:
 
 def test_a_run_that_starts_leaves_the_shared_memory_of_another_alone(server, shards, monkeypatch):
     ours, theirs = server.Pipe()
-    other = server.Process(target=hold_dataset, args=(shards, theirs))
+    other = server.Process(target=hold_dataset, args=(shards, theirs), daemon=True)
     other.start()
     assert ours.recv() == 24
     cleaned = []
