@@ -2,6 +2,9 @@ PYTHON ?= python3
 VENV ?= .venv
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
+# They start first, so that both processes of `make test` end at about the same time.
+LONGEST_TESTS = tests/harness/test_checkpoints.py tests/harness/test_ranks.py tests/test_encode.py
+
 .PHONY: smoke test bench report clean
 
 # Benchmark what is here: Stable Diffusion 2 base on every GPU, or the tiny model on a CPU.
@@ -15,7 +18,7 @@ smoke: $(VENV)/installed
 
 test: $(VENV)/tests-installed
 	ruff check .
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/test_switches.py tests
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(LONGEST_TESTS) tests
 
 # Ratios on the CPU: loader, EMA and a full step against the original's recipe; needs 22 GB and about 4 minutes.
 bench: $(VENV)/installed

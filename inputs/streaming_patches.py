@@ -30,7 +30,7 @@ class PatchedStreamingDataset(StreamingDataset):
         """Samples of this worker's part of an epoch. DataError: a background thread failed.
 
         Without this: where a shard cannot be had, the epoch ends early and quietly, and a short run looks whole.
-        Test: test_faults_of_shards_are_told_apart[gone].
+        Test: test_an_epoch_ends_with_the_reason_when_both_background_threads_fail.
         """
         yield from super().__iter__()
         if self._event.is_set():
@@ -51,7 +51,8 @@ class PatchedStreamingDataset(StreamingDataset):
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Fetch a shard; where that fails, let other workers fail as well.
 
-        Without this: they wait for that shard for ever. Test: test_a_lost_remote_ends_the_run.
+        Without this: they wait for that shard for ever.
+        Test: test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_too.
         """
         try:
             super().prepare_shard(shard_id, blocking)
@@ -93,7 +94,7 @@ def clean_shared_memory() -> None:
     """Remove the shared memory that killed runs left, unless another run streams on this host now.
 
     Without this: Streaming's own cleaning takes it from live runs too, which then fail.
-    Test: test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
+    Test: test_a_run_that_starts_leaves_the_shared_memory_of_another_alone.
     """
     path = os.path.join(tempfile.gettempdir(), f'streaming-{os.getuid()}.lock')
     is_first = dist.get_local_rank() == 0
@@ -115,7 +116,7 @@ def starting_alone():
     """One run after the other on a host, for as long as this lasts.
 
     Without this: two runs that start at once give their shared memory the same names (`File exists`).
-    Test: test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left, in some of its runs.
+    Test: test_a_run_chooses_its_shared_memory_when_no_other_does.
     """
     if dist.get_local_rank() != 0:
         yield

@@ -1,6 +1,7 @@
 """What Streaming would do otherwise: hang, end early and quietly, or take the shared memory of another run."""
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -10,8 +11,10 @@ from pathlib import Path
 
 from benchmark import main
 from data import StreamingLAIONDataset, build_loader
+from inputs import streaming_patches
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError
+from inputs.streaming_patches import starting_alone
 from tests.forked_runs import RUN, run, traced
 from tests.runs import ROOT, TINY
 from tests.samples import encoded, good, picture, write_shards
@@ -33,6 +36,56 @@ def test_an_epoch_ends_with_the_reason_when_both_background_threads_fail(shards,
     reader.start()
     reader.join(30)
     assert not reader.is_alive() and failures == ['a shard could not be read (OSError: no route)']
+
+
+def test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_too(shards, tmp_path):
+    shutil.copytree(shards, tmp_path / 'remote')
+    dataset = StreamingLAIONDataset(str(tmp_path / 'remote'), str(tmp_path / 'cache'), batch_size=1)
+    for shard in (tmp_path / 'remote').glob('*.mds'):
+        shard.unlink()
+    failures = []
+
+    def read():
+        try:
+            dataset.prepare_shard(0)  # waits for as long as another reader fetches it
+        except Exception as error:
+            failures.append(error)
+    for number_of_failures in (1, 2):
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(10)
+        assert len(failures) == number_of_failures
+
+
+def test_a_run_chooses_its_shared_memory_when_no_other_does(shards):
+    reader = threading.Thread(target=StreamingLAIONDataset, args=(shards,), kwargs={'batch_size': 1}, daemon=True)
+    with starting_alone():
+        reader.start()
+        reader.join(1)
+        assert reader.is_alive()
+    reader.join(30)
+    assert not reader.is_alive()
+
+
+def hold_dataset(shards: str, connection) -> None:
+    """Say when a dataset is there, and keep it until told to go."""
+    dataset = StreamingLAIONDataset(shards, batch_size=1)
+    connection.send(len(dataset))
+    connection.recv()
+
+
+def test_a_run_that_starts_leaves_the_shared_memory_of_another_alone(server, shards, monkeypatch):
+    ours, theirs = server.Pipe()
+    other = server.Process(target=hold_dataset, args=(shards, theirs), daemon=True)
+    other.start()
+    assert ours.recv() == 24
+    cleaned = []
+    monkeypatch.setattr(streaming_patches, 'clean_stale_shared_memory', lambda: cleaned.append('all'))
+    StreamingLAIONDataset(shards, batch_size=1)
+    assert not cleaned
+    ours.send('go')
+    other.join(60)
+    assert other.exitcode == 0
 
 
 def folder_size(folder: Path) -> int:
