@@ -25,6 +25,7 @@ from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, sa
 from harness.failures import reason
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
+from harness.memory import refuse_too_little_memory
 from harness.options import Parser, benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training, refuse_more_ranks_than_gpus
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
@@ -355,9 +356,11 @@ def main(argv: list[str] | None = None) -> dict:
         fill_in_training_defaults(args)
         refuse_bad_training(args)
         join_ranks(get_device(), args.dist_timeout)
-        data = build_data(args, find_model(args.model_name, args.pretrained))
+        files = find_model(args.model_name, args.pretrained)
+        data = build_data(args, files)
         if args.loader_only:
             return measure_loader(args, data)
+        refuse_too_little_memory(args, files, data.dataloader.dataset.latents)
         run = build_run(args, data)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))
