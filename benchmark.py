@@ -23,6 +23,7 @@ from data import SyntheticImageCaptionDataset, build_loader, open_dataset
 from ema import EMA
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, save_interrupted
 from harness.failures import reason
+from harness.gpu_monitor import gather_gpu_figures
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
 from harness.memory import refuse_too_little_memory
@@ -311,7 +312,9 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
     run.args.device_train_microbatch_size = run.trainer.state.device_train_microbatch_size  # what auto found
     record = training_settings(run.args, run.model.vae is None) | outcome
     bad_samples = run.data.batch_transforms.found
-    record |= figures(run.measurement, all_ranks=outcome['status'] == 'complete', bad_samples=bad_samples)
+    all_ranks = outcome['status'] == 'complete'
+    record |= figures(run.measurement, all_ranks, bad_samples)
+    record |= gather_gpu_figures(run.measurement.gpu, record['images_per_sec'], all_ranks)
     if record['images_per_sec']:
         flops_per_image = sum(run.model.flops_per_image.values())
         record |= utilization(record['images_per_sec_per_device'], flops_per_image, run.args.precision)

@@ -10,6 +10,8 @@ from composer import Callback
 from composer.core import DataSpec
 from composer.utils import dist
 
+from harness.gpu_monitor import GpuMonitor
+
 GIB = 2 ** 30
 
 
@@ -25,6 +27,7 @@ class Measurement(Callback):
         wait_seconds: of each, the part that was spent waiting for the loader.
         samples: of the measured batches, on all ranks.
         loss: of the last measured batch whose loss is finite.
+        gpu: watches this rank's GPU during the measured batches.
     """
 
     def __init__(self, warmup_batches: int, measure_batches: int):
@@ -35,6 +38,7 @@ class Measurement(Callback):
         self.wait_seconds: list[float] = []
         self.samples = 0
         self.loss: float | None = None
+        self.gpu = GpuMonitor()
         self._asked: float | None = None  # when the loader was asked for the batch to come
 
     def fit_start(self, state, logger) -> None:
@@ -60,6 +64,10 @@ class Measurement(Callback):
                 self.loss = loss
         elif self.batches <= self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # the search for a microbatch size fills the memory
+        if self.batches == self.warmup_batches:
+            self.gpu.start()
+        elif self.batches == self.last_batch:
+            self.gpu.stop()
         self._previous_end = now
 
 
