@@ -24,8 +24,10 @@ from ema import EMA
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, save_interrupted
 from harness.compiling import compile_in_place, compiled_graphs
 from harness.failures import reason
+from harness.gpu_monitor import gather_gpu_figures
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
+from harness.memory import refuse_too_little_memory
 from harness.microbatch import largest_microbatch
 from harness.options import Parser, benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training, refuse_more_ranks_than_gpus
@@ -313,7 +315,9 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
     """The record of a training that ended as `outcome` says."""
     record = training_settings(run.args, run.model.vae is None) | outcome
     bad_samples = run.data.batch_transforms.found
-    record |= figures(run.measurement.window, all_ranks=outcome['status'] == 'complete', bad_samples=bad_samples)
+    all_ranks = outcome['status'] == 'complete'
+    record |= figures(run.measurement.window, all_ranks, bad_samples)
+    record |= gather_gpu_figures(run.measurement.gpu, record['images_per_sec'], all_ranks)
     record['turnover_batches'] = run.measurement.turnover_batches
     if record['images_per_sec']:
         record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision)
@@ -359,9 +363,11 @@ def main(argv: list[str] | None = None) -> dict:
         fill_in_training_defaults(args)
         refuse_bad_training(args)
         join_ranks(get_device(), args.dist_timeout)
-        data = build_data(args, find_model(args.model_name, args.pretrained))
+        files = find_model(args.model_name, args.pretrained)
+        data = build_data(args, files)
         if args.loader_only:
             return measure_loader(args, data)
+        refuse_too_little_memory(args, files, data.dataloader.dataset.latents)
         run = build_run(args, data)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))

@@ -11,6 +11,8 @@ from composer import Callback
 from composer.core import DataSpec, State, TimeUnit
 from composer.utils import dist
 
+from harness.gpu_monitor import GpuMonitor
+
 GIB = 2 ** 30
 QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
 
@@ -45,7 +47,6 @@ class Window:
         return (batches - self.drained_batches) / batches
 
 
-
 class Measurement(Callback):
     """The clock of a run, on this rank: a warm-up, batches until the loader's queue has turned over, and a window.
 
@@ -64,6 +65,7 @@ class Measurement(Callback):
         self.turnover_batches = 0
         self.batches = 0  # trained by this process, with the warm-up
         self.window = Window()
+        self.gpu = GpuMonitor()  # of the window
         self._aside = 0.0  # seconds of the batch to come that are no part of it
         self._aside_since: float | None = None
 
@@ -97,6 +99,9 @@ class Measurement(Callback):
         self.batches += 1
         if self.batches == first:
             self._ready_at_start = loader.ready_batches
+            self.gpu.start()
+        elif self._is_full():
+            self.gpu.stop()
         self._aside = 0.0
         self._previous_end = now
 

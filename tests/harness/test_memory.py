@@ -1,0 +1,172 @@
+"""What a training needs in memory, against published sizes, real tensors and real processes; and who is refused."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+import benchmark
+from benchmarks.step import FLAGS as STEP
+from harness import memory
+from harness.memory import GIB, activation_bytes, cgroup_limits, lasting_bytes, refuse_too_little_memory
+from harness.options import benchmark_parser
+from harness.preflight import fill_in_training_defaults
+from models.loading import SD2_BASE, find_model
+
+ROOT = Path(__file__).parent.parent.parent
+README = ['--use_ema', '--use_synth_data', '--device_train_microbatch_size', '4']
+UNET = 865_910_724 * 4  # published numbers of parameters, in float32
+TEXT_ENCODER = 340_387_840 * 4
+VAE = 83_653_863 * 4
+
+
+def parsed(argv: list[str]):
+    args = benchmark_parser('').parse_args(argv)
+    fill_in_training_defaults(args)
+    return args
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Sets the memory of this machine, in GiB."""
+    def set_memory(gib: float) -> None:
+        monkeypatch.setattr(memory, 'memory_of_host', lambda: int(gib * GIB))
+    return set_memory
+
+
+def refusal(argv: list[str], files=None) -> str | None:
+    try:
+        refuse_too_little_memory(parsed(argv), files or find_model(SD2_BASE), latents=False)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_the_readmes_first_command_ends_in_one_line_where_memory_is_short(host, results, monkeypatch, capfd):
+    host(24)
+    monkeypatch.setattr(benchmark, 'build_run', lambda *args: pytest.fail('a model was built'))
+    with pytest.raises(SystemExit):
+        benchmark.main([*README, '--results', str(results)])
+    out, err = capfd.readouterr()
+    assert out == '' and err.count('\n') == 1
+    assert 'needs at least 26.2 GiB' in err and 'has 24.0' in err and 'activations 7.0' in err
+    assert '--use_synth_data --model_name tiny --image_size 64 --batch_size 4' in err
+
+
+def test_the_command_that_a_refusal_names_is_not_refused(host):
+    host(24)
+    command = refusal(README).split('benchmark.py ')[-1]
+    host(0.1)
+    assert refusal(command.split(), find_model('tiny')) is None
+
+
+def test_a_refusal_names_the_users_own_data(host):
+    host(1)
+    assert '--remote s3://photos --model_name tiny' in refusal(['--remote', 's3://photos', '--num_workers', '0'])
+    assert '--use_synth_latents --model_name tiny' in refusal(['--use_synth_latents'])
+
+
+def test_the_full_step_that_runs_on_24_gib_is_allowed(host):
+    host(19.2)  # what benchmarks/step.py took
+    assert refusal(STEP) is None
+    host(17)
+    assert refusal(STEP).startswith('this training needs at least 17.8 GiB')
+
+
+def test_items_are_the_published_sizes():
+    needed = lasting_bytes(parsed(README), find_model(SD2_BASE), latents=False)
+    assert needed == {'weights': UNET, 'gradients': UNET, 'Adam moments': 2 * UNET, 'average of the weights': UNET,
+                      'text encoder': TEXT_ENCODER, 'VAE': VAE, 'batch': 2048 * 3 * 512 * 512}
+    args = parsed(['--use_synth_latents', '--encoder_precision', 'bf16'])
+    needed = lasting_bytes(args, find_model(SD2_BASE), latents=True)
+    assert 'average of the weights' not in needed
+    assert (needed['text encoder'], needed['VAE'], needed['batch']) == (TEXT_ENCODER // 2, 0, 2048 * 8 * 64 * 64 * 2)
+
+
+def test_ranks_of_a_host_share_its_memory_and_each_has_buckets(host, monkeypatch):
+    monkeypatch.setattr(memory.dist, 'get_world_size', lambda: 4)
+    monkeypatch.setattr(memory.dist, 'get_local_world_size', lambda: 2)
+    argv = ['--use_synth_data', '--use_ema', '--image_size', '64', '--batch_size', '8',
+            '--device_train_microbatch_size', '1']
+    assert lasting_bytes(parsed(argv), find_model(SD2_BASE), latents=False)['gradient buckets'] == UNET
+    host(41)
+    assert refusal(argv).startswith('this training needs at least 41.9 GiB')
+    host(42)
+    assert refusal(argv) is None
+
+
+def test_on_a_gpu_the_microbatch_does_not_count(monkeypatch):
+    gpu = SimpleNamespace(total_memory=24 * GIB)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: gpu)
+    argv = ['--use_ema', '--use_synth_data', '--batch_size', '64']
+    for microbatch in ('auto', '64'):
+        assert refusal([*argv, '--device_train_microbatch_size', microbatch]) is None
+    gpu.total_memory = 16 * GIB
+    assert 'needs at least 17.0 GiB' in refusal(argv) and 'this GPU has 16.0' in refusal(argv)
+
+
+@pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=['plain', 'checkpointing'])
+def test_activations_are_what_autograd_keeps_of_real_tensors(flags):
+    files = find_model('tiny')
+    args = parsed(['--use_synth_data', '--model_name', 'tiny', '--image_size', '64', *flags])
+    unet = UNet2DConditionModel.from_config(files.configs['unet']).train()
+    if args.gradient_checkpointing:
+        unet.enable_gradient_checkpointing()
+    weights = {parameter.data_ptr() for parameter in unet.parameters()}
+    kept = {}  # the tensors themselves, so that no address is used twice
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        unet(torch.randn(1, 4, 8, 8), torch.tensor([7]), torch.randn(1, 77, 64))
+    real = sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+    assert activation_bytes(args, files) == pytest.approx(real, rel=0.01)
+
+
+def peak_of_a_run(image_size: int) -> tuple[int, float]:
+    """The activations of a run of `tiny` by calculation, and its peak of resident memory, in bytes."""
+    argv = ['--use_synth_latents', '--model_name', 'tiny', '--batch_size', '8', '--image_size', str(image_size),
+            '--warmup_batches', '1', '--measure_batches', '1', '--results', '/dev/null']
+    environment = os.environ | {'MALLOC_MMAP_THRESHOLD_': '65536'}  # what is freed goes back, and does not count
+    run = subprocess.run([sys.executable, 'benchmark.py', *argv], cwd=ROOT, env=environment, capture_output=True,
+                         text=True)
+    assert run.returncode == 0, run.stderr
+    peak = json.loads(run.stdout.splitlines()[-1])['peak_memory_gib'] * GIB
+    return 8 * activation_bytes(parsed(argv), find_model('tiny')), peak
+
+
+def test_activations_are_what_a_larger_run_takes_more_of_real_memory():
+    calculated, measured = zip(peak_of_a_run(64), peak_of_a_run(256), strict=True)
+    assert calculated[1] - calculated[0] > 0.1 * GIB
+    assert 1 < (measured[1] - measured[0]) / (calculated[1] - calculated[0]) < 1.15
+
+
+@pytest.mark.parametrize('membership, file', [
+    ('0::/slurm/job_7\n', 'slurm/job_7/memory.max'),
+    ('0::/slurm/job_7\n', 'slurm/memory.max'),  # of the group above
+    ('0::/elsewhere\n', 'memory.max'),  # a container sees its own group as the root
+    ('3:cpu,cpuacct:/\n4:memory:/docker/1\n', 'memory/docker/1/memory.limit_in_bytes'),
+])
+def test_a_containers_limit_is_found(membership, file, tmp_path):
+    limit = tmp_path / 'cgroup' / file
+    limit.parent.mkdir(parents=True)
+    limit.write_text('8589934592\n')
+    (tmp_path / 'self').write_text(membership)
+    assert cgroup_limits(tmp_path / 'cgroup', tmp_path / 'self') == [8 * GIB]
+    assert memory.memory_of_host(tmp_path / 'cgroup', tmp_path / 'self') <= 8 * GIB
+    if file.endswith('max'):
+        limit.write_text('max\n')
+        assert cgroup_limits(tmp_path / 'cgroup', tmp_path / 'self') == []
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path):
+    assert cgroup_limits(tmp_path, tmp_path / 'missing') == []
