@@ -169,8 +169,9 @@ def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
     """
     device_batch = args.batch_size // dist.get_world_size()
     if not args.remote:
-        dataset = SyntheticImageCaptionDataset(args.image_size, max(100_000, args.batch_size), files.vocab_size,
-                                               args.seed + dist.get_global_rank(), args.use_synth_latents)
+        dataset = SyntheticImageCaptionDataset(args.image_size, num_samples=max(100_000, args.batch_size),
+                                               vocab_size=files.vocab_size, seed=args.seed + dist.get_global_rank(),
+                                               latents=args.use_synth_latents)
         return build_loader(dataset, device_batch, num_workers=0)
     index = read_index(args.remote)
     require_columns(args.remote, index)
@@ -183,8 +184,8 @@ def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
     if tokenizer.get_vocab_size() > files.vocab_size:
         raise ValueError(f'--tokenizer {args.tokenizer} has {tokenizer.get_vocab_size()} tokens, more than the '
                          f'{files.vocab_size} of the text encoder of --model_name {args.model_name}')
-    dataset = open_dataset(args.remote, args.local, args.image_size, cache_limit=args.cache_limit,
-                           batch_size=device_batch, shuffle=True, shuffle_seed=args.seed)
+    dataset = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
+                           cache_limit=args.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=args.seed)
     return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
 
 

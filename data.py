@@ -7,6 +7,7 @@ size and to [-1, 1] once it is on the device.
 import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,17 +16,32 @@ from composer.core import DataSpec
 from composer.utils import dist
 from tokenizers import Tokenizer
 from torch.utils.data import Dataset
+from torchvision.transforms.functional import to_pil_image
 
 from inputs.cache import cache_folder, claim_cache
-from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY
+from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from inputs.errors import DataError, one_line, unreadable_shard
-from inputs.images import decode_image, stack_images
+from inputs.images import decode_image, decode_whole_image, stack_images
 from inputs.shards import LATENTS, fault_of_shard
 from inputs.streaming_patches import PatchedStreamingDataset
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
+from models.loading import SD2_BASE
 
 MOST_STAND_INS = 1000  # samples that may be bad in a row
 LONGEST_CAPTION = 10_000  # characters: 77 tokens are over long before, and a megabyte would take a second and 200 MB
+
+
+class SampleViews(Sequence):
+    """The samples of a batch, each made when it is looked at: a loader that takes `batch` itself pays nothing."""
+
+    def __init__(self, batch: dict[str, torch.Tensor]):
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(self.batch['caption'])
+
+    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
+        return {name: tensor[position] for name, tensor in self.batch.items()}
 
 
 class SyntheticImageCaptionDataset(Dataset):
@@ -33,32 +49,35 @@ class SyntheticImageCaptionDataset(Dataset):
 
     Args:
         image_size: height and width of the images, in pixels.
+        caption_length: token ids of a caption.
         num_samples: length of an epoch, over all ranks.
         vocab_size: token ids are drawn from 0 to vocab_size - 1.
         seed: of the draw; give each rank its own.
-        latents: give the VAE's `moments` float16 (B, 8, H/8, H/8) in the place of images.
+        latents: give the VAE's `moments` float16 (8, H/8, H/8) in the place of images.
     """
 
-    def __init__(self, image_size: int = 512, num_samples: int = 100_000, vocab_size: int = CLIP_VOCABULARY,
-                 seed: int = 17, latents: bool = False):
+    def __init__(self, image_size: int = 512, caption_length: int = CAPTION_LENGTH, num_samples: int = 100_000, *,
+                 vocab_size: int = CLIP_VOCABULARY, seed: int = 17, latents: bool = False):
         self.image_size = image_size
+        self.caption_length = caption_length
         self.num_samples = num_samples
         self.vocab_size = vocab_size
         self.seed = seed
         self.latents = latents
-        self.batch = {'caption': ()}
+        self.samples = SampleViews({'caption': ()})
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
-        """The batch for any `indices`: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
-        if len(self.batch['caption']) != len(indices):
-            self.batch = self.draw(len(indices))
-        return self.batch
+    def __getitems__(self, indices: list[int]) -> SampleViews:
+        """The samples for any `indices`; a loader of torch asks for those of a batch at once."""
+        if len(self.samples) != len(indices):
+            self.samples = SampleViews(self.draw(len(indices)))
+        return self.samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
+        """A sample: `image` uint8 (3, H, H) or `moments`, and `caption` int64 (77,)."""
+        return self.__getitems__([index])[0]
 
     def draw(self, number: int) -> dict[str, torch.Tensor]:
         """A batch of `number` samples, the same each time; pinned where there is a GPU, as the streamed batches are."""
@@ -69,31 +88,66 @@ class SyntheticImageCaptionDataset(Dataset):
             batch = {LATENTS: moments.half()}
         else:
             batch = {'image': torch.randint(256, (number, 3, side, side), dtype=torch.uint8, generator=generator)}
-        batch['caption'] = torch.randint(self.vocab_size, (number, CAPTION_LENGTH), generator=generator)
+        batch['caption'] = torch.randint(self.vocab_size, (number, self.caption_length), generator=generator)
         if torch.cuda.is_available():  # once: DataLoader(pin_memory=True) would copy every batch
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
 
 
+def whole_batch(samples: SampleViews) -> dict[str, torch.Tensor]:
+    """A collate function: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77), without a copy."""
+    return dict(samples.batch)
+
+
 class StreamingLAIONDataset(PatchedStreamingDataset):
     """Samples of MDS shards with the columns `jpg` (bytes) and `caption` (str), or encode.py's `moments` for `jpg`.
 
+    A sample is what torch's own DataLoader collates; `build_loader`, which is faster, takes the captions as text.
+
     Args:
         remote: folder or object store with the shards. A local folder is read where it is, unless `local` is given.
-        local: folder that caches the shards; default: one for each remote, see `cache_folder`.
-        image_size: larger images are reduced to this many pixels a side.
-        kwargs: for `streaming.StreamingDataset`; `batch_size` is per device.
-    """
+        local: folder that caches the shards; default: one for each remote, see `cache_folder`. Without a remote it is
+            read where it is.
+        split: subfolder of both.
+        shuffle: whether each epoch has an order of its own.
+        tokenizer_name_or_path: folder or hub name; the default is CLIP's own vocabulary, which is at hand.
+        transform: called with each image, a PIL.Image in RGB as it is stored; its result is the sample's `image`.
+        predownload: samples to fetch ahead; default: Streaming's own, a few batches.
+        download_retry: times that a download is tried again.
+        download_timeout: seconds for the download of a shard.
+        batch_size: samples a device.
+        image_size: without a transform, larger images are reduced to this many pixels a side.
+        index: the index.json of `remote`, if it was read already.
+        kwargs: more for `streaming.StreamingDataset`.
 
-    def __init__(self, remote: str, local: str | None = None, image_size: int = 512, **kwargs):
+    ValueError: `local` is the cache of another dataset, or an argument is not one that these shards can have.
+    """
+    captions_as_text = False  # else as token ids
+
+    def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
+                 shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
+                 predownload: int | None = None, download_retry: int = 2, download_timeout: float = 120,
+                 batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None, **kwargs):
+        if remote is None and local is None:
+            raise ValueError('StreamingLAIONDataset needs a remote, or a local folder with shards')
+        if not isinstance(split, str | None):
+            raise ValueError(f'split {split} is not the name of a subfolder; give image_size by its name')
         self.image_size = image_size
+        self.transform = transform
+        self.tokenizer = None
+        if tokenizer_name_or_path != SD2_BASE:
+            self.tokenizer = build_tokenizer(tokenizer_name_or_path)
         self._verified: set[int] = set()  # shards that this process has checked
-        if local is None and os.path.isdir(remote):
-            super().__init__(local=remote, **kwargs)
-            return
-        local = local or cache_folder(remote)
-        claim_cache(local, remote)
-        super().__init__(remote=remote, local=local, **kwargs)
+        if remote is not None and local is None and os.path.isdir(remote):
+            local, remote = remote, None  # read in place
+        if remote is not None:
+            local = local or cache_folder(remote)
+            claim_cache(local, remote, split, index)
+        super().__init__(remote=remote, local=local, split=split, shuffle=shuffle, predownload=predownload,
+                         download_retry=download_retry, download_timeout=download_timeout, batch_size=batch_size,
+                         **kwargs)
+        if transform and self.latents:
+            raise ValueError('these shards hold latents, which take no transform; leave it out, or read the images')
 
     @property
     def latents(self) -> bool:
@@ -101,7 +155,25 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         return LATENTS in self.shards[0].column_names
 
     def __getitem__(self, index: int) -> dict:
-        """Sample `index`, or where it is bad the next good one; in `bad`, (index, reason) of each that was passed."""
+        """Sample `index`, or where it is bad the next good one, with tensors for torch's own collate function.
+
+        `image` uint8 (3, H, H), or what the transform makes, or `moments` float16 (8, H/8, H/8), and `caption` int64
+        (77,). With `captions_as_text` it is that of `good_sample`.
+        """
+        sample = self.good_sample(index)
+        if self.captions_as_text:
+            return sample
+        for number, reason in sample.pop('bad'):
+            print(bad_sample_line(number, reason), file=sys.stderr)
+        if self.tokenizer is None:
+            self.tokenizer = build_tokenizer()
+        if self.transform:
+            sample['image'] = self.transform(to_pil_image(sample['image']))
+        return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption'][:LONGEST_CAPTION]).ids)}
+
+    def good_sample(self, index: int) -> dict:
+        """Sample `index` or the next good one, its caption as text; in `bad`, (index, reason) of each that was passed.
+        """
         bad = []
         for candidate in range(index, index + MOST_STAND_INS):
             candidate = int(candidate % self.num_samples)
@@ -129,7 +201,11 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
             raise ValueError('no caption')
         if self.latents:
             return {LATENTS: torch.from_numpy(columns[LATENTS].copy()), 'caption': columns['caption']}
-        return {'image': decode_image(columns['jpg'], self.image_size), 'caption': columns['caption']}
+        if self.transform:
+            image = decode_whole_image(columns['jpg'])  # (3, H, W)
+        else:
+            image = decode_image(columns['jpg'], self.image_size)
+        return {'image': image, 'caption': columns['caption']}
 
     def _verify_shard_of(self, index: int) -> None:
         """Compare the shard of a sample with index.json, once in each process. DataError: it is another or damaged."""
@@ -149,10 +225,14 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
             self._verified.add(shard_id)
 
 
-def open_dataset(remote: str, local: str | None, image_size: int, **kwargs) -> StreamingLAIONDataset:
+def bad_sample_line(index: int, reason: str) -> str:
+    return f'bad sample {index} is left out: {reason}'
+
+
+def open_dataset(remote: str, local: str | None, **kwargs) -> StreamingLAIONDataset:
     """The samples of `remote`, cached in `local`. ValueError, in one line: they cannot be had."""
     try:
-        return StreamingLAIONDataset(remote, local, image_size, **kwargs)
+        return StreamingLAIONDataset(remote, local, **kwargs)
     except ValueError:
         raise
     except Exception as error:  # every storage client has its own exceptions
@@ -178,7 +258,7 @@ class BadSamples:
         for index, reason in batch.pop('bad_samples', ()):
             if index not in self.found:
                 self.found.add(index)
-                print(f'bad sample {index} is left out: {reason}', file=sys.stderr)
+                print(bad_sample_line(index, reason), file=sys.stderr)
         expected = self.limit * self.read
         if len(self.found) > math.ceil(expected + 3 * math.sqrt(expected)):
             raise DataError(f'{len(self.found):,} of {self.read:,} samples are bad, more than --max_bad_samples '
@@ -218,13 +298,18 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         dataset: a SyntheticImageCaptionDataset or a StreamingLAIONDataset.
         batch_size: samples a device.
         num_workers: processes that decode, for each device; the synthetic dataset takes none.
-        tokenizer: for the streamed dataset's captions.
+        tokenizer: for the streamed dataset's captions, which it gives as text from here on.
         max_bad_samples: the share that may be bad before the run ends.
+
+    ValueError: the streamed dataset has a transform, where images are scaled on the device here.
     """
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
-        loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dict)
+        loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=whole_batch)
     else:
+        if dataset.transform:
+            raise ValueError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
+        dataset.captions_as_text = True
         make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
         loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
                                           collate_fn=CountedCollate(make_batch, num_workers),

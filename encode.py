@@ -240,8 +240,8 @@ def encode(args: argparse.Namespace) -> dict:
     index = read_image_index(args)
     output = Output(args.out)
     is_begun = begin(args, output, origin, index)
-    images = open_dataset(args.remote, args.local, args.image_size, cache_limit=args.cache_limit, batch_size=1,
-                          shuffle=False)
+    images = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
+                          cache_limit=args.cache_limit, batch_size=1, shuffle=False)
     samples = Samples(images, missing_samples(images, output, is_begun))
     vae = build_encoder(args, files)
     ranks = gather_patiently(encode_samples(vae, samples, output, args))

@@ -80,7 +80,8 @@ def add_shared_flags(parser: Parser) -> None:
     add = parser.groups['data'].add_argument
     add('--remote', help='MDS shards, a folder or an object store: images and captions as convert.py writes them, or '
         'latents as encode.py does')
-    add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in place)')
+    add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in '
+        'place); without --remote, the folder with the shards')
     add('--cache_limit', metavar='SIZE', help='most that this cache may hold, such as 500gb (default: no limit)')
     add('--max_bad_samples', type=share, default=0.01, help='share of samples that may be bad before the run ends '
         '(default: 0.01)')

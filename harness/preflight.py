@@ -55,6 +55,7 @@ def fill_in_duration(args: argparse.Namespace) -> None:
 
 def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precision: str) -> None:
     """Fill in the flags that encode.py has as well, for `device_batch` images at once on each device."""
+    read_local_in_place(args)
     args.encoder_precision = args.encoder_precision or HALF_PRECISION[precision]
     if args.channels_last is None:
         args.channels_last = torch.cuda.is_available()
@@ -74,6 +75,17 @@ def default_workers(device_batch: int, image_size: int) -> int:
         print(f'warning: --num_workers is {fitting} instead of {wanted}, because the shared memory, /dev/shm, holds '
               'the batches of no more; loading will be slower; make it larger (docker run --shm-size)', file=sys.stderr)
     return fitting
+
+
+def read_local_in_place(args: argparse.Namespace) -> None:
+    """Where --local is the only place that is given, it is the data. ValueError: it is no folder."""
+    is_synthetic = getattr(args, 'use_synth_data', False) or getattr(args, 'use_synth_latents', False)
+    if args.remote or is_synthetic or not args.local:
+        return
+    if not os.path.isdir(args.local):
+        raise ValueError(f'--local {args.local} is no folder, and there is no --remote to fill it from; give --remote')
+    args.remote = args.local
+    args.local = None
 
 
 def best_precision() -> str:

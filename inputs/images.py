@@ -2,10 +2,11 @@
 import io
 import warnings
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
@@ -13,6 +14,8 @@ FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM
 UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
            5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
            8: Image.Transpose.ROTATE_90}
+DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
+USUAL_BITS = (8, 10, 12, 14, 16)
 MAX_SCANS = 200  # of a progressive JPEG: a scan of 31 bytes takes as long as one of the whole picture
 
 
@@ -23,15 +26,7 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
         data: the encoded image. ValueError: it does not decode, or has more pixels than Pillow's limit.
         image_size: a larger square is reduced to this many pixels a side (antialiased); None leaves the size.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # Pillow's on bombs and palettes: the first is an error below
-            with Image.open(io.BytesIO(data), formats=FORMATS) as header:
-                image = decode_pixels(header, data, image_size)
-    except UnidentifiedImageError:
-        raise ValueError('image does not decode: not a known format') from None
-    except Exception as error:  # damaged bytes make Pillow raise nearly anything
-        raise ValueError(f'image does not decode: {error or type(error).__name__}'.splitlines()[0]) from None
+    image = decode_whole_image(data, image_size)
     height, width = image.shape[-2:]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
@@ -39,6 +34,24 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
     if image_size and side > image_size:
         image = resize(image, image_size)
     return image
+
+
+def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
+    """All of an image of any of FORMATS, uint8 (3, H, W), upright and in RGB.
+
+    Args:
+        data: the encoded image. ValueError: it does not decode, or has more pixels than Pillow's limit.
+        image_size: a much larger image may be decoded smaller, with no side shorter than this.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # Pillow's on bombs and palettes: the first is an error below
+            with Image.open(io.BytesIO(data), formats=FORMATS) as header:
+                return decode_pixels(header, data, image_size)
+    except UnidentifiedImageError:
+        raise ValueError('image does not decode: not a known format') from None
+    except Exception as error:  # damaged bytes make Pillow raise nearly anything
+        raise ValueError(f'image does not decode: {error or type(error).__name__}'.splitlines()[0]) from None
 
 
 def decode_pixels(header: Image.Image, data: bytes, image_size: int | None) -> torch.Tensor:
@@ -53,13 +66,42 @@ def decode_pixels(header: Image.Image, data: bytes, image_size: int | None) -> t
         return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB, apply_exif_orientation=True)
     if much_larger:
         header.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
-    if header.mode.startswith('I'):  # 16 bits: Pillow's conversion to RGB would clip at 255
-        header = header.point(lambda value: value / 256).convert('L')
-    image = header.convert('RGB')
-    orientation = exif_orientation(header)
+    header.load()
+    orientation = exif_orientation(header)  # Pillow turns a TIFF upright when it loads it
+    image = header
+    if header.mode[0] in DEEP_MODES:
+        image = eight_bits(header)
+    image = image.convert('RGB')
     if orientation in UPRIGHT:
         image = image.transpose(UPRIGHT[orientation])
     return torchvision.transforms.functional.pil_to_tensor(image)
+
+
+def eight_bits(image: Image.Image) -> Image.Image:
+    """A grey image of more than 8 bits in 8: of each value the highest 8 of the bits that the image has.
+
+    These are the bits that the file declares, where it declares fewer than 16; else the fewest of USUAL_BITS that hold
+    its largest value, since cameras and scanners store 10, 12 or 14 bits as 16. Pillow's own conversion clips at 255.
+    """
+    values = np.asarray(image)
+    if values.dtype.kind == 'f':
+        values = np.nan_to_num(values, posinf=0, neginf=0)
+        if values.max(initial=0) <= 1:  # brightness from 0 to 1
+            values = values * 255
+    values = values.clip(0, 2 ** 32 - 1).astype(np.int64)
+    bits = declared_bits(image)
+    if bits is None:
+        largest = int(values.max(initial=0))
+        bits = next((usual for usual in USUAL_BITS if largest < 2 ** usual), largest.bit_length())
+    return Image.fromarray((values >> (bits - 8)).clip(0, 255).astype(np.uint8))
+
+
+def declared_bits(image: Image.Image) -> int | None:
+    """The bits of a value that a TIFF declares, from 9 to 15; None where it declares others or none."""
+    bits = getattr(image, 'tag_v2', {}).get(TiffImagePlugin.BITSPERSAMPLE, (0,))[0]
+    if 8 < bits < 16:
+        return bits
+    return None
 
 
 def exif_orientation(image: Image.Image) -> int | None:

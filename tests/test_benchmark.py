@@ -77,8 +77,9 @@ def test_the_loss_falls_when_one_batch_is_learned():
             return losses[-1]
 
     model.__class__ = Fixed
-    Trainer(model=model, train_dataloader=build_loader(SyntheticImageCaptionDataset(64, 4), 4, 0), device='cpu',
-            optimizers=torch.optim.AdamW(model.unet.parameters(), lr=3e-3), max_duration='40ba',
+    loader = build_loader(SyntheticImageCaptionDataset(64, num_samples=4), 4, 0)
+    optimizer = torch.optim.AdamW(model.unet.parameters(), lr=3e-3)
+    Trainer(model=model, train_dataloader=loader, device='cpu', optimizers=optimizer, max_duration='40ba',
             progress_bar=False, seed=1).fit()
     assert losses[-1] < 0.5 * losses[0]
 
@@ -86,7 +87,7 @@ def test_the_loss_falls_when_one_batch_is_learned():
 def test_evaluation_reports_the_mean_squared_error():
     model = StableDiffusion('tiny', image_size=64)
     trainer = Trainer(model=model, device='cpu', progress_bar=False,
-                      eval_dataloader=build_loader(SyntheticImageCaptionDataset(64, 8), 4, 0))
+                      eval_dataloader=build_loader(SyntheticImageCaptionDataset(64, num_samples=8), 4, 0))
     trainer.eval()
     assert 0.5 < float(trainer.state.eval_metrics['eval']['MeanSquaredError'].compute()) < 2
 

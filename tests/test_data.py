@@ -55,7 +55,7 @@ def test_synthetic_batches_keep_the_contract_and_cost_no_draw():
     assert 0 <= first['caption'].min() and first['caption'].max() < 49408
     assert first['image'].data_ptr() == second['image'].data_ptr()
     assert len(first['image'].unique()) == 256 and not torch.equal(first['image'][0], first['image'][1])
-    assert not torch.equal(first['image'], SyntheticImageCaptionDataset(16, 10, seed=18).__getitems__([0] * 4)['image'])
+    assert not torch.equal(first['image'], SyntheticImageCaptionDataset(16, seed=18).draw(4)['image'])
     assert dataset[3]['image'].shape == (3, 16, 16)
 
 
@@ -101,7 +101,7 @@ def test_the_stand_in_is_the_next_good_sample(tmp_path):
     samples = [good(index) for index in range(6)]
     samples[4]['jpg'] = samples[5]['jpg'] = b''
     dataset = StreamingLAIONDataset(write_shards(tmp_path / 'shards', samples), batch_size=1)
-    found = dataset[4]
+    found = dataset.good_sample(4)
     assert found['caption'] == 'picture 0' and [index for index, _ in found['bad']] == [4, 5]
 
 

@@ -36,7 +36,7 @@ def refusal(capfd, function, *arguments) -> str:
 
 def captions(folder) -> list[str]:
     dataset = StreamingLAIONDataset(str(folder), image_size=64, batch_size=1)
-    return [dataset[index]['caption'] for index in range(dataset.num_samples)]
+    return [dataset.sample(index)['caption'] for index in range(dataset.num_samples)]
 
 
 @pytest.fixture(scope='module')
@@ -60,7 +60,7 @@ def test_a_step_from_latents_has_the_loss_and_gradients_of_one_from_pixels(laten
         model.unet.load_state_dict(unet)
         model.prediction_type = prediction
         dataset = StreamingLAIONDataset(remote, image_size=64, batch_size=1)
-        batch = normalize(collate([dataset[index] for index in (3, 0, 17, 8)], build_tokenizer(), 64), 64)
+        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer(), 64), 64)
         torch.manual_seed(4)
         loss = model.loss(model(batch), batch)
         loss.backward()

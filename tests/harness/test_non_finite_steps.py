@@ -24,7 +24,7 @@ class Weights(benchmark.Safeguard):
 
     def batch_end(self, state, logger):
         [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
-        tensors = [*state.model.unet.parameters(), *ema.ema_model.parameters.values()]
+        tensors = [*state.model.unet.parameters(), *ema.ema_model.parameters()]
         self.seen.append(torch.cat([tensor.detach().flatten() for tensor in tensors]))
         super().batch_end(state, logger)
 

@@ -24,9 +24,8 @@ class Weights(benchmark.Safeguard):
 
     def batch_end(self, state, logger):
         [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
-        self.seen = [*getattr(self, 'seen', ()),
-                     [tensor.clone() for part in (dict(state.model.unet.named_parameters()), ema.ema_model.parameters)
-                      for tensor in part.values()]]
+        tensors = (*state.model.unet.parameters(), *ema.ema_model.parameters())
+        self.seen = [*getattr(self, 'seen', ()), [tensor.clone() for tensor in tensors]]
         super().batch_end(state, logger)
 
 

@@ -10,7 +10,7 @@ def test_a_local_remote_is_read_in_place_and_a_given_cache_is_filled(shards, tmp
     in_place = StreamingLAIONDataset(shards, batch_size=1)
     assert in_place.streams[0].local == shards and in_place.streams[0].remote is None
     cached = StreamingLAIONDataset(shards, str(tmp_path / 'cache'), batch_size=1)
-    assert cached[0]['caption'] == in_place[0]['caption']
+    assert cached.sample(0)['caption'] == in_place.sample(0)['caption']
     assert (tmp_path / 'cache' / 'index.json').exists()
 
 

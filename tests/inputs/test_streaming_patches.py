@@ -102,7 +102,7 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path, results):
     size = max(path.stat().st_size for path in Path(shards).glob('*.mds'))
     assert len(list(Path(shards).glob('*.mds'))) > 20
     limit, most = 8 * size, 0
-    dataset = StreamingLAIONDataset(shards, str(cache), 64, batch_size=4, shuffle=True, cache_limit=limit)
+    dataset = StreamingLAIONDataset(shards, str(cache), image_size=64, batch_size=4, shuffle=True, cache_limit=limit)
     loader = build_loader(dataset, 4, 1, build_tokenizer()).dataloader
     captions = []
     for batch in loader:

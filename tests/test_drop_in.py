@@ -1,0 +1,181 @@
+"""What people wrote for mosaicml/diffusion-benchmark works here: flags, classes, and their arguments in order."""
+import inspect
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import DDPMScheduler
+from torch.utils.data import DataLoader
+from torchvision import transforms
+
+from benchmark import StableDiffusion, main
+from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
+from ema import EMA, compute_ema
+from encode import main as encode
+from inputs.captions import build_tokenizer
+from tests.runs import TINY, one_error_line
+from tests.samples import good, pillow_square, pixels, write_shards
+
+# of the original's commit 835e58b, with self left out
+ARGUMENTS = {
+    StreamingLAIONDataset: ['remote', 'local', 'split', 'shuffle', 'tokenizer_name_or_path', 'transform', 'predownload',
+                            'download_retry', 'download_timeout', 'batch_size'],
+    SyntheticImageCaptionDataset: ['image_size', 'caption_length', 'num_samples'],
+    EMA: ['half_life', 'smoothing', 'ema_start', 'update_interval'],
+    compute_ema: ['model', 'ema_model', 'smoothing'],
+    StableDiffusion: ['model_name'],
+}
+
+
+@pytest.mark.parametrize('function', ARGUMENTS, ids=lambda function: function.__name__)
+def test_the_originals_arguments_come_first_in_their_order(function):
+    assert list(inspect.signature(function).parameters)[:len(ARGUMENTS[function])] == ARGUMENTS[function]
+
+
+def test_what_is_new_in_a_dataset_comes_by_its_name_only(shards):
+    with pytest.raises(TypeError):
+        SyntheticImageCaptionDataset(64, 77, 1000, 49408)
+    with pytest.raises(ValueError, match='give image_size by its name'):
+        StreamingLAIONDataset(shards, None, 64)
+
+
+@pytest.mark.parametrize('flags', [[], ['--num_workers', '2']])
+def test_a_local_folder_without_a_remote_is_read_in_place(shards, results, flags):
+    record = main(['--local', shards, *TINY, '--measure_batches', '3', *flags, '--results', str(results)])
+    assert (record['status'], record['dataset']) == ('complete', 'streaming')
+    assert json.loads(results.read_text()) == record
+
+
+def test_a_local_folder_that_is_not_there_is_one_line(results, tmp_path, capfd):
+    error = one_error_line(['--local', tmp_path / 'none', *TINY, '--results', results], capfd)
+    assert f'--local {tmp_path}/none is no folder' in error and '--remote' in error
+
+
+def test_synthetic_data_leaves_a_local_folder_alone(shards, results):
+    assert main(['--use_synth_data', '--local', shards, *TINY, '--results', str(results)])['dataset'] == 'synthetic'
+
+
+def test_encoding_reads_a_local_folder_in_place(shards, tmp_path, results):
+    record = encode(['--local', shards, '--out', str(tmp_path / 'out'), '--model_name', 'tiny', '--image_size', '64',
+                     '--num_workers', '0', '--results', str(results)])
+    assert record['stored_samples'] == 24
+
+
+def test_the_synthetic_dataset_means_what_its_arguments_meant():
+    dataset = SyntheticImageCaptionDataset(16, 9, 1000)
+    assert len(dataset) == 1000
+    assert dataset[999]['image'].shape == (3, 16, 16) and dataset[0]['caption'].shape == (9,)
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+@pytest.mark.parametrize('latents, name, shape', [(False, 'image', (3, 16, 16)), (True, 'moments', (8, 2, 2))])
+def test_torchs_own_loader_takes_the_synthetic_dataset(num_workers, latents, name, shape):
+    dataset = SyntheticImageCaptionDataset(16, num_samples=10, latents=latents)
+    batches = list(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers))
+    assert [batch[name].shape for batch in batches] == [(4, *shape), (4, *shape), (2, *shape)]
+    assert batches[0]['caption'].shape == (4, 77) and batches[0]['caption'].dtype == torch.int64
+    assert torch.equal(batches[0][name], batches[1][name])
+    assert torch.equal(batches[0][name], dataset.draw(4)[name])
+
+
+def test_our_own_loader_copies_nothing_of_the_synthetic_dataset():
+    dataset = SyntheticImageCaptionDataset(16, num_samples=12)
+    first, *others = build_loader(dataset, batch_size=4, num_workers=0).dataloader
+    for batch in others:
+        assert {name: tensor.data_ptr() for name, tensor in batch.items()} == \
+               {name: tensor.data_ptr() for name, tensor in first.items()}
+
+
+def test_the_originals_own_call_gives_batches_of_its_kind(shards, samples, tmp_path):
+    transform = transforms.Compose([transforms.Resize((32, 32)), transforms.ToTensor()])
+    dataset = StreamingLAIONDataset(remote=shards, local=str(tmp_path / 'cache'), split=None, shuffle=True,
+                                    transform=transform, batch_size=8)
+    loader = DataLoader(dataset=dataset, batch_size=8, sampler=None, drop_last=True, prefetch_factor=2, num_workers=2,
+                        persistent_workers=True)
+    batches = list(loader)
+    loader._iterator._shutdown_workers()  # at once; left to the garbage collector it takes 5 s a worker
+    captions = torch.cat([batch['caption'] for batch in batches])
+    images = torch.cat([batch['image'] for batch in batches])
+    expected = {tuple(build_tokenizer().encode(sample['caption']).ids): transform(pillow_square(sample['jpg']))
+                for sample in samples}
+    assert captions.dtype == torch.int64 and images.dtype == torch.float32 and len(captions) == len(expected) == 24
+    for ids, image in zip(captions.tolist(), images, strict=True):
+        torch.testing.assert_close(image, expected[tuple(ids)], atol=1e-6, rtol=0)
+
+
+def test_all_ten_arguments_may_be_given_in_their_order(shards, samples, tmp_path, model_folder):
+    dataset = StreamingLAIONDataset(shards, str(tmp_path / 'cache'), None, False, model_folder, None, 100, 3, 60.0, 4)
+    assert (dataset.predownload, dataset.batch_size, dataset.shuffle) == (100, 4, False)
+    assert (dataset.streams[0].download_retry, dataset.streams[0].download_timeout) == (3, 60.0)
+    sample = dataset[5]
+    assert sample.keys() == {'image', 'caption'}
+    assert sample['caption'].tolist() == build_tokenizer(model_folder).encode(samples[5]['caption']).ids
+    assert (sample['image'].numpy() == pixels(pillow_square(samples[5]['jpg']))).all()
+
+
+def test_a_transform_sees_all_of_a_picture_in_rgb(tmp_path):
+    from PIL import Image
+
+    from tests.samples import encoded, picture
+    grey = picture(3, 40, 24).convert('L')
+    shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(grey, 'PNG'), 'caption': 'grey'}])
+    seen = []
+    dataset = StreamingLAIONDataset(local=shards, transform=lambda image: seen.append(image) or len(seen), batch_size=1)
+    assert dataset[0]['image'] == 1
+    assert isinstance(seen[0], Image.Image) and (seen[0].mode, seen[0].size) == ('RGB', (40, 24))
+
+
+def test_a_stand_in_is_named_and_collates_as_well(tmp_path, capfd):
+    shards = write_shards(tmp_path / 'shards', [good(0), good(1) | {'jpg': b'no image'}, good(2), good(3)])
+    [batch] = DataLoader(StreamingLAIONDataset(local=shards, batch_size=4), batch_size=4)
+    assert batch['image'].shape == (4, 3, 64, 64) and torch.equal(batch['caption'][1], batch['caption'][2])
+    assert 'bad sample 1 is left out: image does not decode' in capfd.readouterr().err
+
+
+def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path, results):
+    with pytest.raises(ValueError, match='^build_loader takes no dataset with a transform; use [^\n]+$'):
+        build_loader(StreamingLAIONDataset(shards, transform=str, batch_size=1), 1, 0)
+    with pytest.raises(ValueError, match='^[^\n]*needs a remote, or a local folder[^\n]*$'):
+        StreamingLAIONDataset(batch_size=1)
+    with pytest.raises(ValueError, match='^[^\n]*no-such-tokenizer[^\n]*$'):
+        StreamingLAIONDataset(shards, tokenizer_name_or_path=str(tmp_path / 'no-such-tokenizer'), batch_size=1)
+    out = str(tmp_path / 'latents')
+    encode(['--remote', shards, '--out', out, '--model_name', 'tiny', '--image_size', '64', '--num_workers', '0',
+            '--results', str(results)])
+    with pytest.raises(ValueError, match='^these shards hold latents, which take no transform; [^\n]+$'):
+        StreamingLAIONDataset(out, transform=str, batch_size=1)
+    assert StreamingLAIONDataset(out, batch_size=1)[3].keys() == {'moments', 'caption'}
+
+
+def diffusers_step(model: StableDiffusion, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and target as diffusers' own text-to-image training computes them, in its order of random numbers."""
+    scheduler = DDPMScheduler.from_config(model.scheduler.config)
+    latents = model.vae.encode(batch['image']).latent_dist.sample() * model.vae.config.scaling_factor
+    noise = torch.randn_like(latents)
+    timesteps = torch.randint(0, scheduler.config.num_train_timesteps, (len(latents),)).long()
+    noisy_latents = scheduler.add_noise(latents, noise, timesteps)
+    hidden_states = model.text_encoder(batch['caption'], return_dict=False)[0]
+    target = {'epsilon': noise, 'v_prediction': scheduler.get_velocity(latents, noise, timesteps)}
+    target = target[scheduler.config.prediction_type]
+    prediction = model.unet(noisy_latents, timesteps, hidden_states, return_dict=False)[0]
+    return F.mse_loss(prediction.float(), target.float(), reduction='mean'), target
+
+
+@pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
+def test_loss_target_and_gradients_are_those_of_diffusers_training(prediction_type, model_folder):
+    name = 'tiny' if prediction_type == 'epsilon' else model_folder
+    model = StableDiffusion(name, image_size=64)
+    assert model.prediction_type == prediction_type
+    batch = {'image': torch.rand(3, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (3, 77))}
+    parameters = list(model.unet.parameters())
+    torch.manual_seed(5)
+    loss, target = diffusers_step(model, batch)
+    expected = torch.autograd.grad(loss, parameters)
+    torch.manual_seed(5)
+    outputs = model(batch)
+    torch.testing.assert_close(outputs[1], target, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.loss(outputs, batch), loss, atol=1e-6, rtol=1e-6)
+    gradients = torch.autograd.grad(model.loss(outputs, batch), parameters)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
