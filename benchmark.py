@@ -30,7 +30,7 @@ from harness.microbatch import largest_microbatch
 from harness.options import Parser, benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
-from harness.record import keep, summary, training_settings
+from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
@@ -316,7 +316,8 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
         flops_per_image = sum(run.model.flops_per_image.values())
         record |= utilization(record['images_per_sec_per_device'], flops_per_image, run.args.precision)
     record |= {'first_batch': run.safeguard.first_batch, 'skipped_batches': run.safeguard.skipped_batches}
-    record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs()}
+    record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs(),
+               'tf32': uses_tf32()}
     return record
 
 
