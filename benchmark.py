@@ -32,7 +32,7 @@ from harness.microbatch import largest_microbatch
 from harness.options import Parser, benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training, refuse_more_ranks_than_gpus
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
-from harness.record import keep, summary, training_settings
+from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
@@ -323,7 +323,8 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
     if record['images_per_sec']:
         record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision)
     record |= {'first_batch': run.safeguard.first_batch, 'skipped_batches': run.safeguard.skipped_batches}
-    record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs()}
+    record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs(),
+               'tf32': uses_tf32()}
     return record
 
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from composer.utils import dist, get_device
 from diffusers import AutoencoderKL
 from streaming import MDSWriter
@@ -134,7 +135,10 @@ def moments_of(vae: AutoencoderKL, batch: dict, args: argparse.Namespace) -> lis
         return []
     images = {'image': batch['image'].to(next(vae.parameters()).device, non_blocking=True)}
     images = normalize(images, args.image_size)['image']  # (B, 3, H, H) in [-1, 1]
-    moments = vae_moments(vae, images).half()  # (B, 8, H/8, W/8)
+    if args.compile:  # a compiled encoder is compiled anew for each number of images
+        missing = args.batch_size - len(images)
+        images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
+    moments = vae_moments(vae, images)[:len(batch['id'])].half()  # (B, 8, H/8, W/8)
     finite = moments.isfinite().flatten(1).all(dim=1).tolist()
     if not all(finite):
         raise DataError(f'sample {batch["id"][finite.index(False)]} has moments that are not finite in float16, with '

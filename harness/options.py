@@ -126,8 +126,9 @@ def add_training_speed_flags(group) -> None:
     add('--device_train_microbatch_size', metavar='N', help="images that go through the model at once; must divide the "
         "device's share of the batch (default: auto, the largest that fits, found by trying before the run; on a CPU "
         'the whole share)')
-    add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet (default: amp_bf16 on a GPU that '
-        'has it, amp_fp16 on another GPU, fp32 on a CPU)')
+    add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; on GPUs since the A100 fp32 '
+        'multiplies as TF32, which keeps 10 bits of the fraction (default: amp_bf16 on a GPU that has it, amp_fp16 on '
+        'another GPU, fp32 on a CPU)')
     add('--attention', choices=['sdpa', 'xformers'], default='sdpa', help="torch's attention, or that of the package "
         'xformers (default: sdpa)')
     add('--gradient_checkpointing', action=switch, default=False, help='less memory for about a third more arithmetic '

@@ -58,6 +58,20 @@ def circumstances(stage: str, args: argparse.Namespace, flags: list[str]) -> dic
     }
 
 
+def uses_tf32() -> bool | None:
+    """Whether a GPU multiplies float32 numbers as TF32, with 10 bits after the point for 23; None without a GPU.
+
+    Composer allows it, so ask when its Trainer is there.
+    """
+    if not torch.cuda.is_available():
+        return None
+    if not torch.cuda.is_tf32_supported():
+        return False
+    if hasattr(torch.backends.cuda.matmul, 'fp32_precision'):  # torch 2.9 and later raise where both ways are mixed
+        return 'tf32' in (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+    return torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+
+
 def redacted(command: str) -> str:
     """A command without the passwords and signatures that URLs can carry."""
     without_passwords = re.sub(r'://[^/@\s]+@', '://***@', command)
