@@ -1,9 +1,11 @@
 """How fast a run is: the clock of its batches, the figures that follow from it, and the loader's alone."""
 import itertools
 import math
+import re
 import resource
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -222,4 +224,8 @@ def peak_memory_gib() -> float:
     """Most memory this rank took: reserved on its GPU, or resident on the host where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / GIB
+    status = Path('/proc/self/status')
+    if status.is_file():  # Linux, whose ru_maxrss is at least that of the process that started this one
+        [peak] = re.findall(r'^VmHWM:\s*(\d+) kB$', status.read_text(), re.MULTILINE)
+        return int(peak) * 1024 / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -4,7 +4,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from conftest import write_shards
+from tests.runs import write_shards
 
 import encode
 from data import StreamingLAIONDataset

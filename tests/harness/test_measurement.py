@@ -1,5 +1,7 @@
 """The clock of a run, and the figures that come from it."""
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ import benchmark
 from benchmark import main
 from harness import measurement as measuring
 from harness.measurement import Measurement
-from tests.runs import TINY
+from tests.runs import ROOT, TINY
 
 
 def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
@@ -53,3 +55,11 @@ def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, n
     assert record['measured_batches'] == 20 and record['loader_images_per_sec'] > 0  # more than an epoch of 6 batches
     assert record['loader_images_per_sec_per_worker'] == record['loader_images_per_sec'] / max(1, num_workers)
     assert 'images_per_sec' not in record and 'loader' in capfd.readouterr().out
+
+
+def test_the_peak_of_memory_is_this_process_and_not_that_of_its_parent():
+    child = 'from harness.measurement import peak_memory_gib; print(peak_memory_gib())'
+    parent = ('import subprocess, sys; large = b"1" * (3 << 29)\n'  # 1.5 GiB, which are touched
+              f'print(subprocess.run([sys.executable, "-c", {child!r}], capture_output=True, text=True).stdout)')
+    run = subprocess.run([sys.executable, '-c', parent], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0.1 < float(run.stdout) < 1.4

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY
+from tests.runs import TINY
 
 from benchmark import main
 from harness.record import uses_tf32
