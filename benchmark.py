@@ -31,6 +31,7 @@ from harness.memory import refuse_too_little_memory
 from harness.microbatch import largest_microbatch
 from harness.options import Parser, benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training, refuse_more_ranks_than_gpus
+from harness.progress import RenewedProgressBar
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
@@ -262,7 +263,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         optimizers=build_optimizer(model, args),
         schedulers=ConstantScheduler(),
         algorithms=[EMA()] if args.use_ema else [],
-        callbacks=[measurement, SpeedMonitor(window, peak_flops), safeguard],
+        callbacks=[measurement, SpeedMonitor(window, peak_flops), safeguard, RenewedProgressBar()],
         loggers=build_loggers(args, training_settings(args, model.vae is None)),
         max_duration=args.max_duration,
         precision=args.precision,
