@@ -78,6 +78,11 @@ class StableDiffusion(ComposerModel):
             self.vae = build_vae(files, encoder_precision)
         self.text_encoder = build_text_encoder(files, encoder_precision)
 
+    @property
+    def noise_scheduler(self) -> DDPMScheduler:
+        """The scheduler, by the name that the original gave it."""
+        return self.scheduler
+
     def train(self, mode: bool = True) -> 'StableDiffusion':
         """Training mode for the UNet; the frozen encoders stay in eval mode."""
         super().train(mode)
