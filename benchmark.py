@@ -31,6 +31,7 @@ from harness.memory import refuse_too_little_memory
 from harness.microbatch import largest_microbatch
 from harness.options import Parser, benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training, refuse_more_ranks_than_gpus
+from harness.progress import RenewedProgressBar
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
@@ -76,6 +77,11 @@ class StableDiffusion(ComposerModel):
         if not latents:
             self.vae = build_vae(files, encoder_precision)
         self.text_encoder = build_text_encoder(files, encoder_precision)
+
+    @property
+    def noise_scheduler(self) -> DDPMScheduler:
+        """The scheduler, by the name that the original gave it."""
+        return self.scheduler
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
         """Training mode for the UNet; the frozen encoders stay in eval mode."""
@@ -262,7 +268,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         optimizers=build_optimizer(model, args),
         schedulers=ConstantScheduler(),
         algorithms=[EMA()] if args.use_ema else [],
-        callbacks=[measurement, SpeedMonitor(window, peak_flops), safeguard],
+        callbacks=[measurement, SpeedMonitor(window, peak_flops), safeguard, RenewedProgressBar()],
         loggers=build_loggers(args, training_settings(args, model.vae is None)),
         max_duration=args.max_duration,
         precision=args.precision,

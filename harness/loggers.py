@@ -2,8 +2,13 @@
 import argparse
 import os
 
-from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
+
+from inputs.errors import one_line
+
+REMEDY = 'run `wandb login`, or set WANDB_MODE=offline'
 
 
 def build_loggers(args: argparse.Namespace, settings: dict) -> list[LoggerDestination]:
@@ -13,8 +18,8 @@ def build_loggers(args: argparse.Namespace, settings: dict) -> list[LoggerDestin
         loggers.append(TensorboardLogger(log_dir=args.tensorboard))
     if uses_wandb(args):
         if dist.get_global_rank() == 0:
-            start_wandb(args, settings)
-        loggers.append(WandBLogger(project=args.wandb_project, name=args.wandb_name))
+            refuse_without_login(args)
+        loggers.append(OneLineWandBLogger(args, settings))
     return loggers
 
 
@@ -22,17 +27,40 @@ def uses_wandb(args: argparse.Namespace) -> bool:
     return bool(args.wandb_name or args.wandb_project)
 
 
-def start_wandb(args: argparse.Namespace, settings: dict) -> None:
-    """Begin the run at W&B. ValueError: it cannot be, which Composer's logger would raise from within its Trainer."""
+def wandb_flag(args: argparse.Namespace) -> str:
+    """The flag that asks for W&B, with its value."""
+    if args.wandb_name:
+        return f'--wandb_name {args.wandb_name}'
+    return f'--wandb_project {args.wandb_project}'
+
+
+def refuse_without_login(args: argparse.Namespace) -> None:
+    """ValueError: W&B would ask for a key on the terminal."""
     import wandb
-    flag = f'--wandb_name {args.wandb_name}' if args.wandb_name else f'--wandb_project {args.wandb_project}'
-    remedy = 'run `wandb login`, or set WANDB_MODE=offline'
     if os.environ.get('WANDB_MODE', 'online') == 'online' and not wandb.api.api_key:
-        raise ValueError(f'{flag}: not logged in to Weights & Biases; {remedy}')
-    try:
-        wandb.init(project=args.wandb_project, name=args.wandb_name, config=settings)
-    except wandb.errors.Error as error:
-        raise ValueError(f'{flag}: Weights & Biases did not start ({error}); {remedy}') from None
+        raise ValueError(f'{wandb_flag(args)}: not logged in to Weights & Biases; {REMEDY}')
+
+
+class OneLineWandBLogger(WandBLogger):
+    """Composer's logger, whose failure to start is a ValueError of one line.
+
+    It alone starts the run: a second start leaves a folder without a run, to which `wandb/latest-run` points.
+
+    Args:
+        args: with --wandb_name and --wandb_project.
+        settings: of the run, kept as its configuration.
+    """
+
+    def __init__(self, args: argparse.Namespace, settings: dict):
+        super().__init__(project=args.wandb_project, name=args.wandb_name, init_kwargs={'config': settings})
+        self.flag = wandb_flag(args)
+
+    def init(self, state: State, logger: Logger) -> None:
+        import wandb
+        try:
+            super().init(state, logger)
+        except wandb.errors.Error as error:
+            raise ValueError(f'{self.flag}: Weights & Biases did not start ({one_line(error)}); {REMEDY}') from None
 
 
 def log_record(args: argparse.Namespace, record: dict) -> None:

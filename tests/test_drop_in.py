@@ -148,6 +148,14 @@ def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path, resul
     assert StreamingLAIONDataset(out, batch_size=1)[3].keys() == {'moments', 'caption'}
 
 
+def test_the_models_parts_have_their_names():
+    model = StableDiffusion('tiny', image_size=64)
+    assert {'unet', 'vae', 'text_encoder'} == {name for name, _ in model.named_children()}
+    assert isinstance(model.noise_scheduler, DDPMScheduler)
+    frozen = (*model.vae.parameters(), *model.text_encoder.parameters())
+    assert not any(parameter.requires_grad for parameter in frozen)
+
+
 def diffusers_step(model: StableDiffusion, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and target as diffusers' own text-to-image training computes them, in its order of random numbers."""
     scheduler = DDPMScheduler.from_config(model.scheduler.config)
