@@ -1,11 +1,10 @@
 """--compile: whole graphs under DDP, an error where torch would stop compiling, and a count in the record."""
-import datetime
 import functools
-import socket
 
 import pytest
 import torch
 from conftest import TINY
+from cuda_rules import one_rank
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmark import StableDiffusion, apply_switches, build_data, main
@@ -42,18 +41,6 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     return given
 
 
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone, so that DDP wraps as it does on several."""
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        port = listener.getsockname()[1]
-    torch.distributed.init_process_group('gloo', init_method=f'tcp://127.0.0.1:{port}', rank=0, world_size=1,
-                                         timeout=datetime.timedelta(seconds=60))
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def batch_of(number: int) -> dict[str, torch.Tensor]:
     return {'image': torch.rand(number, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (number, 77))}
 
@@ -67,16 +54,17 @@ def switched_model(*argv: str) -> StableDiffusion:
 
 
 @pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
-def test_ddp_does_not_cut_the_unet(graphs, one_rank, flags):
+def test_ddp_does_not_cut_the_unet(graphs, flags):
     expected = switched_model(*flags)
     model = switched_model('--compile', *flags)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1)  # several, as the real one has
     losses = []
-    for each in (expected, wrapped):
-        torch.manual_seed(1)
-        loss = model.loss(each(batch_of(2)), {})
-        loss.backward()
-        losses.append(loss)
+    with one_rank():
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)  # several, as the real one has
+        for each in (expected, wrapped):
+            torch.manual_seed(1)
+            loss = model.loss(each(batch_of(2)), {})
+            loss.backward()
+            losses.append(loss)
     assert len(graphs) == compiled_graphs() == 2  # the UNet and the VAE's encoder
     torch.testing.assert_close(*losses)
     for name, parameter in expected.unet.named_parameters():
