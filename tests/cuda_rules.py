@@ -45,7 +45,7 @@ def cuda_lists() -> dict[str, list[str]]:
         [body] = re.findall(rf'#define AT_FORALL_{macro}\(_\)\s*\\\n((?:.*\\\n)*.*)', text)
         entries = re.findall(r'_\(\s*(\w+)\s*(?:,\s*(\w+)\s*)?\)', body)
         lists[rule] = ['.'.join(filter(None, entry)) for entry in entries]
-    lists['fp32_append_dtype'] = ['norm.Scalar', 'norm.ScalarOpt_dim', 'norm.names_ScalarOpt_dim']
+    lists['fp32_append_dtype'] = re.findall(r'"(norm\.\w+)"', text)
     return lists
 
 
