@@ -4,10 +4,10 @@ import functools
 import numpy as np
 import pytest
 import torch
-from tests.runs import write_shards
 
 import encode
 from data import StreamingLAIONDataset
+from tests.runs import write_shards
 
 
 @pytest.fixture

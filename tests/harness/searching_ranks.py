@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 from composer.utils import dist, get_device
+from test_microbatch import TINY, run_out_of_memory_above
 
 import benchmark
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
 from models.loading import find_model
-from test_microbatch import TINY, run_out_of_memory_above
 
 
 def main(out: str, microbatch_size: str) -> None:

@@ -13,7 +13,6 @@ from tests.forked_runs import RUN, run, traced
 from tests.runs import TINY, on_small_disk, one_error_line
 from tests.samples import Hostile
 
-
 # (moment, batch): at a batch's start, within the write of its checkpoint, or between the two steps in which Composer
 # lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
 KILLS = {'3ba': [('start', 2), ('write', 3), ('start', 4), ('link', 6), ('start', 7), ('write', 9), ('update', 8),

@@ -3,7 +3,6 @@ import functools
 
 import pytest
 import torch
-from tests.runs import TINY
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmark import StableDiffusion, apply_switches, build_data, main
@@ -13,6 +12,8 @@ from harness.microbatch import largest_microbatch
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
 from models.loading import find_model
+from tests.cuda_rules import one_rank
+from tests.runs import TINY
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +41,6 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     return given
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    """A process group of this process alone, so that DDP wraps as it does on several."""
-    if torch.distributed.is_initialized():  # an earlier run in this process has left one
-        yield
-        return
-    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def batch_of(number: int) -> dict[str, torch.Tensor]:
     return {'image': torch.rand(number, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (number, 77))}
 
@@ -64,16 +54,17 @@ def switched_model(*argv: str) -> StableDiffusion:
 
 
 @pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
-def test_ddp_does_not_cut_the_unet(graphs, one_rank, flags):
+def test_ddp_does_not_cut_the_unet(graphs, flags):
     expected = switched_model(*flags)
     model = switched_model('--compile', *flags)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1)  # several, as the real one has
     losses = []
-    for each in (expected, wrapped):
-        torch.manual_seed(1)
-        loss = model.loss(each(batch_of(2)), {})
-        loss.backward()
-        losses.append(loss)
+    with one_rank():
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)  # several, as the real one has
+        for each in (expected, wrapped):
+            torch.manual_seed(1)
+            loss = model.loss(each(batch_of(2)), {})
+            loss.backward()
+            losses.append(loss)
     assert len(graphs) == compiled_graphs() == 2  # the UNet and the VAE's encoder
     torch.testing.assert_close(*losses)
     for name, parameter in expected.unet.named_parameters():

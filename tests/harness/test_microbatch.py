@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.runs import TINY
 
 import benchmark
 from benchmark import StableDiffusion, build_data, main
@@ -17,6 +16,7 @@ from harness.microbatch import largest_microbatch, memory_beside
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training
 from models.loading import find_model
+from tests.runs import TINY
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -3,12 +3,12 @@ import json
 
 import pytest
 import torch
-from tests.runs import TINY
 
 import benchmark
 from ema import EMA
 from harness import safeguard
 from harness.safeguard import MOST_SKIPS_IN_A_ROW, seconds_to_agree
+from tests.runs import TINY
 
 
 class Weights(benchmark.Safeguard):

@@ -6,7 +6,6 @@ from benchmark import main
 from tests.runs import TINY, on_small_disk
 from tests.samples import write_shards
 
-
 SYNTHETIC = ['--use_synth_data', *TINY]
 
 

@@ -10,7 +10,6 @@ import torch
 from tests import runs
 from tests.runs import ROOT, check_record, free_port
 
-
 TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
         '--measure_batches', '2', '--num_workers', '0']
 

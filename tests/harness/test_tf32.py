@@ -3,10 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.runs import TINY
 
 from benchmark import main
 from harness.record import uses_tf32
+from tests.runs import TINY
 
 
 @pytest.fixture

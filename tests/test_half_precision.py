@@ -1,0 +1,216 @@
+"""Training in half precision by CUDA's rules: what is computed in which type, how near float32, and what overflows."""
+import argparse
+
+import pytest
+import torch
+from composer import Callback
+from diffusers import UNet2DConditionModel
+from torch.nn.parallel import DistributedDataParallel
+
+import benchmark
+from benchmark import StableDiffusion
+from ema import EMA
+from harness.options import benchmark_parser
+from harness.preflight import fill_in_training_defaults
+from models.loading import DTYPES, SD2_BASE, find_model
+from tests.cuda_rules import HALF, Dtypes, Fault, composer_on_a_gpu, cuda_rules, one_rank
+from tests.runs import TINY
+
+NORMS = ('native_group_norm', 'native_layer_norm')
+PRODUCTS = ('convolution', 'addmm', 'mm', 'bmm', '_scaled_dot_product_flash_attention_for_cpu')
+
+
+@pytest.fixture(scope='module')
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {'image': torch.rand(4, 3, 64, 64, generator=generator) * 2 - 1,
+            'caption': torch.randint(49408, (4, 77), generator=generator)}
+
+
+def arguments(*argv: str) -> argparse.Namespace:
+    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', '/dev/null', *argv])
+    fill_in_training_defaults(args)
+    return args
+
+
+def loss_and_gradient(batch, *argv: str, dtypes: Dtypes | None = None) -> tuple[float, torch.Tensor]:
+    """Of `tiny`, all gradients as one vector; with fp16 the loss is scaled, as a scaler begins."""
+    args = arguments(*argv)
+    torch.manual_seed(0)
+    model = StableDiffusion('tiny', 64, encoder_precision=args.encoder_precision).train()
+    benchmark.apply_switches(model, args)
+    scale = 2. ** 16 if args.precision == 'amp_fp16' else 1.
+    torch.manual_seed(1)
+    with cuda_rules(), dtypes or Dtypes():
+        with torch.autocast('cpu', HALF.get(args.precision, torch.bfloat16), enabled=args.precision in HALF):
+            outputs = model(batch)
+            loss = model.loss(outputs, batch)
+        (loss * scale).backward()
+    gradients = [parameter.grad / scale for parameter in model.unet.parameters()]
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@pytest.fixture(scope='module')
+def plain(batch):
+    return loss_and_gradient(batch, '--precision', 'fp32')
+
+
+@pytest.mark.parametrize('argv, tolerance', [
+    (['--precision', 'amp_bf16'], 0.02),
+    (['--precision', 'amp_bf16', '--encoder_precision', 'fp32'], 0.02),
+    (['--precision', 'amp_fp16'], 0.004),
+    (['--precision', 'amp_fp16', '--encoder_precision', 'fp32'], 0.004),
+    (['--precision', 'amp_fp16', '--channels_last', '--gradient_checkpointing'], 0.004),
+], ids=str)
+def test_loss_and_gradients_are_near_those_of_float32(batch, plain, argv, tolerance):
+    """Tolerances are relative: of the loss, and of all gradients together by their norm."""
+    loss, gradient = loss_and_gradient(batch, *argv)
+    assert loss == pytest.approx(plain[0], rel=tolerance)
+    assert (gradient - plain[1]).norm() < tolerance * plain[1].norm()
+
+
+@pytest.mark.parametrize('precision', HALF)
+def test_the_unets_norms_run_in_float32_and_its_products_in_half(batch, precision):
+    args = arguments('--precision', precision)
+    model = StableDiffusion('tiny', 64, encoder_precision=args.encoder_precision).train()
+    model.encode = lambda batch: (torch.randn(4, 4, 8, 8), torch.randn(4, 77, model.text_encoder.config.hidden_size))
+    with cuda_rules(), Dtypes() as dtypes:
+        with torch.autocast('cpu', HALF[precision]):
+            loss = model.loss(model(batch), batch)
+        loss.backward()
+    assert dtypes.of(*NORMS) == dtypes.of(*(f'{name}_backward' for name in NORMS)) == {torch.float32}
+    assert dtypes.of(*PRODUCTS, 'convolution_backward') == {HALF[precision]}
+    assert dtypes.of('mse_loss') == {torch.float32}
+
+
+def test_stable_diffusion_2s_unet_computes_as_tiny_does():
+    with torch.device('meta'):
+        unet = UNet2DConditionModel.from_config(find_model(SD2_BASE).configs['unet'])
+        latents, timesteps = torch.empty(2, 4, 64, 64), torch.empty(2, dtype=torch.long)
+        text = torch.empty(2, 77, 1024)
+    with cuda_rules(), Dtypes() as dtypes:
+        with torch.autocast('cpu', torch.bfloat16):
+            prediction = unet(latents, timesteps, text).sample
+        prediction.float().sum().backward()
+    assert dtypes.of(*NORMS) == dtypes.of(*(f'{name}_backward' for name in NORMS)) == {torch.float32}
+    assert dtypes.of('convolution', 'addmm', 'mm', 'convolution_backward') == {torch.bfloat16}
+
+
+@pytest.mark.parametrize('encoder_precision', ['bf16', 'fp16'])
+def test_encoders_that_are_held_in_half_compute_in_half_alone(batch, encoder_precision):
+    half = DTYPES[encoder_precision]
+    model = StableDiffusion('tiny', 64, encoder_precision=encoder_precision).train()
+    with cuda_rules(), torch.autocast('cpu', half), Dtypes() as dtypes:
+        latents, text = model.encode(batch)
+    assert dtypes.of(*NORMS, *PRODUCTS, 'silu', 'gelu', '_softmax') == {half}
+    assert latents.dtype == text.dtype == torch.float32
+
+
+def test_encoders_that_are_held_in_float32_are_left_to_autocast(batch):
+    model = StableDiffusion('tiny', 64, encoder_precision='fp32').train()
+    with cuda_rules(), torch.autocast('cpu', torch.float16), Dtypes() as dtypes:
+        latents, text = model.encode(batch)
+    assert dtypes.of(*NORMS) == {torch.float32} and dtypes.of(*PRODUCTS) == {torch.float16}
+    assert latents.dtype == text.dtype == torch.float32
+
+
+@pytest.mark.parametrize('precision', HALF)
+def test_ddp_gives_the_gradients_that_one_process_has(batch, precision):
+    model = StableDiffusion('tiny', 64, encoder_precision='fp32').train()
+    gradients = []
+    with one_rank(), cuda_rules():
+        wrapped = DistributedDataParallel(model)
+        for each in (model, wrapped):
+            model.zero_grad()
+            torch.manual_seed(1)
+            with torch.autocast('cpu', HALF[precision]):
+                loss = model.loss(each(batch), batch)
+            loss.backward()
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.unet.parameters()]))
+    assert torch.equal(*gradients)
+
+
+class Witness(Callback):
+    """The UNet's weights, Adam's state, the average and the scale of the losses at the end of each batch."""
+
+    def __init__(self):
+        self.weights, self.adam, self.average, self.scale = [], [], [], []
+
+    def batch_end(self, state, logger):
+        [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
+        [optimizer] = state.optimizers
+        self.weights.append([weight.detach().clone() for weight in state.model.unet.parameters()])
+        self.adam.append([tensor.clone() for moments in optimizer.state.values() for tensor in moments.values()])
+        self.average.append([tensor.clone() for tensor in ema.ema_model.parameters.values()])
+        self.scale.append(state.scaler.get_scale())
+
+
+def run_in_fp16(monkeypatch, spoil, *argv: str) -> tuple[Witness, dict[str, str], benchmark.Run]:
+    """Five batches of two microbatches, of which `spoil` makes some overflow: what was seen, and how it ended."""
+    args = arguments('--precision', 'amp_fp16', '--use_ema', '--device_train_microbatch_size', '2',
+                     '--max_duration', '5ba', *argv)
+    witness = Witness()
+    with composer_on_a_gpu(monkeypatch):
+        run = benchmark.build_run(args, benchmark.build_data(args, find_model('tiny')))
+        run.trainer.state.callbacks.append(witness)
+        spoil(run.model)
+        try:
+            outcome = benchmark.train(run)
+        finally:
+            run.safeguard.release_signals()
+    return witness, outcome, run
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved(monkeypatch):
+    def overflow(model):
+        Fault(model.unet.mid_block, {5})  # in the second microbatch of batch 3
+    witness, outcome, run = run_in_fp16(monkeypatch, overflow)
+    assert outcome == {'status': 'complete'}  # its loss was finite
+    assert run.safeguard.skipped_batches == 0
+    assert run.trainer.state.optimizers[0].param_groups[0]['fused']
+    assert witness.scale == [2. ** 16, 2. ** 16, 2. ** 15, 2. ** 15, 2. ** 15]
+    assert same(witness.weights[1], witness.weights[2]) and same(witness.adam[1], witness.adam[2])
+    assert not same(witness.weights[0], witness.weights[1]) and not same(witness.weights[2], witness.weights[3])
+    assert_average_follows(witness, batch=2)
+
+
+def lose(value: float, call: int):
+    """A spoiler that makes the model's loss `value` in one call."""
+    def spoil(model):
+        calls, loss = [], model.loss
+
+        def spoiled(outputs, batch):
+            calls.append(1)
+            return loss(outputs, batch) * (value if len(calls) == call + 1 else 1)
+        model.loss = spoiled
+    return spoil
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_on_nan_skip_leaves_out_a_step_that_was_scaled(monkeypatch, value):
+    witness, outcome, run = run_in_fp16(monkeypatch, lose(value, 4), '--on_nan', 'skip')
+    assert (outcome, run.safeguard.skipped_batches) == ({'status': 'complete'}, 1)
+    assert same(witness.weights[1], witness.weights[2]) and same(witness.adam[1], witness.adam[2])
+    assert not same(witness.weights[2], witness.weights[3])
+    assert_average_follows(witness, batch=2)
+
+
+def test_on_nan_stop_ends_a_run_that_was_scaled_before_the_step(monkeypatch):
+    witness, outcome, run = run_in_fp16(monkeypatch, lose(float('nan'), 4))
+    assert outcome['status'] == 'failed' and 'the loss of batch 3 is not finite' in outcome['error']
+    assert len(witness.weights) == 2
+    assert same(witness.weights[1], [weight.detach() for weight in run.model.unet.parameters()])
+
+
+def assert_average_follows(witness: Witness, batch: int) -> None:
+    """The average of a batch is that of the batch before it, a step nearer to the weights, which are finite."""
+    smoothing = 2 ** (-1 / 1000)
+    for before, weight, after in zip(witness.average[batch - 1], witness.weights[batch], witness.average[batch],
+                                     strict=True):
+        assert weight.isfinite().all()
+        torch.testing.assert_close(after, smoothing * before + (1 - smoothing) * weight)
