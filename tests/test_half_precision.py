@@ -142,7 +142,7 @@ class Witness(Callback):
         [optimizer] = state.optimizers
         self.weights.append([weight.detach().clone() for weight in state.model.unet.parameters()])
         self.adam.append([tensor.clone() for moments in optimizer.state.values() for tensor in moments.values()])
-        self.average.append([tensor.clone() for tensor in ema.ema_model.parameters.values()])
+        self.average.append([tensor.clone() for tensor in ema.ema_model.parameters()])
         self.scale.append(state.scaler.get_scale())
 
 
