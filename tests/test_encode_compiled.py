@@ -7,7 +7,7 @@ import torch
 
 import encode
 from data import StreamingLAIONDataset
-from tests.runs import write_shards
+from tests.samples import write_shards
 
 
 @pytest.fixture
