@@ -3,7 +3,8 @@ VENV ?= .venv
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # They start first, so that both processes of `make test` end at about the same time.
-LONGEST_TESTS = tests/harness/test_checkpoints.py tests/harness/test_ranks.py tests/test_encode.py
+LONGEST_TESTS = tests/harness/test_checkpoints.py tests/harness/test_compiling.py tests/harness/test_ranks.py \
+                tests/test_encode.py tests/test_report.py
 
 .PHONY: smoke test bench report clean
 
