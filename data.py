@@ -25,7 +25,7 @@ from inputs.images import decode_image, decode_whole_image, stack_images
 from inputs.shards import LATENTS, fault_of_shard
 from inputs.streaming_patches import PatchedStreamingDataset
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
-from models.loading import SD2_BASE
+from models.hub import SD2_BASE
 
 MOST_STAND_INS = 1000  # samples that may be bad in a row
 LONGEST_CAPTION = 10_000  # characters: 77 tokens are over long before, and a megabyte would take a second and 200 MB

@@ -20,17 +20,15 @@ HALF_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 def refuse_too_little_memory(args: argparse.Namespace, files: ModelFiles, latents: bool) -> None:
     """ValueError: the training surely needs more memory than its GPU has, or than its ranks find on this host.
 
-    On a GPU nothing is counted that depends on the microbatch, which can be made smaller, or is searched for.
+    On a GPU nothing is counted that depends on the microbatch, which can be made smaller; nor where it is searched for.
     """
     needed = lasting_bytes(args, files, latents)
     if torch.cuda.is_available():
         there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         place = 'this GPU'
     else:
-        needed['activations'] = args.device_train_microbatch_size * activation_bytes(args, files)
-        if args.device_train_microbatch_size == args.batch_size // dist.get_world_size():
-            smaller = min('gradients', 'activations', key=needed.get)
-            del needed[smaller]  # with a single microbatch the gradients come as the activations go
+        if not args.microbatch_search:
+            add_activations(needed, args, files)
         needed = {item: number * dist.get_local_world_size() for item, number in needed.items()}
         there = memory_of_host()
         place = 'this machine'
@@ -38,6 +36,14 @@ def refuse_too_little_memory(args: argparse.Namespace, files: ModelFiles, latent
     if total > there:
         raise ValueError(f'this training needs at least {total / GIB:.1f} GiB of memory ({in_words(needed)}), and '
                          f'{place} has {there / GIB:.1f}; the same with a tiny model runs here: {tiny_command(args)}')
+
+
+def add_activations(needed: dict[str, int], args: argparse.Namespace, files: ModelFiles) -> None:
+    """Add what a microbatch takes at its peak to the items of `lasting_bytes`."""
+    needed['activations'] = args.device_train_microbatch_size * activation_bytes(args, files)
+    if args.device_train_microbatch_size == args.batch_size // dist.get_world_size():
+        smaller = min('gradients', 'activations', key=needed.get)
+        del needed[smaller]  # with a single microbatch the gradients come as the activations go
 
 
 def lasting_bytes(args: argparse.Namespace, files: ModelFiles, latents: bool) -> dict[str, int]:

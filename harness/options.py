@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 from harness.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from models.hub import SD2_BASE
 
 GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'logging', 'cost')
-SD2_BASE = 'stabilityai/stable-diffusion-2-base'
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,7 +79,7 @@ def add_shared_flags(parser: Parser) -> None:
     """The flags that benchmark.py and encode.py have in common."""
     add = parser.groups['data'].add_argument
     add('--remote', help='MDS shards, a folder or an object store: images and captions as convert.py writes them, or '
-        'latents as encode.py does')
+        'latents as encode.py does (default: none)')
     add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in '
         'place); without --remote, the folder with the shards')
     add('--cache_limit', metavar='SIZE', help='most that this cache may hold, such as 500gb (default: no limit)')
@@ -114,8 +114,9 @@ def add_shared_flags(parser: Parser) -> None:
 
 def add_training_data_flags(group) -> None:
     add = group.add_argument
-    add('--use_synth_data', action='store_true', help='train on random images that cost nothing to load')
-    add('--use_synth_latents', action='store_true', help='train on random latents, as if encode.py had made them')
+    add('--use_synth_data', action='store_true', help='train on random images that cost nothing to load (default: off)')
+    add('--use_synth_latents', action='store_true', help='train on random latents, as if encode.py had made them '
+        '(default: off)')
     add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
     add('--tokenizer', help="folder or hub name (default: CLIP's own, from the package open_clip_torch)")
 
@@ -140,13 +141,14 @@ def add_training_measurement_flags(group) -> None:
     add = group.add_argument
     add('--measure_batches', type=count, help='batches measured after the warm-up (default: with --max_duration all; '
         "else 20, or with streamed data five times the loader's queue if that is more)")
-    add('--loader_only', action='store_true', help='measure the loader alone, without a model')
+    add('--loader_only', action='store_true', help='measure the loader alone, without a model (default: off)')
 
 
 def add_training_flags(group) -> None:
     add = group.add_argument
     add('--max_duration', help='length of the run, such as 5000ba or 2ep (default: warm-up and measured batches)')
-    add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet, half-life 1000 batches')
+    add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet, half-life 1000 '
+        'batches (default: off)')
     add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss or a gradient that is '
         'not finite, or skip such steps and count them, up to 10 in a row (default: stop)')
     add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
@@ -154,14 +156,15 @@ def add_training_flags(group) -> None:
         'saved at the end and on Ctrl-C or SIGTERM')
     add('--save_num_checkpoints_to_keep', type=count, metavar='N', help='the newest that stay in a folder (default: '
         'all); an object store keeps all')
-    add('--autoresume', action='store_true', help='go on from the newest checkpoint in --save_folder, if there is one')
+    add('--autoresume', action='store_true', help='go on from the newest checkpoint in --save_folder, if there is one '
+        '(default: off)')
 
 
 def add_logging_flags(group) -> None:
     add = group.add_argument
-    add('--wandb_name', help='log to Weights & Biases under this name')
-    add('--wandb_project', help='log to this project of Weights & Biases')
-    add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder')
+    add('--wandb_name', help='log to Weights & Biases under this name (default: not there)')
+    add('--wandb_project', help='log to this project of Weights & Biases (default: not there)')
+    add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder (default: none)')
 
 
 def add_cost_flags(group) -> None:

@@ -41,7 +41,7 @@ def join_ranks(device, timeout: int) -> None:
 def gather_patiently(mine: dict) -> list[dict]:
     """What each rank gives, however much later than the others one comes; a dead one is noticed all the same."""
     group = torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(days=30))
-    everyone = [mine] * dist.get_world_size()
+    everyone = [None for _ in range(dist.get_world_size())]
     torch.distributed.all_gather_object(everyone, mine, group=group)
     return everyone
 

@@ -2,6 +2,8 @@
 import os
 from pathlib import Path
 
+SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
+
 
 def local_folder(flag: str, name: str, patterns: list[str]) -> Path:
     """The folder `name`, or what matches `patterns` of the hub's repository, downloaded once.

@@ -8,9 +8,8 @@ import torch
 from diffusers import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from models.hub import local_folder
+from models.hub import SD2_BASE, local_folder
 
-SD2_BASE = 'stabilityai/stable-diffusion-2-base'
 # These folders hold no weights: random ones train as fast.
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', 'tiny': Path(__file__).parent / 'tiny'}
 CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
