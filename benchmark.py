@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from composer import ComposerModel, Trainer
 from composer.callbacks import CheckpointSaver, SpeedMonitor
-from composer.core import DataSpec
+from composer.core import DataSpec, TimeUnit
 from composer.optim import ConstantScheduler
 from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
@@ -30,7 +30,8 @@ from harness.measurement import Measurement, figures, loader_figures
 from harness.memory import refuse_too_little_memory
 from harness.microbatch import largest_microbatch
 from harness.options import Parser, benchmark_parser
-from harness.preflight import fill_in_training_defaults, refuse_bad_training, refuse_more_ranks_than_gpus
+from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
+                               refuse_more_ranks_than_gpus)
 from harness.progress import RenewedProgressBar
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
@@ -44,7 +45,7 @@ from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 
 SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
-                  'seed')
+                  'seed', 'tokenizer')
 
 
 class StableDiffusion(ComposerModel):
@@ -161,7 +162,13 @@ class Run:
     @property
     def is_over(self) -> bool:
         """Whether the checkpoint that it resumes from is its last."""
-        return self.trainer.state.timestamp >= self.trainer.state.max_duration
+        state = self.trainer.state
+        batches = state.max_duration.value
+        if state.max_duration.unit == TimeUnit.EPOCH:  # of the last batch, Composer's epoch is not yet over
+            batches *= len(self.data.dataloader)
+        if state.max_duration.unit in (TimeUnit.BATCH, TimeUnit.EPOCH):
+            return state.timestamp.batch.value >= batches
+        return state.timestamp >= state.max_duration
 
     @property
     def microbatch_flag(self) -> str:
@@ -278,7 +285,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         save_latest_filename=latest_filename,
         save_num_checkpoints_to_keep=checkpoints_to_keep,
         save_ignore_keys=['rng'],  # Safeguard seeds every batch
-        save_overwrite=True,  # only files newer than the one resumed from, which a killed run left
+        save_overwrite=True,  # files newer than the one resumed from, which a killed run left
         load_path=load_path,
         seed=args.seed,
         dist_timeout=args.dist_timeout,
@@ -371,6 +378,7 @@ def main(argv: list[str] | None = None) -> dict:
         fill_in_training_defaults(args)
         refuse_bad_training(args)
         join_ranks(get_device(), args.dist_timeout)
+        agree_on_workers(args)
         files = find_model(args.model_name, args.pretrained)
         data = build_data(args, files)
         if args.loader_only:
@@ -380,7 +388,9 @@ def main(argv: list[str] | None = None) -> dict:
     except (ValueError, DataError) as error:
         parser.error(one_line(error))
     if run.is_over:
-        print(f'--save_folder {args.save_folder} holds all of --max_duration {args.max_duration}: nothing left to do')
+        if dist.get_global_rank() == 0:
+            print(f'--save_folder {args.save_folder} holds all of --max_duration {args.max_duration}: nothing left to '
+                  'do')
         sys.exit(0)
     try:
         outcome = train(run)

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from inputs.errors import one_line
 
 PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints beside tensors and Python's own types
-CHECKPOINT_NAME = re.compile(r'\bep\d+-ba(\d+)-rank0\.pt$')
+CHECKPOINT_NAME = re.compile(r'\bep(\d+)-ba(\d+)-rank0\.pt$')
 
 
 def from_storage(function: Callable[[str], Any], folder: str):
@@ -45,9 +45,9 @@ def checkpoints(folder: str) -> list[str]:
     for name in names:
         match = CHECKPOINT_NAME.search(name)
         if match:
-            batch = int(match[1])
-            found.append((batch, name))
-    return [name for _, name in sorted(found)]
+            epoch, batch = map(int, match.groups())
+            found.append((batch, epoch, name))
+    return [name for _, _, name in sorted(found)]
 
 
 def newest_checkpoint(folder: str) -> str | None:
@@ -125,7 +125,11 @@ def save_interrupted(state: State, folder: str) -> None:
             store.upload_object(os.path.join(parse_uri(folder)[2], name), path)
         return
     path = Path(folder, name)
-    torch.save({'state': state.state_dict()}, path)  # cut by a kill, it is not taken for a whole one
+    if path.exists() and globals_of(path) is not None:
+        return  # Composer has saved this batch, whole
+    unfinished = Path(folder, f'{name}.tmp')
+    torch.save({'state': state.state_dict()}, unfinished)
+    unfinished.replace(path)
     link = Path(folder, 'latest.tmp')
     link.unlink(missing_ok=True)
     link.symlink_to(name)

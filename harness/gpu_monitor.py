@@ -9,6 +9,7 @@ from composer.utils import dist
 
 GIB = 2 ** 30
 SECONDS_BETWEEN_SAMPLES = 1.0
+MOST_SAMPLES = 3600  # then every second one goes, and they are taken half as often
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class GpuMonitor:
 
     def __init__(self):
         self.readings = Readings()
+        self.paused = False  # while the run does what is in no figure, such as saving
         self._nvml = find_nvml()
         self._samples: list[Sample] = []  # the thread's
         self._stopped = threading.Event()
@@ -73,9 +75,14 @@ class GpuMonitor:
             gpu = self._nvml.nvmlDeviceGetHandleByUUID(f'GPU-{uuid}')  # CUDA_VISIBLE_DEVICES changes its index
         except self._nvml.NVMLError:
             return
+        interval = SECONDS_BETWEEN_SAMPLES
         while not self._stopped.is_set():
-            self._samples.append(take_sample(self._nvml, gpu))
-            self._stopped.wait(SECONDS_BETWEEN_SAMPLES)
+            if not self.paused:
+                self._samples.append(take_sample(self._nvml, gpu))
+            if len(self._samples) >= MOST_SAMPLES:
+                self._samples = self._samples[::2]
+                interval *= 2
+            self._stopped.wait(interval)
 
 
 def find_nvml() -> ModuleType | None:

@@ -4,6 +4,7 @@ import math
 import re
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from composer import Callback
 from composer.core import DataSpec, State, TimeUnit
-from composer.utils import dist
+from composer.utils import dist, get_device
 
 from harness.gpu_monitor import GpuMonitor
 
@@ -81,13 +82,16 @@ class Measurement(Callback):
         if self._aside_since is not None:
             self._aside += time.perf_counter() - self._aside_since
             self._aside_since = None
+            self.gpu.paused = False
 
     def batch_checkpoint(self, state: State, logger) -> None:
         """After a batch: Composer's CheckpointSaver, a later callback than this, may save now."""
         self._aside_since = time.perf_counter()
+        self.gpu.paused = True
 
     def epoch_checkpoint(self, state: State, logger) -> None:
         self._aside_since = time.perf_counter()
+        self.gpu.paused = True
 
     def batch_end(self, state: State, logger) -> None:
         now = time.perf_counter()
@@ -124,8 +128,11 @@ class Measurement(Callback):
     def _drained(self, state: State) -> int:
         """By how many batches the loader's queue is shorter than at the start of the window.
 
-        At an epoch's end it is empty because there is nothing left to make, which is not the loader's slowness.
+        At an epoch's end it is empty because there is nothing left to make, and at the start of the next it has yet to
+        fill, which is not the loader's slowness: there the last number stays.
         """
+        if state.timestamp.batch_in_epoch.value < self.window.queue_batches:
+            return self.window.drained_batches
         ready = state.train_dataloader.ready_batches
         left_in_epoch = int(state.dataloader_len) - state.timestamp.batch_in_epoch.value
         return max(0, min(self._ready_at_start, left_in_epoch) - ready)
@@ -157,20 +164,17 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
         bad_samples: those that this rank met.
     """
-    ranks = [(window, peak_memory_gib(), bad_samples)]
+    aside = highest_of_ranks(window.aside_seconds, all_ranks)  # (batches,): the other ranks wait for that one
+    seconds = np.array(window.batch_seconds) - aside  # (batches,)
+    slowest = highest_of_ranks(seconds, all_ranks)  # (batches,)
+    ranks = [(seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib(), bad_samples)]
     if all_ranks:
         ranks = dist.all_gather_object(ranks[0])
-    windows, memory, bad = zip(*ranks, strict=True)
+    totals, waits, sustained_shares, memory, bad = zip(*ranks, strict=True)
     num_bad = len(set().union(*bad))
     if not window.batch_seconds:
         return {'images_per_sec': None, 'measured_batches': 0, 'bad_samples': num_bad}
-    gross = np.array([rank.batch_seconds for rank in windows])  # (ranks, batches)
-    aside = np.array([rank.aside_seconds for rank in windows]).max(axis=0)  # (batches,): others wait for that rank
-    seconds = gross - aside  # (ranks, batches)
-    waits = np.array([rank.wait_seconds for rank in windows])  # (ranks, batches)
-    slowest = seconds.max(axis=0)  # (batches,)
-    sustained_samples = window.samples * min(rank.sustained_share for rank in windows)
-    images_per_sec = sustained_samples / seconds.sum(axis=1).max()
+    images_per_sec = float(window.samples * min(sustained_shares) / max(totals))
     return {
         'images_per_sec': images_per_sec,
         'images_per_sec_per_device': images_per_sec / dist.get_world_size(),
@@ -178,7 +182,7 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         'batch_seconds_p10': float(np.percentile(slowest, 10)),
         'batch_seconds_p90': float(np.percentile(slowest, 90)),
         'drift': drift(slowest),
-        'data_wait_fraction': float((waits.sum(axis=1) / seconds.sum(axis=1)).max()),
+        'data_wait_fraction': float(max(wait / total for wait, total in zip(waits, totals, strict=True))),
         'checkpoint_seconds': float(aside.sum()),
         'peak_memory_gib': max(memory),
         'measured_batches': len(slowest),
@@ -186,6 +190,15 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         'bad_samples': num_bad,
         'loss': window.loss,
     }
+
+
+def highest_of_ranks(values: Sequence[float], all_ranks: bool) -> np.ndarray:
+    """Of each value the highest of all ranks, (values,). A run of days has millions: they are never gathered."""
+    if not all_ranks or len(values) == 0:
+        return np.array(values, dtype=float)
+    highest = get_device().tensor_to_device(torch.tensor(values, dtype=torch.float64))
+    dist.all_reduce(highest, 'MAX')
+    return highest.cpu().numpy()
 
 
 def drift(batch_seconds: np.ndarray) -> float | None:

@@ -23,9 +23,9 @@ SPARE_SHARE = 1 / 32  # of a GPU's memory: the allocator cuts it up a little dif
 def largest_microbatch(model: ComposerModel, data: DataSpec, args: argparse.Namespace) -> int:
     """The largest part of a device's share of the batch that trains within the memory of every rank.
 
-    It divides the share. The sizes are tried from the whole share down, each on all ranks at once, so that none waits
-    for another. A try is a forward and a backward pass beside everything that the run will hold. Weights and random
-    state stay as they are, and there is no optimizer yet.
+    The result divides the device's share. The sizes are tried from the whole share down, each on all ranks at once, so
+    that none waits for another. A try is a forward and a backward pass beside everything that the run will hold.
+    Weights and random state stay as they are, and there is no optimizer yet.
 
     Args:
         model: with its switches; it is moved to its device. A compiled part runs uncompiled: compiling takes minutes

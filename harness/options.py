@@ -96,8 +96,8 @@ def add_shared_flags(parser: Parser) -> None:
     add('--image_size', type=count, default=512, help='height and width in pixels (default: 512)')
 
     add = parser.groups['speed'].add_argument
-    add('--encoder_precision', choices=['bf16', 'fp16', 'fp32'], help='of the frozen encoders; in training fp32 leaves '
-        'them to --precision (default: the half precision of --precision)')
+    add('--encoder_precision', choices=['bf16', 'fp16', 'fp32'], help='of the frozen encoders; in training, fp32 '
+        'holds their weights in float32 and computes in --precision (default: the half precision of --precision)')
     add('--channels_last', action=argparse.BooleanOptionalAction, help='memory format of the convolutions (default: on '
         'where there is a GPU)')
     add('--compile', action=argparse.BooleanOptionalAction, default=False, help='compile the UNet and the VAE encoder, '
@@ -139,8 +139,8 @@ def add_training_speed_flags(group) -> None:
 
 def add_training_measurement_flags(group) -> None:
     add = group.add_argument
-    add('--measure_batches', type=count, help='batches measured after the warm-up (default: with --max_duration all; '
-        "else 20, or with streamed data five times the loader's queue if that is more)")
+    add('--measure_batches', type=count, help='batches measured after the warm-up (default: with --max_duration to the '
+        "end of the run; else 20, or with streamed data five times the loader's queue if that is more)")
     add('--loader_only', action='store_true', help='measure the loader alone, without a model (default: off)')
 
 
@@ -162,8 +162,8 @@ def add_training_flags(group) -> None:
 
 def add_logging_flags(group) -> None:
     add = group.add_argument
-    add('--wandb_name', help='log to Weights & Biases under this name (default: not there)')
-    add('--wandb_project', help='log to this project of Weights & Biases (default: not there)')
+    add('--wandb_name', help='log to Weights & Biases under this name (default: W&B is not used)')
+    add('--wandb_project', help='log to this project of Weights & Biases (default: W&B is not used)')
     add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder (default: none)')
 
 

@@ -88,6 +88,16 @@ def read_local_in_place(args: argparse.Namespace) -> None:
     args.local = None
 
 
+def agree_on_workers(args: argparse.Namespace) -> None:
+    """Once the ranks have met: as many loader processes on each as the poorest host allows, and what follows from them.
+
+    Ranks whose loaders differ would train and measure for different numbers of batches.
+    """
+    mine = (args.num_workers, args.measure_batches or 0, args.max_duration)
+    args.num_workers, measure_batches, args.max_duration = min(dist.all_gather_object(mine))
+    args.measure_batches = measure_batches or None
+
+
 def best_precision() -> str:
     """amp_bf16 on a GPU that has it, amp_fp16 on another, fp32 on a CPU."""
     if not torch.cuda.is_available():
@@ -126,7 +136,7 @@ def refuse_bad_source(args: argparse.Namespace) -> None:
     if not any(given):
         raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
     if sum(map(bool, given)) > 1:
-        raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents, not both')
+        raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
 
 
 def refuse_bad_batch(args: argparse.Namespace) -> None:

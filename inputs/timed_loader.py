@@ -41,7 +41,7 @@ class TimedIteration:
 
     def __iter__(self) -> Iterator[dict]:
         start = time.perf_counter()
-        batches = super().__iter__()  # here the processes start
+        batches = super().__iter__()
         while True:
             try:
                 batch = next(batches)

@@ -3,12 +3,14 @@ import json
 import pickle
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from composer.core import Timestamp
 
 from benchmark import main
-from harness.checkpoints import checkpoints, load_checkpoint
+from harness.checkpoints import checkpoints, load_checkpoint, save_interrupted
 from tests.forked_runs import RUN, run, traced
 from tests.runs import TINY, on_small_disk, one_error_line
 from tests.samples import Hostile
@@ -103,3 +105,34 @@ def test_an_s3_folder_in_use_or_out_of_reach_is_one_line(s3, results, capfd, mon
     assert '--save_folder s3://nobody/runs cannot be read' in one_error_line([*flags, 's3://nobody/runs'], capfd)
     monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'wrong')
     assert 'check its name and your credentials' in one_error_line([*flags, 's3://bucket/runs/1'], capfd)
+
+
+def test_checkpoints_of_one_batch_are_in_the_order_of_their_epochs(tmp_path):
+    for name in ('ep10-ba1000-rank0.pt', 'ep9-ba1000-rank0.pt', 'ep9-ba999-rank0.pt'):
+        (tmp_path / name).touch()
+    assert [Path(path).name for path in checkpoints(str(tmp_path))] == [
+        'ep9-ba999-rank0.pt', 'ep9-ba1000-rank0.pt', 'ep10-ba1000-rank0.pt']
+
+
+def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_left_to_do(shards, results, tmp_path,
+                                                                                         capfd):
+    argv = ['--remote', shards, *TINY, '--max_duration', '1ep', '--save_folder', str(tmp_path / 'kept'), '--autoresume',
+            '--save_interval', '3ba', '--results', str(results)]
+    main(argv)  # of 6 batches: the last checkpoint is of batch 6, when the epoch is not yet over
+    saved = checkpoints(str(tmp_path / 'kept'))
+    with pytest.raises(SystemExit) as exit:
+        main(argv)
+    assert exit.value.code == 0 and 'nothing left to do' in capfd.readouterr().out
+    assert checkpoints(str(tmp_path / 'kept')) == saved and len(results.read_text().splitlines()) == 1
+
+
+def test_a_signal_leaves_a_whole_checkpoint_of_the_same_batch_alone(tmp_path):
+    state = SimpleNamespace(timestamp=Timestamp(epoch=0, batch=3), state_dict=lambda: {'new': torch.ones(3)})
+    path = tmp_path / 'ep0-ba3-rank0.pt'
+    torch.save({'state': {'old': torch.zeros(3)}}, path)
+    save_interrupted(state, str(tmp_path))
+    assert 'old' in load_checkpoint(path)['state']
+    path.write_bytes(path.read_bytes()[:100])  # a half-written one is replaced
+    save_interrupted(state, str(tmp_path))
+    assert 'new' in load_checkpoint(path)['state'] and (tmp_path / 'latest-rank0.pt').exists()
+    assert not list(tmp_path.glob('*.tmp'))

@@ -1,8 +1,11 @@
 """What cannot run is refused before anything is built, in one line that names the flag."""
+from types import SimpleNamespace
+
 import pytest
 
 import benchmark
 from benchmark import main
+from harness import preflight
 from tests.runs import TINY, on_small_disk
 from tests.samples import write_shards
 
@@ -78,3 +81,12 @@ def test_too_little_shared_memory_is_said_before_the_run(tmp_path, shards):
     line, output = on_small_disk(1, '/dev/shm', ['--remote', shards, *TINY, '--image_size', '256', '--num_workers', '2',
                                                  '--results', tmp_path / 'results'], tmp_path / 'out')
     assert '--num_workers 2 may fill the shared memory' in line and not output
+
+
+def test_ranks_whose_hosts_differ_take_the_fewest_loader_processes_and_one_length(monkeypatch):
+    ranks = [(8, 80, '99ba'), (6, 60, '75ba')]
+    monkeypatch.setattr(preflight.dist, 'all_gather_object', lambda mine: ranks)
+    for workers, measured, duration in ranks:
+        args = SimpleNamespace(num_workers=workers, measure_batches=measured, max_duration=duration)
+        preflight.agree_on_workers(args)
+        assert (args.num_workers, args.measure_batches, args.max_duration) == (6, 60, '75ba')
