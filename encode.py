@@ -73,7 +73,8 @@ class PartWriter:
     """Writes latents, which come image shard by image shard, into a part of OUT for each of these.
 
     Args:
-        images: the dataset that the samples are of; the shard that comes next is fetched meanwhile.
+        images: the dataset that the samples are of; the shard that comes next, unless it is encoded already, is
+            fetched meanwhile.
         output: where to.
         image_size: of the images, in pixels.
         fetcher: the thread that does.
