@@ -1,4 +1,5 @@
 """Checkpoints as Composer writes them: found, checked, loaded, and saved where a signal ends a run."""
+import contextlib
 import datetime
 import os
 import pickle
@@ -6,7 +7,7 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,14 @@ PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints be
 CHECKPOINT_NAME = re.compile(r'\bep(\d+)-ba(\d+)-rank0\.pt$')
 
 
-def from_storage(function: Callable[[str], Any], folder: str):
-    """`function(folder)`, with what any storage client raises as a ValueError of one line."""
+def from_storage(function: Callable[[str], Any], folder: str, flag: str = '--save_folder'):
+    """`function(folder)`, with what any storage client raises as a ValueError of one line, which names `flag`."""
     try:
         return function(folder)
     except ValueError:
         raise
     except Exception as error:  # every storage client has its own exceptions
-        raise ValueError(f'--save_folder {folder} cannot be read ({one_line(error)}); check its name and your '
+        raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name and your '
                          'credentials') from None
 
 
@@ -66,12 +67,51 @@ def newest_checkpoint(folder: str) -> str | None:
         path = download(path)
     if not all(dist.all_gather_object(os.path.exists(path))):
         raise ValueError(f'--save_folder {folder} is not the same folder on every node; use a shared one or a store')
+    refuse_code(path, f'--save_folder {folder}: {path}')
+    return path
+
+
+@contextlib.contextmanager
+def fetched_checkpoint(place: str, flag: str) -> Iterator[str]:
+    """The path of a checkpoint, for one process, as long as it needs it: an earlier run's, which is left as it is.
+
+    Args:
+        place: a checkpoint, or a folder or an object store, for its newest whole one.
+        flag: that names the place, for errors.
+
+    ValueError: there is none, or it cannot be read or trusted.
+    """
+    name = from_storage(newest_or_itself, place, flag)
+    if name is None:
+        raise ValueError(f'{flag} {place} holds no whole checkpoint; give a checkpoint, or the --save_folder of a run')
+    with tempfile.TemporaryDirectory() as folder:
+        path = name
+        if '://' in name:
+            path = os.path.join(folder, 'checkpoint.pt')
+            from_storage(lambda uri: get_file(uri, path, progress_bar=False), name, flag)
+        if globals_of(path) is None:
+            raise ValueError(f'{flag} {name} is not a checkpoint that was written to its end; give another')
+        refuse_code(path, f'{flag} {name}')
+        yield path
+
+
+def newest_or_itself(place: str) -> str | None:
+    """The path or URI of a checkpoint: `place`, or the newest whole one in it; None if there is none."""
+    is_checkpoint = place.endswith('.pt') if '://' in place else os.path.isfile(place)
+    if is_checkpoint:
+        return place
+    for name in reversed(checkpoints(place)):
+        if '://' in name or globals_of(name) is not None:
+            return name
+    return None
+
+
+def refuse_code(path: str, name: str) -> None:
+    """ValueError: the checkpoint at `path`, which the line calls `name`, would run code when loaded."""
     plain = {f'{kind.__module__}.{kind.__qualname__}' for kind in PLAIN_TYPES}
     unsafe = globals_of(path) - plain
     if unsafe:
-        raise ValueError(f'--save_folder {folder}: {path} would run code when loaded ({min(unsafe)}); it is not of '
-                         'this program, do not use it')
-    return path
+        raise ValueError(f'{name} would run code when loaded ({min(unsafe)}); it is not of this program, do not use it')
 
 
 def newest_whole(found: list[str]) -> str | None:
@@ -105,10 +145,13 @@ def globals_of(path: str) -> set[str] | None:
         return {str(error)}
 
 
-def load_checkpoint(path: str) -> dict:
-    """A checkpoint, on the CPU; pickle.UnpicklingError if it holds more than tensors and plain types, such as code."""
+def load_checkpoint(path: str, mmap: bool = False) -> dict:
+    """A checkpoint, on the CPU; pickle.UnpicklingError if it holds more than tensors and plain types, such as code.
+
+    With `mmap` a tensor comes into memory only where it is looked at, and the file must stay as long.
+    """
     with safe_globals(PLAIN_TYPES):
-        return torch.load(path, map_location='cpu', weights_only=True)
+        return torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
 
 
 def save_interrupted(state: State, folder: str) -> None:
