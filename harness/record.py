@@ -19,7 +19,7 @@ import torch
 from composer.utils import dist
 
 from harness.costs import days_to_train, gpu_hours
-from harness.measurement import QUEUES_IN_WINDOW
+from harness.measurement import ASIDE, QUEUES_IN_WINDOW
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
@@ -138,8 +138,9 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     if record['measured_batches'] < least_window:
         rows['caution'] = (f'so few batches show the {record["queue_batches"]} that lay ready, not the loader; '
                            f'use --measure_batches {least_window} or more')
-    if record['checkpoint_seconds'] >= 1:
-        rows['checkpoints'] = f'{record["checkpoint_seconds"]:,.0f} s beside the batches, in no other figure'
+    for name in ASIDE:
+        if record[f'{name}_seconds'] >= 1:
+            rows[name] = f'{record[f"{name}_seconds"]:,.0f} s beside the batches, in no other figure'
     if num_images:
         rows['full training'] = cost_sentence(record, num_images, dollars_per_gpu_hour)
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
