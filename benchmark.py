@@ -11,7 +11,7 @@ from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
-from composer import ComposerModel, Trainer
+from composer import Callback, ComposerModel, Trainer
 from composer.callbacks import CheckpointSaver, SpeedMonitor
 from composer.core import DataSpec, TimeUnit
 from composer.optim import ConstantScheduler
@@ -36,6 +36,7 @@ from harness.progress import RenewedProgressBar
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
+from harness.sampling import Sampling
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
 from inputs.shards import (LATENTS, number_of_samples, read_index, require_cache_for, require_columns,
@@ -108,16 +109,24 @@ class StableDiffusion(ComposerModel):
     @torch.no_grad()
     def encode(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
-        device = batch['caption'].device.type
-        # encoders that are held in half precision compute in it as they are
-        autocast = torch.is_autocast_enabled(device) and self.text_encoder.dtype == torch.float32
-        with torch.autocast(device, enabled=autocast):
-            if LATENTS in batch:
-                moments = batch[LATENTS]
-            else:
+        if LATENTS in batch:
+            moments = batch[LATENTS]
+        else:
+            with self.encoder_autocast(batch['image'].device.type):
                 moments = vae_moments(self.vae, batch['image'])  # (B, 8, H/8, W/8)
-            text = self.text_encoder(batch['caption'])[0]  # (B, 77, D)
-        return draw_latents(moments, self.scaling_factor), text.float()
+        return draw_latents(moments, self.scaling_factor), self.text_states(batch['caption'])
+
+    @torch.no_grad()
+    def text_states(self, caption: torch.Tensor) -> torch.Tensor:
+        """States of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
+        with self.encoder_autocast(caption.device.type):
+            return self.text_encoder(caption)[0].float()
+
+    def encoder_autocast(self, device: str) -> torch.autocast:
+        """Autocast as it is set, but none for encoders that are held in half precision: they compute in it as they are.
+        """
+        wanted = torch.is_autocast_enabled(device) and self.text_encoder.dtype == torch.float32
+        return torch.autocast(device, enabled=wanted)
 
     def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean squared error, in float32."""
@@ -261,8 +270,7 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
 def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, measurement: Measurement,
                   safeguard: Safeguard, load_path: str | None = None) -> Trainer:
     """Composer's Trainer, at its start or at the checkpoint `load_path`."""
-    window = min(10, args.measure_batches or 10)
-    peak_flops = (peak_tflops(args.precision) or 0) * 1e12
+    ema = EMA() if args.use_ema else None
     in_store = '://' in str(args.save_folder)
     latest_filename = 'latest-rank{rank}.pt'
     checkpoints_to_keep = args.save_num_checkpoints_to_keep or -1  # all
@@ -274,8 +282,8 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         train_dataloader=data,
         optimizers=build_optimizer(model, args),
         schedulers=ConstantScheduler(),
-        algorithms=[EMA()] if args.use_ema else [],
-        callbacks=[measurement, SpeedMonitor(window, peak_flops), safeguard, RenewedProgressBar()],
+        algorithms=ema,
+        callbacks=build_callbacks(args, model, measurement, safeguard, ema),
         loggers=build_loggers(args, training_settings(args, model.vae is None)),
         max_duration=args.max_duration,
         precision=args.precision,
@@ -296,6 +304,17 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
                 # Composer forgets those of earlier processes
                 callback.saved_checkpoints = checkpoints(args.save_folder)
     return trainer
+
+
+def build_callbacks(args: argparse.Namespace, model: StableDiffusion, measurement: Measurement, safeguard: Safeguard,
+                    ema: EMA | None) -> list[Callback]:
+    """What watches over a run, and draws; the measurement, first, sees when the others work between batches."""
+    window = min(10, args.measure_batches or 10)
+    peak_flops = (peak_tflops(args.precision) or 0) * 1e12
+    callbacks = [measurement, SpeedMonitor(window, peak_flops), safeguard, RenewedProgressBar()]
+    if args.sample_prompts:
+        callbacks.append(Sampling(args, model, measurement, ema))
+    return callbacks
 
 
 def measure_loader(args: argparse.Namespace, data: DataSpec) -> dict:

@@ -25,7 +25,8 @@ from harness.checkpoints import fetched_checkpoint, load_checkpoint
 from inputs.captions import pipeline_tokenizer
 from inputs.errors import one_line
 from models.loading import ModelFiles, build_vae, find_model
-from models.pipeline import sampling_scheduler, text_encoder_of, unet_of, vae_of
+from models.sampling import sampling_scheduler
+from models.trained import text_encoder_of, unet_of, vae_of
 
 PIXELS_PER_LATENT = 8  # along each side
 

@@ -162,6 +162,12 @@ def add_training_flags(group) -> None:
 
 def add_logging_flags(group) -> None:
     add = group.add_argument
+    add('--sample_prompts', metavar='FILE', help='draw each prompt of this file, one a line, with the averaged weights '
+        'where there are any, 50 steps and guidance 7.5; needs --pretrained (default: nothing is drawn)')
+    add('--sample_interval', default='1000ba', help='time between the drawings, such as 1ep; also drawn at the end '
+        '(default: 1000ba)')
+    add('--sample_folder', metavar='DIR', default='samples', help='new folder for the drawings, a PNG each time '
+        '(default: samples)')
     add('--wandb_name', help='log to Weights & Biases under this name (default: W&B is not used)')
     add('--wandb_project', help='log to this project of Weights & Biases (default: W&B is not used)')
     add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder (default: none)')

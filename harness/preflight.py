@@ -3,6 +3,7 @@ import argparse
 import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import torch
 from composer import Time
@@ -14,6 +15,7 @@ from harness.checkpoints import checkpoints, from_storage
 from harness.costs import TRAINING_IMAGES
 from harness.measurement import QUEUES_IN_WINDOW
 from harness.ranks import cores_per_rank
+from harness.sampling import read_prompts
 from inputs.timed_loader import queued_batches
 
 HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
@@ -128,6 +130,8 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
     refuse_bad_shared_flags(args, args.batch_size // dist.get_world_size())
     refuse_bad_duration(args)
     refuse_bad_save_folder(args)
+    if args.sample_prompts:
+        refuse_bad_sampling(args)
 
 
 def refuse_bad_source(args: argparse.Namespace) -> None:
@@ -186,7 +190,7 @@ def refuse_bad_cache_limit(args: argparse.Namespace) -> None:
 
 def refuse_bad_duration(args: argparse.Namespace) -> None:
     """ValueError: a time is none, or the run would end within its warm-up."""
-    for flag in ('max_duration', 'save_interval'):
+    for flag in ('max_duration', 'save_interval', 'sample_interval'):
         value = getattr(args, flag)
         try:
             Time.from_timestring(value)
@@ -213,3 +217,15 @@ def refuse_bad_save_folder(args: argparse.Namespace) -> None:
     if occupied:
         raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
                          'there')
+
+
+def refuse_bad_sampling(args: argparse.Namespace) -> None:
+    """ValueError: there is nothing to draw, nothing that can decode it, or the pictures of another run in its place."""
+    read_prompts(args.sample_prompts)
+    if not args.pretrained:
+        raise ValueError(f'--sample_prompts {args.sample_prompts} needs a VAE that can decode, and without '
+                         '--pretrained it is random; give --model_name FOLDER --pretrained')
+    if args.autoresume or dist.get_global_rank() != 0:
+        return
+    if any(Path(args.sample_folder).glob('ba*.png')):
+        raise ValueError(f'--sample_folder {args.sample_folder} already holds drawings of another run; give a new one')

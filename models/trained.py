@@ -1,16 +1,9 @@
-"""What a trained model needs to draw: diffusers' sampling scheduler, and its parts from a checkpoint's weights."""
-from typing import Any
-
+"""The parts of a trained model, from the weights that a checkpoint holds, without a second copy of them."""
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from models.loading import ModelFiles
-
-
-def sampling_scheduler(config: dict[str, Any]) -> DDIMScheduler:
-    """DDIM on the noise schedule of a training `config`, with the offset of Stable Diffusion's own pipelines."""
-    return DDIMScheduler.from_config(config, steps_offset=1, set_alpha_to_one=False, clip_sample=False)
 
 
 def unet_of(files: ModelFiles, weights: dict[str, torch.Tensor], sample_size: int | None) -> UNet2DConditionModel:
