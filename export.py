@@ -20,8 +20,8 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from safetensors import SafetensorError
 
-from ema import without_prefix
-from harness.checkpoints import fetched_checkpoint, load_checkpoint
+from harness.checkpoints import checkpoints, fetched_for_all, from_storage, load_checkpoint, newest_whole
+from harness.initial_weights import weights_of_checkpoint, with_prefix_removed
 from inputs.captions import pipeline_tokenizer
 from inputs.errors import one_line
 from models.loading import ModelFiles, build_vae, find_model
@@ -74,35 +74,42 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def find_checkpoint(place: str) -> str:
+    """The path of a checkpoint on this machine: `place`, or the newest whole one in it, fetched from its store.
+
+    ValueError: there is none, or it cannot be read or trusted.
+    """
+    found = from_storage(newest_or_itself, place, 'CHECKPOINT')
+    if found is None:
+        raise ValueError(f'CHECKPOINT {place} holds no whole checkpoint; give one, or the --save_folder of a run')
+    return fetched_for_all(found, f'CHECKPOINT {place}')
+
+
+def newest_or_itself(place: str) -> str | None:
+    """The path or URI of a checkpoint: `place`, or the newest whole one in it; None if there is none."""
+    is_checkpoint = place.endswith('.pt') if '://' in place else os.path.isfile(place)
+    if is_checkpoint:
+        return place
+    return newest_whole(checkpoints(place))
+
+
 def read_trained(path: str) -> Trained:
     """The model of the checkpoint at `path`. ValueError: it holds none.
 
     The file is mapped, not read: the optimizer's moments, most of it, never come into memory.
     """
-    try:
-        state = load_checkpoint(path, mmap=True)['state']
-        model = without_prefix(state['model'])
-        batch = state['timestamp']['Timestamp']['batch']
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f'CHECKPOINT {path} is not one of benchmark.py ({type(error).__name__}: {error})') from None
-    live = part_of(model, 'unet')
-    text_encoder = part_of(model, 'text_encoder')
+    place = f'CHECKPOINT {path}'
+    weights, average = weights_of_checkpoint(path, place)
+    live = with_prefix_removed(weights, 'unet.')
+    text_encoder = with_prefix_removed(weights, 'text_encoder.')
     if not live or not text_encoder:
-        raise ValueError(f'CHECKPOINT {path} holds no UNet with a text encoder; give one of benchmark.py')
-    ema = dict(state.get('algorithms', ())).get('EMA', {})
+        raise ValueError(f'{place} holds no UNet with a text encoder; give one of benchmark.py')
     averaged = None
-    if ema.get('ema_started'):
-        averages = without_prefix(ema['ema_model']['named_parameters_dict'])
-        averaged = live | part_of(averages, 'unet')
-        if ema.get('ema_weights_active'):  # saved during an evaluation, when they had changed places
-            live, averaged = averaged, live
-    return Trained(batch, flags_of(state), live, averaged, part_of(model, 'vae') or None, text_encoder)
-
-
-def part_of(weights: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
-    """The tensors of one part of the model, by their names within it."""
-    prefix = f'{part}.'
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    if average:
+        averaged = live | with_prefix_removed(average['ema_model']['named_parameters_dict'], 'unet.')
+    state = load_checkpoint(path, mmap=True)['state']
+    batch = state['timestamp']['Timestamp']['batch']
+    return Trained(batch, flags_of(state), live, averaged, with_prefix_removed(weights, 'vae.') or None, text_encoder)
 
 
 def flags_of(state: dict) -> dict:
@@ -184,8 +191,8 @@ def summary(args: argparse.Namespace, trained: Trained) -> str:
 
 def export(args: argparse.Namespace) -> None:
     """Write OUT."""
-    with new_folder(args.out) as folder, fetched_checkpoint(args.checkpoint, 'CHECKPOINT') as path:
-        trained = read_trained(path)
+    with new_folder(args.out) as folder:
+        trained = read_trained(find_checkpoint(args.checkpoint))
         build_pipeline(args, trained).save_pretrained(folder)
     print(summary(args, trained))
 

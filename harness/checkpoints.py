@@ -1,5 +1,4 @@
 """Checkpoints as Composer writes them: found, checked, loaded, and saved where a signal ends a run."""
-import contextlib
 import datetime
 import os
 import pickle
@@ -7,7 +6,7 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,68 +58,48 @@ def newest_checkpoint(folder: str) -> str | None:
     """
     path = None
     if dist.get_global_rank() == 0:
-        path = newest_whole(checkpoints(folder))
+        path = newest_whole(checkpoints(folder), remove_unfinished=True)
+    return fetched_for_all(path, f'--save_folder {folder}')
+
+
+def fetched_for_all(path: str | None, place: str) -> str | None:
+    """The checkpoint that rank 0 found, where every rank can load it, and harmless; None if it found none.
+
+    Args:
+        path: on rank 0, a path or the URI of an object in a store.
+        place: what errors call it, a flag with its value.
+
+    ValueError: it would run code, or other nodes do not see it.
+    """
     path = dist.all_gather_object(path)[0]
     if path is None:
         return None
     if '://' in path:
         path = download(path)
     if not all(dist.all_gather_object(os.path.exists(path))):
-        raise ValueError(f'--save_folder {folder} is not the same folder on every node; use a shared one or a store')
-    refuse_code(path, f'--save_folder {folder}: {path}')
+        raise ValueError(f'{place} is not the same folder on every node; use a shared one or a store')
+    contents = globals_of(path)
+    if contents is None:
+        raise ValueError(f'{place}: {path} is no checkpoint, or was not written to its end; use another')
+    plain = {f'{kind.__module__}.{kind.__qualname__}' for kind in PLAIN_TYPES}
+    unsafe = contents - plain
+    if unsafe:
+        raise ValueError(f'{place}: {path} would run code when loaded ({min(unsafe)}); it is not of this program, do '
+                         'not use it')
     return path
 
 
-@contextlib.contextmanager
-def fetched_checkpoint(place: str, flag: str) -> Iterator[str]:
-    """The path of a checkpoint, for one process, as long as it needs it: an earlier run's, which is left as it is.
+def newest_whole(found: list[str], remove_unfinished: bool = False) -> str | None:
+    """The last of `found` that was written to its end; None if there is none.
 
-    Args:
-        place: a checkpoint, or a folder or an object store, for its newest whole one.
-        flag: that names the place, for errors.
-
-    ValueError: there is none, or it cannot be read or trusted.
+    With `remove_unfinished` later ones are removed: no other run writes them now.
     """
-    name = from_storage(newest_or_itself, place, flag)
-    if name is None:
-        raise ValueError(f'{flag} {place} holds no whole checkpoint; give a checkpoint, or the --save_folder of a run')
-    with tempfile.TemporaryDirectory() as folder:
-        path = name
-        if '://' in name:
-            path = os.path.join(folder, 'checkpoint.pt')
-            from_storage(lambda uri: get_file(uri, path, progress_bar=False), name, flag)
-        if globals_of(path) is None:
-            raise ValueError(f'{flag} {name} is not a checkpoint that was written to its end; give another')
-        refuse_code(path, f'{flag} {name}')
-        yield path
-
-
-def newest_or_itself(place: str) -> str | None:
-    """The path or URI of a checkpoint: `place`, or the newest whole one in it; None if there is none."""
-    is_checkpoint = place.endswith('.pt') if '://' in place else os.path.isfile(place)
-    if is_checkpoint:
-        return place
-    for name in reversed(checkpoints(place)):
-        if '://' in name or globals_of(name) is not None:
-            return name
-    return None
-
-
-def refuse_code(path: str, name: str) -> None:
-    """ValueError: the checkpoint at `path`, which the line calls `name`, would run code when loaded."""
-    plain = {f'{kind.__module__}.{kind.__qualname__}' for kind in PLAIN_TYPES}
-    unsafe = globals_of(path) - plain
-    if unsafe:
-        raise ValueError(f'{name} would run code when loaded ({min(unsafe)}); it is not of this program, do not use it')
-
-
-def newest_whole(found: list[str]) -> str | None:
-    """The last of `found` that was written to its end; later ones are removed. None if there is none."""
     for path in reversed(found):
         if '://' in path or globals_of(path) is not None:  # a store shows only what was sent whole
             return path
-        print(f'removing {path}, which a killed run left unfinished', file=sys.stderr)
-        os.remove(path)
+        if remove_unfinished:
+            print(f'removing {path}, which a killed run left unfinished', file=sys.stderr)
+            os.remove(path)
     return None
 
 
@@ -148,7 +127,7 @@ def globals_of(path: str) -> set[str] | None:
 def load_checkpoint(path: str, mmap: bool = False) -> dict:
     """A checkpoint, on the CPU; pickle.UnpicklingError if it holds more than tensors and plain types, such as code.
 
-    With `mmap` a tensor comes into memory only where it is looked at, and the file must stay as long.
+    With `mmap` a tensor is read from the file when it is used, once for all ranks of a host.
     """
     with safe_globals(PLAIN_TYPES):
         return torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)

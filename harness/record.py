@@ -24,7 +24,9 @@ from harness.measurement import ASIDE, QUEUES_IN_WINDOW
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration']
+                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration',
+                  'learning_rate', 'lr_warmup', 'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start',
+                  'caption_drop', 'eval_interval']
 
 
 class ResultsError(ValueError):
@@ -35,7 +37,10 @@ def training_settings(args: argparse.Namespace, latents: bool) -> dict:
     """What explains the figures of benchmark.py: when, what, where, and every setting that bears on speed."""
     stage = 'loader' if args.loader_only else 'train'
     flags = LOADER_FLAGS if args.loader_only else TRAINING_FLAGS
-    return circumstances(stage, args, flags) | {
+    places = {}
+    if not args.loader_only:
+        places = {flag: redacted(getattr(args, flag) or '') or None for flag in ('load_weights', 'eval_remote')}
+    return circumstances(stage, args, flags) | places | {
         'dataset': 'streaming' if args.remote else 'synthetic',
         'encoders': 'text_in_loop' if latents else 'in_loop',
     }

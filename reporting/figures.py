@@ -25,6 +25,7 @@ TEMPLATES = {  # how the value of a setting reads in words; a setting that is no
     'encoder_precision': 'encoders in {}', 'dataset': '{} data', 'num_workers': '{} workers',
     'channels_last': 'channels last {}', 'compile': 'compile {}', 'attention': '{} attention',
     'gradient_checkpointing': 'gradient checkpointing {}', 'fused_optimizer': 'fused optimizer {}',
+    'clip_grad_norm': 'gradients clipped to {}', 'ema_start': 'EMA from {} on',
 }
 WORDS = {  # values that have words of their own
     ('stage', 'train'): 'training',

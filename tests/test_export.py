@@ -136,9 +136,9 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(checkpoints, lat
     assert 'holds no whole checkpoint' in refused([empty, out], capfd)
     assert 'holds no whole checkpoint' in refused([tmp_path / 'nothing', out], capfd)
     torch.save({'weights': torch.zeros(2)}, other)
-    assert 'is not one of benchmark.py' in refused([other, out], capfd)
+    assert 'is no checkpoint of a training' in refused([other, out], capfd)
     other.write_bytes(b'half')
-    assert 'written to its end' in refused([other, out], capfd)
+    assert 'no checkpoint, or was not written to its end' in refused([other, out], capfd)
     trace = tmp_path / 'ran'
     torch.save({'state': Hostile(trace)}, other)
     assert 'would run code when loaded' in refused([other, out], capfd) and not trace.exists()

@@ -61,7 +61,8 @@ def main(out: str, *argv: str) -> None:
     model = BySample('tiny', args.image_size)
     model.unet.double()
     data = benchmark.build_data(args, find_model('tiny'))
-    trainer = benchmark.build_trainer(args, model, data, benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed))
+    trainer = benchmark.build_trainer(args, model, data, [benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed)],
+                                      benchmark.build_algorithms(args))
     witness = Witness()
     trainer.state.callbacks.append(witness)
     trainer.fit()
