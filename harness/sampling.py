@@ -104,7 +104,7 @@ class Sampling(Callback):
                         text = self.model.text_states(tokens)
                         empty_text = self.model.text_states(self._tokens[:1])
                         latents = denoise(unet, scheduler, noise, text, empty_text)
-                    pictures += decode(self._vae, latents, self.model.scaling_factor).numpy()
+                    pictures.extend(decode(self._vae, latents, self.model.scaling_factor).numpy())
         finally:
             unet.train(was_training)
         return [Image.fromarray(picture) for picture in pictures]
