@@ -36,7 +36,7 @@ from harness.optimization import FiniteGradientClipping, build_schedule
 from harness.options import Parser, benchmark_parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
                                refuse_more_ranks_than_gpus)
-from harness.progress import RenewedProgressBar
+from harness.progress import RenewedProgressBar, drop_evaluation_bar
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
@@ -419,9 +419,11 @@ def train(run: Run) -> dict[str, str]:
 
 def leave_evaluation(run: Run) -> None:
     """Where a signal ended the run within an evaluation, the model holds the averages: take the live weights back."""
-    for algorithm in run.trainer.state.algorithms:
+    state = run.trainer.state
+    for algorithm in state.algorithms:
         if isinstance(algorithm, EMA) and algorithm.ema_weights_active:
-            algorithm.apply(Event.EVAL_END, run.trainer.state, run.trainer.logger)
+            algorithm.apply(Event.EVAL_END, state, run.trainer.logger)
+    drop_evaluation_bar(state)
     run.safeguard.updating = False
 
 
