@@ -1,8 +1,8 @@
 """Turn a checkpoint into a pipeline folder of diffusers, to draw with or to train further.
 
-    python export.py checkpoints drawings-model               # the newest of a folder
-    python export.py s3://my-bucket/run1 drawings-model       # of an object store
-    python export.py checkpoints/ep0-ba1000-rank0.pt drawings-model --live
+    python export.py checkpoints my-model               # the newest of a folder
+    python export.py s3://my-bucket/run1 my-model       # of an object store
+    python export.py checkpoints/ep0-ba1000-rank0.pt my-model --live
 
 OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
@@ -36,14 +36,14 @@ class Trained:
     """What a checkpoint holds of the model: tensors by the names that they have in each part.
 
     Attributes:
-        batch: how many batches it was trained for.
+        batch: how many batches it was trained for; None where it does not say.
         flags: of the run, such as model_name and image_size; empty if it was not one of benchmark.py.
         live: the weights of the UNet that the optimizer moves.
         averaged: those of the average; None where there is none.
         vae: None where the run trained on latents.
         text_encoder: as it was held in the run, perhaps in half precision.
     """
-    batch: int
+    batch: int | None
     flags: dict
     live: dict[str, torch.Tensor]
     averaged: dict[str, torch.Tensor] | None
@@ -108,7 +108,7 @@ def read_trained(path: str) -> Trained:
     if average:
         averaged = live | with_prefix_removed(average['ema_model']['named_parameters_dict'], 'unet.')
     state = load_checkpoint(path, mmap=True)['state']
-    batch = state['timestamp']['Timestamp']['batch']
+    batch = state.get('timestamp', {}).get('Timestamp', {}).get('batch')
     return Trained(batch, flags_of(state), live, averaged, with_prefix_removed(weights, 'vae.') or None, text_encoder)
 
 
@@ -185,7 +185,8 @@ def summary(args: argparse.Namespace, trained: Trained) -> str:
         kind = 'live'
     elif trained.averaged is None:
         kind = 'live (there is no average)'
-    return (f'{args.out} holds the pipeline after {trained.batch:,} batches, with the {kind} weights\n'
+    age = f' after {trained.batch:,} batches' if trained.batch is not None else ''
+    return (f'{args.out} holds the pipeline{age}, with the {kind} weights\n'
             f"draw: StableDiffusionPipeline.from_pretrained('{args.out}')('a photo of a cat').images[0]")
 
 

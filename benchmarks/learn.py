@@ -100,15 +100,19 @@ def draw(pipeline_folder: Path, captions: list[str], each: int) -> np.ndarray:
     return colours.reshape(len(captions), each, *colours.shape[1:]).numpy()
 
 
-def share_right(drawn: np.ndarray, captions: list[str]) -> float:
-    """The share of `drawn` (captions, each, 3, H, W) with the right colour in the right place, and near to it."""
+def judged(drawn: np.ndarray, captions: list[str]) -> dict[str, float]:
+    """How good the pictures `drawn` (captions, each, 3, H, W) are.
+
+    `right` is the share with the right colour in the right place, and near to it. `distance` is the median over all, of
+    the root mean square of the difference to the right picture.
+    """
     pictures = np.stack([picture_of(caption, drawn.shape[-1]) for caption in captions])  # (captions, 3, H, W)
     differences = drawn[:, :, None] - pictures  # (captions, each, captions, 3, H, W)
     distances = np.sqrt(np.square(differences).mean(axis=(3, 4, 5)))  # (captions, each, captions)
-    own = np.arange(len(captions))[:, None]  # (captions, 1)
-    is_nearest = distances.argmin(axis=2) == own
+    own = np.arange(len(captions))  # (captions,)
+    is_nearest = distances.argmin(axis=2) == own[:, None]
     is_near = distances.min(axis=2) < NEAR
-    return float((is_nearest & is_near).mean())
+    return {'right': float((is_nearest & is_near).mean()), 'distance': float(np.median(distances[own, :, own]))}
 
 
 def train(folder: Path, phase: int, image_size: int, batches: int, *flags: str) -> None:
@@ -133,15 +137,15 @@ def train(folder: Path, phase: int, image_size: int, batches: int, *flags: str) 
                          + (folder / 'log').read_text()[-3000:])
 
 
-def shares_of_phase(folder: Path, phase: int, captions: list[str], each: int = 8) -> tuple[dict, np.ndarray]:
-    """The share of right pictures by each kind of weights, and what the average drew, (captions, each, 3, H, W)."""
-    shares = {}
+def drawn_after(folder: Path, phase: int, captions: list[str], each: int = 8) -> tuple[dict, np.ndarray]:
+    """How good the pictures of each kind of weights are, and those of the average, (captions, each, 3, H, W)."""
+    verdicts = {}
     for kind, flags in (('live', ['--live']), ('averaged', [])):
         out = folder / f'{kind}-{phase}'
         export([str(folder / f'phase-{phase}'), str(out), *flags])
         drawn = draw(out, captions, each)
-        shares[kind] = share_right(drawn, captions)
-    return shares, drawn
+        verdicts[kind] = judged(drawn, captions)
+    return verdicts, drawn
 
 
 def figure(drawn: np.ndarray, captions: list[str], title: str) -> Image.Image:
@@ -165,15 +169,15 @@ def main() -> None:
         for image_size in (32, 64):
             write_latents(folder / f'latents-{image_size}', folder / 'model', captions, image_size, samples=4096)
         train(folder, 1, 32, 1600)
-        result['phase_1'], _ = shares_of_phase(folder, 1, captions)
+        result['phase_1'], _ = drawn_after(folder, 1, captions)
         train(folder, 2, 64, 800, '--load_weights', str(folder / 'phase-1'))
-        result['phase_2'], drawn = shares_of_phase(folder, 2, captions)
-    title = f'averaged weights after two phases: {result["phase_2"]["averaged"]:.0%} of the pictures are right'
+        result['phase_2'], drawn = drawn_after(folder, 2, captions)
+    title = f'averaged weights after two phases: {result["phase_2"]["averaged"]["right"]:.0%} of the pictures are right'
     figure(drawn, captions, title).save(sys.argv[1])
     for phase in ('phase_1', 'phase_2'):
-        shares = result[phase]
-        print(f'{phase}: right colour in the right place: {shares["live"]:.1%} live, {shares["averaged"]:.1%} '
-              f'averaged, {result["chance"]:.1%} by chance')
+        for kind, verdict in result[phase].items():
+            print(f'{phase}, {kind:<8} weights: {verdict["right"]:.1%} of the pictures are right, by chance '
+                  f'{result["chance"]:.1%}')
     result['seconds'] = round(time.perf_counter() - start)
     print(json.dumps(result))
 

@@ -111,6 +111,12 @@ def test_a_run_on_latents_takes_the_vae_of_the_model_folder(latent_checkpoints, 
                loaded(tmp_path / 'pretrained').vae.state_dict().items())
 
 
+def test_an_exported_model_is_trained_further(exported, tmp_path):
+    record = main(['--use_synth_data', '--use_ema', *TINY, '--model_name', exported, '--pretrained', '--tokenizer',
+                   exported, '--load_weights', exported, '--results', str(tmp_path / 'results')])
+    assert record['status'] == 'complete' and 0 < record['loss'] < 5
+
+
 def test_a_checkpoint_in_s3_is_exported(s3, latent_checkpoints, tmp_path):
     for key in ('runs/1/ep0-ba4-rank0.pt', 'runs/1/deeper/ep0-ba9-rank0.pt'):
         s3.client.upload_file(f'{latent_checkpoints}/ep0-ba4-rank0.pt', 'bucket', key)

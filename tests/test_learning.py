@@ -1,6 +1,6 @@
 """It learns: what is trained, saved, resumed and exported draws what its captions say. The long form: `make learn`."""
 from benchmark import main
-from benchmarks.learn import captions_of, shares_of_phase, write_latents, write_model
+from benchmarks.learn import captions_of, drawn_after, write_latents, write_model
 
 
 def test_a_model_that_was_trained_stopped_resumed_and_exported_draws_what_the_captions_say(tmp_path):
@@ -13,6 +13,7 @@ def test_a_model_that_was_trained_stopped_resumed_and_exported_draws_what_the_ca
              '--save_interval', '200ba', '--autoresume', '--results', str(tmp_path / 'results.jsonl')]
     main([*flags, '--max_duration', '200ba'])
     record = main([*flags, '--max_duration', '500ba'])
-    shares, _ = shares_of_phase(tmp_path, 1, captions)
+    verdicts, _ = drawn_after(tmp_path, 1, captions)
     assert record['first_batch'] == 200 and record['loss'] < 0.1
-    assert shares['live'] > 0.85 and shares['averaged'] > 0.85, shares
+    for verdict in verdicts.values():
+        assert verdict['right'] > 0.85 and verdict['distance'] < 0.12, verdicts

@@ -33,7 +33,7 @@ def run(folder: Path, model_folder: str, *flags) -> dict:
 
 
 def kept(folder: Path) -> list[str]:
-    return ['--use_ema', '--save_folder', str(folder / 'kept'), '--save_interval', '2ba']
+    return ['--use_ema', '--save_folder', str(folder / 'kept'), '--save_interval', '3ba']
 
 
 def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
@@ -74,23 +74,24 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
     record = run(whole, model_folder, *kept(whole), '--max_duration', '6ba')
     assert record['sampling_seconds'] == 0 and not (whole / 'drawn').exists()
     flags = [*kept(drawing), '--sample_prompts', prompts, '--sample_interval', '2ba', '--autoresume']
-    run(drawing, model_folder, *flags, '--max_duration', '4ba')
+    run(drawing, model_folder, *flags, '--max_duration', '3ba')
     record = run(drawing, model_folder, *flags, '--max_duration', '6ba', '--tensorboard', tmp_path / 'board')
-    assert record['first_batch'] == 4
+    assert record['first_batch'] == 3
     assert_equal(trained(drawing), trained(whole))
     names = sorted(path.name for path in (drawing / 'drawn').iterdir())
-    assert names == ['ba2.png', 'ba4.png', 'ba6.png']
+    assert names == ['ba2.png', 'ba3.png', 'ba4.png', 'ba6.png']
     [file] = tmp_path.glob('board/**/events*')
-    [image] = EventAccumulator(str(file)).Reload().Images('samples')
-    assert image.step == 6 and (image.width, image.height) == Image.open(drawing / 'drawn' / 'ba6.png').size
+    images = EventAccumulator(str(file)).Reload().Images('samples')
+    assert [image.step for image in images] == [4, 6]
+    assert (images[1].width, images[1].height) == Image.open(drawing / 'drawn' / 'ba6.png').size
 
     # and what it drew is what diffusers' pipeline draws, by the average and not by the live weights
-    for number, live in ((6, False), (4, False), (6, True)):
-        out = tmp_path / f'{number}{live}'
-        export([f'{drawing}/kept/ep0-ba{number}-rank0.pt', str(out), *(['--live'] if live else [])])
-        differences = [np.abs(ours - theirs).max() for ours, theirs in
-                       zip(pictures_in(drawing / 'drawn' / f'ba{number}.png'), drawn_by_diffusers(out), strict=True)]
-        assert (max(differences) <= 1) != live, differences
+    for flags in ([], ['--live']):
+        out = tmp_path / f'out{len(flags)}'
+        export([str(drawing / 'kept'), str(out), *flags])
+        pairs = zip(pictures_in(drawing / 'drawn' / 'ba6.png'), drawn_by_diffusers(out), strict=True)
+        differences = [np.abs(ours - theirs).max() for ours, theirs in pairs]
+        assert (max(differences) <= 1) == (not flags), differences
 
 
 def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, prompts):
@@ -105,26 +106,23 @@ def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, promp
 
 
 def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts):
-    run(tmp_path, model_folder, '--sample_prompts', prompts, *kept(tmp_path), '--max_duration', '3ba')
-    in_loop = pictures_in(tmp_path / 'drawn' / 'ba3.png')
     latents = tmp_path / 'latents'
     record = main(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
                    '--sample_prompts', prompts, '--sample_folder', str(latents), '--results', str(tmp_path / 'r'),
                    '--save_folder', str(tmp_path / 'kept-latents')])
-    assert record['encoders'] == 'text_in_loop' and pictures_in(latents / 'ba3.png')[0].shape == in_loop[0].shape
+    assert record['encoders'] == 'text_in_loop'
     export([str(tmp_path / 'kept-latents'), str(tmp_path / 'out'), '--pretrained'])
     for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
 
 
 def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompts):
-    argv = [*RUN, '--use_synth_data', '--model_name', model_folder, '--pretrained', '--max_duration', '5ba',
+    argv = [*RUN, '--use_synth_data', '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
             '--sample_prompts', prompts, '--sample_interval', '2ba', '--sample_folder', tmp_path / 'drawn']
     assert run_ranks(server, 2, argv, tmp_path) == [0, 0], (tmp_path / 'log').read_text()
-    assert sorted(path.name for path in (tmp_path / 'drawn').iterdir()) == ['ba2.png', 'ba4.png', 'ba5.png']
+    assert sorted(path.name for path in (tmp_path / 'drawn').iterdir()) == ['ba2.png', 'ba3.png']
     record = json.loads((tmp_path / 'results.jsonl').read_text())
     assert record['num_devices'] == 2 and record['sampling_seconds'] > 0
-    assert max(record['batch_seconds_p90'], record['batch_seconds_median']) < record['sampling_seconds']
 
 
 def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder, prompts, results, capfd):
@@ -137,5 +135,7 @@ def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder,
     assert 'holds no prompt' in one_error_line([*flags, nothing, '--pretrained'], capfd)
     assert 'holds 101 prompts' in one_error_line([*flags, many, '--pretrained'], capfd)
     assert '--sample_interval often' in one_error_line([*flags, prompts, '--sample_interval', 'often'], capfd)
+    assert 'is not above 0' in one_error_line([*flags, prompts, '--sample_interval', '0ba'], capfd)
+    assert 'needs --sample_prompts' in one_error_line([*flags[:-1], '--sample_interval', '5ba'], capfd)
     (tmp_path / 'ba7.png').touch()
     assert 'drawings of another run' in one_error_line([*flags, prompts, '--pretrained'], capfd)
