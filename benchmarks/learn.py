@@ -39,12 +39,12 @@ ROOT = Path(__file__).parent.parent
 COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1
 PLACES = {'top left': (0, 0), 'bottom right': (1, 1), 'top right': (0, 1), 'bottom left': (1, 0)}  # row, column
 SCALE = 0.18215  # that of Stable Diffusion's VAE: latents are 1 / SCALE times what the UNet sees
-JITTER = 0.05  # standard deviation of the colours from sample to sample
+JITTER = 0.05  # standard deviation of each colour of a pixel, from sample to sample
 NEAR = 0.35  # root mean square of the difference to the right picture, in units of the colours
 GUIDANCE = 2.0
 STEPS = 25
 UNET = {'sample_size': 4, 'layers_per_block': 1, 'block_out_channels': [32], 'norm_num_groups': 8,
-        'down_block_types': ['CrossAttnDownBlock2D'], 'up_block_types': ['CrossAttnUpBlock2D'], 'mid_block_type': None,
+        'down_block_types': ['CrossAttnDownBlock2D'], 'up_block_types': ['CrossAttnUpBlock2D'], 'mid_block_type': 'UNetMidBlock2DCrossAttn',
         'cross_attention_dim': 32, 'attention_head_dim': 1}
 TEXT_ENCODER = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 1}
 
@@ -65,15 +65,16 @@ def picture_of(caption: str, size: int) -> np.ndarray:
     return picture
 
 
-def write_model(folder: Path) -> None:
-    """A diffusers folder, without weights: the tiny model with a smaller UNet and text encoder."""
+def write_model(folder: Path, unet: dict) -> None:
+    """A diffusers folder, without weights: the tiny model with a smaller text encoder and with the UNet `unet`."""
     shutil.copytree(BUILT_IN['tiny'], folder)
-    for part, changes in (('unet', UNET), ('text_encoder', TEXT_ENCODER)):
+    for part, changes in (('unet', unet), ('text_encoder', TEXT_ENCODER)):
         path = folder / part / 'config.json'
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def write_latents(folder: Path, model: Path, captions: list[str], image_size: int, samples: int) -> None:
+def write_latents(folder: Path, model: Path, captions: list[str], image_size: int, samples: int,
+                  jitter: float = JITTER) -> None:
     """Shards with the moments of the captions' pictures, as encode.py writes them, so many samples of all."""
     size = image_size // 8
     columns = LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{size},{size}'}
@@ -83,24 +84,24 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
             caption = captions[index % len(captions)]
             moments = np.zeros((8, size, size), np.float16)  # mean and log variance
             moments[:3] = picture_of(caption, size) / SCALE
-            moments[4:] = 2 * math.log(JITTER / SCALE)
+            moments[4:] = 2 * math.log(jitter / SCALE)
             writer.write({LATENTS: moments, 'caption': caption})
     finish_part(output, 0)
     merge_parts(output, 1, {'latents': origin_of_latents(find_model(str(model)), image_size)})
 
 
-def draw(pipeline_folder: Path, captions: list[str], each: int) -> np.ndarray:
+def draw(pipeline_folder: Path, captions: list[str], each: int, guidance: float = GUIDANCE) -> np.ndarray:
     """Colours float32 (captions, each, 3, H/8, W/8) that the pipeline draws, about -1 to 1."""
     pipeline = StableDiffusionPipeline.from_pretrained(str(pipeline_folder))
     pipeline.set_progress_bar_config(disable=True)
-    latents = pipeline(captions, num_images_per_prompt=each, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
+    latents = pipeline(captions, num_images_per_prompt=each, num_inference_steps=STEPS, guidance_scale=guidance,
                        generator=torch.Generator().manual_seed(7), output_type='latent').images
     decoded = latents / pipeline.vae.config.scaling_factor  # what a VAE would decode
     colours = decoded[:, :3] * SCALE
     return colours.reshape(len(captions), each, *colours.shape[1:]).numpy()
 
 
-def judged(drawn: np.ndarray, captions: list[str]) -> dict[str, float]:
+def judged(drawn: np.ndarray, captions: list[str], near: float = NEAR) -> dict[str, float]:
     """How good the pictures `drawn` (captions, each, 3, H, W) are.
 
     `right` is the share with the right colour in the right place, and near to it. `distance` is the median over all, of
@@ -111,7 +112,7 @@ def judged(drawn: np.ndarray, captions: list[str]) -> dict[str, float]:
     distances = np.sqrt(np.square(differences).mean(axis=(3, 4, 5)))  # (captions, each, captions)
     own = np.arange(len(captions))  # (captions,)
     is_nearest = distances.argmin(axis=2) == own[:, None]
-    is_near = distances.min(axis=2) < NEAR
+    is_near = distances.min(axis=2) < near
     return {'right': float((is_nearest & is_near).mean()), 'distance': float(np.median(distances[own, :, own]))}
 
 
@@ -137,13 +138,13 @@ def train(folder: Path, phase: int, image_size: int, batches: int, *flags: str) 
                          + (folder / 'log').read_text()[-3000:])
 
 
-def drawn_after(folder: Path, phase: int, captions: list[str], each: int = 8) -> tuple[dict, np.ndarray]:
-    """How good the pictures of each kind of weights are, and those of the average, (captions, each, 3, H, W)."""
+def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np.ndarray]:
+    """How good the pictures of each kind of weights are, and those of the average, (captions, 8, 3, H, W)."""
     verdicts = {}
     for kind, flags in (('live', ['--live']), ('averaged', [])):
         out = folder / f'{kind}-{phase}'
         export([str(folder / f'phase-{phase}'), str(out), *flags])
-        drawn = draw(out, captions, each)
+        drawn = draw(out, captions, each=8)
         verdicts[kind] = judged(drawn, captions)
     return verdicts, drawn
 
@@ -165,12 +166,12 @@ def main() -> None:
     result = {'chance': 1 / len(captions)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder / 'model')
+        write_model(folder / 'model', UNET)
         for image_size in (32, 64):
             write_latents(folder / f'latents-{image_size}', folder / 'model', captions, image_size, samples=4096)
-        train(folder, 1, 32, 1600)
+        train(folder, 1, 32, 2000)
         result['phase_1'], _ = drawn_after(folder, 1, captions)
-        train(folder, 2, 64, 800, '--load_weights', str(folder / 'phase-1'))
+        train(folder, 2, 64, 600, '--load_weights', str(folder / 'phase-1'))
         result['phase_2'], drawn = drawn_after(folder, 2, captions)
     title = f'averaged weights after two phases: {result["phase_2"]["averaged"]["right"]:.0%} of the pictures are right'
     figure(drawn, captions, title).save(sys.argv[1])

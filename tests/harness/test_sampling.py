@@ -73,17 +73,16 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
     whole.mkdir(), drawing.mkdir()
     record = run(whole, model_folder, *kept(whole), '--max_duration', '6ba')
     assert record['sampling_seconds'] == 0 and not (whole / 'drawn').exists()
-    flags = [*kept(drawing), '--sample_prompts', prompts, '--sample_interval', '2ba', '--autoresume']
+    flags = [*kept(drawing), '--sample_prompts', prompts, '--sample_interval', '3ba', '--autoresume']
     run(drawing, model_folder, *flags, '--max_duration', '3ba')
     record = run(drawing, model_folder, *flags, '--max_duration', '6ba', '--tensorboard', tmp_path / 'board')
     assert record['first_batch'] == 3
     assert_equal(trained(drawing), trained(whole))
     names = sorted(path.name for path in (drawing / 'drawn').iterdir())
-    assert names == ['ba2.png', 'ba3.png', 'ba4.png', 'ba6.png']
+    assert names == ['ba3.png', 'ba6.png']
     [file] = tmp_path.glob('board/**/events*')
-    images = EventAccumulator(str(file)).Reload().Images('samples')
-    assert [image.step for image in images] == [4, 6]
-    assert (images[1].width, images[1].height) == Image.open(drawing / 'drawn' / 'ba6.png').size
+    [image] = EventAccumulator(str(file)).Reload().Images('samples')
+    assert image.step == 6 and (image.width, image.height) == Image.open(drawing / 'drawn' / 'ba6.png').size
 
     # and what it drew is what diffusers' pipeline draws, by the average and not by the live weights
     for flags in ([], ['--live']):
