@@ -44,8 +44,8 @@ NEAR = 0.35  # root mean square of the difference to the right picture, in units
 GUIDANCE = 2.0
 STEPS = 25
 UNET = {'sample_size': 4, 'layers_per_block': 1, 'block_out_channels': [32], 'norm_num_groups': 8,
-        'down_block_types': ['CrossAttnDownBlock2D'], 'up_block_types': ['CrossAttnUpBlock2D'], 'mid_block_type': 'UNetMidBlock2DCrossAttn',
-        'cross_attention_dim': 32, 'attention_head_dim': 1}
+        'down_block_types': ['CrossAttnDownBlock2D'], 'up_block_types': ['CrossAttnUpBlock2D'],
+        'mid_block_type': 'UNetMidBlock2DCrossAttn', 'cross_attention_dim': 32, 'attention_head_dim': 1}
 TEXT_ENCODER = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 1}
 
 
