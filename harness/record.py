@@ -143,6 +143,8 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     if record['measured_batches'] < least_window:
         rows['caution'] = (f'so few batches show the {record["queue_batches"]} that lay ready, not the loader; '
                            f'use --measure_batches {least_window} or more')
+    if record.get('eval_loss') is not None:
+        rows['held-out loss'] = f'{record["eval_loss"]:.4g} after batch {record["eval_batch"]:,}'
     for name in ASIDE:
         if record[f'{name}_seconds'] >= 1:
             rows[name] = f'{record[f"{name}_seconds"]:,.0f} s beside the batches, in no other figure'

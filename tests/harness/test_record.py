@@ -101,3 +101,8 @@ def test_a_window_that_shows_the_queue_says_so(queue, caution):
 def test_what_stood_aside_is_named_beside_the_other_figures(name):
     text = summary(measured(**{f'{name}_seconds': 40.2}), None, 2.0)
     assert f'{name:<15} 40 s beside the batches' in text and text.count('beside the batches') == 1
+
+
+def test_the_loss_on_held_out_samples_is_named_where_there_is_one():
+    assert 'held-out loss   0.1235 after batch 2,000' in summary(measured(eval_loss=0.12345, eval_batch=2000), None, 2.0)
+    assert 'held-out' not in summary(measured(eval_loss=None, eval_batch=None), None, 2.0)
