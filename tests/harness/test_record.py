@@ -104,5 +104,6 @@ def test_what_stood_aside_is_named_beside_the_other_figures(name):
 
 
 def test_the_loss_on_held_out_samples_is_named_where_there_is_one():
-    assert 'held-out loss   0.1235 after batch 2,000' in summary(measured(eval_loss=0.12345, eval_batch=2000), None, 2.0)
+    text = summary(measured(eval_loss=0.12345, eval_batch=2000), None, 2.0)
+    assert 'held-out loss   0.1235 after batch 2,000' in text
     assert 'held-out' not in summary(measured(eval_loss=None, eval_batch=None), None, 2.0)
