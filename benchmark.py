@@ -4,6 +4,11 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     composer -n 1 benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
+from harness.options import benchmark_parser
+
+if __name__ == '__main__':
+    benchmark_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+
 import argparse
 import sys
 from dataclasses import dataclass
@@ -29,7 +34,7 @@ from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
 from harness.memory import refuse_too_little_memory
 from harness.microbatch import largest_microbatch
-from harness.options import Parser, benchmark_parser
+from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
                                refuse_more_ranks_than_gpus)
 from harness.progress import Progress, batches_in_words, total_batches
