@@ -321,7 +321,7 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
     if args.microbatch_search:
         args.device_train_microbatch_size = largest_microbatch(model, data, args)
     evaluator = None
-    if held_out:
+    if held_out is not None:
         evaluator = build_evaluator(args, files, held_out)
     measurement = Measurement(args.warmup_batches, args.measure_batches)
     safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
@@ -341,9 +341,11 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
 
 
 def say_how_it_begins(args: argparse.Namespace, state: State, load_path: str | None) -> None:
-    """On rank 0: what is resumed, or that nothing will be kept."""
+    """On rank 0: what is resumed or started from, or that nothing will be kept."""
     if dist.get_global_rank():
         return
+    if args.load_weights and not load_path:
+        print(f'starting from the weights of {args.load_weights}')
     if load_path:
         print(f'resuming from {load_path}, {batches_in_words(state)}')
     elif args.autoresume:
