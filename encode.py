@@ -8,6 +8,11 @@ training draws a latent anew each time) and the caption. Any number of ranks sha
 when started again with the same command on any number of ranks, encodes only what is missing. OUT/index.json comes
 last.
 """
+from harness.options import encode_parser
+
+if __name__ == '__main__':
+    encode_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+
 import argparse
 import hashlib
 import json
@@ -25,10 +30,9 @@ from torch.utils.data import DataLoader, Dataset
 from data import BadSamples, StreamingLAIONDataset, normalize, open_dataset
 from harness.compiling import compile_in_place
 from harness.failures import reason
-from harness.options import encode_parser
 from harness.preflight import (best_precision, fill_in_shared_defaults, refuse_bad_shared_flags,
                                refuse_more_ranks_than_gpus)
-from harness.progress import Progress
+from harness.progress import EncodingBar
 from harness.ranks import SharedCount, end_with_launcher, gather_patiently, join_ranks
 from harness.record import circumstances, keep
 from inputs.errors import DataError, one_line
@@ -110,7 +114,7 @@ class PartWriter:
 
 
 def encode_samples(vae: AutoencoderKL, samples: Samples, output: Output, args: argparse.Namespace,
-                   progress: Progress) -> dict:
+                   progress: EncodingBar) -> dict:
     """Encode this rank's `samples` into a part of OUT for each of their shards; returns what was counted."""
     device = next(vae.parameters()).device
     loader = DataLoader(samples, args.batch_size, collate_fn=samples.collate, num_workers=args.num_workers,
@@ -258,7 +262,7 @@ def encode(args: argparse.Namespace) -> dict:
     count = SharedCount('encoded')  # before the ranks meet again, in missing_samples
     ids, of_all_ranks = missing_samples(images, output, is_begun)
     vae = build_encoder(args, files)
-    with Progress(count, of_all_ranks) as progress:
+    with EncodingBar(count, of_all_ranks) as progress:
         ranks = gather_patiently(encode_samples(vae, Samples(images, ids), output, args, progress))
         progress.advance(0)  # to what the other ranks have done since
     if dist.get_global_rank():

@@ -1,14 +1,17 @@
-"""What the record knows of the evaluations of a run."""
+"""What a run says, and its record knows, of its evaluations."""
 import math
+import sys
 
 from composer import Callback
+from composer.utils import dist
+from tqdm import tqdm
 
 LABEL = 'eval'  # of Composer's Evaluator; its loss is logged as metrics/eval/MeanSquaredError
 METRIC = 'MeanSquaredError'
 
 
 class Evaluations(Callback):
-    """Remembers the newest evaluation of this process.
+    """Remembers the newest evaluation of this process, and says each one's loss on rank 0.
 
     Attributes:
         count: how many there were.
@@ -26,6 +29,8 @@ class Evaluations(Callback):
         self.count += 1
         self.loss = loss if math.isfinite(loss) else None
         self.batch = state.timestamp.batch.value
+        if dist.get_global_rank() == 0:
+            tqdm.write(f'batch {self.batch}: loss {loss:.4g} on the held-out samples', file=sys.stderr)  # over the bar
 
     def figures(self) -> dict:
         """The record's part."""

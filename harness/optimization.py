@@ -22,6 +22,9 @@ class FiniteGradientClipping(GradientClipping):
     def __init__(self, norm: float):
         super().__init__('norm', norm)
 
+    def __repr__(self) -> str:  # Composer keeps it in checkpoints
+        return f'FiniteGradientClipping(norm={self.clipping_threshold})'
+
     def match(self, event: Event, state: State) -> bool:
         return event == Event.AFTER_TRAIN_BATCH and bool(gradients_are_finite(state))
 

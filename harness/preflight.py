@@ -42,6 +42,7 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
     args.microbatch_search = args.device_train_microbatch_size == 'auto'  # by harness/microbatch.py
     args.precision = args.precision or best_precision()
     fill_in_shared_defaults(args, device_batch, args.precision)
+    args.keeps_nothing = bool(args.max_duration) and not args.save_folder
     fill_in_duration(args)
     if args.use_ema:
         args.ema_half_life = args.ema_half_life or '1000ba'

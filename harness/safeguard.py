@@ -109,7 +109,7 @@ class Safeguard(Callback):
             raise SystemExit
 
     def eval_before_all(self, state, logger) -> None:
-        """An evaluation exchanges the weights with their average, which no signal may cut short."""
+        """An evaluation exchanges the weights with their average, in which no signal may cut in."""
         self.updating = True
 
     def eval_batch_end(self, state, logger) -> None:

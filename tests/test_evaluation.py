@@ -137,12 +137,13 @@ def test_an_evaluation_depends_neither_on_the_microbatch_nor_on_the_batch_it_com
     assert later['eval_batch'] == 2 and later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
 
 
-def test_latents_are_evaluated_on_latents(moments, tmp_path, results):
+def test_latents_are_evaluated_on_latents(moments, tmp_path, results, capfd):
     remote, samples = moments
     record = main(['--use_synth_latents', *TRAIN, '--eval_remote', remote, '--save_folder', str(tmp_path / 'kept'),
                    '--results', str(results)])
     by_hand = loss_by_hand(checkpoints(str(tmp_path / 'kept'))[-1], samples, 64)
     assert record['eval_loss'] == pytest.approx(by_hand, rel=1e-5)
+    assert f'batch 4: loss {by_hand:.4g} on the held-out samples' in capfd.readouterr().err
 
 
 def test_a_signal_within_an_evaluation_leaves_a_checkpoint_of_the_live_weights(evaluated, shards, held_out, tmp_path,
