@@ -21,4 +21,4 @@ def test_a_model_that_was_trained_stopped_resumed_and_exported_draws_what_the_ca
     for kind in ('live', 'averaged'):
         export([kept, str(tmp_path / kind), *(['--live'] if kind == 'live' else [])])
         verdict = judged(draw(tmp_path / kind, captions, each=16, guidance=1), captions, near=1.5 * JITTER)
-        assert verdict['right'] > 0.7 and abs(verdict['distance'] / JITTER - 1) < 0.12, (kind, verdict)
+        assert verdict['right'] > 0.7 and 0.93 < verdict['distance'] / JITTER < 1.25, (kind, verdict)
