@@ -22,7 +22,7 @@ from torchmetrics import MeanSquaredError
 from data import SyntheticImageCaptionDataset, build_loader, open_dataset
 from ema import EMA
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, save_interrupted
-from harness.compiling import compile_in_place, compiled_graphs
+from harness.compiling import compiled_graphs
 from harness.failures import reason
 from harness.gpu_monitor import gather_gpu_figures
 from harness.loggers import build_loggers, log_record
@@ -36,6 +36,8 @@ from harness.progress import RenewedProgressBar
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
+from harness.switches import apply_switches, process_switches, switch_callbacks
+from harness.tracing import PROFILED, attention_kernels, build_profiler, tracing_callbacks
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
 from inputs.shards import (LATENTS, number_of_samples, read_index, require_cache_for, require_columns,
@@ -211,26 +213,6 @@ def build_model(args: argparse.Namespace, latents: bool) -> StableDiffusion:
     return model
 
 
-def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
-    """Train the same model faster or in less memory. ValueError: xformers is not built for this torch or this GPU."""
-    convolutional = [model.unet]
-    if model.vae is not None:
-        convolutional.append(model.vae)
-    if args.channels_last:
-        for part in convolutional:
-            part.to(memory_format=torch.channels_last)
-    if args.attention == 'xformers':
-        try:
-            for part in convolutional:
-                part.enable_xformers_memory_efficient_attention()
-        except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
-            raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
-    if args.gradient_checkpointing:
-        model.unet.enable_gradient_checkpointing()
-    if args.compile:
-        compile_in_place([model.unet] if model.vae is None else [model.unet, model.vae.encoder])
-
-
 def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
     """AdamW over the UNet alone: the frozen encoders need no optimizer."""
     return torch.optim.AdamW(model.unet.parameters(), lr=1e-4, weight_decay=0.001, fused=args.fused_optimizer)
@@ -275,7 +257,8 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         optimizers=build_optimizer(model, args),
         schedulers=ConstantScheduler(),
         algorithms=[EMA()] if args.use_ema else [],
-        callbacks=[measurement, SpeedMonitor(window, peak_flops), safeguard, RenewedProgressBar()],
+        callbacks=[*switch_callbacks(args), *tracing_callbacks(args), measurement,
+                   SpeedMonitor(window, peak_flops), safeguard, RenewedProgressBar()],
         loggers=build_loggers(args, training_settings(args, model.vae is None)),
         max_duration=args.max_duration,
         precision=args.precision,
@@ -289,6 +272,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         load_path=load_path,
         seed=args.seed,
         dist_timeout=args.dist_timeout,
+        profiler=build_profiler(args),
     )
     if not in_store:
         for callback in trainer.state.callbacks:
@@ -337,7 +321,9 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
         record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision)
     record |= {'first_batch': run.safeguard.first_batch, 'skipped_batches': run.safeguard.skipped_batches}
     record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs(),
-               'tf32': uses_tf32()}
+               'tf32': uses_tf32(), 'attention_kernels': attention_kernels(run.trainer.state.callbacks)}
+    if run.args.profile and record['status'] == 'complete':
+        record['status'] = PROFILED
     return record
 
 
@@ -368,11 +354,8 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
     return record
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """Run the benchmark; returns its record."""
-    end_with_launcher()
-    parser = benchmark_parser(__doc__)
-    args = parser.parse_args(argv)
+def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
+    """Check, build, train and record; returns the record."""
     try:
         refuse_more_ranks_than_gpus()
         fill_in_training_defaults(args)
@@ -397,6 +380,15 @@ def main(argv: list[str] | None = None) -> dict:
         return conclude(run, outcome, parser)
     finally:
         run.safeguard.release_signals()
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Run the benchmark; returns its record."""
+    end_with_launcher()
+    parser = benchmark_parser(__doc__)
+    args = parser.parse_args(argv)
+    with process_switches(args):
+        return run_benchmark(args, parser)
 
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ from harness.checkpoints import checkpoints, from_storage
 from harness.costs import TRAINING_IMAGES
 from harness.measurement import QUEUES_IN_WINDOW
 from harness.ranks import cores_per_rank
+from harness.tracing import TRACE_WARMUP, TRACED_BATCHES
 from inputs.timed_loader import queued_batches
 
 HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
@@ -125,9 +126,29 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
     if args.precision != 'fp32' and not (torch.cuda.is_available() or args.loader_only):
         raise ValueError(f'--precision {args.precision}: Composer trains in fp32 where there is no GPU; use fp32')
+    refuse_bad_switches(args)
     refuse_bad_shared_flags(args, args.batch_size // dist.get_world_size())
     refuse_bad_duration(args)
+    refuse_bad_profile(args)
     refuse_bad_save_folder(args)
+
+
+def refuse_bad_switches(args: argparse.Namespace) -> None:
+    """ValueError: a switch would do nothing, and the record say that it was on; or it cannot work."""
+    for flag in ('half_precision_norms', 'cast_weights_once'):
+        if getattr(args, flag) and args.precision == 'fp32':
+            raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
+    if args.cast_weights_once and args.compile:
+        raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights themselves; '
+                         'leave one out')
+    if args.channels_last_norms and not args.channels_last:
+        raise ValueError('--channels_last_norms needs --channels_last')
+    if args.compile_blocks and not args.compile:
+        raise ValueError('--compile_blocks says what --compile compiles; give that as well')
+    single_microbatch = args.device_train_microbatch_size == args.batch_size // dist.get_world_size()
+    if args.compile == 'reduce-overhead' and not single_microbatch:
+        raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
+                         'overwrite; use a --device_train_microbatch_size that is a device\'s whole share of the batch')
 
 
 def refuse_bad_source(args: argparse.Namespace) -> None:
@@ -195,6 +216,21 @@ def refuse_bad_duration(args: argparse.Namespace) -> None:
     duration = Time.from_timestring(args.max_duration)
     if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+
+
+def refuse_bad_profile(args: argparse.Namespace) -> None:
+    """ValueError: there is no step to trace, the run ends too early, or its trace would lie among other files."""
+    if not args.profile:
+        return
+    if args.loader_only:
+        raise ValueError(f'--profile {args.profile} traces training; leave out --loader_only')
+    least = args.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
+    duration = Time.from_timestring(args.max_duration)
+    if duration.unit == TimeUnit.BATCH and duration.value < least:
+        raise ValueError(f'--profile {args.profile} traces {TRACED_BATCHES} batches up to the {least}th, and the run '
+                         f'has {duration.value}; use --max_duration {least}ba or more')
+    if dist.get_global_rank() == 0 and os.path.isdir(args.profile) and os.listdir(args.profile):
+        raise ValueError(f'--profile {args.profile} already holds files; give a new folder')
 
 
 def refuse_bad_save_folder(args: argparse.Namespace) -> None:

@@ -24,7 +24,9 @@ from harness.measurement import QUEUES_IN_WINDOW
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration']
+                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer',
+                  'half_precision_norms', 'channels_last_norms', 'cast_weights_once', 'cudnn_benchmark',
+                  'compile_blocks', 'allreduce_precision', 'max_duration']
 
 
 class ResultsError(ValueError):
@@ -138,6 +140,8 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     if record['measured_batches'] < least_window:
         rows['caution'] = (f'so few batches show the {record["queue_batches"]} that lay ready, not the loader; '
                            f'use --measure_batches {least_window} or more')
+    if record.get('status') == 'profiled':
+        rows['caution'] = 'these figures include the cost of the trace, so that no report counts them'
     if record['checkpoint_seconds'] >= 1:
         rows['checkpoints'] = f'{record["checkpoint_seconds"]:,.0f} s beside the batches, in no other figure'
     if num_images:
