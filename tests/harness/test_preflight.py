@@ -34,7 +34,7 @@ SYNTHETIC = ['--use_synth_data', *TINY]
     ([*SYNTHETIC, '--compile', 'fastest'], ['--compile', 'fastest', 'reduce-overhead']),
     ([*SYNTHETIC, '--compile', 'reduce-overhead', '--device_train_microbatch_size', '2'],
      ['--compile reduce-overhead', '--device_train_microbatch_size']),
-    ([*SYNTHETIC, '--profile', 'tests'], ['--profile tests', 'new folder']),
+    ([*SYNTHETIC, '--profile', 'tests', '--max_duration', '9ba'], ['--profile tests', 'new folder']),
     ([*SYNTHETIC, '--profile', 'trace', '--max_duration', '4ba'], ['--profile trace', '--max_duration 5ba']),
     ([*SYNTHETIC, '--max_duration', 'long'], ['--max_duration long', '5000ba']),
     ([*SYNTHETIC, '--max_duration', '1ba'], ['--max_duration 1ba', '--warmup_batches 1']),
