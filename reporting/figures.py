@@ -28,6 +28,7 @@ TEMPLATES = {  # how the value of a setting reads in words; a setting that is no
     'half_precision_norms': 'norms in half precision {}', 'channels_last_norms': 'channels-last norms {}',
     'cast_weights_once': 'weights cast once {}', 'cudnn_benchmark': 'cuDNN benchmark {}',
     'compile_blocks': 'compiled in blocks {}', 'allreduce_precision': 'gradients sent in {}',
+    'clip_grad_norm': 'gradients clipped to {}', 'ema_start': 'EMA from {} on',
 }
 WORDS = {  # values that have words of their own
     ('stage', 'train'): 'training',
