@@ -45,6 +45,7 @@ from harness.progress import Progress, batches_in_words, total_batches
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
+from harness.sampling import Sampling
 from harness.switches import apply_switches, process_switches, switch_callbacks
 from harness.tracing import PROFILED, attention_kernels, build_profiler, tracing_callbacks
 from inputs.captions import build_tokenizer
@@ -126,17 +127,25 @@ class StableDiffusion(ComposerModel):
     @torch.no_grad()
     def encode(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
-        device = batch['caption'].device.type
-        # encoders that are held in half precision compute in it as they are
-        autocast = torch.is_autocast_enabled(device) and self.text_encoder.dtype == torch.float32
-        with torch.autocast(device, enabled=autocast):
-            if LATENTS in batch:
-                moments = batch[LATENTS]
-            else:
+        if LATENTS in batch:
+            moments = batch[LATENTS]
+        else:
+            with self.encoder_autocast(batch['image'].device.type):
                 moments = vae_moments(self.vae, batch['image'])  # (B, 8, H/8, W/8)
-            text = self.text_encoder(batch['caption'])[0]  # (B, 77, D)
         noise = batch[NOISE][:, :4] if NOISE in batch else None  # (B, 4, H/8, W/8)
-        return draw_latents(moments, self.scaling_factor, noise), text.float()
+        return draw_latents(moments, self.scaling_factor, noise), self.text_states(batch['caption'])
+
+    @torch.no_grad()
+    def text_states(self, caption: torch.Tensor) -> torch.Tensor:
+        """States of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
+        with self.encoder_autocast(caption.device.type):
+            return self.text_encoder(caption)[0].float()
+
+    def encoder_autocast(self, device: str) -> torch.autocast:
+        """Autocast as it is set, but none for encoders that are held in half precision: they compute in it as they are.
+        """
+        wanted = torch.is_autocast_enabled(device) and self.text_encoder.dtype == torch.float32
+        return torch.autocast(device, enabled=wanted)
 
     def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean squared error, in float32."""
@@ -310,6 +319,9 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
     evaluations = Evaluations()
     progress = Progress()
     callbacks = [measurement, progress, safeguard, *tracing_callbacks(args), evaluations]
+    if args.sample_prompts:
+        ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
+        callbacks.append(Sampling(args, model, measurement, ema))
     try:
         trainer = build_trainer(args, model, data, callbacks, algorithms, evaluator, load_path)
     except (RuntimeError, KeyError, ValueError) as error:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from harness.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
 from models.hub import SD2_BASE
 
-GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average', 'evaluation',
-          'logging', 'cost')
+GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
+          'evaluation and drawing', 'logging', 'cost')
 ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention, in the order to try them
 COMPILE_MODES = ('max-autotune-no-cudagraphs', 'reduce-overhead')  # of torch.compile, beside its default
 
@@ -110,7 +110,7 @@ def benchmark_parser(description: str) -> Parser:
     add_training_measurement_flags(parser.groups['measurement'])
     add_training_flags(parser.groups['training and checkpoints'])
     add_optimizer_flags(parser.groups['optimizer and average'])
-    add_evaluation_flags(parser.groups['evaluation'])
+    add_evaluation_flags(parser.groups['evaluation and drawing'])
     add_logging_flags(parser.groups['logging'])
     add_cost_flags(parser.groups['cost'])
     return parser
@@ -252,6 +252,12 @@ def add_evaluation_flags(group) -> None:
         'them is calculated with the same noise and timesteps each time (default: no evaluation)')
     add('--eval_interval', metavar='TIME', help='time between evaluations, in batches or epochs (default: 1000ba); '
         'there is also one at the end')
+    add('--sample_prompts', metavar='FILE', help='draw each prompt of this file, one a line, with the averaged weights '
+        'where there are any, 50 steps and guidance 7.5; needs --pretrained (default: nothing is drawn)')
+    add('--sample_interval', metavar='TIME', help='time between the drawings, in batches or epochs (default: 1000ba); '
+        'the end of the run is also drawn')
+    add('--sample_folder', metavar='DIR', default='samples', help='new folder for the drawings, a PNG each time '
+        '(default: samples)')
 
 
 def add_logging_flags(group) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from composer import Time
@@ -15,6 +16,7 @@ from harness.checkpoints import checkpoints, from_storage
 from harness.costs import TRAINING_IMAGES
 from harness.measurement import QUEUES_IN_WINDOW
 from harness.ranks import cores_per_rank
+from harness.sampling import read_prompts
 from harness.tracing import TRACE_WARMUP, TRACED_BATCHES
 from inputs.timed_loader import queued_batches
 
@@ -47,6 +49,8 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
         args.ema_half_life = args.ema_half_life or '1000ba'
     if args.eval_remote:
         args.eval_interval = args.eval_interval or '1000ba'
+    if args.sample_prompts:
+        args.sample_interval = args.sample_interval or '1000ba'
     if args.training_images is None and args.model_name != 'tiny':
         args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it
 
@@ -141,6 +145,7 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
     refuse_bad_average(args)
     refuse_bad_evaluation(args)
     refuse_bad_save_folder(args)
+    refuse_bad_sampling(args)
 
 
 def refuse_bad_switches(args: argparse.Namespace) -> None:
@@ -305,3 +310,21 @@ def refuse_bad_save_folder(args: argparse.Namespace) -> None:
     if occupied:
         raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
                          'there')
+
+
+def refuse_bad_sampling(args: argparse.Namespace) -> None:
+    """ValueError: there is nothing to draw, nothing that can decode it, or the pictures of another run in its place."""
+    if not args.sample_prompts:
+        if args.sample_interval is not None:
+            raise ValueError(f'--sample_interval {args.sample_interval} needs --sample_prompts')
+        return
+    if time_of(args, 'sample_interval', '1000ba or 1ep', BATCHES_OR_EPOCHS).value <= 0:
+        raise ValueError(f'--sample_interval {args.sample_interval} is not above 0; use 1000ba')
+    read_prompts(args.sample_prompts)
+    if not args.pretrained:
+        raise ValueError(f'--sample_prompts {args.sample_prompts} needs a VAE that can decode, and without '
+                         '--pretrained it is random; give --model_name FOLDER --pretrained')
+    if args.autoresume or dist.get_global_rank() != 0:
+        return
+    if any(Path(args.sample_folder).glob('ba*.png')):
+        raise ValueError(f'--sample_folder {args.sample_folder} already holds drawings of another run; give a new one')

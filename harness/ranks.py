@@ -38,11 +38,16 @@ def join_ranks(device, timeout: int) -> None:
         torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=SECONDS_FOR_A_CHECKPOINT))
 
 
+def patient_group() -> torch.distributed.ProcessGroup:
+    """A group of all ranks, made by all together, in which none gives up waiting; a dead one is noticed all the same.
+    """
+    return torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(days=30))
+
+
 def gather_patiently(mine: dict) -> list[dict]:
-    """What each rank gives, however much later than the others one comes; a dead one is noticed all the same."""
-    group = torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(days=30))
+    """What each rank gives, however much later than the others one comes."""
     everyone = [None for _ in range(dist.get_world_size())]
-    torch.distributed.all_gather_object(everyone, mine, group=group)
+    torch.distributed.all_gather_object(everyone, mine, group=patient_group())
     return everyone
 
 
