@@ -27,8 +27,9 @@ from harness.failures import reason
 from harness.gpu_monitor import gather_gpu_figures
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
-from harness.memory import refuse_too_little_memory
-from harness.microbatch import largest_microbatch
+from harness.dry_run import dry_run
+from harness.memory import build_fake_model, refuse_too_little_memory
+from harness.microbatch import largest_microbatch, likely_microbatch
 from harness.options import Parser, benchmark_parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
                                refuse_more_ranks_than_gpus)
@@ -202,10 +203,10 @@ def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
     return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
 
 
-def build_model(args: argparse.Namespace, latents: bool) -> StableDiffusion:
-    """The model with its switches, its weights drawn from the seed on the device that trains them."""
+def build_model(args: argparse.Namespace, latents: bool, device: torch.device | None = None) -> StableDiffusion:
+    """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
     torch.manual_seed(args.seed)
-    with torch.device(get_device()._device):
+    with device or torch.device(get_device()._device):
         model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision, latents)
     apply_switches(model, args)
     return model
@@ -236,14 +237,17 @@ def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.o
     return torch.optim.AdamW(model.unet.parameters(), lr=1e-4, weight_decay=0.001, fused=args.fused_optimizer)
 
 
-def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
-    """The training, at its start or at the checkpoint to resume from. ValueError: it cannot be built as asked."""
+def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | None = None) -> Run:
+    """The training, at its start or at the checkpoint to resume from; a search begins at `first_microbatch`.
+
+    ValueError: it cannot be built as asked.
+    """
     load_path = None
     if args.autoresume:
         load_path = from_storage(newest_checkpoint, args.save_folder)
     model = build_model(args, data.dataloader.dataset.latents)
     if args.microbatch_search:
-        args.device_train_microbatch_size = largest_microbatch(model, data, args)
+        args.device_train_microbatch_size = largest_microbatch(model, data, args, first_microbatch)
     measurement = Measurement(args.warmup_batches, args.measure_batches)
     safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
     try:
@@ -369,7 +373,7 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Run the benchmark; returns its record."""
+    """Run the benchmark; returns its record, or with --dry_run the microbatches that fit."""
     end_with_launcher()
     parser = benchmark_parser(__doc__)
     args = parser.parse_args(argv)
@@ -377,14 +381,18 @@ def main(argv: list[str] | None = None) -> dict:
         refuse_more_ranks_than_gpus()
         fill_in_training_defaults(args)
         refuse_bad_training(args)
+        if args.dry_run is not None:
+            return dry_run(args, build_model)
         join_ranks(get_device(), args.dist_timeout)
         agree_on_workers(args)
         files = find_model(args.model_name, args.pretrained)
         data = build_data(args, files)
         if args.loader_only:
             return measure_loader(args, data)
-        refuse_too_little_memory(args, files, data.dataloader.dataset.latents)
-        run = build_run(args, data)
+        fake = build_fake_model(args, data.dataloader.dataset.latents, build_model)
+        refuse_too_little_memory(args, fake)
+        first_microbatch = likely_microbatch(args, fake) if args.microbatch_search else None
+        run = build_run(args, data, first_microbatch)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))
     if run.is_over:
