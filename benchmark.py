@@ -4,6 +4,11 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     composer -n 1 benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
+from harness.options import benchmark_parser
+
+if __name__ == '__main__':
+    benchmark_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+
 import argparse
 import sys
 from dataclasses import dataclass
@@ -11,9 +16,9 @@ from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
-from composer import ComposerModel, Trainer
+from composer import Callback, ComposerModel, Trainer
 from composer.callbacks import CheckpointSaver, SpeedMonitor
-from composer.core import DataSpec, TimeUnit
+from composer.core import DataSpec, State
 from composer.optim import ConstantScheduler
 from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
@@ -23,17 +28,17 @@ from data import SyntheticImageCaptionDataset, build_loader, open_dataset
 from ema import EMA
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, save_interrupted
 from harness.compiling import compile_in_place, compiled_graphs
+from harness.dry_run import dry_run
 from harness.failures import reason
 from harness.gpu_monitor import gather_gpu_figures
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
-from harness.dry_run import dry_run
 from harness.memory import build_fake_model, refuse_too_little_memory
 from harness.microbatch import largest_microbatch, likely_microbatch
-from harness.options import Parser, benchmark_parser
+from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
                                refuse_more_ranks_than_gpus)
-from harness.progress import RenewedProgressBar
+from harness.progress import Progress, batches_in_words, total_batches
 from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
@@ -159,15 +164,14 @@ class Run:
     flops_per_image: int  # counted before the clock runs
     measurement: Measurement
     safeguard: Safeguard
+    progress: Progress
 
     @property
     def is_over(self) -> bool:
         """Whether the checkpoint that it resumes from is its last."""
         state = self.trainer.state
-        batches = state.max_duration.value
-        if state.max_duration.unit == TimeUnit.EPOCH:  # of the last batch, Composer's epoch is not yet over
-            batches *= len(self.data.dataloader)
-        if state.max_duration.unit in (TimeUnit.BATCH, TimeUnit.EPOCH):
+        batches = total_batches(state)
+        if batches is not None:  # at the end of the last batch, Composer's epoch is not yet over
             return state.timestamp.batch.value >= batches
         return state.timestamp >= state.max_duration
 
@@ -250,20 +254,33 @@ def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | 
         args.device_train_microbatch_size = largest_microbatch(model, data, args, first_microbatch)
     measurement = Measurement(args.warmup_batches, args.measure_batches)
     safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
+    progress = Progress()
     try:
-        trainer = build_trainer(args, model, data, measurement, safeguard, load_path)
+        trainer = build_trainer(args, model, data, [measurement, progress, safeguard], load_path)
     except (RuntimeError, KeyError, ValueError) as error:
         if not load_path:
             raise
-        print(file=sys.stderr)  # off the progress bar's line
         raise ValueError(f'--save_folder {args.save_folder}: {load_path} does not fit this run '
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
     flops_per_image = sum(model.flops_per_image.values())
-    return Run(args, model, data, trainer, flops_per_image, measurement, safeguard)
+    say_how_it_begins(args, trainer.state, load_path)
+    return Run(args, model, data, trainer, flops_per_image, measurement, safeguard, progress)
 
 
-def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, measurement: Measurement,
-                  safeguard: Safeguard, load_path: str | None = None) -> Trainer:
+def say_how_it_begins(args: argparse.Namespace, state: State, load_path: str | None) -> None:
+    """On rank 0: what is resumed, or that nothing will be kept."""
+    if dist.get_global_rank():
+        return
+    if load_path:
+        print(f'resuming from {load_path}, {batches_in_words(state)}')
+    elif args.autoresume:
+        print(f'--save_folder {args.save_folder} holds no checkpoint yet: starting anew')
+    elif args.keeps_nothing:
+        print(f'warning: without --save_folder nothing of these {args.max_duration} will be kept', file=sys.stderr)
+
+
+def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, callbacks: list[Callback],
+                  load_path: str | None = None) -> Trainer:
     """Composer's Trainer, at its start or at the checkpoint `load_path`."""
     window = min(10, args.measure_batches or 10)
     peak_flops = (peak_tflops(args.precision) or 0) * 1e12
@@ -279,7 +296,8 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         optimizers=build_optimizer(model, args),
         schedulers=ConstantScheduler(),
         algorithms=[EMA()] if args.use_ema else [],
-        callbacks=[measurement, SpeedMonitor(window, peak_flops), safeguard, RenewedProgressBar()],
+        callbacks=[SpeedMonitor(window, peak_flops), *callbacks],
+        progress_bar=False,
         loggers=build_loggers(args, training_settings(args, model.vae is None)),
         max_duration=args.max_duration,
         precision=args.precision,
@@ -322,6 +340,7 @@ def train(run: Run) -> dict[str, str]:
         else:
             outcome = {'status': 'failed', 'error': reason(error, run.microbatch_flag)}
     ignore_signals()
+    run.progress.stop()
     if outcome['status'] != 'complete':
         error_of_others = failure_of_ranks(outcome.get('error'))
         if error_of_others:
@@ -339,7 +358,10 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
     record['turnover_batches'] = run.measurement.turnover_batches
     if record['images_per_sec']:
         record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision)
-    record |= {'first_batch': run.safeguard.first_batch, 'skipped_batches': run.safeguard.skipped_batches}
+    timestamp = run.trainer.state.timestamp
+    record |= {'first_batch': run.safeguard.first_batch, 'trained_batches': timestamp.batch.value,
+               'trained_epochs': timestamp.epoch.value, 'loss': run.measurement.loss,
+               'skipped_batches': run.safeguard.skipped_batches}
     record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs(),
                'tf32': uses_tf32()}
     return record
@@ -349,11 +371,10 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
     """Make the record and keep it; a run that did not complete ends the process."""
     args = run.args
     record = make_record(run, outcome)
-    log_record(args, record)
+    log_record(run.trainer.logger.destinations, record)
     save_state = None
-    if outcome['status'] == 'interrupted' and args.save_folder:
-        if run.measurement.batches and not run.safeguard.updating:
-            save_state = partial(save_interrupted, run.trainer.state, args.save_folder)
+    if outcome['status'] == 'interrupted':
+        save_state = partial(save_where_it_stopped, run)
     try:
         if outcome['status'] == 'complete':
             run.trainer.close()
@@ -364,12 +385,24 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
     if outcome['status'] == 'interrupted' or dist.get_global_rank() == 0:
         wait_for_rank_0()  # a launcher ends all ranks 30 s after the first
     if outcome['status'] == 'interrupted':
-        sys.exit(130)
+        sys.exit(130 if dist.get_local_rank() == 0 else 0)  # a launcher would print all that a rank has printed
     if outcome['status'] == 'failed':
-        print(file=sys.stderr)  # off the progress bar's line
         failed_batch = run.trainer.state.timestamp.batch.value + 1
         parser.error(f'the run failed at batch {failed_batch}: {outcome["error"]}')
     return record
+
+
+def save_where_it_stopped(run: Run) -> None:
+    """Save what an interrupted run has learned, where it is to be kept, and say how to go on."""
+    folder = run.args.save_folder
+    stopped = f'stopped at {batches_in_words(run.trainer.state)}'
+    if not folder:
+        print(f'{stopped}; without --save_folder nothing was saved')
+    elif run.measurement.batches and not run.safeguard.updating:
+        path = save_interrupted(run.trainer.state, folder, run.args.save_num_checkpoints_to_keep)
+        print(f'{stopped}; saved {path}; the same command with --autoresume goes on')
+    else:
+        print(f'{stopped}; the same command with --autoresume goes on from the newest checkpoint in {folder}')
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -8,6 +8,11 @@ training draws a latent anew each time) and the caption. Any number of ranks sha
 when started again with the same command on any number of ranks, encodes only what is missing. OUT/index.json comes
 last.
 """
+from harness.options import encode_parser
+
+if __name__ == '__main__':
+    encode_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+
 import argparse
 import hashlib
 import json
@@ -25,7 +30,6 @@ from torch.utils.data import DataLoader, Dataset
 from data import BadSamples, StreamingLAIONDataset, normalize, open_dataset
 from harness.compiling import compile_in_place
 from harness.failures import reason
-from harness.options import encode_parser
 from harness.preflight import (best_precision, fill_in_shared_defaults, refuse_bad_shared_flags,
                                refuse_more_ranks_than_gpus)
 from harness.ranks import end_with_launcher, gather_patiently, join_ranks

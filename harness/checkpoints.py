@@ -111,10 +111,15 @@ def load_checkpoint(path: str) -> dict:
         return torch.load(path, map_location='cpu', weights_only=True)
 
 
-def save_interrupted(state: State, folder: str) -> None:
-    """Save the state as of the last whole batch, by rank 0 alone, since other ranks may be gone.
+def save_interrupted(state: State, folder: str, to_keep: int | None = None) -> str:
+    """Save the state as of the last whole batch, by rank 0 alone, since other ranks may be gone; returns where.
 
     Composer's own saver, whose names and contents these are, waits for all ranks.
+
+    Args:
+        state: of the run.
+        folder: or object store.
+        to_keep: the newest that stay in a folder; None keeps all.
     """
     name = f'ep{state.timestamp.epoch.value}-ba{state.timestamp.batch.value}-rank0.pt'
     store = maybe_create_object_store_from_uri(folder)
@@ -123,10 +128,10 @@ def save_interrupted(state: State, folder: str) -> None:
             path = os.path.join(staging, name)
             torch.save({'state': state.state_dict()}, path)
             store.upload_object(os.path.join(parse_uri(folder)[2], name), path)
-        return
+        return os.path.join(folder, name)
     path = Path(folder, name)
     if path.exists() and globals_of(path) is not None:
-        return  # Composer has saved this batch, whole
+        return str(path)  # Composer has saved this batch, whole
     unfinished = Path(folder, f'{name}.tmp')
     torch.save({'state': state.state_dict()}, unfinished)
     unfinished.replace(path)
@@ -134,3 +139,7 @@ def save_interrupted(state: State, folder: str) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(name)
     link.replace(Path(folder, 'latest-rank0.pt'))
+    if to_keep:
+        for older in checkpoints(folder)[:-to_keep]:
+            os.remove(older)
+    return str(path)

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from composer import Callback
-from composer.core import DataSpec, State, TimeUnit
+from composer.core import DataSpec, State
 from composer.utils import dist, get_device
 
 from harness.gpu_monitor import GpuMonitor
+from harness.progress import total_batches
 
 GIB = 2 ** 30
 QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
@@ -31,13 +32,13 @@ class Window:
         samples: of all ranks.
         queue_batches: that the loader prepares ahead.
         drained_batches: that were taken from this queue and not made again: it was fuller at the start.
-        loss: of the last batch whose loss is finite.
+        losses: of those batches whose loss is finite.
     """
     batch_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)
     aside_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     samples: int = 0
-    loss: float | None = None
     queue_batches: int = 0
     drained_batches: int = 0
 
@@ -67,6 +68,7 @@ class Measurement(Callback):
         self.measure_batches = measure_batches
         self.turnover_batches = 0
         self.batches = 0  # trained by this process, with the warm-up
+        self.loss: float | None = None  # the last finite one of the run
         self.window = Window()
         self.gpu = GpuMonitor()  # of the window
         self._aside = 0.0  # seconds of the batch to come that are no part of it
@@ -97,9 +99,12 @@ class Measurement(Callback):
         now = time.perf_counter()
         loader = state.train_dataloader
         waited = loader.seconds_waited()
+        loss = float(state.total_loss_dict.get('loss/train/total', math.nan))  # none of a step that was left out
+        if math.isfinite(loss):
+            self.loss = loss
         first = self.warmup_batches + self.turnover_batches
         if self.batches >= first and not self._is_full():
-            self._measure(state, now - self._previous_end, waited)
+            self._measure(state, now - self._previous_end, waited, loss)
         elif self.batches < self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more
         self.batches += 1
@@ -111,16 +116,15 @@ class Measurement(Callback):
         self._aside = 0.0
         self._previous_end = now
 
-    def _measure(self, state: State, seconds: float, waited: float) -> None:
+    def _measure(self, state: State, seconds: float, waited: float, loss: float) -> None:
         window = self.window
         window.batch_seconds.append(seconds)
         window.wait_seconds.append(waited)
         window.aside_seconds.append(self._aside)
         window.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
         window.drained_batches = self._drained(state)
-        loss = state.total_loss_dict.get('loss/train/total', math.nan)  # Composer keeps none of a step it dropped
         if math.isfinite(loss):
-            window.loss = loss
+            window.losses.append(loss)
 
     def _is_full(self) -> bool:
         return self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
@@ -148,12 +152,8 @@ class Measurement(Callback):
 
 
 def remaining_batches(state: State) -> int:
-    """How many batches the run has yet to train."""
-    if state.max_duration.unit == TimeUnit.BATCH:
-        return state.max_duration.value - state.timestamp.batch.value
-    if state.max_duration.unit == TimeUnit.EPOCH:
-        return state.max_duration.value * int(state.dataloader_len) - state.timestamp.batch.value
-    return 0  # a length in other units is not known in batches
+    """How many batches the run has yet to train; 0 where its length is not known in batches."""
+    return max(0, (total_batches(state) or 0) - state.timestamp.batch.value)
 
 
 def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset()) -> dict:
@@ -188,7 +188,7 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         'measured_batches': len(slowest),
         'queue_batches': window.queue_batches,
         'bad_samples': num_bad,
-        'loss': window.loss,
+        'loss_mean': float(np.mean(window.losses)) if window.losses else None,
     }
 
 

@@ -50,6 +50,7 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
     args.microbatch_search = args.device_train_microbatch_size == 'auto'  # by harness/microbatch.py
     args.precision = args.precision or best_precision(args)
     fill_in_shared_defaults(args, device_batch, args.precision)
+    args.keeps_nothing = bool(args.max_duration) and not args.save_folder
     fill_in_duration(args)
     if args.training_images is None and args.model_name != 'tiny':
         args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it

@@ -26,6 +26,10 @@ LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'se
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
                   'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration']
 
+FEWEST_BATCHES = 20  # a window that is shorter says little
+MUCH_DRIFT = 0.1
+MUCH_WAITING = 0.05
+
 
 class ResultsError(ValueError):
     """The record could not be kept."""
@@ -118,9 +122,6 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
         return (f'no batch was measured: the run was {record["status"]} within --warmup_batches '
                 f'{record["warmup_batches"]}')
     devices = record['num_devices']
-    drift = '-'
-    if record['drift'] is not None:
-        drift = f'{record["drift"]:+.1%} from the first to the last third'
     share_of_peak = 'peak of this device not known'
     if record['mfu']:
         share_of_peak = f'{record["mfu"]:.1%} of the peak'
@@ -129,20 +130,64 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
                     f'{record["images_per_sec_per_device"]:.4g} each',
         'batch': f'{record["batch_seconds_median"]:.3g} s median of {record["measured_batches"]}, 10th to 90th '
                  f'percentile {record["batch_seconds_p10"]:.3g} to {record["batch_seconds_p90"]:.3g} s',
-        'drift': drift,
-        'wait for data': f'{record["data_wait_fraction"]:.1%} of the time',
+        'drift': drift_sentence(record['drift']),
+        'wait for data': wait_sentence(record['data_wait_fraction']),
         'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
+        'trained': trained_sentence(record),
     }
-    least_window = QUEUES_IN_WINDOW * record['queue_batches']
-    if record['measured_batches'] < least_window:
-        rows['caution'] = (f'so few batches show the {record["queue_batches"]} that lay ready, not the loader; '
-                           f'use --measure_batches {least_window} or more')
+    caution = caution_sentence(record)
+    if caution:
+        rows['caution'] = caution
     if record['checkpoint_seconds'] >= 1:
         rows['checkpoints'] = f'{record["checkpoint_seconds"]:,.0f} s beside the batches, in no other figure'
     if num_images:
         rows['full training'] = cost_sentence(record, num_images, dollars_per_gpu_hour)
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
+
+
+def drift_sentence(drift: float | None) -> str:
+    """How the speed changed within the window, and what to do where it has not settled."""
+    if drift is None:
+        return '-'
+    sentence = f'{drift:+.1%} in speed from the first to the last third'
+    if drift > MUCH_DRIFT:
+        sentence += ': the start was slow; use more --warmup_batches'
+    elif drift < -MUCH_DRIFT:
+        sentence += ': it has not settled; use more --measure_batches'
+    return sentence
+
+
+def wait_sentence(wait_fraction: float) -> str:
+    """How long the run waited for its loader, and what to do where that is much."""
+    sentence = f'{wait_fraction:.1%} of the time'
+    if wait_fraction > MUCH_WAITING:
+        sentence += '; use more --num_workers, smaller images, or latents (encode.py)'
+    return sentence
+
+
+def trained_sentence(record: dict) -> str:
+    """How much was trained in all, and the loss."""
+    sentence = f'{record["trained_batches"]:,} batches'
+    if record['trained_epochs']:
+        sentence += f', {record["trained_epochs"]:,} whole epochs'
+    if record['first_batch']:
+        sentence += f', {record["first_batch"]:,} of them before this run resumed'
+    if record['loss_mean'] is not None:
+        sentence += f'; loss {record["loss"]:.3g}, mean of the measured batches {record["loss_mean"]:.3g}'
+    return sentence
+
+
+def caution_sentence(record: dict) -> str | None:
+    """Why these figures should not be trusted yet, and the remedy; None where they can be."""
+    batches = record['measured_batches']
+    least_window = QUEUES_IN_WINDOW * record['queue_batches']
+    if batches < least_window:
+        return (f'so few batches show the {record["queue_batches"]} that lay ready, not the loader; use '
+                f'--measure_batches {least_window} or more')
+    if batches < FEWEST_BATCHES:
+        return f'{batches} measured batches are too few to rely on; use --measure_batches {FEWEST_BATCHES} or more'
+    return None
 
 
 def cost_sentence(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:
