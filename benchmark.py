@@ -29,14 +29,15 @@ from ema import EMA
 from harness.caption_drop import CaptionDrop
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, save_interrupted
 from harness.compiling import compiled_graphs
+from harness.dry_run import dry_run
 from harness.evaluation import LABEL, METRIC, Evaluations
 from harness.failures import reason
 from harness.gpu_monitor import gather_gpu_figures
 from harness.initial_weights import load_initial_weights
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
-from harness.memory import refuse_too_little_memory
-from harness.microbatch import largest_microbatch
+from harness.memory import build_fake_model, refuse_too_little_memory
+from harness.microbatch import largest_microbatch, likely_microbatch
 from harness.optimization import FiniteGradientClipping, build_schedule
 from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
@@ -262,10 +263,10 @@ def build_evaluator(args: argparse.Namespace, files: ModelFiles, held_out: HeldO
                      device_eval_microbatch_size=microbatch)
 
 
-def build_model(args: argparse.Namespace, latents: bool) -> StableDiffusion:
-    """The model with its switches, its weights drawn from the seed on the device that trains them."""
+def build_model(args: argparse.Namespace, latents: bool, device: torch.device | None = None) -> StableDiffusion:
+    """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
     torch.manual_seed(args.seed)
-    with torch.device(get_device()._device):
+    with device or torch.device(get_device()._device):
         model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision, latents)
     apply_switches(model, args)
     return model
@@ -294,8 +295,11 @@ def build_algorithms(args: argparse.Namespace, files: ModelFiles | None = None,
     return algorithms
 
 
-def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
-    """The training, at its start or at the checkpoint to resume from. ValueError: it cannot be built as asked."""
+def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | None = None) -> Run:
+    """The training, at its start or at the checkpoint to resume from; a search begins at `first_microbatch`.
+
+    ValueError: it cannot be built as asked.
+    """
     files = find_model(args.model_name, args.pretrained)
     latents = data.dataloader.dataset.latents
     held_out = None
@@ -310,7 +314,7 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
         average = load_initial_weights(args.load_weights, model)
     algorithms = build_algorithms(args, files, average)
     if args.microbatch_search:
-        args.device_train_microbatch_size = largest_microbatch(model, data, args)
+        args.device_train_microbatch_size = largest_microbatch(model, data, args, first_microbatch)
     evaluator = None
     if held_out is not None:
         evaluator = build_evaluator(args, files, held_out)
@@ -491,19 +495,23 @@ def save_where_it_stopped(run: Run) -> None:
 
 
 def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
-    """Check, build, train and record; returns the record."""
+    """Check, build, train and record; returns the record, or with --dry_run the microbatches that fit."""
     try:
         refuse_more_ranks_than_gpus()
         fill_in_training_defaults(args)
         refuse_bad_training(args)
+        if args.dry_run is not None:
+            return dry_run(args, build_model)
         join_ranks(get_device(), args.dist_timeout)
         agree_on_workers(args)
         files = find_model(args.model_name, args.pretrained)
         data = build_data(args, files)
         if args.loader_only:
             return measure_loader(args, data)
-        refuse_too_little_memory(args, files, data.dataloader.dataset.latents)
-        run = build_run(args, data)
+        fake = build_fake_model(args, data.dataloader.dataset.latents, build_model)
+        refuse_too_little_memory(args, fake)
+        first_microbatch = likely_microbatch(args, fake) if args.microbatch_search else None
+        run = build_run(args, data, first_microbatch)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))
     if run.is_over:

@@ -209,6 +209,9 @@ def add_training_measurement_flags(group) -> None:
     add = group.add_argument
     add('--measure_batches', type=count, help='batches measured after the warm-up (default: with --max_duration to the '
         "end of the run; else 20, or with streamed data five times the loader's queue if that is more)")
+    add('--dry_run', nargs='?', type=count, const=0, metavar='GPUS', help='train nothing: say what memory each '
+        'microbatch needs, which fits on which card, and how fast so many GPUs could be at most; needs no GPU '
+        "(default: off; without a number, as many GPUs as the launcher starts processes)")
     add('--loader_only', action='store_true', help='measure the loader alone, without a model (default: off)')
     add('--profile', metavar='DIR', help='trace 3 batches after the warm-up and write them to this new folder, for '
         'Perfetto and TensorBoard; no report counts the record of such a run (default: none)')

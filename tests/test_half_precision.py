@@ -10,10 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 import benchmark
 from benchmark import StableDiffusion
 from ema import EMA
+from harness.cuda_autocast import cuda_rules
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
 from models.loading import DTYPES, SD2_BASE, find_model
-from tests.cuda_rules import HALF, Dtypes, Fault, composer_on_a_gpu, cuda_rules, one_rank
+from tests.cuda_rules import HALF, Dtypes, Fault, composer_on_a_gpu, one_rank
 from tests.runs import TINY
 
 NORMS = ('native_group_norm', 'native_layer_norm')
