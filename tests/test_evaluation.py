@@ -17,6 +17,7 @@ from inputs.captions import build_tokenizer
 from inputs.shards import LATENTS
 from models.latents import origin_of_latents
 from models.loading import find_model
+from tests.forked_runs import run_ranks
 from tests.harness.test_checkpoints import assert_equal
 from tests.runs import TINY, one_error_line
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
@@ -169,6 +170,31 @@ def test_a_signal_within_an_evaluation_leaves_a_checkpoint_of_the_live_weights(e
     record = main(argv)
     assert (record['first_batch'], record['eval_batch']) == (2, 4)
     assert_same_training(folder, kept)
+
+
+def run_that_rank_1_is_told_to_end(rank: int, argv: list[str]) -> None:
+    """A run of several ranks, of which one gets a signal within its first evaluation."""
+    class Interrupted(benchmark.Evaluations):
+        def eval_batch_end(self, state, logger):
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    benchmark.Evaluations = Interrupted
+    benchmark.main(argv)
+
+
+def test_ranks_leave_an_evaluation_together(server, held_out, tmp_path):
+    log, kept = tmp_path / 'log', tmp_path / 'kept'
+    argv = [*TRAIN, '--use_synth_data', '--eval_remote', held_out, '--eval_interval', '2ba', '--save_folder', str(kept),
+            '--results', str(tmp_path / 'results'), '--device_train_microbatch_size', '1']  # 4 batches of 7 samples
+    codes = run_ranks(server, [log, log], run_that_rank_1_is_told_to_end, [(rank, argv) for rank in (0, 1)])
+    assert codes[0] == 130, log.read_text()
+    record = json.loads((tmp_path / 'results').read_text())
+    assert (record['status'], record['trained_batches'], record['evaluations']) == ('interrupted', 2, 0)
+    state = final_state(kept)
+    ema = dict(state['algorithms'])['EMA']
+    average = ema['ema_model']['named_parameters_dict']['unet.conv_in.bias']
+    assert not ema['ema_weights_active'] and not torch.equal(state['model']['unet.conv_in.bias'], average)
 
 
 @pytest.mark.parametrize('source, flags, words', [
