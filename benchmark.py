@@ -28,15 +28,16 @@ from data import SyntheticImageCaptionDataset, build_held_out_loader, build_load
 from ema import EMA
 from harness.caption_drop import CaptionDrop
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, save_interrupted
-from harness.compiling import compile_in_place, compiled_graphs
+from harness.compiling import compiled_graphs
+from harness.dry_run import dry_run
 from harness.evaluation import LABEL, METRIC, Evaluations
 from harness.failures import reason
 from harness.gpu_monitor import gather_gpu_figures
 from harness.initial_weights import load_initial_weights
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
-from harness.memory import refuse_too_little_memory
-from harness.microbatch import largest_microbatch
+from harness.memory import build_fake_model, refuse_too_little_memory
+from harness.microbatch import largest_microbatch, likely_microbatch
 from harness.optimization import FiniteGradientClipping, build_schedule
 from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
@@ -46,6 +47,8 @@ from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
 from harness.sampling import Sampling
+from harness.switches import apply_switches, process_switches, switch_callbacks
+from harness.tracing import PROFILED, attention_kernels, build_profiler, tracing_callbacks
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
@@ -260,33 +263,13 @@ def build_evaluator(args: argparse.Namespace, files: ModelFiles, held_out: HeldO
                      device_eval_microbatch_size=microbatch)
 
 
-def build_model(args: argparse.Namespace, latents: bool) -> StableDiffusion:
-    """The model with its switches, its weights drawn from the seed on the device that trains them."""
+def build_model(args: argparse.Namespace, latents: bool, device: torch.device | None = None) -> StableDiffusion:
+    """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
     torch.manual_seed(args.seed)
-    with torch.device(get_device()._device):
+    with device or torch.device(get_device()._device):
         model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision, latents)
     apply_switches(model, args)
     return model
-
-
-def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
-    """Train the same model faster or in less memory. ValueError: xformers is not built for this torch or this GPU."""
-    convolutional = [model.unet]
-    if model.vae is not None:
-        convolutional.append(model.vae)
-    if args.channels_last:
-        for part in convolutional:
-            part.to(memory_format=torch.channels_last)
-    if args.attention == 'xformers':
-        try:
-            for part in convolutional:
-                part.enable_xformers_memory_efficient_attention()
-        except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
-            raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
-    if args.gradient_checkpointing:
-        model.unet.enable_gradient_checkpointing()
-    if args.compile:
-        compile_in_place([model.unet] if model.vae is None else [model.unet, model.vae.encoder])
 
 
 def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -312,8 +295,11 @@ def build_algorithms(args: argparse.Namespace, files: ModelFiles | None = None,
     return algorithms
 
 
-def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
-    """The training, at its start or at the checkpoint to resume from. ValueError: it cannot be built as asked."""
+def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | None = None) -> Run:
+    """The training, at its start or at the checkpoint to resume from; a search begins at `first_microbatch`.
+
+    ValueError: it cannot be built as asked.
+    """
     files = find_model(args.model_name, args.pretrained)
     latents = data.dataloader.dataset.latents
     held_out = None
@@ -328,7 +314,7 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
         average = load_initial_weights(args.load_weights, model)
     algorithms = build_algorithms(args, files, average)
     if args.microbatch_search:
-        args.device_train_microbatch_size = largest_microbatch(model, data, args)
+        args.device_train_microbatch_size = largest_microbatch(model, data, args, first_microbatch)
     evaluator = None
     if held_out is not None:
         evaluator = build_evaluator(args, files, held_out)
@@ -336,7 +322,7 @@ def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
     safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
     evaluations = Evaluations()
     progress = Progress()
-    callbacks = [measurement, progress, safeguard, evaluations]
+    callbacks = [measurement, progress, safeguard, *tracing_callbacks(args), evaluations]
     if args.sample_prompts:
         ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
         callbacks.append(Sampling(args, model, measurement, ema))
@@ -384,7 +370,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         optimizers=build_optimizer(model, args),
         schedulers=build_schedule(args),
         algorithms=algorithms,
-        callbacks=[SpeedMonitor(window, peak_flops), *callbacks],
+        callbacks=[*switch_callbacks(args), SpeedMonitor(window, peak_flops), *callbacks],
         eval_dataloader=evaluator,
         progress_bar=False,
         loggers=build_loggers(args, training_settings(args, model.vae is None)),
@@ -400,6 +386,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         load_path=load_path,
         seed=args.seed,
         dist_timeout=args.dist_timeout,
+        profiler=build_profiler(args),
     )
     if not in_store:
         for callback in trainer.state.callbacks:
@@ -463,7 +450,9 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
                'trained_epochs': timestamp.epoch.value, 'loss': run.measurement.loss,
                'skipped_batches': run.safeguard.skipped_batches}
     record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs(),
-               'tf32': uses_tf32()}
+               'tf32': uses_tf32(), 'attention_kernels': attention_kernels(run.trainer.state.callbacks)}
+    if run.args.profile and record['status'] == 'complete':
+        record['status'] = PROFILED
     return record
 
 
@@ -505,23 +494,24 @@ def save_where_it_stopped(run: Run) -> None:
         print(f'{stopped}; the same command with --autoresume goes on from the newest checkpoint in {folder}')
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """Run the benchmark; returns its record."""
-    end_with_launcher()
-    parser = benchmark_parser(__doc__)
-    args = parser.parse_args(argv)
+def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
+    """Check, build, train and record; returns the record, or with --dry_run the microbatches that fit."""
     try:
         refuse_more_ranks_than_gpus()
         fill_in_training_defaults(args)
         refuse_bad_training(args)
+        if args.dry_run is not None:
+            return dry_run(args, build_model)
         join_ranks(get_device(), args.dist_timeout)
         agree_on_workers(args)
         files = find_model(args.model_name, args.pretrained)
         data = build_data(args, files)
         if args.loader_only:
             return measure_loader(args, data)
-        refuse_too_little_memory(args, files, data.dataloader.dataset.latents)
-        run = build_run(args, data)
+        fake = build_fake_model(args, data.dataloader.dataset.latents, build_model)
+        refuse_too_little_memory(args, fake)
+        first_microbatch = likely_microbatch(args, fake) if args.microbatch_search else None
+        run = build_run(args, data, first_microbatch)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))
     if run.is_over:
@@ -534,6 +524,15 @@ def main(argv: list[str] | None = None) -> dict:
         return conclude(run, outcome, parser)
     finally:
         run.safeguard.release_signals()
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Run the benchmark; returns its record."""
+    end_with_launcher()
+    parser = benchmark_parser(__doc__)
+    args = parser.parse_args(argv)
+    with process_switches(args):
+        return run_benchmark(args, parser)
 
 
 if __name__ == '__main__':

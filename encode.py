@@ -28,7 +28,7 @@ from streaming import MDSWriter
 from torch.utils.data import DataLoader, Dataset
 
 from data import BadSamples, StreamingLAIONDataset, normalize, open_dataset
-from harness.compiling import compile_in_place
+from harness.compiling import compile_in_place, compile_mode
 from harness.failures import reason
 from harness.preflight import (best_precision, fill_in_shared_defaults, refuse_bad_shared_flags,
                                refuse_more_ranks_than_gpus)
@@ -215,7 +215,7 @@ def build_encoder(args: argparse.Namespace, files: ModelFiles) -> AutoencoderKL:
     if args.channels_last:
         vae.to(memory_format=torch.channels_last)
     if args.compile:
-        compile_in_place([vae.encoder])
+        compile_in_place([vae.encoder], compile_mode(args))
     return vae
 
 

@@ -1,34 +1,54 @@
-"""What a training needs in memory at least, item by item, and what there is; said before anything large is built."""
+"""What a training needs in memory, item by item, and what there is; said before anything large is built.
+
+It is counted on a model without memory (harness/fake_step.py), which the switches of the run have been applied to, so
+that a switch changes what is counted by what it does.
+"""
 import argparse
-import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import torch
+from composer import ComposerModel
 from composer.utils import dist
-from diffusers import UNet2DConditionModel
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import CLIPTextConfig
 
+from harness.fake_step import FakeModel, StepMemory, build_fake, trace_step
 from inputs.captions import CAPTION_LENGTH
-from models.loading import ModelFiles, build_text_encoder, build_vae
+from inputs.shards import LATENTS
 
 GIB = 2 ** 30
-HALF_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
+# What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
+# allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
+UNCOUNTED_SHARE = 0.12
 
 
-def refuse_too_little_memory(args: argparse.Namespace, files: ModelFiles, latents: bool) -> None:
+def build_fake_model(args: argparse.Namespace, latents: bool,
+                     build_model: Callable[[argparse.Namespace, bool, torch.device], ComposerModel]) -> FakeModel:
+    """The model of a run with its switches, without memory.
+
+    Args:
+        args: the flags of benchmark.py, with their defaults filled in.
+        latents: the training needs no VAE.
+        build_model: makes the real one.
+    """
+    # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
+    args = argparse.Namespace(**vars(args) | {'pretrained': False, 'attention': 'sdpa'})
+    return build_fake(lambda: build_model(args, latents, torch.device('cpu')))
+
+
+def refuse_too_little_memory(args: argparse.Namespace, fake: FakeModel) -> None:
     """ValueError: the training surely needs more memory than its GPU has, or than its ranks find on this host.
 
     On a GPU nothing is counted that depends on the microbatch, which can be made smaller; nor where it is searched for.
     """
-    needed = lasting_bytes(args, files, latents)
+    needed = lasting_bytes(args, fake.model, dist.get_world_size())
     if torch.cuda.is_available():
         there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         place = 'this GPU'
     else:
         if not args.microbatch_search:
-            add_activations(needed, args, files)
+            step = trace_training(args, fake)
+            needed = needed_bytes(args, needed, step, args.device_train_microbatch_size, dist.get_world_size())
         needed = {item: number * dist.get_local_world_size() for item, number in needed.items()}
         there = memory_of_host()
         place = 'this machine'
@@ -38,47 +58,42 @@ def refuse_too_little_memory(args: argparse.Namespace, files: ModelFiles, latent
                          f'{place} has {there / GIB:.1f}; the same with a tiny model runs here: {tiny_command(args)}')
 
 
-def add_activations(needed: dict[str, int], args: argparse.Namespace, files: ModelFiles) -> None:
-    """Add what a microbatch takes at its peak to the items of `lasting_bytes`."""
-    needed['activations'] = args.device_train_microbatch_size * activation_bytes(args, files)
-    if args.device_train_microbatch_size == args.batch_size // dist.get_world_size():
-        smaller = min('gradients', 'activations', key=needed.get)
-        del needed[smaller]  # with a single microbatch the gradients come as the activations go
-
-
-def lasting_bytes(args: argparse.Namespace, files: ModelFiles, latents: bool) -> dict[str, int]:
-    """Bytes of a device, by item, that stay from step to step, whatever the microbatch. No parameter is allocated.
+def lasting_bytes(args: argparse.Namespace, model: ComposerModel, num_devices: int) -> dict[str, int]:
+    """Bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
 
     Args:
         args: the flags of benchmark.py, with their defaults filled in.
-        files: of the model.
-        latents: the training needs no VAE.
+        model: a fake one will do.
+        num_devices: that share the batch.
     """
-    files = dataclasses.replace(files, pretrained=False)  # sizes need no weights
-    with torch.device('meta'):
-        unet = parameter_bytes(UNet2DConditionModel.from_config(files.configs['unet']))
-        text_encoder = parameter_bytes(build_text_encoder(files, args.encoder_precision))
-        vae = 0
-        if not latents:
-            vae = parameter_bytes(build_vae(files, args.encoder_precision))
-    needed = {'weights': unet, 'gradients': unet, 'Adam moments': 2 * unet}
-    if args.use_ema:
-        needed['average of the weights'] = unet
-    if dist.get_world_size() > 1:
-        needed['gradient buckets'] = unet  # DistributedDataParallel's, beside the gradients themselves
-    needed['text encoder'] = text_encoder
-    needed['VAE'] = vae
-    needed['batch'] = synthetic_batch_bytes(args)
+    unet = parameter_bytes(model.unet)
+    needed = {'weights': unet, 'gradients': unet}
+    for item, copies in copies_of_weights(args, num_devices).items():
+        needed[item] = copies * unet
+    needed['text encoder'] = parameter_bytes(model.text_encoder)
+    if model.vae is not None:
+        needed['VAE'] = parameter_bytes(model.vae)
+    needed['batch'] = synthetic_batch_bytes(args, num_devices)
     return needed
+
+
+def copies_of_weights(args: argparse.Namespace, num_devices: int) -> dict[str, int]:
+    """How many tensors as large as a weight a run holds beside it and its gradient."""
+    copies = {'Adam moments': 2}
+    if args.use_ema:
+        copies['average of the weights'] = 1
+    if num_devices > 1:
+        copies['gradient buckets'] = 1  # DistributedDataParallel's, beside the gradients themselves
+    return copies
 
 
 def parameter_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def synthetic_batch_bytes(args: argparse.Namespace) -> int:
+def synthetic_batch_bytes(args: argparse.Namespace, num_devices: int) -> int:
     """Of a device's share of a synthetic batch; a streamed one may be smaller than `image_size`, so that it is 0."""
-    device_batch = args.batch_size // dist.get_world_size()
+    device_batch = args.batch_size // num_devices
     if args.use_synth_data:
         return device_batch * 3 * args.image_size ** 2  # uint8
     if args.use_synth_latents:
@@ -86,37 +101,41 @@ def synthetic_batch_bytes(args: argparse.Namespace) -> int:
     return 0
 
 
-def activation_bytes(args: argparse.Namespace, files: ModelFiles) -> int:
-    """What autograd keeps of one image between the UNet's forward and its backward.
+def trace_training(args: argparse.Namespace, fake: FakeModel, fused_attention: bool = True) -> StepMemory:
+    """The memory of a step of the run, encoders included, on a device, for any microbatch."""
+    def make_batch(size: int) -> dict[str, torch.Tensor]:
+        batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long)}
+        side = args.image_size
+        if fake.model.vae is None:
+            batch[LATENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half)
+        else:
+            batch['image'] = torch.zeros(size, 3, side, side)
+        return batch
+    return trace_step(fake, make_batch, args.precision, fused_attention)
 
-    The UNet runs on fake tensors, which have shapes but no memory, and for which torch chooses its kernels as for real
-    ones; on meta tensors attention would take the slow path and keep its matrices, twice as much in all.
 
-    In float32 on a CPU, what `tiny` held at its peak was 1.03 times this. Its resident memory grew by up to 2.1 times
-    this, because malloc keeps what is freed. With --gradient_checkpointing the block that is computed again comes on
-    top. Of mixed precision this is a lower bound: all is in half precision, where autocast leaves the norms in float32.
+def needed_bytes(args: argparse.Namespace, lasting: dict[str, int], step: StepMemory, microbatch: int,
+                 num_devices: int) -> dict[str, int]:
+    """Bytes of a device, by item, at the peak of a step: within a microbatch, or while the optimizer works.
+
+    Args:
+        args: the flags of benchmark.py, with their defaults filled in.
+        lasting: of `lasting_bytes`.
+        step: of `trace_training`.
+        microbatch: images that go through the model at once.
+        num_devices: that share the batch.
     """
-    text = CLIPTextConfig(**files.configs['text_encoder'])
-    side = args.image_size // 8
-    dtype = HALF_DTYPES.get(args.precision, torch.float32)
-    kept = {}  # bytes of each storage
+    accumulated = microbatch < args.batch_size // num_devices
+    within = lasting | step.peak(microbatch, accumulated)
+    updating = dict(lasting)
+    if not args.fused_optimizer:
+        updating['working memory'] = lasting['weights']  # what Adam divides by, of all weights at once
+    return max(within, updating, key=lambda items: sum(items.values()))
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
 
-    with FakeTensorMode():
-        unet = UNet2DConditionModel.from_config(files.configs['unet']).train()
-        torch.nn.Module.to(unet, dtype)  # diffusers' own `to` warns of parts that stay in fp32
-        if args.gradient_checkpointing:
-            unet.enable_gradient_checkpointing()
-        latents = torch.empty(1, unet.config.in_channels, side, side, dtype=dtype)
-        states = torch.empty(1, CAPTION_LENGTH, text.hidden_size, dtype=dtype)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            prediction = unet(latents, torch.zeros(1, dtype=torch.long), states).sample  # keeps the graph alive
-        weights = {parameter.untyped_storage()._cdata for parameter in unet.parameters()}
-    del prediction
-    return sum(number for storage, number in kept.items() if storage not in weights)
+def taken_on_a_gpu(needed: dict[str, int]) -> float:
+    """Bytes that a GPU needs for these items, with what cannot be counted."""
+    return sum(needed.values()) * (1 + UNCOUNTED_SHARE)
 
 
 def memory_of_host(cgroups: Path = Path('/sys/fs/cgroup'), membership: Path = Path('/proc/self/cgroup')) -> int:

@@ -6,6 +6,7 @@ of its exchange of gradients, and every microbatch of a run that searches is syn
 import argparse
 import gc
 import re
+from collections.abc import Callable
 
 import torch
 from composer import ComposerModel
@@ -13,25 +14,48 @@ from composer.core import DataSpec, get_precision_context
 from composer.utils import dist, get_device
 
 from harness.failures import is_out_of_memory
+from harness.fake_step import FakeModel
+from harness.memory import copies_of_weights, lasting_bytes, needed_bytes, taken_on_a_gpu, trace_training
 from inputs.captions import CAPTION_LENGTH
 from inputs.shards import LATENTS
 
-ADAM_MOMENTS = 2  # tensors beside each weight
 SPARE_SHARE = 1 / 32  # of a GPU's memory: the allocator cuts it up a little differently in a long run
 
 
-def largest_microbatch(model: ComposerModel, data: DataSpec, args: argparse.Namespace) -> int:
+def likely_microbatch(args: argparse.Namespace, fake: FakeModel) -> int:
+    """The largest part of a device's share that fits into every rank's GPU by calculation, or the least.
+
+    Where there is no GPU it is the whole share.
+    """
+    sizes = divisors(args.batch_size // dist.get_world_size())
+    if not torch.cuda.is_available():
+        return sizes[0]
+    there = torch.cuda.mem_get_info()[1]
+    lasting = lasting_bytes(args, fake.model, dist.get_world_size())
+    step = trace_training(args, fake)
+    position = 0
+    while position < len(sizes) - 1:
+        needed = needed_bytes(args, lasting, step, sizes[position], dist.get_world_size())
+        if on_all_ranks(taken_on_a_gpu(needed) <= there):
+            break
+        position += 1
+    return sizes[position]
+
+
+def largest_microbatch(model: ComposerModel, data: DataSpec, args: argparse.Namespace, guess: int) -> int:
     """The largest part of a device's share of the batch that trains within the memory of every rank.
 
-    The result divides the device's share. The sizes are tried from the whole share down, each on all ranks at once, so
-    that none waits for another. A try is a forward and a backward pass beside everything that the run will hold.
-    Weights and random state stay as they are, and there is no optimizer yet.
+    The result divides the device's share. Where a size fits, all smaller ones do, so that the search may begin
+    anywhere. Each size is tried on all ranks at once, so that none waits for another. A try is a forward and a backward
+    pass beside everything that the run will hold. Weights and random state stay as they are, and there is no optimizer
+    yet.
 
     Args:
         model: with its switches; it is moved to its device. A compiled part runs uncompiled: compiling takes minutes
             for each size, and as a rule a compiled model needs less memory.
         data: what the run will train on.
         args: of benchmark.py, filled in.
+        guess: a divisor of the share, the same on all ranks; the nearer it is, the fewer sizes are tried.
 
     ValueError: not even one image fits.
     """
@@ -39,11 +63,25 @@ def largest_microbatch(model: ComposerModel, data: DataSpec, args: argparse.Name
     share = args.batch_size // dist.get_world_size()
     on_all_ranks(True)  # NCCL takes its own memory when it is first called
     with random_state_kept(), torch.compiler.set_stance('force_eager'):
-        for size in divisors(share):
-            if on_all_ranks(fits(model, data, args, size)):
-                return size
-    raise ValueError(f'not even one image of --image_size {args.image_size} fits into the memory of '
-                     f'{memory_of_device()}; use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
+        size = largest_that_fits(divisors(share), guess, lambda size: on_all_ranks(fits(model, data, args, size)))
+    if size is None:
+        raise ValueError(f'not even one image of --image_size {args.image_size} fits into the memory of '
+                         f'{memory_of_device()}; use --gradient_checkpointing, a smaller image, or a smaller '
+                         '--batch_size')
+    return size
+
+
+def largest_that_fits(sizes: list[int], guess: int, is_fitting: Callable[[int], bool]) -> int | None:
+    """The first of `sizes`, which fall, that fits; tried from `guess` on, down or up. None: not even the last fits."""
+    position = sizes.index(guess)
+    if is_fitting(guess):
+        while position > 0 and is_fitting(sizes[position - 1]):
+            position -= 1
+        return sizes[position]
+    for size in sizes[position + 1:]:
+        if is_fitting(size):
+            return size
+    return None
 
 
 def divisors(number: int) -> list[int]:
@@ -106,11 +144,7 @@ def free_memory(model: ComposerModel) -> None:
 
 def memory_beside(model: ComposerModel, args: argparse.Namespace) -> list[torch.Tensor]:
     """As much memory as a run holds beside weights and activations; the gradients are put where they belong."""
-    copies = ADAM_MOMENTS
-    if args.use_ema:
-        copies += 1
-    if dist.get_world_size() > 1:
-        copies += 1  # the gradients in DDP's buckets
+    copies = sum(copies_of_weights(args, dist.get_world_size()).values())
     held = []
     for parameter in model.parameters():
         if parameter.requires_grad:

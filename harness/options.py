@@ -14,6 +14,8 @@ from models.hub import SD2_BASE
 
 GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
           'evaluation and drawing', 'logging', 'cost')
+ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention, in the order to try them
+COMPILE_MODES = ('max-autotune-no-cudagraphs', 'reduce-overhead')  # of torch.compile, beside its default
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,6 +92,15 @@ amount = number(float, 0, sys.float_info.max, 'an amount')
 positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
 
 
+def attention(text: str) -> str:
+    """An argparse type: sdpa, xformers, or some of torch's kernels in an order of one's own, such as cudnn,flash."""
+    names = text.split(',')
+    if text not in ('sdpa', 'xformers') and (not set(names) <= set(ATTENTION_BACKENDS) or len(set(names)) < len(names)):
+        raise argparse.ArgumentTypeError(f'{text} is not sdpa, xformers, or a list such as '
+                                         f'{",".join(ATTENTION_BACKENDS)}')
+    return text
+
+
 def benchmark_parser(description: str) -> Parser:
     """The command line of benchmark.py."""
     parser = Parser('benchmark.py', description)
@@ -140,8 +151,10 @@ def add_shared_flags(parser: Parser) -> None:
         'holds their weights in float32 and computes in --precision (default: the half precision of --precision)')
     add('--channels_last', action=argparse.BooleanOptionalAction, help='memory format of the convolutions (default: on '
         'where there is a GPU)')
-    add('--compile', action=argparse.BooleanOptionalAction, default=False, help='compile the UNet and the VAE encoder, '
-        'which takes minutes at the start (default: off)')
+    add('--compile', nargs='?', const=True, default=False, choices=COMPILE_MODES, metavar='MODE', help='compile the '
+        "UNet and the VAE encoder, which takes minutes at the start, in torch's default mode or in one of "
+        f'{", ".join(COMPILE_MODES)} (default: off)')
+    add('--no-compile', dest='compile', action='store_const', const=False, help='compile nothing (the default)')
 
     add = parser.groups['measurement'].add_argument
     add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
@@ -172,8 +185,21 @@ def add_training_speed_flags(group) -> None:
     add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; on GPUs since the A100 fp32 '
         'multiplies as TF32, which keeps 10 bits of the fraction (default: amp_bf16 on a GPU that has it, amp_fp16 on '
         'another GPU, fp32 on a CPU)')
-    add('--attention', choices=['sdpa', 'xformers'], default='sdpa', help="torch's attention, or that of the package "
-        'xformers (default: sdpa)')
+    add('--attention', type=attention, default='sdpa', metavar='WHICH', help="sdpa, torch's attention; a list of its "
+        f'kernels in the order to try them, of {",".join(ATTENTION_BACKENDS)}, the others after them; or xformers, '
+        'that of the package (default: sdpa)')
+    add('--half_precision_norms', action=switch, default=False, help="compute the UNet's group and layer norms in the "
+        'half precision of --precision instead of float32 (default: off)')
+    add('--channels_last_norms', action=switch, default=False, help="group norms that leave the UNet's images in "
+        '--channels_last (default: off)')
+    add('--cast_weights_once', action=switch, default=False, help="cast the UNet's weights to half precision once for "
+        'a batch instead of for each microbatch (default: off)')
+    add('--cudnn_benchmark', action=switch, default=False, help='let cuDNN try its algorithms for each new shape and '
+        'keep the fastest (default: off)')
+    add('--compile_blocks', action=switch, default=False, help="with --compile: compile each kind of the UNet's blocks "
+        'once instead of the whole UNet, for a shorter start (default: off)')
+    add('--allreduce_precision', choices=['fp32', 'bf16'], default='fp32', help='in which GPUs exchange gradients '
+        '(default: fp32)')
     add('--gradient_checkpointing', action=switch, default=False, help='less memory for about a third more arithmetic '
         '(default: off)')
     add('--fused_optimizer', action=switch, default=True, help='AdamW in one kernel (default: on)')
@@ -183,7 +209,12 @@ def add_training_measurement_flags(group) -> None:
     add = group.add_argument
     add('--measure_batches', type=count, help='batches measured after the warm-up (default: with --max_duration to the '
         "end of the run; else 20, or with streamed data five times the loader's queue if that is more)")
+    add('--dry_run', nargs='?', type=count, const=0, metavar='GPUS', help='train nothing: say what memory each '
+        'microbatch needs, which fits on which card, and how fast so many GPUs could be at most; needs no GPU '
+        "(default: off; without a number, as many GPUs as the launcher starts processes)")
     add('--loader_only', action='store_true', help='measure the loader alone, without a model (default: off)')
+    add('--profile', metavar='DIR', help='trace 3 batches after the warm-up and write them to this new folder, for '
+        'Perfetto and TensorBoard; no report counts the record of such a run (default: none)')
 
 
 def add_training_flags(group) -> None:

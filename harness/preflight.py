@@ -17,6 +17,7 @@ from harness.costs import TRAINING_IMAGES
 from harness.measurement import QUEUES_IN_WINDOW
 from harness.ranks import cores_per_rank
 from harness.sampling import read_prompts
+from harness.tracing import TRACE_WARMUP, TRACED_BATCHES
 from inputs.timed_loader import queued_batches
 
 HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
@@ -32,15 +33,27 @@ def refuse_more_ranks_than_gpus() -> None:
         raise ValueError(f'composer -n {processes} is more than the {torch.cuda.device_count()} GPUs of this machine')
 
 
+def number_of_devices(args: argparse.Namespace) -> int:
+    """How many devices share the batch: those of this run, or those that --dry_run speaks of."""
+    return getattr(args, 'dry_run', None) or dist.get_world_size()
+
+
+def is_for_gpus(args: argparse.Namespace) -> bool:
+    """Whether the run is on GPUs, or --dry_run speaks of them."""
+    return torch.cuda.is_available() or getattr(args, 'dry_run', None) is not None
+
+
 def fill_in_training_defaults(args: argparse.Namespace) -> None:
     """Fill in the flags of benchmark.py that were not given."""
-    device_batch = args.batch_size // dist.get_world_size()
+    if args.dry_run is not None and not (args.remote or args.local or args.use_synth_latents):
+        args.use_synth_data = True
+    device_batch = args.batch_size // number_of_devices(args)
     if not args.device_train_microbatch_size:
-        args.device_train_microbatch_size = 'auto' if torch.cuda.is_available() else device_batch
+        args.device_train_microbatch_size = 'auto' if is_for_gpus(args) else device_batch
     elif args.device_train_microbatch_size.isdecimal():
         args.device_train_microbatch_size = int(args.device_train_microbatch_size)
     args.microbatch_search = args.device_train_microbatch_size == 'auto'  # by harness/microbatch.py
-    args.precision = args.precision or best_precision()
+    args.precision = args.precision or best_precision(args)
     fill_in_shared_defaults(args, device_batch, args.precision)
     args.keeps_nothing = bool(args.max_duration) and not args.save_folder
     fill_in_duration(args)
@@ -69,10 +82,10 @@ def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precisi
     read_local_in_place(args)
     args.encoder_precision = args.encoder_precision or HALF_PRECISION[precision]
     if args.channels_last is None:
-        args.channels_last = torch.cuda.is_available()
+        args.channels_last = is_for_gpus(args)
     if args.num_workers is None:
         args.num_workers = 0
-        if args.remote:
+        if args.remote and getattr(args, 'dry_run', None) is None:
             args.num_workers = default_workers(device_batch, args.image_size)
 
 
@@ -109,10 +122,10 @@ def agree_on_workers(args: argparse.Namespace) -> None:
     args.measure_batches = measure_batches or None
 
 
-def best_precision() -> str:
-    """amp_bf16 on a GPU that has it, amp_fp16 on another, fp32 on a CPU."""
+def best_precision(args: argparse.Namespace) -> str:
+    """amp_bf16 on a GPU that has it, amp_fp16 on another, fp32 on a CPU. --dry_run speaks of a GPU that has it."""
     if not torch.cuda.is_available():
-        return 'fp32'
+        return 'amp_bf16' if is_for_gpus(args) else 'fp32'
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return 'amp_bf16'
     return 'amp_fp16'
@@ -132,17 +145,42 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
     """ValueError, with the flag, its value and the remedy, for flags of benchmark.py that cannot run."""
     refuse_bad_source(args)
     refuse_bad_batch(args)
+    if args.dry_run is not None:
+        refuse_bad_image_size(args)
+        if args.loader_only:
+            raise ValueError('--dry_run speaks of a training, --loader_only measures a loader; give one of them')
+        return
     if args.attention == 'xformers' and not (torch.cuda.is_available() and importlib.util.find_spec('xformers')):
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
     if args.precision != 'fp32' and not (torch.cuda.is_available() or args.loader_only):
         raise ValueError(f'--precision {args.precision}: Composer trains in fp32 where there is no GPU; use fp32')
+    refuse_bad_switches(args)
     refuse_bad_shared_flags(args, args.batch_size // dist.get_world_size())
     refuse_bad_duration(args)
+    refuse_bad_profile(args)
     refuse_bad_warmup(args)
     refuse_bad_average(args)
     refuse_bad_evaluation(args)
     refuse_bad_save_folder(args)
     refuse_bad_sampling(args)
+
+
+def refuse_bad_switches(args: argparse.Namespace) -> None:
+    """ValueError: a switch would do nothing, and the record say that it was on; or it cannot work."""
+    for flag in ('half_precision_norms', 'cast_weights_once'):
+        if getattr(args, flag) and args.precision == 'fp32':
+            raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
+    if args.cast_weights_once and args.compile:
+        raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights themselves; '
+                         'leave one out')
+    if args.channels_last_norms and not args.channels_last:
+        raise ValueError('--channels_last_norms needs --channels_last')
+    if args.compile_blocks and not args.compile:
+        raise ValueError('--compile_blocks says what --compile compiles; give that as well')
+    single_microbatch = args.device_train_microbatch_size == args.batch_size // dist.get_world_size()
+    if args.compile == 'reduce-overhead' and not single_microbatch:
+        raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
+                         'overwrite; use a --device_train_microbatch_size that is a device\'s whole share of the batch')
 
 
 def refuse_bad_source(args: argparse.Namespace) -> None:
@@ -156,14 +194,14 @@ def refuse_bad_source(args: argparse.Namespace) -> None:
 
 def refuse_bad_batch(args: argparse.Namespace) -> None:
     """ValueError: the batch does not divide over the devices, or a device's share into microbatches."""
-    world_size = dist.get_world_size()
+    world_size = number_of_devices(args)
     if args.batch_size % world_size:
         divisible = args.batch_size // world_size * world_size or world_size
         raise ValueError(f'--batch_size {args.batch_size} does not divide over {world_size} devices; use {divisible}')
     device_batch = args.batch_size // world_size
     microbatch = args.device_train_microbatch_size
     if microbatch == 'auto':
-        if not torch.cuda.is_available():
+        if not is_for_gpus(args):
             raise ValueError('--device_train_microbatch_size auto needs a GPU; give a number')
     elif not isinstance(microbatch, int) or microbatch == 0 or device_batch % microbatch:
         raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
@@ -172,9 +210,7 @@ def refuse_bad_batch(args: argparse.Namespace) -> None:
 
 def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None:
     """ValueError for the flags that encode.py has as well."""
-    if args.image_size % 8:
-        multiple = args.image_size // 8 * 8 or 8
-        raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {multiple}')
+    refuse_bad_image_size(args)
     fitting = workers_that_fit(device_batch, args.image_size)
     if args.num_workers > fitting:
         raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its batches; '
@@ -186,6 +222,13 @@ def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None
             open(args.results, 'a').close()  # said before the run, not after it
         except OSError as error:
             raise ValueError(f'--results {args.results} cannot be written: {error.strerror}; name another') from None
+
+
+def refuse_bad_image_size(args: argparse.Namespace) -> None:
+    """ValueError: the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
+    if args.image_size % 8:
+        multiple = args.image_size // 8 * 8 or 8
+        raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {multiple}')
 
 
 def refuse_bad_cache_limit(args: argparse.Namespace) -> None:
@@ -217,6 +260,21 @@ def refuse_bad_duration(args: argparse.Namespace) -> None:
     time_of(args, 'save_interval', '5000ba or 2ep')
     if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+
+
+def refuse_bad_profile(args: argparse.Namespace) -> None:
+    """ValueError: there is no step to trace, the run ends too early, or its trace would lie among other files."""
+    if not args.profile:
+        return
+    if args.loader_only:
+        raise ValueError(f'--profile {args.profile} traces training; leave out --loader_only')
+    least = args.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
+    duration = Time.from_timestring(args.max_duration)
+    if duration.unit == TimeUnit.BATCH and duration.value < least:
+        raise ValueError(f'--profile {args.profile} traces {TRACED_BATCHES} batches up to the {least}th, and the run '
+                         f'has {duration.value}; use --max_duration {least}ba or more')
+    if dist.get_global_rank() == 0 and os.path.isdir(args.profile) and os.listdir(args.profile):
+        raise ValueError(f'--profile {args.profile} already holds files; give a new folder')
 
 
 def refuse_bad_warmup(args: argparse.Namespace) -> None:

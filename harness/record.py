@@ -24,9 +24,10 @@ from harness.measurement import ASIDE, QUEUES_IN_WINDOW
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration',
-                  'learning_rate', 'lr_warmup', 'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start',
-                  'caption_drop', 'eval_interval']
+                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer',
+                  'half_precision_norms', 'channels_last_norms', 'cast_weights_once', 'cudnn_benchmark',
+                  'compile_blocks', 'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup',
+                  'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'eval_interval']
 
 FEWEST_BATCHES = 20  # a window that is shorter says little
 MUCH_DRIFT = 0.1
@@ -188,6 +189,8 @@ def trained_sentence(record: dict) -> str:
 
 def caution_sentence(record: dict) -> str | None:
     """Why these figures should not be trusted yet, and the remedy; None where they can be."""
+    if record.get('status') == 'profiled':
+        return 'these figures include the cost of the trace, so that no report counts them'
     batches = record['measured_batches']
     least_window = QUEUES_IN_WINDOW * record['queue_batches']
     if batches < least_window:

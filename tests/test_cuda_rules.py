@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import bfloat16, float16, float32, float64
 
-from tests.cuda_rules import Dtypes, Fault, cuda_lists, cuda_rules, registered
+from harness.cuda_autocast import cuda_lists, cuda_rules, registered
+from tests.cuda_rules import Dtypes, Fault
 
 CONVOLUTION = torch.nn.Conv2d(4, 8, 3)
 LINEAR = torch.nn.Linear(6, 6)

@@ -8,7 +8,8 @@ import torch
 import benchmark
 from benchmark import StableDiffusion, build_data, main
 from harness import microbatch
-from harness.microbatch import largest_microbatch, memory_beside
+from harness.memory import build_fake_model, lasting_bytes, needed_bytes, trace_training
+from harness.microbatch import divisors, largest_microbatch, largest_that_fits, likely_microbatch, memory_beside
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training
 from models.loading import find_model
@@ -40,9 +41,9 @@ def arguments(*argv: str):
     return args
 
 
-def search(model: StableDiffusion, *argv: str) -> int:
+def search(model: StableDiffusion, *argv: str, guess: int | None = None) -> int:
     args = arguments(*argv)
-    return largest_microbatch(model, build_data(args, find_model('tiny')), args)
+    return largest_microbatch(model, build_data(args, find_model('tiny')), args, guess or args.batch_size)
 
 
 @pytest.fixture
@@ -59,12 +60,43 @@ def test_the_largest_divisor_of_the_share_that_fits_is_found(model, where, limit
     assert seen == tried
 
 
+@pytest.mark.parametrize('guess, tried', [(4, [4, 6]), (3, [3, 4, 6]), (6, [6, 4]), (1, [1, 2, 3, 4, 6])])
+def test_a_search_that_begins_near_tries_less_and_finds_the_same(model, guess, tried):
+    seen = run_out_of_memory_above(5, model, 'backward')
+    assert search(model, '--batch_size', '12', guess=guess) == 4
+    assert seen == tried
+
+
+def test_a_wrong_guess_changes_nothing_but_the_number_of_tries():
+    for share in (1, 7, 12, 64):
+        sizes = divisors(share)
+        for most in range(share + 1):
+            fitting = [size for size in sizes if size <= most]
+            found = {largest_that_fits(sizes, guess, fitting.__contains__) for guess in sizes}
+            assert found == {max(fitting, default=None)}
+
+
+def test_the_guess_is_the_largest_that_fits_by_calculation_with_what_is_added(monkeypatch):
+    args = arguments('--batch_size', '64')
+    fake = build_fake_model(args, False, benchmark.build_model)
+    assert likely_microbatch(args, fake) == 64  # there is no GPU, whose memory could be known
+    lasting, step = lasting_bytes(args, fake.model, 1), trace_training(args, fake)
+    monkeypatch.setattr(microbatch, 'on_all_ranks', bool)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    for size in (64, 8):
+        needed = 1.12 * sum(needed_bytes(args, lasting, step, size, 1).values())
+        monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda needed=needed: (0, needed + 1000))
+        assert likely_microbatch(args, fake) == size
+    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (0, 0))
+    assert likely_microbatch(args, fake) == 1
+
+
 def test_moments_are_searched_as_images_are():
     model = StableDiffusion('tiny', 64, latents=True)
     run_out_of_memory_above(2, model, 'backward')
     args = arguments('--batch_size', '8')
     args.use_synth_data, args.use_synth_latents = False, True
-    assert largest_microbatch(model, build_data(args, find_model('tiny')), args) == 2
+    assert largest_microbatch(model, build_data(args, find_model('tiny')), args, 8) == 2
 
 
 @pytest.mark.parametrize('words', [

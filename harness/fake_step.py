@@ -1,0 +1,182 @@
+"""The memory of a training step, found on tensors that have shapes but no memory. No GPU is needed, and no weights.
+
+The model takes a step, forward and backward, under torch's FakeTensorMode. For each operator it is noted which storages
+are alive, and what they are: so the peak is where it is on a device, and not the sum of what is alive at different
+times. It knows nothing of what the model is.
+"""
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from composer import ComposerModel
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from harness.cuda_autocast import cuda_rules
+
+HALF_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
+ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
+MICROBATCHES = (2, 4)  # that are traced: with one image some copies are left out, because views will do
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """A model whose tensors have shapes but no memory, and the mode that they live in."""
+    model: ComposerModel
+    mode: FakeTensorMode
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that are alive at each operator of a step, beside the weights, as a function of the microbatch.
+
+    Attributes:
+        fixed: int64 (operators, ITEMS), whatever the microbatch.
+        per_image: int64 (operators, ITEMS), for each image of the microbatch.
+        gradients: of all weights together.
+    """
+    fixed: np.ndarray
+    per_image: np.ndarray
+    gradients: int
+
+    def peak(self, microbatch: int, accumulated: bool) -> dict[str, int]:
+        """Bytes by item where most are alive.
+
+        activations: what autograd keeps for the backward pass. cast weights: those in half precision. working memory:
+        what operators hand each other, the encoders' included, and with gradient checkpointing what is computed again.
+
+        Args:
+            microbatch: images that go through the model at once.
+            accumulated: the gradients of an earlier microbatch are there. Else they come as the activations go.
+        """
+        alive = self.fixed + microbatch * self.per_image
+        if accumulated:
+            alive[:, ITEMS.index('gradients')] = self.gradients
+        row = alive[alive.sum(axis=1).argmax()]
+        return dict(zip(ITEMS, row.tolist(), strict=True))
+
+
+class LiveStorages(TorchDispatchMode):
+    """Notes for each storage between which operators it was alive.
+
+    Attributes:
+        born, died: the number of the operator that made it, and of the last one before it was freed; from 0.
+        size: in bytes.
+        casts: the storages that hold a weight in another type.
+        operators: how many there were.
+    """
+
+    def __init__(self, weights: list[torch.Tensor]):
+        super().__init__()
+        self.weights = {weight.untyped_storage()._cdata for weight in weights}
+        self.serials: dict[int, int] = {}  # of the storages that are alive, by their address
+        self.born: list[int] = []
+        self.died: list[int | None] = []
+        self.size: list[int] = []
+        self.casts: set[int] = set()
+        self.operators = 0
+
+    def serial(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor's storage; None for a weight's, and for one that was there before."""
+        return self.serials.get(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.note(tensor.untyped_storage())
+        if function is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
+            self.casts.add(self.serial(result))
+        self.operators += 1
+        return result
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self.weights or address in self.serials:
+            return
+        self.serials[address] = len(self.born)
+        self.born.append(self.operators)
+        self.died.append(None)
+        self.size.append(storage.nbytes())
+        weakref.finalize(storage, self.free, address)
+
+    def free(self, address: int) -> None:
+        self.died[self.serials.pop(address)] = max(0, self.operators - 1)
+
+    def alive(self, items: dict[str, set[int]]) -> np.ndarray:
+        """Bytes int64 (operators, ITEMS) that are alive at each operator; what is in no item is working memory."""
+        change = np.zeros((self.operators + 1, len(ITEMS)), dtype=np.int64)
+        for serial, size in enumerate(self.size):
+            names = [name for name, serials in items.items() if serial in serials]
+            column = ITEMS.index(names[0] if names else 'working memory')
+            change[self.born[serial], column] += size
+            if self.died[serial] is not None:
+                change[self.died[serial] + 1, column] -= size
+        return change.cumsum(axis=0)[:-1]
+
+
+def build_fake(build_model: Callable[[], ComposerModel]) -> FakeModel:
+    """What `build_model` makes on the CPU, without its memory. Random state stays as it is."""
+    mode = FakeTensorMode()
+    with torch.random.fork_rng(), mode:
+        return FakeModel(build_model().train(), mode)
+
+
+def trace_step(fake: FakeModel, make_batch: Callable[[int], dict[str, torch.Tensor]], precision: str,
+               fused_attention: bool = True) -> StepMemory:
+    """The memory of forward and backward, on a GPU in half precision, or in float32 anywhere.
+
+    Args:
+        fake: it is left without gradients.
+        make_batch: a microbatch of so many images, as the model takes it.
+        precision: amp_bf16, amp_fp16 or fp32.
+        fused_attention: attention by a kernel that keeps no matrix of all queries and keys. A CPU's stands for a GPU's:
+            both keep queries, keys, values, the result and one number a query.
+    """
+    few, many = MICROBATCHES
+    with fake.mode:
+        alive_few, alive_many = [trace(fake.model, make_batch(size), precision, fused_attention)
+                                 for size in MICROBATCHES]
+        gradients = sum(weight.nbytes for weight in fake.model.parameters() if weight.requires_grad)
+    assert len(alive_few) == len(alive_many), 'the operators of a step depend on the microbatch'
+    per_image = (alive_many - alive_few) // (many - few)
+    return StepMemory(alive_few - few * per_image, per_image, gradients)
+
+
+def trace(model: ComposerModel, batch: dict[str, torch.Tensor], precision: str, fused_attention: bool) -> np.ndarray:
+    """Bytes int64 (operators, ITEMS) that are alive at each operator of a step with this microbatch."""
+    live = LiveStorages(list(model.parameters()))
+    kept = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(live.serial(tensor))
+        return tensor
+
+    backends = [SDPBackend.FLASH_ATTENTION] if fused_attention else [SDPBackend.MATH]
+    with no_collection(), live, sdpa_kernel(backends), torch.compiler.set_stance('force_eager'):
+        with cuda_rules(cache=True), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with torch.autocast('cpu', HALF_DTYPES.get(precision), enabled=precision in HALF_DTYPES):
+                outputs = model(batch)
+                loss = model.loss(outputs, batch)
+            loss.backward()
+    gradients = {live.serial(weight.grad) for weight in model.parameters() if weight.grad is not None}
+    alive = live.alive({'gradients': gradients, 'cast weights': live.casts, 'activations': kept})
+    model.zero_grad(set_to_none=True)
+    return alive
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Python frees what nothing refers to, and looks for no cycles: so every trace frees at the same points."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
