@@ -27,9 +27,10 @@ def labelled_grid(pictures: list[Image.Image], labels: list[str], title: str,
     cell_width = max(width, LEAST_WIDTH) + MARGIN
     cell_height = height + MOST_LINES * LINE_HEIGHT + MARGIN
     top = LINE_HEIGHT + 2 * MARGIN
-    grid = Image.new('RGB', (columns * cell_width + MARGIN, top + rows * cell_height), 'white')
-    draw = ImageDraw.Draw(grid)
     font = ImageFont.load_default(FONT_SIZE)
+    whole_width = max(columns * cell_width, math.ceil(font.getlength(title)) + MARGIN) + MARGIN
+    grid = Image.new('RGB', (whole_width, top + rows * cell_height), 'white')
+    draw = ImageDraw.Draw(grid)
     draw.text((MARGIN, MARGIN), title, 'black', font)
     for index, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
         left = MARGIN + index % columns * cell_width

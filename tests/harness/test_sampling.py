@@ -10,7 +10,7 @@ from PIL import Image
 
 from benchmark import main
 from export import main as export
-from harness.grid import LINE_HEIGHT, MARGIN
+from harness.grid import LEAST_WIDTH, LINE_HEIGHT, MARGIN
 from harness.checkpoints import load_checkpoint
 from models.sampling import GUIDANCE, STEPS, noise_of
 from tests.forked_runs import RUN
@@ -39,7 +39,7 @@ def kept(folder: Path) -> list[str]:
 def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
     """Those in the grid of three prompts, int (size, size, 3)."""
     grid = np.asarray(Image.open(path), dtype=int)
-    cell = (grid.shape[1] - MARGIN) // 2
+    cell = LEAST_WIDTH + MARGIN
     row = (grid.shape[0] - LINE_HEIGHT - 2 * MARGIN) // 2
     corners = [(LINE_HEIGHT + 2 * MARGIN + row * (index // 2), MARGIN + cell * (index % 2)) for index in range(3)]
     return [grid[top:top + size, left:left + size] for top, left in corners]
