@@ -6,7 +6,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 LONGEST_TESTS = tests/harness/test_checkpoints.py tests/harness/test_compiling.py tests/harness/test_ranks.py \
                 tests/test_encode.py tests/test_report.py
 
-.PHONY: smoke test bench report clean
+.PHONY: smoke test bench learn report clean
 
 # Benchmark what is here: Stable Diffusion 2 base on every GPU, or the tiny model on a CPU.
 smoke: $(VENV)/installed
@@ -26,6 +26,10 @@ bench: $(VENV)/installed
 	python benchmarks/loader.py
 	python benchmarks/ema.py
 	python benchmarks/step.py
+
+# Does it learn? Two phases of a small model by the real program, and what it then draws; ten minutes on two cores.
+learn: $(VENV)/installed
+	python benchmarks/learn.py learned.png
 
 # The README's table and figure of the published benchmark.
 report: $(VENV)/installed

@@ -1,7 +1,7 @@
 """Exponential moving average (EMA) of the weights with one shadow copy and no other model-sized memory.
 
-It is used as Composer's own algorithm is, and loads what that one has saved. The averaged UNet of a trained model, as
-a folder that a diffusers pipeline loads:
+It is used as Composer's own algorithm is, and loads what that one has saved. `export.py` takes the averaged UNet to
+diffusers; in a program of your own, `get_ema_model` gives a model that shares memory with the averages:
 
     ema.get_ema_model(trainer.state.model).unet.save_pretrained('averaged/unet')
 """

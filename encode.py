@@ -28,11 +28,12 @@ from streaming import MDSWriter
 from torch.utils.data import DataLoader, Dataset
 
 from data import BadSamples, StreamingLAIONDataset, normalize, open_dataset
-from harness.compiling import compile_in_place
+from harness.compiling import compile_in_place, compile_mode
 from harness.failures import reason
 from harness.preflight import (best_precision, fill_in_shared_defaults, refuse_bad_shared_flags,
                                refuse_more_ranks_than_gpus)
-from harness.ranks import end_with_launcher, gather_patiently, join_ranks
+from harness.progress import EncodingBar
+from harness.ranks import SharedCount, end_with_launcher, gather_patiently, join_ranks
 from harness.record import circumstances, keep
 from inputs.errors import DataError, one_line
 from inputs.images import stack_images
@@ -112,7 +113,8 @@ class PartWriter:
             self.writer = None
 
 
-def encode_samples(vae: AutoencoderKL, samples: Samples, output: Output, args: argparse.Namespace) -> dict:
+def encode_samples(vae: AutoencoderKL, samples: Samples, output: Output, args: argparse.Namespace,
+                   progress: EncodingBar) -> dict:
     """Encode this rank's `samples` into a part of OUT for each of their shards; returns what was counted."""
     device = next(vae.parameters()).device
     loader = DataLoader(samples, args.batch_size, collate_fn=samples.collate, num_workers=args.num_workers,
@@ -122,11 +124,14 @@ def encode_samples(vae: AutoencoderKL, samples: Samples, output: Output, args: a
     clock = [time.perf_counter()]  # when that was
     with ThreadPoolExecutor(1) as fetcher:
         writer = PartWriter(samples.images, output, args.image_size, fetcher)
-        for batch in map(bad_samples, loader):
+        for batch in loader:
+            read = batch['read']  # the bad ones, too
+            batch = bad_samples(batch)
             for sample in zip(batch['id'], moments_of(vae, batch, args), batch['caption'], strict=True):
                 writer.write(*sample)
             encoded.append(encoded[-1] + len(batch['id']))
             clock.append(time.perf_counter())
+            progress.advance(read)
         writer.finish_part()
     start = min(args.warmup_batches, max(0, len(clock) - 2))
     return {'samples': encoded[-1], 'bad': bad_samples.found,
@@ -181,8 +186,11 @@ def begin(args: argparse.Namespace, output: Output, origin: dict, index: dict) -
     return is_begun
 
 
-def missing_samples(images: StreamingLAIONDataset, output: Output, is_begun: bool) -> list[int]:
-    """The ids of the samples that this rank has to encode: those of its share of the shards that have no part yet."""
+def missing_samples(images: StreamingLAIONDataset, output: Output, is_begun: bool) -> tuple[list[int], int]:
+    """The ids of the samples that this rank has to encode, and how many all ranks have.
+
+    They are those of its share of the shards that have no part yet.
+    """
     rank = dist.get_global_rank()
     ranks = dist.get_world_size()
     missing = []
@@ -194,7 +202,7 @@ def missing_samples(images: StreamingLAIONDataset, output: Output, is_begun: boo
     for shard in all_missing[rank::ranks]:
         first = int(images.sample_offset_per_shard[shard])
         ids += range(first, first + int(images.samples_per_shard[shard]))
-    return ids
+    return ids, sum(int(images.samples_per_shard[shard]) for shard in all_missing)
 
 
 def build_encoder(args: argparse.Namespace, files: ModelFiles) -> AutoencoderKL:
@@ -207,7 +215,7 @@ def build_encoder(args: argparse.Namespace, files: ModelFiles) -> AutoencoderKL:
     if args.channels_last:
         vae.to(memory_format=torch.channels_last)
     if args.compile:
-        compile_in_place([vae.encoder])
+        compile_in_place([vae.encoder], compile_mode(args))
     return vae
 
 
@@ -251,9 +259,12 @@ def encode(args: argparse.Namespace) -> dict:
     is_begun = begin(args, output, origin, index)
     images = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
                           cache_limit=args.cache_limit, batch_size=1, shuffle=False)
-    samples = Samples(images, missing_samples(images, output, is_begun))
+    count = SharedCount('encoded')  # before the ranks meet again, in missing_samples
+    ids, of_all_ranks = missing_samples(images, output, is_begun)
     vae = build_encoder(args, files)
-    ranks = gather_patiently(encode_samples(vae, samples, output, args))
+    with EncodingBar(count, of_all_ranks) as progress:
+        ranks = gather_patiently(encode_samples(vae, Samples(images, ids), output, args, progress))
+        progress.advance(0)  # to what the other ranks have done since
     if dist.get_global_rank():
         return ranks[dist.get_global_rank()]
     index = merge_parts(output, images.num_shards, {'latents': origin})

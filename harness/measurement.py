@@ -1,10 +1,11 @@
 """How fast a run is: the clock of its batches, the figures that follow from it, and the loader's alone."""
+import contextlib
 import itertools
 import math
 import re
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from harness.progress import total_batches
 
 GIB = 2 ** 30
 QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
+ASIDE = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 
 
 @dataclass
@@ -28,7 +30,8 @@ class Window:
     Attributes:
         batch_seconds: from the end of the batch before to the end of this one.
         wait_seconds: of these, what was spent waiting for the loader.
-        aside_seconds: of these, what was spent on checkpoints, which is no part of a batch.
+        aside_seconds: of these, what was spent on anything of ASIDE, which is no part of a batch.
+        seconds_of: the same for each of ASIDE, over all batches.
         samples: of all ranks.
         queue_batches: that the loader prepares ahead.
         drained_batches: that were taken from this queue and not made again: it was fuller at the start.
@@ -37,6 +40,7 @@ class Window:
     batch_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)
     aside_seconds: list[float] = field(default_factory=list)
+    seconds_of: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ASIDE, 0.0))
     losses: list[float] = field(default_factory=list)
     samples: int = 0
     queue_batches: int = 0
@@ -71,29 +75,56 @@ class Measurement(Callback):
         self.loss: float | None = None  # the last finite one of the run
         self.window = Window()
         self.gpu = GpuMonitor()  # of the window
-        self._aside = 0.0  # seconds of the batch to come that are no part of it
-        self._aside_since: float | None = None
+        self._aside = dict.fromkeys(ASIDE, 0.0)  # seconds of the batch to come that are no part of it
+        self._aside_name: str | None = None  # what stands aside now
+        self._aside_since = 0.0
 
     def fit_start(self, state: State, logger) -> None:
         self.window.queue_batches = state.train_dataloader.queue_length
         self.turnover_batches = self._turnover(state)
         self._previous_end = time.perf_counter()
 
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """What a callback does in this context, between two batches, is part of neither: it counts as `name` of ASIDE.
+
+        All ranks enter it together, and leave it when the last of them is through, whoever of them has the work.
+        """
+        before = self._aside_name
+        self._stand_aside(name)
+        try:
+            yield
+            dist.barrier()
+        finally:
+            self._stand_aside(before)
+
+    def _stand_aside(self, name: str | None) -> None:
+        """From now on the time is that of `name`; None: of the batch."""
+        if name == self._aside_name:
+            return
+        now = time.perf_counter()
+        if self._aside_name is not None:
+            self._aside[self._aside_name] += now - self._aside_since
+        self._aside_name = name
+        self._aside_since = now
+        self.gpu.paused = name is not None
+
     def before_dataloader(self, state: State, logger) -> None:
-        """The end of what stood aside of the batches."""
-        if self._aside_since is not None:
-            self._aside += time.perf_counter() - self._aside_since
-            self._aside_since = None
-            self.gpu.paused = False
+        """The next batch begins."""
+        self._stand_aside(None)
+
+    def eval_before_all(self, state: State, logger) -> None:
+        self._stand_aside('evaluation')
+
+    def eval_after_all(self, state: State, logger) -> None:
+        self._stand_aside(None)
 
     def batch_checkpoint(self, state: State, logger) -> None:
         """After a batch: Composer's CheckpointSaver, a later callback than this, may save now."""
-        self._aside_since = time.perf_counter()
-        self.gpu.paused = True
+        self._stand_aside('checkpoint')
 
     def epoch_checkpoint(self, state: State, logger) -> None:
-        self._aside_since = time.perf_counter()
-        self.gpu.paused = True
+        self._stand_aside('checkpoint')
 
     def batch_end(self, state: State, logger) -> None:
         now = time.perf_counter()
@@ -113,14 +144,16 @@ class Measurement(Callback):
             self.gpu.start()
         elif self._is_full():
             self.gpu.stop()
-        self._aside = 0.0
+        self._aside = dict.fromkeys(ASIDE, 0.0)
         self._previous_end = now
 
     def _measure(self, state: State, seconds: float, waited: float, loss: float) -> None:
         window = self.window
         window.batch_seconds.append(seconds)
         window.wait_seconds.append(waited)
-        window.aside_seconds.append(self._aside)
+        window.aside_seconds.append(sum(self._aside.values()))
+        for name, spent in self._aside.items():
+            window.seconds_of[name] += spent
         window.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
         window.drained_batches = self._drained(state)
         if math.isfinite(loss):
@@ -167,6 +200,7 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
     aside = highest_of_ranks(window.aside_seconds, all_ranks)  # (batches,): the other ranks wait for that one
     seconds = np.array(window.batch_seconds) - aside  # (batches,)
     slowest = highest_of_ranks(seconds, all_ranks)  # (batches,)
+    seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of ASIDE,)
     ranks = [(seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib(), bad_samples)]
     if all_ranks:
         ranks = dist.all_gather_object(ranks[0])
@@ -183,7 +217,7 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         'batch_seconds_p90': float(np.percentile(slowest, 90)),
         'drift': drift(slowest),
         'data_wait_fraction': float(max(wait / total for wait, total in zip(waits, totals, strict=True))),
-        'checkpoint_seconds': float(aside.sum()),
+        **{f'{name}_seconds': float(spent) for name, spent in zip(window.seconds_of, seconds_of, strict=True)},
         'peak_memory_gib': max(memory),
         'measured_batches': len(slowest),
         'queue_batches': window.queue_batches,

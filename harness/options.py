@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import difflib
 import os
+import shlex
 import signal
 import sys
 import time
@@ -11,15 +12,36 @@ from collections.abc import Callable
 from harness.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
 from models.hub import SD2_BASE
 
-GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'logging', 'cost')
+GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
+          'evaluation and drawing', 'logging', 'cost')
+ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention, in the order to try them
+COMPILE_MODES = ('max-autotune-no-cudagraphs', 'reduce-overhead')  # of torch.compile, beside its default
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, once: on rank 0, unless another rank is alone in its error."""
+    """Says what is wrong in one line, once: on rank 0, unless another rank is alone in its error.
+
+    An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
+    What follows a # there is a comment.
+    """
 
     def __init__(self, prog: str, description: str):
-        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         fromfile_prefix_chars='@')
         self.groups = {name: self.add_argument_group(name) for name in GROUPS}
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """The arguments on one line of a file."""
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as error:  # a quotation that does not end on its line
+            self.error(f'{error} in a file of flags: {arg_line.strip()}')
+
+    def parse_known_args(self, args=None, namespace=None):
+        try:
+            return super().parse_known_args(args, namespace)
+        except UnicodeDecodeError:
+            self.error('a file of flags, named by @FILE, is no text')
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """As argparse does, but for a flag that is none, with which it names the nearest one."""
@@ -67,6 +89,16 @@ count = number(int, 1, sys.maxsize, 'a whole number above 0')
 whole_number = number(int, 0, sys.maxsize, 'a whole number')
 share = number(float, 0, 1, 'between 0 and 1')
 amount = number(float, 0, sys.float_info.max, 'an amount')
+positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
+
+
+def attention(text: str) -> str:
+    """An argparse type: sdpa, xformers, or some of torch's kernels in an order of one's own, such as cudnn,flash."""
+    names = text.split(',')
+    if text not in ('sdpa', 'xformers') and (not set(names) <= set(ATTENTION_BACKENDS) or len(set(names)) < len(names)):
+        raise argparse.ArgumentTypeError(f'{text} is not sdpa, xformers, or a list such as '
+                                         f'{",".join(ATTENTION_BACKENDS)}')
+    return text
 
 
 def benchmark_parser(description: str) -> Parser:
@@ -77,6 +109,8 @@ def benchmark_parser(description: str) -> Parser:
     add_training_speed_flags(parser.groups['speed'])
     add_training_measurement_flags(parser.groups['measurement'])
     add_training_flags(parser.groups['training and checkpoints'])
+    add_optimizer_flags(parser.groups['optimizer and average'])
+    add_evaluation_flags(parser.groups['evaluation and drawing'])
     add_logging_flags(parser.groups['logging'])
     add_cost_flags(parser.groups['cost'])
     return parser
@@ -117,8 +151,10 @@ def add_shared_flags(parser: Parser) -> None:
         'holds their weights in float32 and computes in --precision (default: the half precision of --precision)')
     add('--channels_last', action=argparse.BooleanOptionalAction, help='memory format of the convolutions (default: on '
         'where there is a GPU)')
-    add('--compile', action=argparse.BooleanOptionalAction, default=False, help='compile the UNet and the VAE encoder, '
-        'which takes minutes at the start (default: off)')
+    add('--compile', nargs='?', const=True, default=False, choices=COMPILE_MODES, metavar='MODE', help='compile the '
+        "UNet and the VAE encoder, which takes minutes at the start, in torch's default mode or in one of "
+        f'{", ".join(COMPILE_MODES)} (default: off)')
+    add('--no-compile', dest='compile', action='store_const', const=False, help='compile nothing (the default)')
 
     add = parser.groups['measurement'].add_argument
     add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
@@ -136,6 +172,8 @@ def add_training_data_flags(group) -> None:
         '(default: off)')
     add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
     add('--tokenizer', help="folder or hub name (default: CLIP's own, from the package open_clip_torch)")
+    add('--caption_drop', type=share, default=0.0, metavar='SHARE', help='share of the captions that the empty one '
+        'replaces, such as 0.1, so that images can be drawn with classifier-free guidance (default: 0)')
 
 
 def add_training_speed_flags(group) -> None:
@@ -147,8 +185,21 @@ def add_training_speed_flags(group) -> None:
     add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; on GPUs since the A100 fp32 '
         'multiplies as TF32, which keeps 10 bits of the fraction (default: amp_bf16 on a GPU that has it, amp_fp16 on '
         'another GPU, fp32 on a CPU)')
-    add('--attention', choices=['sdpa', 'xformers'], default='sdpa', help="torch's attention, or that of the package "
-        'xformers (default: sdpa)')
+    add('--attention', type=attention, default='sdpa', metavar='WHICH', help="sdpa, torch's attention; a list of its "
+        f'kernels in the order to try them, of {",".join(ATTENTION_BACKENDS)}, the others after them; or xformers, '
+        'that of the package (default: sdpa)')
+    add('--half_precision_norms', action=switch, default=False, help="compute the UNet's group and layer norms in the "
+        'half precision of --precision instead of float32 (default: off)')
+    add('--channels_last_norms', action=switch, default=False, help="group norms that leave the UNet's images in "
+        '--channels_last (default: off)')
+    add('--cast_weights_once', action=switch, default=False, help="cast the UNet's weights to half precision once for "
+        'a batch instead of for each microbatch (default: off)')
+    add('--cudnn_benchmark', action=switch, default=False, help='let cuDNN try its algorithms for each new shape and '
+        'keep the fastest (default: off)')
+    add('--compile_blocks', action=switch, default=False, help="with --compile: compile each kind of the UNet's blocks "
+        'once instead of the whole UNet, for a shorter start (default: off)')
+    add('--allreduce_precision', choices=['fp32', 'bf16'], default='fp32', help='in which GPUs exchange gradients '
+        '(default: fp32)')
     add('--gradient_checkpointing', action=switch, default=False, help='less memory for about a third more arithmetic '
         '(default: off)')
     add('--fused_optimizer', action=switch, default=True, help='AdamW in one kernel (default: on)')
@@ -162,13 +213,16 @@ def add_training_measurement_flags(group) -> None:
         'microbatch needs, which fits on which card, and how fast so many GPUs could be at most; needs no GPU '
         "(default: off; without a number, as many GPUs as the launcher starts processes)")
     add('--loader_only', action='store_true', help='measure the loader alone, without a model (default: off)')
+    add('--profile', metavar='DIR', help='trace 3 batches after the warm-up and write them to this new folder, for '
+        'Perfetto and TensorBoard; no report counts the record of such a run (default: none)')
 
 
 def add_training_flags(group) -> None:
     add = group.add_argument
     add('--max_duration', help='length of the run, such as 5000ba or 2ep (default: warm-up and measured batches)')
-    add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet, half-life 1000 '
-        'batches (default: off)')
+    add('--load_weights', metavar='PATH', help='start from the weights, and with --use_ema from their average, of an '
+        "earlier run: a checkpoint, a folder's newest, one in an object store, or a diffusers UNet or pipeline folder "
+        '(default: random weights)')
     add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss or a gradient that is '
         'not finite, or skip such steps and count them, up to 10 in a row (default: stop)')
     add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
@@ -178,6 +232,35 @@ def add_training_flags(group) -> None:
         'all, and one of Stable Diffusion 2 takes 15 GB); an object store keeps all')
     add('--autoresume', action='store_true', help='go on from the newest checkpoint in --save_folder, if there is one '
         '(default: off)')
+
+
+def add_optimizer_flags(group) -> None:
+    add = group.add_argument
+    add('--learning_rate', type=positive, default=1e-4, help='of AdamW (default: %(default)s)')
+    add('--lr_warmup', metavar='TIME', help='time in which the learning rate rises from 0, such as 10000ba (default: '
+        'none, it is constant)')
+    add('--weight_decay', type=amount, default=0.001, help='of AdamW (default: %(default)s)')
+    add('--clip_grad_norm', type=positive, metavar='NORM', help='scale the gradients of a step down to this norm where '
+        'it is larger (default: they are left as they are)')
+    add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet (default: off)')
+    add('--ema_half_life', metavar='TIME', help="time after which today's weights count half in the average "
+        '(default: 1000ba)')
+    add('--ema_start', metavar='TIME', help='training before the average starts, such as 5000ba or 0.5dur, half of it '
+        '(default: none)')
+
+
+def add_evaluation_flags(group) -> None:
+    add = group.add_argument
+    add('--eval_remote', metavar='PATH', help='MDS shards that are held out, a folder or an object store: the loss on '
+        'them is calculated with the same noise and timesteps each time (default: no evaluation)')
+    add('--eval_interval', metavar='TIME', help='time between evaluations, in batches or epochs (default: 1000ba); '
+        'there is also one at the end')
+    add('--sample_prompts', metavar='FILE', help='draw each prompt of this file, one a line, with the averaged weights '
+        'where there are any, 50 steps and guidance 7.5; needs --pretrained (default: nothing is drawn)')
+    add('--sample_interval', metavar='TIME', help='time between the drawings, in batches or epochs (default: 1000ba); '
+        'the end of the run is also drawn')
+    add('--sample_folder', metavar='DIR', default='samples', help='new folder for the drawings, a PNG each time '
+        '(default: samples)')
 
 
 def add_logging_flags(group) -> None:

@@ -38,12 +38,41 @@ def join_ranks(device, timeout: int) -> None:
         torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=SECONDS_FOR_A_CHECKPOINT))
 
 
+def patient_group() -> torch.distributed.ProcessGroup:
+    """A group of all ranks, made by all together, in which none gives up waiting; a dead one is noticed all the same.
+    """
+    return torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(days=30))
+
+
 def gather_patiently(mine: dict) -> list[dict]:
-    """What each rank gives, however much later than the others one comes; a dead one is noticed all the same."""
-    group = torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(days=30))
+    """What each rank gives, however much later than the others one comes."""
     everyone = [None for _ in range(dist.get_world_size())]
-    torch.distributed.all_gather_object(everyone, mine, group=group)
+    torch.distributed.all_gather_object(everyone, mine, group=patient_group())
     return everyone
+
+
+class SharedCount:
+    """A number that every rank adds to, without waiting for the others.
+
+    It begins at 0. Make it on all ranks before they last meet, so that none has added to it when another is made.
+
+    Args:
+        name: of the number.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._alone = 0
+        self._before = 0
+        self._before = self.add(0)  # of an earlier run in the same processes
+
+    def add(self, number: int) -> int:
+        """The sum over all ranks after `number` is added."""
+        if not torch.distributed.is_initialized():
+            self._alone += number
+            return self._alone
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return store.add(self.name, number) - self._before
 
 
 def failure_of_ranks(mine: str | None) -> str | None:

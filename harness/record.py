@@ -19,12 +19,15 @@ import torch
 from composer.utils import dist
 
 from harness.costs import days_to_train, gpu_hours
-from harness.measurement import QUEUES_IN_WINDOW
+from harness.measurement import ASIDE, QUEUES_IN_WINDOW
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration']
+                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer',
+                  'half_precision_norms', 'channels_last_norms', 'cast_weights_once', 'cudnn_benchmark',
+                  'compile_blocks', 'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup',
+                  'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'eval_interval']
 
 FEWEST_BATCHES = 20  # a window that is shorter says little
 MUCH_DRIFT = 0.1
@@ -39,7 +42,10 @@ def training_settings(args: argparse.Namespace, latents: bool) -> dict:
     """What explains the figures of benchmark.py: when, what, where, and every setting that bears on speed."""
     stage = 'loader' if args.loader_only else 'train'
     flags = LOADER_FLAGS if args.loader_only else TRAINING_FLAGS
-    return circumstances(stage, args, flags) | {
+    places = {}
+    if not args.loader_only:
+        places = {flag: redacted(getattr(args, flag) or '') or None for flag in ('load_weights', 'eval_remote')}
+    return circumstances(stage, args, flags) | places | {
         'dataset': 'streaming' if args.remote else 'synthetic',
         'encoders': 'text_in_loop' if latents else 'in_loop',
     }
@@ -139,8 +145,11 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     caution = caution_sentence(record)
     if caution:
         rows['caution'] = caution
-    if record['checkpoint_seconds'] >= 1:
-        rows['checkpoints'] = f'{record["checkpoint_seconds"]:,.0f} s beside the batches, in no other figure'
+    if record.get('eval_loss') is not None:
+        rows['held-out loss'] = f'{record["eval_loss"]:.4g} after batch {record["eval_batch"]:,}'
+    for name in ASIDE:
+        if record[f'{name}_seconds'] >= 1:
+            rows[name] = f'{record[f"{name}_seconds"]:,.0f} s beside the batches, in no other figure'
     if num_images:
         rows['full training'] = cost_sentence(record, num_images, dollars_per_gpu_hour)
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
@@ -180,6 +189,8 @@ def trained_sentence(record: dict) -> str:
 
 def caution_sentence(record: dict) -> str | None:
     """Why these figures should not be trusted yet, and the remedy; None where they can be."""
+    if record.get('status') == 'profiled':
+        return 'these figures include the cost of the trace, so that no report counts them'
     batches = record['measured_batches']
     least_window = QUEUES_IN_WINDOW * record['queue_batches']
     if batches < least_window:

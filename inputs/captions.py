@@ -24,30 +24,49 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
         tokenizer = clip_tokenizer()
         padding = {'pad_id': 0, 'pad_token': '!'}
     else:
-        tokenizer, padding = load_tokenizer(name)
+        loaded = load_transformers_tokenizer(name)
+        tokenizer = loaded.backend_tokenizer
+        padding = {'pad_id': loaded.pad_token_id, 'pad_token': loaded.pad_token}
     tokenizer.enable_truncation(CAPTION_LENGTH)
     tokenizer.enable_padding(length=CAPTION_LENGTH, **padding)
     return tokenizer
 
 
-def load_tokenizer(name: str) -> tuple[Tokenizer, dict]:
-    """A tokenizer that transformers can load, and its padding: `pad_id` and `pad_token`. ValueError: there is none."""
+def load_transformers_tokenizer(name: str):
+    """The transformers tokenizer in a folder or a hub's repository. ValueError: there is none."""
     from transformers import AutoTokenizer
     folder = local_folder('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
     if (folder / 'tokenizer').is_dir():
         folder = folder / 'tokenizer'
     try:
-        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # else it may ask on the terminal
-        return loaded.backend_tokenizer, {'pad_id': loaded.pad_token_id, 'pad_token': loaded.pad_token}
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # else it may ask on the terminal
+        tokenizer.backend_tokenizer.get_vocab_size()  # not there where the tokenizer is a slow one
+        return tokenizer
     except Exception as error:  # transformers raises many kinds for files that are not there or make no sense
         raise ValueError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); '
                          'give a folder with tokenizer.json or vocab.json and merges.txt') from None
 
 
+def pipeline_tokenizer(name: str | None = None):
+    """The tokenizer of `build_tokenizer` as a transformers tokenizer, which gives a diffusers pipeline the same ids.
+
+    ValueError: there is none of that name.
+    """
+    if name is not None:
+        tokenizer = load_transformers_tokenizer(name)
+        tokenizer.model_max_length = CAPTION_LENGTH
+        return tokenizer
+    from transformers import CLIPTokenizerFast
+    # transformers makes what pads a special token, and unless it is told not to, takes each "!" in a caption for one
+    return CLIPTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='!', split_special_tokens=True,
+                             model_max_length=CAPTION_LENGTH)
+
+
 def clip_tokenizer() -> Tokenizer:
     """CLIP's byte-pair encoding (Radford et al. 2021) from the vocabulary in the open_clip_torch package.
 
-    "!" pads but is not a special token: in a caption it is the word 256, as the text encoder was trained.
+    "!" pads but is not a special token: in a caption it is the word 256, as the text encoder was trained. Nor is
+    "<|endoftext|>", where someone has written it into a caption.
     """
     merges = clip_merges()
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
@@ -57,7 +76,6 @@ def clip_tokenizer() -> Tokenizer:
     vocabulary = {word: index for index, word in enumerate(symbols + last_symbols + merged + special)}
     tokenizer = Tokenizer(BPE(vocabulary, merges, continuing_subword_prefix='', end_of_word_suffix='</w>',
                               unk_token=special[1]))
-    tokenizer.add_special_tokens(special)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r'\s+'), ' '), normalizers.Lowercase()])
     words_and_marks = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")

@@ -60,7 +60,8 @@ def main(out: str | Path, *argv: str) -> None:
     data = benchmark.build_data(args, find_model('tiny'))
     witness = Witness()
     trainer = benchmark.build_trainer(args, model, data,
-                                      [benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed), witness])
+                                      [benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed), witness],
+                                      benchmark.build_algorithms(args))
     trainer.fit()
     [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
     torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},

@@ -16,6 +16,13 @@ def test_every_flag_has_a_help_line_with_its_default_in_a_group_of_its_subject()
     assert grouped and {id(action) for action in grouped} == {id(action) for action in parser._actions[1:]}
 
 
+@pytest.mark.parametrize('argv, value', [
+    ([], False), (['--compile'], True), (['--compile', '--use_ema'], True), (['--compile', '--no-compile'], False),
+    (['--no-compile', '--compile'], True), (['--compile', 'reduce-overhead'], 'reduce-overhead')])
+def test_compiling_takes_a_mode_or_none(argv, value):
+    assert benchmark_parser('').parse_args(argv).compile == value
+
+
 @pytest.mark.parametrize('argument, line', [
     ('--batchsize', '--batchsize is no flag; did you mean --batch_size?'),
     ('--batchsize=4', '--batchsize is no flag; did you mean --batch_size?'),

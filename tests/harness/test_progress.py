@@ -1,4 +1,5 @@
-"""What a run says of how far it is, on a terminal and in a log."""
+"""What a run says of how far it is, and an encoding, on a terminal and in a log."""
+import io
 import re
 import sys
 from functools import partial
@@ -6,6 +7,7 @@ from functools import partial
 import pytest
 
 import benchmark
+import encode
 from benchmark import main
 from harness.progress import Progress, time_in_words
 from tests.runs import TINY
@@ -61,3 +63,21 @@ def test_a_terminal_has_one_bar_for_all_epochs(monkeypatch, shards, results, cap
                                             (7500, '2 h 5 min'), (100_000, '1 d 4 h'), (172_700, '2 d 0 h')])
 def test_times_in_words(seconds, words):
     assert time_in_words(seconds) == words
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_an_encoding_shows_images_their_rate_and_the_time_left_and_only_on_a_terminal(tmp_path, shards, results, capfd,
+                                                                                      monkeypatch):
+    argv = ['--remote', shards, '--model_name', 'tiny', '--image_size', '64', '--batch_size', '5', '--num_workers', '0',
+            '--results', str(results), '--out']
+    encode.main([*argv, str(tmp_path / 'one')])
+    assert 'images/s]' not in capfd.readouterr().err
+    monkeypatch.setattr(sys, 'stderr', Terminal())
+    encode.main([*argv, str(tmp_path / 'two')])  # in the same process, so that its count begins anew
+    shown = re.findall(r'(\d+)/24 \[\d\d:\d\d<([^,]+), +([^\]]+)', sys.stderr.getvalue())
+    assert shown[0][0] == '0' and shown[-1][0] == '24' and shown[-1][1] == '00:00'
+    assert 'images/s' in shown[-1][2]

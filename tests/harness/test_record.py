@@ -88,8 +88,9 @@ def measured(**changes) -> dict:
     return {'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0, 'num_devices': 2, 'device': 'X', 'drift': 0.0,
             'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1, 'batch_seconds_p90': 0.1, 'measured_batches': 20,
             'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0, 'device_train_microbatch_size': 4, 'mfu': None,
-            'tflops_per_sec_per_device': 1.0, 'checkpoint_seconds': 0.0, 'queue_batches': 0, 'trained_batches': 23,
-            'trained_epochs': 0, 'first_batch': 0, 'loss': 0.5, 'loss_mean': 0.6} | changes
+            'tflops_per_sec_per_device': 1.0, 'checkpoint_seconds': 0.0, 'evaluation_seconds': 0.0,
+            'sampling_seconds': 0.0, 'queue_batches': 0, 'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0,
+            'loss': 0.5, 'loss_mean': 0.6} | changes
 
 
 @pytest.mark.parametrize('gpu, last_line', [
@@ -116,5 +117,13 @@ def test_a_window_that_shows_the_queue_says_so(queue, caution):
     assert ('--measure_batches 25' in text) == caution
 
 
-def test_checkpoints_are_named_beside_the_other_figures():
-    assert 'checkpoints     40 s beside the batches' in summary(measured(checkpoint_seconds=40.2), None, 2.0)
+@pytest.mark.parametrize('name', ['checkpoint', 'evaluation', 'sampling'])
+def test_what_stood_aside_is_named_beside_the_other_figures(name):
+    text = summary(measured(**{f'{name}_seconds': 40.2}), None, 2.0)
+    assert f'{name:<15} 40 s beside the batches' in text and text.count('beside the batches') == 1
+
+
+def test_the_loss_on_held_out_samples_is_named_where_there_is_one():
+    text = summary(measured(eval_loss=0.12345, eval_batch=2000), None, 2.0)
+    assert 'held-out loss   0.1235 after batch 2,000' in text
+    assert 'held-out' not in summary(measured(eval_loss=None, eval_batch=None), None, 2.0)

@@ -1,0 +1,187 @@
+"""Does it learn? Train by the real program in two phases, export, draw, and count the pictures that are right.
+
+    python benchmarks/learn.py learned.png    # ten minutes at most, on two cores
+
+Each of 16 captions, such as "red top left", is a coloured patch in a place. A random VAE cannot decode, so the
+pictures are stored as latents whose first three channels are the colours, in shards as encode.py writes them. Two ranks
+train a small UNet on latents of 4 by 4, are stopped, resume, and go on at 8 by 8 from the weights of the first phase.
+diffusers' own pipeline draws each caption from new noise. A picture is right if of all 16 it is nearest to the one that
+its caption names, and near to it as well. The last line is the result as JSON; the argument is the file for the
+pictures.
+"""
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+from streaming import MDSWriter
+
+from export import main as export
+from harness.checkpoints import checkpoints
+from harness.grid import labelled_grid
+from inputs.parts import Output, finish_part, merge_parts, part_name
+from inputs.shards import LATENT_COLUMNS, LATENTS
+from models.latents import origin_of_latents
+from models.loading import BUILT_IN, find_model
+
+ROOT = Path(__file__).parent.parent
+COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1
+PLACES = {'top left': (0, 0), 'bottom right': (1, 1), 'top right': (0, 1), 'bottom left': (1, 0)}  # row, column
+SCALE = 0.18215  # that of Stable Diffusion's VAE: latents are 1 / SCALE times what the UNet sees
+JITTER = 0.05  # standard deviation of each colour of a pixel, from sample to sample
+NEAR = 0.35  # root mean square of the difference to the right picture, in units of the colours
+GUIDANCE = 2.0
+STEPS = 25
+UNET = {'sample_size': 4, 'layers_per_block': 1, 'block_out_channels': [32], 'norm_num_groups': 8,
+        'down_block_types': ['CrossAttnDownBlock2D'], 'up_block_types': ['CrossAttnUpBlock2D'],
+        'mid_block_type': 'UNetMidBlock2DCrossAttn', 'cross_attention_dim': 32, 'attention_head_dim': 1}
+TEXT_ENCODER = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 1}
+
+
+def captions_of(colours: int = 4, places: int = 4) -> list[str]:
+    """A caption for each of so many colours in each of so many places."""
+    return [f'{colour} {place}' for colour in [*COLOURS][:colours] for place in [*PLACES][:places]]
+
+
+def picture_of(caption: str, size: int) -> np.ndarray:
+    """The colours of a caption's picture, float32 (3, size, size) from -1 to 1: a patch on grey."""
+    colour, place = caption.split(' ', 1)
+    row, column = PLACES[place]
+    half = size // 2
+    picture = np.zeros((3, size, size), np.float32)
+    patch = picture[:, row * half:(row + 1) * half, column * half:(column + 1) * half]
+    patch[:] = np.reshape(COLOURS[colour], (3, 1, 1))
+    return picture
+
+
+def write_model(folder: Path, unet: dict) -> None:
+    """A diffusers folder, without weights: the tiny model with a smaller text encoder and with the UNet `unet`."""
+    shutil.copytree(BUILT_IN['tiny'], folder)
+    for part, changes in (('unet', unet), ('text_encoder', TEXT_ENCODER)):
+        path = folder / part / 'config.json'
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def write_latents(folder: Path, model: Path, captions: list[str], image_size: int, samples: int,
+                  jitter: float = JITTER) -> None:
+    """Shards with the moments of the captions' pictures, as encode.py writes them, so many samples of all."""
+    size = image_size // 8
+    columns = LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{size},{size}'}
+    output = Output(str(folder))
+    with MDSWriter(columns=columns, out=output.target(part_name(0)), hashes=['xxh64']) as writer:
+        for index in range(samples):
+            caption = captions[index % len(captions)]
+            moments = np.zeros((8, size, size), np.float16)  # mean and log variance
+            moments[:3] = picture_of(caption, size) / SCALE
+            moments[4:] = 2 * math.log(jitter / SCALE)
+            writer.write({LATENTS: moments, 'caption': caption})
+    finish_part(output, 0)
+    merge_parts(output, 1, {'latents': origin_of_latents(find_model(str(model)), image_size)})
+
+
+def draw(pipeline_folder: Path, captions: list[str], each: int, guidance: float = GUIDANCE) -> np.ndarray:
+    """Colours float32 (captions, each, 3, H/8, W/8) that the pipeline draws, about -1 to 1."""
+    pipeline = StableDiffusionPipeline.from_pretrained(str(pipeline_folder))
+    pipeline.set_progress_bar_config(disable=True)
+    latents = pipeline(captions, num_images_per_prompt=each, num_inference_steps=STEPS, guidance_scale=guidance,
+                       generator=torch.Generator().manual_seed(7), output_type='latent').images
+    decoded = latents / pipeline.vae.config.scaling_factor  # what a VAE would decode
+    colours = decoded[:, :3] * SCALE
+    return colours.reshape(len(captions), each, *colours.shape[1:]).numpy()
+
+
+def judged(drawn: np.ndarray, captions: list[str], near: float = NEAR) -> dict[str, float]:
+    """How good the pictures `drawn` (captions, each, 3, H, W) are.
+
+    `right` is the share with the right colour in the right place, and near to it. `distance` is the median over all, of
+    the root mean square of the difference to the right picture.
+    """
+    pictures = np.stack([picture_of(caption, drawn.shape[-1]) for caption in captions])  # (captions, 3, H, W)
+    differences = drawn[:, :, None] - pictures  # (captions, each, captions, 3, H, W)
+    distances = np.sqrt(np.square(differences).mean(axis=(3, 4, 5)))  # (captions, each, captions)
+    own = np.arange(len(captions))  # (captions,)
+    is_nearest = distances.argmin(axis=2) == own[:, None]
+    is_near = distances.min(axis=2) < near
+    return {'right': float((is_nearest & is_near).mean()), 'distance': float(np.median(distances[own, :, own]))}
+
+
+def train(folder: Path, phase: int, image_size: int, batches: int, *flags: str) -> None:
+    """One phase by the real program: stopped halfway by a signal, and started again."""
+    kept = folder / f'phase-{phase}'
+    command = [str(Path(sys.executable).with_name('composer')), '-n', '2', 'benchmark.py', '--remote',
+               str(folder / f'latents-{image_size}'), '--model_name', str(folder / 'model'), '--image_size',
+               str(image_size), '--batch_size', '64', '--max_duration', f'{batches}ba', '--learning_rate', '2e-3',
+               '--lr_warmup', '50ba', '--caption_drop', '0.1', '--use_ema', '--ema_half_life', '100ba',
+               '--num_workers', '1', '--save_folder', str(kept), '--save_interval', f'{batches // 4}ba', '--autoresume',
+               '--results', str(folder / 'results.jsonl'), *flags]
+    with open(folder / 'log', 'ab') as log:
+        first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        while first.poll() is None and len(checkpoints(str(kept))) < 2:
+            time.sleep(0.1)
+        first.send_signal(signal.SIGTERM)
+        first.wait()
+        ended = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode
+    statuses = [json.loads(line)['status'] for line in (folder / 'results.jsonl').read_text().splitlines()]
+    if ended or statuses[-2:] != ['interrupted', 'complete']:
+        raise SystemExit(f'learn.py: phase {phase} did not stop and resume; its output ends with\n'
+                         + (folder / 'log').read_text()[-3000:])
+
+
+def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np.ndarray]:
+    """How good the pictures of each kind of weights are, and those of the average, (captions, 8, 3, H, W)."""
+    verdicts = {}
+    for kind, flags in (('live', ['--live']), ('averaged', [])):
+        out = folder / f'{kind}-{phase}'
+        export([str(folder / f'phase-{phase}'), str(out), *flags])
+        drawn = draw(out, captions, each=8)
+        verdicts[kind] = judged(drawn, captions)
+    return verdicts, drawn
+
+
+def figure(drawn: np.ndarray, captions: list[str], title: str) -> Image.Image:
+    """The first picture of each caption, enlarged, in one."""
+    pictures = []
+    for colours in drawn[:, 0]:  # (3, H, W)
+        pixels = np.clip((colours + 1) * 127.5, 0, 255).round().astype(np.uint8).transpose(1, 2, 0)
+        pictures.append(Image.fromarray(pixels).resize((128, 128), Image.Resampling.NEAREST))
+    return labelled_grid(pictures, captions, title)
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        raise SystemExit('usage: python benchmarks/learn.py FIGURE')
+    start = time.perf_counter()
+    captions = captions_of()
+    result = {'chance': 1 / len(captions)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / 'model', UNET)
+        for image_size in (32, 64):
+            write_latents(folder / f'latents-{image_size}', folder / 'model', captions, image_size, samples=4096)
+        train(folder, 1, 32, 2000)
+        result['phase_1'], _ = drawn_after(folder, 1, captions)
+        train(folder, 2, 64, 600, '--load_weights', str(folder / 'phase-1'))
+        result['phase_2'], drawn = drawn_after(folder, 2, captions)
+    title = f'averaged weights after two phases: {result["phase_2"]["averaged"]["right"]:.0%} of the pictures are right'
+    figure(drawn, captions, title).save(sys.argv[1])
+    for phase in ('phase_1', 'phase_2'):
+        for kind, verdict in result[phase].items():
+            print(f'{phase}, {kind:<8} weights: {verdict["right"]:.1%} of the pictures are right, by chance '
+                  f'{result["chance"]:.1%}')
+    result['seconds'] = round(time.perf_counter() - start)
+    print(json.dumps(result))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,213 @@
+"""Turn a checkpoint into a pipeline folder of diffusers, to draw with or to train further.
+
+    python export.py checkpoints my-model               # the newest of a folder
+    python export.py s3://my-bucket/run1 my-model       # of an object store
+    python export.py checkpoints/ep0-ba1000-rank0.pt my-model --live
+
+OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
+scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
+"""
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline
+from safetensors import SafetensorError
+
+from harness.checkpoints import checkpoints, fetched_for_all, from_storage, load_checkpoint, newest_whole
+from harness.initial_weights import weights_of_checkpoint, with_prefix_removed
+from inputs.captions import pipeline_tokenizer
+from inputs.errors import one_line
+from models.loading import ModelFiles, build_vae, find_model
+from models.sampling import sampling_scheduler
+from models.trained import text_encoder_of, unet_of, vae_of
+
+PIXELS_PER_LATENT = 8  # along each side
+
+
+@dataclass
+class Trained:
+    """What a checkpoint holds of the model: tensors by the names that they have in each part.
+
+    Attributes:
+        batch: how many batches it was trained for; None where it does not say.
+        flags: of the run, such as model_name and image_size; empty if it was not one of benchmark.py.
+        live: the weights of the UNet that the optimizer moves.
+        averaged: those of the average; None where there is none.
+        vae: None where the run trained on latents.
+        text_encoder: as it was held in the run, perhaps in half precision.
+    """
+    batch: int | None
+    flags: dict
+    live: dict[str, torch.Tensor]
+    averaged: dict[str, torch.Tensor] | None
+    vae: dict[str, torch.Tensor] | None
+    text_encoder: dict[str, torch.Tensor]
+
+
+def fail(message: str) -> NoReturn:
+    """End with one line."""
+    print('export.py: error:', ' '.join(message.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser('export.py', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail  # one line, without the usage
+    add = parser.add_argument
+    add('checkpoint', metavar='CHECKPOINT', help='a checkpoint, or a folder or an object store, for its newest')
+    add('out', metavar='OUT', help='new folder for the pipeline')
+    add('--live', action='store_true', help='the live weights of the UNet (default: the averaged ones, where the run '
+        'had --use_ema)')
+    add('--model_name', help='tiny, a diffusers folder or a hub name, for the configuration of each part (default: '
+        'that of the run)')
+    add('--pretrained', action='store_true', help='take the VAE from --model_name where the checkpoint has none, '
+        'because the run trained on latents (default: a random one, which cannot decode)')
+    add('--tokenizer', help="folder or hub name (default: that of the run, or CLIP's own)")
+    return parser
+
+
+def find_checkpoint(place: str) -> str:
+    """The path of a checkpoint on this machine: `place`, or the newest whole one in it, fetched from its store.
+
+    ValueError: there is none, or it cannot be read or trusted.
+    """
+    found = from_storage(newest_or_itself, place, 'CHECKPOINT')
+    if found is None:
+        raise ValueError(f'CHECKPOINT {place} holds no whole checkpoint; give one, or the --save_folder of a run')
+    return fetched_for_all(found, f'CHECKPOINT {place}')
+
+
+def newest_or_itself(place: str) -> str | None:
+    """The path or URI of a checkpoint: `place`, or the newest whole one in it; None if there is none."""
+    is_checkpoint = place.endswith('.pt') if '://' in place else os.path.isfile(place)
+    if is_checkpoint:
+        return place
+    return newest_whole(checkpoints(place))
+
+
+def read_trained(path: str) -> Trained:
+    """The model of the checkpoint at `path`. ValueError: it holds none.
+
+    The file is mapped, not read: the optimizer's moments, most of it, never come into memory.
+    """
+    place = f'CHECKPOINT {path}'
+    weights, average = weights_of_checkpoint(path, place)
+    live = with_prefix_removed(weights, 'unet.')
+    text_encoder = with_prefix_removed(weights, 'text_encoder.')
+    if not live or not text_encoder:
+        raise ValueError(f'{place} holds no UNet with a text encoder; give one of benchmark.py')
+    averaged = None
+    if average:
+        averaged = live | with_prefix_removed(average['ema_model']['named_parameters_dict'], 'unet.')
+    state = load_checkpoint(path, mmap=True)['state']
+    batch = state.get('timestamp', {}).get('Timestamp', {}).get('batch')
+    return Trained(batch, flags_of(state), live, averaged, with_prefix_removed(weights, 'vae.') or None, text_encoder)
+
+
+def flags_of(state: dict) -> dict:
+    """The flags that the run kept in its checkpoint; empty if it kept none."""
+    for callback in dict(state.get('callbacks', ())).values():
+        if 'flags' in callback:
+            return callback['flags']
+    return {}
+
+
+def find_files(args: argparse.Namespace, trained: Trained) -> ModelFiles:
+    """The files of the model that was trained. ValueError: they cannot be had."""
+    name = args.model_name or trained.flags.get('model_name')
+    if name is None:
+        raise ValueError(f'CHECKPOINT {args.checkpoint} does not say what model it is of; give --model_name')
+    needs_vae = args.pretrained and trained.vae is None
+    return find_model(name, needs_vae)
+
+
+def build_pipeline(args: argparse.Namespace, trained: Trained) -> StableDiffusionPipeline:
+    """The pipeline, on the CPU. ValueError: the checkpoint does not fit --model_name, or a part cannot be had."""
+    files = find_files(args, trained)
+    tokenizer = pipeline_tokenizer(args.tokenizer or trained.flags.get('tokenizer'))
+    unet_weights = trained.live
+    if trained.averaged is not None and not args.live:
+        unet_weights = trained.averaged
+    sample_size = trained.flags.get('image_size', 0) // PIXELS_PER_LATENT
+    try:
+        unet = unet_of(files, unet_weights, sample_size)
+        vae = build_decoder(args, files, trained)
+        text_encoder = text_encoder_of(files, trained.text_encoder)
+    except RuntimeError as error:
+        raise ValueError(f'--model_name {files.name} is not the model of {args.checkpoint} ({one_line(error)[:200]}); '
+                         'give the one that was trained') from None
+    return StableDiffusionPipeline(vae, text_encoder, tokenizer, unet, sampling_scheduler(files.configs['scheduler']),
+                                   safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+
+
+def build_decoder(args: argparse.Namespace, files: ModelFiles, trained: Trained) -> AutoencoderKL:
+    """The VAE of the checkpoint, or else that of --model_name, which is random without --pretrained."""
+    if trained.vae is not None:
+        return vae_of(files, trained.vae)
+    if not args.pretrained:
+        print(f'export.py: warning: {args.checkpoint} has no VAE, because it was trained on latents, and the random '
+              'one in its place cannot decode; give --model_name FOLDER --pretrained for the one that encoded',
+              file=sys.stderr)
+    return build_vae(files, 'fp32')
+
+
+@contextlib.contextmanager
+def new_folder(out: str) -> Iterator[str]:
+    """A folder beside OUT that takes its name at the end, so that OUT is whole or not there. ValueError: it is there.
+    """
+    out = os.path.abspath(out)
+    if os.path.lexists(out):
+        raise ValueError(f'OUT {out} already exists; give a new folder')
+    unfinished = f'{out}.unfinished-{os.getpid()}'
+    try:
+        os.makedirs(unfinished)
+    except OSError as error:
+        raise ValueError(f'OUT {out} cannot be made: {error.strerror}; name another') from None
+    try:
+        yield unfinished
+        os.rename(unfinished, out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def summary(args: argparse.Namespace, trained: Trained) -> str:
+    """What was written, and how to draw from it."""
+    kind = 'averaged'
+    if args.live:
+        kind = 'live'
+    elif trained.averaged is None:
+        kind = 'live (there is no average)'
+    age = f' after {trained.batch:,} batches' if trained.batch is not None else ''
+    return (f'{args.out} holds the pipeline{age}, with the {kind} weights\n'
+            f"draw: StableDiffusionPipeline.from_pretrained('{args.out}')('a photo of a cat').images[0]")
+
+
+def export(args: argparse.Namespace) -> None:
+    """Write OUT."""
+    with new_folder(args.out) as folder:
+        trained = read_trained(find_checkpoint(args.checkpoint))
+        build_pipeline(args, trained).save_pretrained(folder)
+    print(summary(args, trained))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Export a checkpoint."""
+    args = build_parser().parse_args(argv)
+    try:
+        export(args)
+    except ValueError as error:
+        fail(one_line(error))
+    except (OSError, SafetensorError) as error:
+        fail(f'OUT {args.out} could not be written: {one_line(error)}')
+
+
+if __name__ == '__main__':
+    main()

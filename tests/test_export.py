@@ -1,0 +1,165 @@
+"""A checkpoint becomes a pipeline of diffusers that draws with what was trained, or nothing at all."""
+import resource
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+
+from benchmark import main
+from export import main as export
+from harness.checkpoints import load_checkpoint
+from inputs.captions import build_tokenizer
+from tests.runs import TINY
+from tests.samples import Hostile
+
+CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
+            'the end <|endoftext|> is not here', 'a\x00b \u200b c']
+
+
+@pytest.fixture(scope='module')
+def checkpoints(tmp_path_factory, model_folder) -> str:
+    """Of a run with an average, from a folder whose VAE and text encoder have weights, in half precision."""
+    folder = tmp_path_factory.mktemp('run')
+    main(['--use_synth_data', '--use_ema', *TINY, '--model_name', model_folder, '--pretrained', '--results',
+          str(folder / 'results'), '--encoder_precision', 'bf16', '--save_folder', str(folder / 'kept'),
+          '--save_interval', '2ba'])
+    return str(folder / 'kept')
+
+
+@pytest.fixture(scope='module')
+def latent_checkpoints(tmp_path_factory) -> str:
+    """Of a run on latents, without an average."""
+    folder = tmp_path_factory.mktemp('latents')
+    main(['--use_synth_latents', *TINY, '--save_folder', str(folder / 'kept'), '--results', str(folder / 'results')])
+    return str(folder / 'kept')
+
+
+@pytest.fixture(scope='module')
+def exported(tmp_path_factory, checkpoints) -> str:
+    out = str(tmp_path_factory.mktemp('exported') / 'new' / 'out')
+    export([checkpoints, out])
+    return out
+
+
+def loaded(out) -> StableDiffusionPipeline:
+    pipeline = StableDiffusionPipeline.from_pretrained(str(out))
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def refused(argv: list, capfd) -> str:
+    """Export what must be refused; the one line that it leaves."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        export([str(argument) for argument in argv])
+    error = capfd.readouterr().err
+    assert exit.value.code == 2 and error.count('\n') == 1, error
+    return error
+
+
+def test_the_pipeline_has_the_averaged_unet_or_the_live_one(checkpoints, exported, tmp_path):
+    export([f'{checkpoints}/latest-rank0.pt', str(tmp_path / 'live'), '--live'])
+    state = load_checkpoint(f'{checkpoints}/ep0-ba4-rank0.pt')['state']
+    averages = dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
+    for out, expected in ((exported, averages), (tmp_path / 'live', state['model'])):
+        for name, parameter in loaded(out).unet.named_parameters():
+            assert torch.equal(parameter, expected[f'unet.{name}'])
+    assert any(not torch.equal(average, state['model'][name]) for name, average in averages.items())
+
+
+def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(checkpoints, exported):
+    pipeline = loaded(exported)
+    state = load_checkpoint(f'{checkpoints}/ep0-ba4-rank0.pt')['state']['model']
+    for part in ('vae', 'text_encoder'):
+        for name, parameter in getattr(pipeline, part).named_parameters():
+            assert parameter.dtype == torch.float32 and torch.equal(parameter, state[f'{part}.{name}'].float())
+    assert pipeline.scheduler.config.prediction_type == 'v_prediction'
+    assert pipeline.scheduler.config.beta_schedule == 'scaled_linear'
+    assert pipeline.safety_checker is None and pipeline.feature_extractor is None
+    image = pipeline('a cat', num_inference_steps=2).images[0]
+    assert image.size == (64, 64) and np.asarray(image).std() > 0
+
+
+@pytest.mark.parametrize('tokenizer', [None, 'model_folder'])
+def test_the_pipeline_tokenizes_as_training_does(latent_checkpoints, tmp_path, tokenizer, request):
+    flags = []
+    if tokenizer:
+        tokenizer = request.getfixturevalue(tokenizer)
+        flags = ['--tokenizer', tokenizer]
+    export([latent_checkpoints, str(tmp_path / 'out'), *flags])
+    in_training = build_tokenizer(tokenizer)
+    in_pipeline = loaded(tmp_path / 'out').tokenizer
+    again_in_training = build_tokenizer(str(tmp_path / 'out'))
+    for caption in CAPTIONS:
+        ids = in_pipeline(caption, padding='max_length', max_length=in_pipeline.model_max_length, truncation=True)
+        assert ids.input_ids == in_training.encode(caption).ids, caption
+        assert ids.input_ids == again_in_training.encode(caption).ids, caption
+
+
+def test_a_run_on_latents_takes_the_vae_of_the_model_folder(latent_checkpoints, model_folder, tmp_path, capfd):
+    export([latent_checkpoints, str(tmp_path / 'random')])
+    captured = capfd.readouterr()
+    assert 'cannot decode' in captured.err and captured.err.count('\n') == 1
+    assert 'live (there is no average)' in captured.out
+    export([latent_checkpoints, str(tmp_path / 'pretrained'), '--model_name', model_folder, '--pretrained'])
+    assert capfd.readouterr().err == ''
+    from diffusers import AutoencoderKL
+    saved = AutoencoderKL.from_pretrained(model_folder, subfolder='vae').state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in
+               loaded(tmp_path / 'pretrained').vae.state_dict().items())
+
+
+def test_an_exported_model_is_trained_further(exported, tmp_path):
+    record = main(['--use_synth_data', '--use_ema', *TINY, '--model_name', exported, '--pretrained', '--tokenizer',
+                   exported, '--load_weights', exported, '--results', str(tmp_path / 'results')])
+    assert record['status'] == 'complete' and 0 < record['loss'] < 5
+
+
+def test_a_checkpoint_in_s3_is_exported(s3, latent_checkpoints, tmp_path):
+    for key in ('runs/1/ep0-ba4-rank0.pt', 'runs/1/deeper/ep0-ba9-rank0.pt'):
+        s3.client.upload_file(f'{latent_checkpoints}/ep0-ba4-rank0.pt', 'bucket', key)
+    live = load_checkpoint(f'{latent_checkpoints}/ep0-ba4-rank0.pt')['state']['model']
+    for index, name in enumerate(('s3://bucket/runs/1', 's3://bucket/runs/1/ep0-ba4-rank0.pt')):
+        export([name, str(tmp_path / str(index))])
+        for name, parameter in loaded(tmp_path / str(index)).unet.named_parameters():
+            assert torch.equal(parameter, live[f'unet.{name}'])
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_none_is_removed(checkpoints, tmp_path, capfd):
+    kept = tmp_path / 'kept'
+    shutil.copytree(checkpoints, kept, symlinks=True)
+    newest = kept / 'ep0-ba4-rank0.pt'
+    newest.write_bytes(newest.read_bytes()[:1000])  # a run is about to write it
+    export([str(kept), str(tmp_path / 'out')])
+    assert 'after 2 batches' in capfd.readouterr().out and newest.exists()
+
+
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(checkpoints, latent_checkpoints, tmp_path, capfd):
+    out, empty, other = tmp_path / 'out', tmp_path / 'empty', tmp_path / 'other.pt'
+    empty.mkdir()
+    assert 'holds no whole checkpoint' in refused([empty, out], capfd)
+    assert 'holds no whole checkpoint' in refused([tmp_path / 'nothing', out], capfd)
+    torch.save({'weights': torch.zeros(2)}, other)
+    assert 'is no checkpoint of a training' in refused([other, out], capfd)
+    other.write_bytes(b'half')
+    assert 'no checkpoint, or was not written to its end' in refused([other, out], capfd)
+    trace = tmp_path / 'ran'
+    torch.save({'state': Hostile(trace)}, other)
+    assert 'would run code when loaded' in refused([other, out], capfd) and not trace.exists()
+    assert 'is not the model of' in refused([checkpoints, out, '--model_name',
+                                             'stabilityai/stable-diffusion-2-base'], capfd)
+    assert 'already exists' in refused([checkpoints, empty], capfd)
+    assert 'cannot be made' in refused([checkpoints, other / 'out'], capfd)
+    assert sorted(tmp_path.iterdir()) == [empty, other]
+
+
+def test_a_disk_that_fills_leaves_nothing(checkpoints, tmp_path, capfd):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # bytes: the largest file that can be written
+    try:
+        line = refused([checkpoints, tmp_path / 'out'], capfd)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert 'could not be written' in line and not list(tmp_path.iterdir())
