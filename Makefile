@@ -1,5 +1,17 @@
 PYTHON ?= python3
+# STACK=newest takes the newest libraries instead of the pinned ones, in an environment of its own.
+STACK ?= pinned
+ifeq ($(STACK),newest)
+VENV ?= .venv-newest
+REQUIREMENTS = requirements-newest.txt
+INSTALL = --no-deps -r requirements-newest.txt
+INSTALL_TESTS = $(INSTALL)
+else
 VENV ?= .venv
+REQUIREMENTS = requirements.txt
+INSTALL = -r requirements.txt
+INSTALL_TESTS = $(INSTALL) -r tests/requirements.txt
+endif
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # They start first, so that both processes of `make test` end at about the same time.
@@ -35,13 +47,13 @@ learn: $(VENV)/installed
 report: $(VENV)/installed
 	python report.py published.csv --figure days.png
 
-$(VENV)/installed: requirements.txt
+$(VENV)/installed: $(REQUIREMENTS)
 	$(PYTHON) -m venv $(VENV)
-	python -m pip install -r requirements.txt
+	python -m pip install $(INSTALL)
 	touch $@
 
 $(VENV)/tests-installed: $(VENV)/installed tests/requirements.txt
-	python -m pip install -r requirements.txt -r tests/requirements.txt
+	python -m pip install $(INSTALL_TESTS)
 	touch $@
 
 clean:
