@@ -29,7 +29,7 @@ from typing import NoReturn
 import torch
 from streaming.base.util import bytes_to_int
 
-from harness.crew import Crew, ProgressLine, RankLost, environment_number, say_stopped, sigterm_answered
+from harness.crew import AT_SIGTERM, Crew, ProgressLine, RankLost, environment_number, say_stopped, sigterm_answered
 from harness.launcher import end_with_launcher
 from inputs.errors import DataError, one_line
 from inputs.parts import CLAIM, Merged, Output, PartWriter, claim, finished_parts, merge_parts
@@ -157,12 +157,12 @@ def convert_missing(plan: Plan, crew: Crew, output: Output, args: argparse.Names
 
     def look_around(finished: bool = False) -> bool:
         """Tell the others how far this rank is, and on rank 0 look how far they are: whether all have finished."""
-        crew.give_sign((sum(images), sum(bytes_read)), finished)
+        crew.give_sign(sum(images), sum(bytes_read), finished)
         if crew.rank:
             return finished
-        signs = crew.signs()
-        line.show(*(sum(column) for column in list(zip(*signs, strict=True))[1:]))
-        return all(has_finished for has_finished, *_ in signs)
+        all_finished, all_images, all_bytes = crew.look_around()
+        line.show(all_images, all_bytes)
+        return all_finished
 
     if num_workers:
         worker_end, parent_end = context.Pipe(duplex=False)
@@ -261,8 +261,8 @@ def convert(crew: Crew, output: Output, args: argparse.Namespace) -> Merged | No
             raise SystemExit(0) from None  # rank 0 says it
         fail(130, f'interrupted; {what_stays(out)}')
     except RankLost as error:
-        crew.leave_word(f'{error}')
-        fail(1, f'{error}; {what_stays(out)}')
+        was_said = say_stopped('convert.py', crew, f'{error}; {what_stays(out)}')
+        raise SystemExit(1 if was_said else 0) from None
     except futures.BrokenExecutor:
         reason = ('a worker was killed, often for lack of memory; run again, with a smaller --num_workers than '
                   f'{args.num_workers} if that was it; what is done stays in OUT {out}')
@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     output = Output(args.out, 'OUT')
 
     def say():
-        say_stopped('convert.py', crew, what_stays(args.out))
+        say_stopped('convert.py', crew, f'{AT_SIGTERM}; {what_stays(args.out)}')
         output.discard()
     with sigterm_answered(say), crew:
         merged = convert(crew, output, args)

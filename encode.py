@@ -27,7 +27,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from data import BadSamples, StreamingLAIONDataset, normalize, open_dataset
 from harness.compiling import compile_in_place
-from harness.crew import Crew, say_stopped, sigterm_answered
+from harness.crew import AT_SIGTERM, Crew, say_stopped, sigterm_answered
 from harness.failures import reason
 from harness.launcher import end_with_launcher
 from harness.options import encode_parser
@@ -286,8 +286,8 @@ def encode(args: argparse.Namespace) -> dict:
     crew = crew_of_process_group()
 
     def say():
-        say_stopped('encode.py', crew, f'what is encoded stays in --out {args.out}, and the same command, started '
-                    'again, goes on from there')
+        say_stopped('encode.py', crew, f'{AT_SIGTERM}; what is encoded stays in --out {args.out}, and the same '
+                    'command, started again, goes on from there')
         output.discard()
     with sigterm_answered(say):
         missing = begin(args, output, origin, index)

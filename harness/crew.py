@@ -20,6 +20,7 @@ from inputs.errors import one_line
 PIECE_BYTES = 4 << 20  # that a store takes under one key: torch's own limit is 8 MiB
 SECONDS_BETWEEN_SIGNS = 1.0  # of life
 SECONDS_BETWEEN_LINES = 60  # of progress, where it is not shown on a terminal
+AT_SIGTERM = 'ended by SIGTERM, as when a rank or a node is lost'
 
 
 class RankLost(Exception):
@@ -55,6 +56,7 @@ class Crew:
         self.rank = rank
         self.size = size
         self.patience = patience
+        self.unsaid = threading.Lock()  # taken by whoever says why the run ends
         self._signs: dict[int, tuple[bytes, float]] = {}  # the last of each rank, and when it was first seen
         self._next_sign = 0.0
 
@@ -67,7 +69,7 @@ class Crew:
         try:
             store, rank, size = next(torch.distributed.rendezvous(
                 'env://', timeout=datetime.timedelta(seconds=timeout)))
-            store.set(f'sign/{rank}', '')
+            store.set(f'sign/{rank}', json.dumps([0, False, 0, 0]))
             store.add('joined', 1)
             crew = cls(store, rank, size, timeout)
             crew.wait_until(lambda: store.add('joined', 0) == size, timeout)
@@ -141,32 +143,34 @@ class Crew:
                 return
             yield number
 
-    def give_sign(self, counts: tuple[int, ...], finished: bool = False) -> None:
+    def give_sign(self, images: int, bytes_done: int, finished: bool = False) -> None:
         """Say, at most once a second, what this rank has done so far, and that it is alive. RankLost: rank 0 is gone.
         """
         if time.monotonic() >= self._next_sign or finished:
             self._next_sign = time.monotonic() + SECONDS_BETWEEN_SIGNS
             with self._store_at_hand():
                 self._heed_failure()
-                self.store.set(f'sign/{self.rank}', json.dumps([time.time(), finished, *counts]))
+                self.store.set(f'sign/{self.rank}', json.dumps([time.time(), finished, images, bytes_done]))
 
-    def signs(self) -> list[list]:
-        """On rank 0, the last sign of each rank: whether it has finished, and its counts.
+    def look_around(self) -> tuple[bool, int, int]:
+        """On rank 0, whether all ranks have finished, and the images and bytes that they have done together.
 
         RankLost: one has failed, or was silent for too long.
         """
-        signs = []
-        now = time.monotonic()
         if self.store.check(['failure']):
             raise RankLost(self.store.get('failure').decode())
+        now = time.monotonic()
+        all_finished, all_images, all_bytes = True, 0, 0
         for rank, sign in enumerate(self.store.multi_get([f'sign/{rank}' for rank in range(self.size)])):
             if sign != self._signs.get(rank, (None,))[0]:
                 self._signs[rank] = (sign, now)
-            _, finished, *counts = json.loads(sign or '[0, false]')
+            _, finished, images, bytes_done = json.loads(sign)
             if not finished and rank != self.rank and now - self._signs[rank][1] > self.patience:
                 raise RankLost(f'rank {rank} has given no sign for {self.patience:g} s')
-            signs.append([finished, *counts])
-        return signs
+            all_finished = all_finished and finished
+            all_images += images
+            all_bytes += bytes_done
+        return all_finished, all_images, all_bytes
 
     def leave_word(self, message: str) -> None:
         """On another rank than 0, say why it fails, and give rank 0 time to say so for all."""
@@ -205,6 +209,7 @@ def sigterm_answered(say: Callable[[], None]) -> Iterator[None]:
             if number == bytes([signal.SIGTERM]) and os.getpid() == process:
                 with contextlib.suppress(Exception):
                     say()
+                    time.sleep(1)  # other ranks, who get it at the same time, see whether rank 0 is there
                 os._exit(128 + signal.SIGTERM)
         os.close(reader)
 
@@ -219,16 +224,19 @@ def sigterm_answered(say: Callable[[], None]) -> Iterator[None]:
         os.close(writer)
 
 
-def say_stopped(program: str, crew: Crew, what_to_do: str) -> None:
-    """The line of a run that SIGTERM ends, on the first rank that is left, since a launcher sends it to all."""
+def say_stopped(program: str, crew: Crew, why: str) -> bool:
+    """Print, once, why a run ends; on another rank than 0 only where rank 0 is gone and this is the first that is left.
+
+    Returns whether it was printed.
+    """
     if crew.rank:
-        first_on_node = environment_number('LOCAL_RANK', 0) == 0
-        if not (first_on_node or crew.rank == 1) or not crew.is_alone():
-            return  # rank 0 speaks
-    print(f'{program}: error: ended by SIGTERM, as when a rank or a node is lost; {what_to_do}', file=sys.stderr,
-          flush=True)
-    if crew.size > 1:
-        time.sleep(1)  # so that the others, who get it at the same time, see that rank 0 is there
+        first_that_is_left = crew.rank == 1 or environment_number('LOCAL_RANK', 0) == 0
+        if not first_that_is_left or not crew.is_alone():
+            return False
+    if not crew.unsaid.acquire(blocking=False):
+        return False
+    print(f'{program}: error: {why}', file=sys.stderr, flush=True)
+    return True
 
 
 class ProgressLine:

@@ -66,6 +66,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif key == 'requests':  # how often each kind of request came since this was last asked
             counts, store.counts = store.counts, Counter()
             self.answer(200, repr(dict(counts)).encode())
+        elif key == 'delay':  # milliseconds of each request from here on
+            store.delay = float(next(iter(query))) / 1000
+            self.answer(200)
         elif key not in store.objects:
             store.count('get')
             self.missing('NoSuchKey')
