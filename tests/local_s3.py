@@ -79,11 +79,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def send_object(self, content: bytes):
-        wanted = re.fullmatch(r'bytes=(\d+)-(\d+)', self.headers.get('Range', ''))
+        wanted = re.fullmatch(r'bytes=(\d+)-(\d*)', self.headers.get('Range', ''))
         if not wanted:
             self.answer(200, content)
             return
-        first, last = int(wanted[1]), min(int(wanted[2]), len(content) - 1)
+        first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
         if first > last:
             self.answer(416, b'<Error><Code>InvalidRange</Code></Error>')
             return
