@@ -4,6 +4,11 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     composer -n 1 benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
+from harness.options import benchmark_parser
+
+if __name__ == '__main__':
+    benchmark_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+
 import argparse
 import sys
 from dataclasses import dataclass
@@ -11,34 +16,41 @@ from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
-from composer import ComposerModel, Trainer
+from composer import Algorithm, Callback, ComposerModel, Evaluator, Event, Trainer
 from composer.callbacks import CheckpointSaver, SpeedMonitor
-from composer.core import DataSpec, TimeUnit
-from composer.optim import ConstantScheduler
+from composer.core import DataSpec, State
 from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
+from tokenizers import Tokenizer
 from torchmetrics import MeanSquaredError
 
-from data import SyntheticImageCaptionDataset, build_loader, open_dataset
+from data import SyntheticImageCaptionDataset, build_held_out_loader, build_loader, open_dataset
 from ema import EMA
+from harness.caption_drop import CaptionDrop
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint, save_interrupted
-from harness.compiling import compile_in_place, compiled_graphs
+from harness.compiling import compiled_graphs
+from harness.evaluation import LABEL, METRIC, Evaluations
 from harness.failures import reason
 from harness.gpu_monitor import gather_gpu_figures
+from harness.initial_weights import load_initial_weights
 from harness.launcher import end_with_launcher
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
 from harness.memory import refuse_too_little_memory
 from harness.microbatch import largest_microbatch
-from harness.options import Parser, benchmark_parser
+from harness.optimization import FiniteGradientClipping, build_schedule
+from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
                                refuse_more_ranks_than_gpus)
-from harness.progress import RenewedProgressBar
+from harness.progress import Progress, batches_in_words, total_batches
 from harness.ranks import failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
+from harness.switches import apply_switches, process_switches, switch_callbacks
+from harness.tracing import PROFILED, attention_kernels, build_profiler, tracing_callbacks
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
+from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
 from inputs.shards import (LATENTS, number_of_samples, read_index, require_cache_for, require_columns,
                            require_same_origin)
 from models.flops import encoding_flops, peak_tflops, training_flops, utilization
@@ -46,7 +58,8 @@ from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 
 SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
-                  'seed', 'tokenizer')
+                  'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'weight_decay', 'clip_grad_norm', 'ema_half_life',
+                  'ema_start', 'caption_drop')
 
 
 class StableDiffusion(ComposerModel):
@@ -95,11 +108,16 @@ class StableDiffusion(ComposerModel):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device: `caption` int64 (B, 77)
-        and `image` float (B, 3, H, W) in [-1, 1], or the VAE's `moments` float16 (B, 8, H/8, W/8).
+        and `image` float (B, 3, H, W) in [-1, 1], or the VAE's `moments` float16 (B, 8, H/8, W/8). In an evaluation
+        the batch brings its draws along: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
         """
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
-        noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)
-        timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)  # (B,)
+        if NOISE in batch:
+            noise = batch[NOISE][:, 4:]  # (B, 4, H/8, W/8)
+            timesteps = batch[TIMESTEP]  # (B,)
+        else:
+            noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)
+            timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)  # (B,)
         noised = self.scheduler.add_noise(latents, noise, timesteps)  # (B, 4, H/8, W/8)
         prediction = self.unet(noised, timesteps, text).sample  # (B, 4, H/8, W/8)
         if self.prediction_type == 'epsilon':
@@ -118,7 +136,8 @@ class StableDiffusion(ComposerModel):
             else:
                 moments = vae_moments(self.vae, batch['image'])  # (B, 8, H/8, W/8)
             text = self.text_encoder(batch['caption'])[0]  # (B, 77, D)
-        return draw_latents(moments, self.scaling_factor), text.float()
+        noise = batch[NOISE][:, :4] if NOISE in batch else None  # (B, 4, H/8, W/8)
+        return draw_latents(moments, self.scaling_factor, noise), text.float()
 
     def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean squared error, in float32."""
@@ -129,7 +148,7 @@ class StableDiffusion(ComposerModel):
         """What an evaluation measures; training needs nothing but its loss."""
         if is_train:
             return {}
-        return {'MeanSquaredError': MeanSquaredError()}
+        return {METRIC: MeanSquaredError()}
 
     def update_metric(self, batch, outputs: tuple[torch.Tensor, torch.Tensor], metric) -> None:
         prediction, target = outputs
@@ -159,15 +178,15 @@ class Run:
     flops_per_image: int  # counted before the clock runs
     measurement: Measurement
     safeguard: Safeguard
+    progress: Progress
+    evaluations: Evaluations
 
     @property
     def is_over(self) -> bool:
         """Whether the checkpoint that it resumes from is its last."""
         state = self.trainer.state
-        batches = state.max_duration.value
-        if state.max_duration.unit == TimeUnit.EPOCH:  # of the last batch, Composer's epoch is not yet over
-            batches *= len(self.data.dataloader)
-        if state.max_duration.unit in (TimeUnit.BATCH, TimeUnit.EPOCH):
+        batches = total_batches(state)
+        if batches is not None:  # at the end of the last batch, Composer's epoch is not yet over
             return state.timestamp.batch.value >= batches
         return state.timestamp >= state.max_duration
 
@@ -194,13 +213,45 @@ def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
     samples = number_of_samples(index)
     if samples < args.batch_size:
         raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}')
+    tokenizer = build_fitting_tokenizer(args, files)
+    dataset = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
+                           cache_limit=args.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=args.seed)
+    return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
+
+
+def build_fitting_tokenizer(args: argparse.Namespace, files: ModelFiles) -> Tokenizer:
+    """The tokenizer of --tokenizer. ValueError: there is none, or it has more tokens than the text encoder."""
     tokenizer = build_tokenizer(args.tokenizer)
     if tokenizer.get_vocab_size() > files.vocab_size:
         raise ValueError(f'--tokenizer {args.tokenizer} has {tokenizer.get_vocab_size()} tokens, more than the '
                          f'{files.vocab_size} of the text encoder of --model_name {args.model_name}')
-    dataset = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
-                           cache_limit=args.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=args.seed)
-    return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
+    return tokenizer
+
+
+def open_held_out(args: argparse.Namespace, files: ModelFiles, latents: bool) -> HeldOutSamples:
+    """The samples of --eval_remote. ValueError: it is not there, or does not fit the model."""
+    flag = '--eval_remote'
+    index = read_index(args.eval_remote, flag)
+    require_columns(args.eval_remote, index, flag)
+    require_same_origin(args.eval_remote, index, origin_of_latents(files, args.image_size), flag)
+    if number_of_samples(index) == 0:
+        raise ValueError(f'{flag} {args.eval_remote} holds no samples')
+    if latents and 'latents' not in index:
+        raise ValueError(f'{flag} {args.eval_remote} holds images, and the training is on latents, without a VAE; '
+                         'encode it, too')
+    images = open_dataset(args.eval_remote, None, flag, image_size=args.image_size, index=index, batch_size=1,
+                          beside_another=bool(args.remote))
+    images.captions_as_text = True
+    timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
+    return HeldOutSamples(images, args.image_size, timesteps, args.seed)
+
+
+def build_evaluator(args: argparse.Namespace, files: ModelFiles, held_out: HeldOutSamples) -> Evaluator:
+    """The evaluation of a run, in batches of its microbatch."""
+    microbatch = args.device_train_microbatch_size
+    loader = build_held_out_loader(held_out, microbatch, build_fitting_tokenizer(args, files), args.max_bad_samples)
+    return Evaluator(label=LABEL, dataloader=loader, eval_interval=args.eval_interval,
+                     device_eval_microbatch_size=microbatch)
 
 
 def build_model(args: argparse.Namespace, latents: bool) -> StableDiffusion:
@@ -212,55 +263,83 @@ def build_model(args: argparse.Namespace, latents: bool) -> StableDiffusion:
     return model
 
 
-def apply_switches(model: StableDiffusion, args: argparse.Namespace) -> None:
-    """Train the same model faster or in less memory. ValueError: xformers is not built for this torch or this GPU."""
-    convolutional = [model.unet]
-    if model.vae is not None:
-        convolutional.append(model.vae)
-    if args.channels_last:
-        for part in convolutional:
-            part.to(memory_format=torch.channels_last)
-    if args.attention == 'xformers':
-        try:
-            for part in convolutional:
-                part.enable_xformers_memory_efficient_attention()
-        except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
-            raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
-    if args.gradient_checkpointing:
-        model.unet.enable_gradient_checkpointing()
-    if args.compile:
-        compile_in_place([model.unet] if model.vae is None else [model.unet, model.vae.encoder])
-
-
 def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
     """AdamW over the UNet alone: the frozen encoders need no optimizer."""
-    return torch.optim.AdamW(model.unet.parameters(), lr=1e-4, weight_decay=0.001, fused=args.fused_optimizer)
+    return torch.optim.AdamW(model.unet.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay,
+                             fused=args.fused_optimizer)
+
+
+def build_algorithms(args: argparse.Namespace, files: ModelFiles | None = None,
+                     average: dict | None = None) -> list[Algorithm]:
+    """What changes a batch, its gradients or the weights' average; `average` is the state of one to go on with."""
+    algorithms = []
+    if args.caption_drop:
+        empty_caption = torch.tensor(build_fitting_tokenizer(args, files).encode('').ids)  # (77,)
+        algorithms.append(CaptionDrop(args.caption_drop, args.seed, empty_caption))
+    if args.clip_grad_norm:
+        algorithms.append(FiniteGradientClipping(args.clip_grad_norm))
+    if args.use_ema:
+        ema = EMA(args.ema_half_life, ema_start=args.ema_start or '0ba')
+        if average and not args.ema_start:
+            ema.load_state_dict(average)
+        algorithms.append(ema)
+    return algorithms
 
 
 def build_run(args: argparse.Namespace, data: DataSpec) -> Run:
     """The training, at its start or at the checkpoint to resume from. ValueError: it cannot be built as asked."""
+    files = find_model(args.model_name, args.pretrained)
+    latents = data.dataloader.dataset.latents
+    held_out = None
+    if args.eval_remote:
+        held_out = open_held_out(args, files, latents)
     load_path = None
     if args.autoresume:
         load_path = from_storage(newest_checkpoint, args.save_folder)
-    model = build_model(args, data.dataloader.dataset.latents)
+    model = build_model(args, latents)
+    average = None
+    if args.load_weights and not load_path:
+        average = load_initial_weights(args.load_weights, model)
+    algorithms = build_algorithms(args, files, average)
     if args.microbatch_search:
         args.device_train_microbatch_size = largest_microbatch(model, data, args)
+    evaluator = None
+    if held_out is not None:
+        evaluator = build_evaluator(args, files, held_out)
     measurement = Measurement(args.warmup_batches, args.measure_batches)
     safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
+    evaluations = Evaluations()
+    progress = Progress()
+    callbacks = [measurement, progress, safeguard, *tracing_callbacks(args), evaluations]
     try:
-        trainer = build_trainer(args, model, data, measurement, safeguard, load_path)
+        trainer = build_trainer(args, model, data, callbacks, algorithms, evaluator, load_path)
     except (RuntimeError, KeyError, ValueError) as error:
         if not load_path:
             raise
-        print(file=sys.stderr)  # off the progress bar's line
         raise ValueError(f'--save_folder {args.save_folder}: {load_path} does not fit this run '
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
     flops_per_image = sum(model.flops_per_image.values())
-    return Run(args, model, data, trainer, flops_per_image, measurement, safeguard)
+    say_how_it_begins(args, trainer.state, load_path)
+    return Run(args, model, data, trainer, flops_per_image, measurement, safeguard, progress, evaluations)
 
 
-def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, measurement: Measurement,
-                  safeguard: Safeguard, load_path: str | None = None) -> Trainer:
+def say_how_it_begins(args: argparse.Namespace, state: State, load_path: str | None) -> None:
+    """On rank 0: what is resumed or started from, or that nothing will be kept."""
+    if dist.get_global_rank():
+        return
+    if args.load_weights and not load_path:
+        print(f'starting from the weights of {args.load_weights}')
+    if load_path:
+        print(f'resuming from {load_path}, {batches_in_words(state)}')
+    elif args.autoresume:
+        print(f'--save_folder {args.save_folder} holds no checkpoint yet: starting anew')
+    elif args.keeps_nothing:
+        print(f'warning: without --save_folder nothing of these {args.max_duration} will be kept', file=sys.stderr)
+
+
+def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, callbacks: list[Callback],
+                  algorithms: list[Algorithm], evaluator: Evaluator | None = None,
+                  load_path: str | None = None) -> Trainer:
     """Composer's Trainer, at its start or at the checkpoint `load_path`."""
     window = min(10, args.measure_batches or 10)
     peak_flops = (peak_tflops(args.precision) or 0) * 1e12
@@ -274,9 +353,11 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         model=model,
         train_dataloader=data,
         optimizers=build_optimizer(model, args),
-        schedulers=ConstantScheduler(),
-        algorithms=[EMA()] if args.use_ema else [],
-        callbacks=[measurement, SpeedMonitor(window, peak_flops), safeguard, RenewedProgressBar()],
+        schedulers=build_schedule(args),
+        algorithms=algorithms,
+        callbacks=[*switch_callbacks(args), SpeedMonitor(window, peak_flops), *callbacks],
+        eval_dataloader=evaluator,
+        progress_bar=False,
         loggers=build_loggers(args, training_settings(args, model.vae is None)),
         max_duration=args.max_duration,
         precision=args.precision,
@@ -290,6 +371,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         load_path=load_path,
         seed=args.seed,
         dist_timeout=args.dist_timeout,
+        profiler=build_profiler(args),
     )
     if not in_store:
         for callback in trainer.state.callbacks:
@@ -313,17 +395,28 @@ def train(run: Run) -> dict[str, str]:
         run.trainer.fit()
     except (SystemExit, KeyboardInterrupt):
         outcome = {'status': 'interrupted'}
+        leave_evaluation(run)
     except Exception as error:
         if run.safeguard.interrupted:  # a worker or a rank was faster to go
             outcome = {'status': 'interrupted'}
         else:
             outcome = {'status': 'failed', 'error': reason(error, run.microbatch_flag)}
     ignore_signals()
+    run.progress.stop()
     if outcome['status'] != 'complete':
         error_of_others = failure_of_ranks(outcome.get('error'))
         if error_of_others:
             outcome = {'status': 'failed', 'error': error_of_others}
     return outcome
+
+
+def leave_evaluation(run: Run) -> None:
+    """Where a signal ended the run within an evaluation, the model holds the averages: take the live weights back."""
+    state = run.trainer.state
+    for algorithm in state.algorithms:
+        if isinstance(algorithm, EMA) and algorithm.ema_weights_active:
+            algorithm.apply(Event.EVAL_END, state, run.trainer.logger)
+    run.safeguard.updating = False
 
 
 def make_record(run: Run, outcome: dict[str, str]) -> dict:
@@ -336,9 +429,15 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
     record['turnover_batches'] = run.measurement.turnover_batches
     if record['images_per_sec']:
         record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision)
-    record |= {'first_batch': run.safeguard.first_batch, 'skipped_batches': run.safeguard.skipped_batches}
+    record |= run.evaluations.figures()
+    timestamp = run.trainer.state.timestamp
+    record |= {'first_batch': run.safeguard.first_batch, 'trained_batches': timestamp.batch.value,
+               'trained_epochs': timestamp.epoch.value, 'loss': run.measurement.loss,
+               'skipped_batches': run.safeguard.skipped_batches}
     record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs(),
-               'tf32': uses_tf32()}
+               'tf32': uses_tf32(), 'attention_kernels': attention_kernels(run.trainer.state.callbacks)}
+    if run.args.profile and record['status'] == 'complete':
+        record['status'] = PROFILED
     return record
 
 
@@ -346,11 +445,10 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
     """Make the record and keep it; a run that did not complete ends the process."""
     args = run.args
     record = make_record(run, outcome)
-    log_record(args, record)
+    log_record(run.trainer.logger.destinations, record)
     save_state = None
-    if outcome['status'] == 'interrupted' and args.save_folder:
-        if run.measurement.batches and not run.safeguard.updating:
-            save_state = partial(save_interrupted, run.trainer.state, args.save_folder)
+    if outcome['status'] == 'interrupted':
+        save_state = partial(save_where_it_stopped, run)
     try:
         if outcome['status'] == 'complete':
             run.trainer.close()
@@ -361,19 +459,28 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
     if outcome['status'] == 'interrupted' or dist.get_global_rank() == 0:
         wait_for_rank_0()  # a launcher ends all ranks 30 s after the first
     if outcome['status'] == 'interrupted':
-        sys.exit(130)
+        sys.exit(130 if dist.get_local_rank() == 0 else 0)  # a launcher would print all that a rank has printed
     if outcome['status'] == 'failed':
-        print(file=sys.stderr)  # off the progress bar's line
         failed_batch = run.trainer.state.timestamp.batch.value + 1
         parser.error(f'the run failed at batch {failed_batch}: {outcome["error"]}')
     return record
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """Run the benchmark; returns its record."""
-    end_with_launcher()
-    parser = benchmark_parser(__doc__)
-    args = parser.parse_args(argv)
+def save_where_it_stopped(run: Run) -> None:
+    """Save what an interrupted run has learned, where it is to be kept, and say how to go on."""
+    folder = run.args.save_folder
+    stopped = f'stopped at {batches_in_words(run.trainer.state)}'
+    if not folder:
+        print(f'{stopped}; without --save_folder nothing was saved')
+    elif run.measurement.batches and not run.safeguard.updating:
+        path = save_interrupted(run.trainer.state, folder, run.args.save_num_checkpoints_to_keep)
+        print(f'{stopped}; saved {path}; the same command with --autoresume goes on')
+    else:
+        print(f'{stopped}; the same command with --autoresume goes on from the newest checkpoint in {folder}')
+
+
+def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
+    """Check, build, train and record; returns the record."""
     try:
         refuse_more_ranks_than_gpus()
         fill_in_training_defaults(args)
@@ -398,6 +505,15 @@ def main(argv: list[str] | None = None) -> dict:
         return conclude(run, outcome, parser)
     finally:
         run.safeguard.release_signals()
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Run the benchmark; returns its record."""
+    end_with_launcher()
+    parser = benchmark_parser(__doc__)
+    args = parser.parse_args(argv)
+    with process_switches(args):
+        return run_benchmark(args, parser)
 
 
 if __name__ == '__main__':

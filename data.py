@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from composer.core import DataSpec
 from composer.utils import dist
 from tokenizers import Tokenizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
 from inputs.cache import cache_folder, claim_cache
 from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from inputs.errors import DataError, one_line, unreadable_shard
+from inputs.held_out import HeldOutSamples, collate_held_out
 from inputs.images import decode_image, decode_whole_image, stack_images
 from inputs.shards import LATENTS, fault_of_shard
 from inputs.streaming_patches import PatchedStreamingDataset
@@ -229,14 +230,14 @@ def bad_sample_line(index: int, reason: str) -> str:
     return f'bad sample {index} is left out: {reason}'
 
 
-def open_dataset(remote: str, local: str | None, **kwargs) -> StreamingLAIONDataset:
-    """The samples of `remote`, cached in `local`. ValueError, in one line: they cannot be had."""
+def open_dataset(remote: str, local: str | None, flag: str = '--remote', **kwargs) -> StreamingLAIONDataset:
+    """The samples of `remote`, cached in `local`. ValueError, in one line that names `flag`: they cannot be had."""
     try:
         return StreamingLAIONDataset(remote, local, **kwargs)
     except ValueError:
         raise
     except Exception as error:  # every storage client has its own exceptions
-        raise ValueError(f'--remote {remote} could not be opened ({one_line(error)[:300]})') from None
+        raise ValueError(f'{flag} {remote} could not be opened ({one_line(error)[:300]})') from None
 
 
 class BadSamples:
@@ -315,5 +316,22 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
                                           collate_fn=CountedCollate(make_batch, num_workers),
                                           prefetch_factor=BATCHES_PER_WORKER if num_workers else None,
                                           pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
+    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
+                    microbatch_transforms=partial(normalize, image_size=dataset.image_size))
+
+
+def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, tokenizer: Tokenizer,
+                          max_bad_samples: float = 0.01) -> DataSpec:
+    """The loader of an evaluation: every sample once, in one order, shared out to the ranks; the last batch is smaller.
+
+    Args:
+        dataset: of the samples.
+        batch_size: samples a device.
+        tokenizer: for their captions.
+        max_bad_samples: the share that may be bad before the run ends.
+    """
+    make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
+    loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset),
+                        collate_fn=partial(collate_held_out, collate=make_batch))
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))

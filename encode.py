@@ -8,6 +8,11 @@ training draws a latent anew each time) and the caption. Any number of ranks sha
 when started again with the same command on any number of ranks, encodes only what is missing. OUT/index.json comes
 last.
 """
+from harness.options import encode_parser
+
+if __name__ == '__main__':
+    encode_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+
 import argparse
 import hashlib
 import json
@@ -26,14 +31,14 @@ from diffusers import AutoencoderKL
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from data import BadSamples, StreamingLAIONDataset, normalize, open_dataset
-from harness.compiling import compile_in_place
+from harness.compiling import compile_in_place, compile_mode
 from harness.crew import AT_SIGTERM, Crew, say_stopped, sigterm_answered
 from harness.failures import reason
 from harness.launcher import end_with_launcher
-from harness.options import encode_parser
 from harness.preflight import (best_precision, fill_in_shared_defaults, refuse_bad_shared_flags,
                                refuse_more_ranks_than_gpus)
-from harness.ranks import gather_patiently, join_ranks
+from harness.progress import EncodingBar
+from harness.ranks import SharedCount, gather_patiently, join_ranks
 from harness.record import circumstances, keep
 from inputs.errors import DataError, one_line
 from inputs.images import stack_images
@@ -149,7 +154,8 @@ class LatentsWriter:
             self.finish_part()
 
 
-def encode_samples(vae: AutoencoderKL, shards: ShardsInTurn, output: Output, args: argparse.Namespace) -> dict:
+def encode_samples(vae: AutoencoderKL, shards: ShardsInTurn, output: Output, args: argparse.Namespace,
+                   progress: EncodingBar) -> dict:
     """Encode the samples of the `shards` into a part of OUT for each of them; returns what was counted."""
     device = next(vae.parameters()).device
     samples = Samples(shards.images)
@@ -159,11 +165,14 @@ def encode_samples(vae: AutoencoderKL, shards: ShardsInTurn, output: Output, arg
     encoded = [0]  # images so far, at the start and after each batch
     clock = [time.perf_counter()]  # when that was
     writer = LatentsWriter(shards, output, args.image_size)
-    for batch in map(bad_samples, loader):
+    for batch in loader:
+        read = batch['read']  # the bad ones, too
+        batch = bad_samples(batch)
         for sample in zip(batch['id'], moments_of(vae, batch, args), batch['caption'], strict=True):
             writer.write(*sample)
         encoded.append(encoded[-1] + len(batch['id']))
         clock.append(time.perf_counter())
+        progress.advance(read)
     writer.finish()
     start = min(args.warmup_batches, max(0, len(clock) - 2))
     return {'samples': encoded[-1], 'bad': bad_samples.found,
@@ -243,7 +252,7 @@ def build_encoder(args: argparse.Namespace, files: ModelFiles) -> AutoencoderKL:
     if args.channels_last:
         vae.to(memory_format=torch.channels_last)
     if args.compile:
-        compile_in_place([vae.encoder])
+        compile_in_place([vae.encoder], compile_mode(args))
     return vae
 
 
@@ -290,11 +299,14 @@ def encode(args: argparse.Namespace) -> dict:
                     'command, started again, goes on from there')
         output.discard()
     with sigterm_answered(say):
+        count = SharedCount('encoded')  # before the ranks meet again, in begin
         missing = begin(args, output, origin, index)
         images = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
                               cache_limit=args.cache_limit, batch_size=1, shuffle=False)
         vae = build_encoder(args, files)
-        ranks = gather_patiently(encode_samples(vae, ShardsInTurn(images, missing, crew), output, args))
+        with EncodingBar(count, int(images.samples_per_shard[missing].sum())) as progress:
+            ranks = gather_patiently(encode_samples(vae, ShardsInTurn(images, missing, crew), output, args, progress))
+            progress.advance(0)  # to what the other ranks have done since
         if crew.rank:
             return ranks[crew.rank]
         merged = merge_parts(output, images.num_shards, {'latents': origin}, processes=min(8, os.cpu_count() or 1))

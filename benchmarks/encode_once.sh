@@ -4,7 +4,7 @@
 #     benchmarks/encode_once.sh SOURCE OUT [flags for the trainings, and for the encoding those it has]
 #     benchmarks/encode_once.sh photos /tmp/encode-once --image_size 512
 #
-# Without a GPU the tiny model stands in, on two processes. Records go to OUT/results.jsonl; the report comes last.
+# Without a GPU the tiny model stands in. Records go to OUT/results.jsonl; the report comes last.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source_files=$1 out=$2
@@ -12,7 +12,7 @@ shift 2
 if [ "$(python -c 'import torch; print(torch.cuda.device_count())')" -gt 0 ]; then
     launch=(composer) model=()
 else
-    launch=(composer -n 2) model=(--model_name tiny --image_size 64)
+    launch=(python) model=(--model_name tiny --image_size 64)
 fi
 train=(--use_ema --results "$out/results.jsonl" "${model[@]}" "$@")
 python convert.py "$source_files" "$out/images"

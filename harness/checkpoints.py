@@ -22,14 +22,14 @@ PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints be
 CHECKPOINT_NAME = re.compile(r'\bep(\d+)-ba(\d+)-rank0\.pt$')
 
 
-def from_storage(function: Callable[[str], Any], folder: str):
-    """`function(folder)`, with what any storage client raises as a ValueError of one line."""
+def from_storage(function: Callable[[str], Any], folder: str, flag: str = '--save_folder'):
+    """`function(folder)`, with what any storage client raises as a ValueError of one line, which names `flag`."""
     try:
         return function(folder)
     except ValueError:
         raise
     except Exception as error:  # every storage client has its own exceptions
-        raise ValueError(f'--save_folder {folder} cannot be read ({one_line(error)}); check its name and your '
+        raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name and your '
                          'credentials') from None
 
 
@@ -58,29 +58,48 @@ def newest_checkpoint(folder: str) -> str | None:
     """
     path = None
     if dist.get_global_rank() == 0:
-        path = newest_whole(checkpoints(folder))
+        path = newest_whole(checkpoints(folder), remove_unfinished=True)
+    return fetched_for_all(path, f'--save_folder {folder}')
+
+
+def fetched_for_all(path: str | None, place: str) -> str | None:
+    """The checkpoint that rank 0 found, where every rank can load it, and harmless; None if it found none.
+
+    Args:
+        path: on rank 0, a path or the URI of an object in a store.
+        place: what errors call it, a flag with its value.
+
+    ValueError: it would run code, or other nodes do not see it.
+    """
     path = dist.all_gather_object(path)[0]
     if path is None:
         return None
     if '://' in path:
         path = download(path)
     if not all(dist.all_gather_object(os.path.exists(path))):
-        raise ValueError(f'--save_folder {folder} is not the same folder on every node; use a shared one or a store')
+        raise ValueError(f'{place} is not the same folder on every node; use a shared one or a store')
+    contents = globals_of(path)
+    if contents is None:
+        raise ValueError(f'{place}: {path} is no checkpoint, or was not written to its end; use another')
     plain = {f'{kind.__module__}.{kind.__qualname__}' for kind in PLAIN_TYPES}
-    unsafe = globals_of(path) - plain
+    unsafe = contents - plain
     if unsafe:
-        raise ValueError(f'--save_folder {folder}: {path} would run code when loaded ({min(unsafe)}); it is not of '
-                         'this program, do not use it')
+        raise ValueError(f'{place}: {path} would run code when loaded ({min(unsafe)}); it is not of this program, do '
+                         'not use it')
     return path
 
 
-def newest_whole(found: list[str]) -> str | None:
-    """The last of `found` that was written to its end; later ones are removed. None if there is none."""
+def newest_whole(found: list[str], remove_unfinished: bool = False) -> str | None:
+    """The last of `found` that was written to its end; None if there is none.
+
+    With `remove_unfinished` later ones are removed: no other run writes them now.
+    """
     for path in reversed(found):
         if '://' in path or globals_of(path) is not None:  # a store shows only what was sent whole
             return path
-        print(f'removing {path}, which a killed run left unfinished', file=sys.stderr)
-        os.remove(path)
+        if remove_unfinished:
+            print(f'removing {path}, which a killed run left unfinished', file=sys.stderr)
+            os.remove(path)
     return None
 
 
@@ -105,16 +124,24 @@ def globals_of(path: str) -> set[str] | None:
         return {str(error)}
 
 
-def load_checkpoint(path: str) -> dict:
-    """A checkpoint, on the CPU; pickle.UnpicklingError if it holds more than tensors and plain types, such as code."""
+def load_checkpoint(path: str, mmap: bool = False) -> dict:
+    """A checkpoint, on the CPU; pickle.UnpicklingError if it holds more than tensors and plain types, such as code.
+
+    With `mmap` a tensor is read from the file when it is used, once for all ranks of a host.
+    """
     with safe_globals(PLAIN_TYPES):
-        return torch.load(path, map_location='cpu', weights_only=True)
+        return torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
 
 
-def save_interrupted(state: State, folder: str) -> None:
-    """Save the state as of the last whole batch, by rank 0 alone, since other ranks may be gone.
+def save_interrupted(state: State, folder: str, to_keep: int | None = None) -> str:
+    """Save the state as of the last whole batch, by rank 0 alone, since other ranks may be gone; returns where.
 
     Composer's own saver, whose names and contents these are, waits for all ranks.
+
+    Args:
+        state: of the run.
+        folder: or object store.
+        to_keep: the newest that stay in a folder; None keeps all.
     """
     name = f'ep{state.timestamp.epoch.value}-ba{state.timestamp.batch.value}-rank0.pt'
     store = maybe_create_object_store_from_uri(folder)
@@ -123,10 +150,10 @@ def save_interrupted(state: State, folder: str) -> None:
             path = os.path.join(staging, name)
             torch.save({'state': state.state_dict()}, path)
             store.upload_object(os.path.join(parse_uri(folder)[2], name), path)
-        return
+        return os.path.join(folder, name)
     path = Path(folder, name)
     if path.exists() and globals_of(path) is not None:
-        return  # Composer has saved this batch, whole
+        return str(path)  # Composer has saved this batch, whole
     unfinished = Path(folder, f'{name}.tmp')
     torch.save({'state': state.state_dict()}, unfinished)
     unfinished.replace(path)
@@ -134,3 +161,7 @@ def save_interrupted(state: State, folder: str) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(name)
     link.replace(Path(folder, 'latest-rank0.pt'))
+    if to_keep:
+        for older in checkpoints(folder)[:-to_keep]:
+            os.remove(older)
+    return str(path)

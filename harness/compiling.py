@@ -1,11 +1,24 @@
 """--compile: what torch's compiler must be told, and how many graphs it made. It knows nothing of the model."""
+import argparse
+
 import torch
 
+MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 14 kinds of residual blocks and 4 of transformer blocks
 
-def compile_in_place(modules: list[torch.nn.Module]) -> None:
+
+def compile_mode(args: argparse.Namespace) -> str | None:
+    """The MODE of --compile; None for torch's default."""
+    return None if args.compile is True else args.compile
+
+
+def compile_in_place(modules: list[torch.nn.Module], mode: str | None = None) -> None:
     """Compile each module when it is first called, for the shapes that come. The names in checkpoints stay.
 
-    Each becomes one graph, or the run fails. Left alone, torch 2.7.0 does otherwise in two places:
+    Args:
+        modules: each becomes one graph, or the run fails.
+        mode: of torch.compile; None is its default.
+
+    Left alone, torch 2.7.0 makes no single graph of a module in two places:
     - Under DDP it cuts a graph where a bucket of gradients ends, so that they travel while others are computed: the
       UNet of Stable Diffusion 2 in 71 graphs. With gradient checkpointing that crashes (BackendCompilerFailed).
     - After 8 compilations of one function (`recompile_limit`) it goes on without compiling, and only warns.
@@ -15,7 +28,17 @@ def compile_in_place(modules: list[torch.nn.Module]) -> None:
     if hasattr(config, 'fail_on_recompile_limit_hit'):
         config.fail_on_recompile_limit_hit = True
     for module in modules:
-        module.compile(dynamic=False)
+        if mode is None:
+            module.compile(dynamic=False)
+        else:
+            module.compile(dynamic=False, mode=mode)
+
+
+def compile_blocks(model: torch.nn.Module, kinds: tuple[type, ...], mode: str | None = None) -> None:
+    """Compile the parts of `model` that are of these classes, in place; those of one kind and size share a graph."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_KINDS_OF_BLOCKS)  # of one class, for all its sizes
+    compile_in_place([module for module in model.modules() if type(module) in kinds], mode)
 
 
 def compiled_graphs() -> int:

@@ -1,6 +1,8 @@
 """Where the curves of a run go: TensorBoard files, Weights & Biases."""
 import argparse
+import json
 import os
+from collections.abc import Sequence
 
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
@@ -12,10 +14,10 @@ REMEDY = 'run `wandb login`, or set WANDB_MODE=offline'
 
 
 def build_loggers(args: argparse.Namespace, settings: dict) -> list[LoggerDestination]:
-    """Composer's loggers for the flags that are given; `settings` go to W&B. ValueError: W&B cannot start."""
+    """Composer's loggers for the flags that are given; each keeps the `settings`. ValueError: W&B cannot start."""
     loggers = []
     if args.tensorboard:
-        loggers.append(TensorboardLogger(log_dir=args.tensorboard))
+        loggers.append(OneFileTensorboardLogger(args.tensorboard, settings))
     if uses_wandb(args):
         if dist.get_global_rank() == 0:
             refuse_without_login(args)
@@ -52,7 +54,9 @@ class OneLineWandBLogger(WandBLogger):
     """
 
     def __init__(self, args: argparse.Namespace, settings: dict):
-        super().__init__(project=args.wandb_project, name=args.wandb_name, init_kwargs={'config': settings})
+        quiet = {'quiet': True}  # else 70 lines at the end push the result out of sight
+        super().__init__(project=args.wandb_project, name=args.wandb_name,
+                         init_kwargs={'config': settings, 'settings': quiet})
         self.flag = wandb_flag(args)
 
     def init(self, state: State, logger: Logger) -> None:
@@ -63,8 +67,54 @@ class OneLineWandBLogger(WandBLogger):
             raise ValueError(f'{self.flag}: Weights & Biases did not start ({one_line(error)}); {REMEDY}') from None
 
 
-def log_record(args: argparse.Namespace, record: dict) -> None:
-    """The record as the summary of the run at W&B, if there is one."""
-    if uses_wandb(args) and dist.get_global_rank() == 0:
-        import wandb
-        wandb.run.summary.update(record)
+    def keep_record(self, record: dict) -> None:
+        """The record as the summary of the run."""
+        if dist.get_global_rank() == 0:
+            import wandb
+            wandb.run.summary.update(record)
+
+
+class OneFileTensorboardLogger(TensorboardLogger):
+    """Composer's logger, with settings and record beside the curves, all in one file for each run.
+
+    Composer begins another file at each flush, for an upload to an object store that is not used here.
+
+    Args:
+        log_dir: folder that a folder for each run is made in.
+        settings: of the run, shown as text.
+    """
+
+    def __init__(self, log_dir: str, settings: dict):
+        super().__init__(log_dir=log_dir)
+        self.settings = settings
+
+    def init(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            super().init(state, logger)
+            self.writer.add_text('settings', as_markdown(self.settings))
+
+    def keep_record(self, record: dict) -> None:
+        """The record as text."""
+        if dist.get_global_rank() == 0:
+            self.writer.add_text('record', as_markdown(record))
+
+    def _flush(self, logger: Logger) -> None:
+        if self.writer is not None:
+            self.writer.flush()
+
+    def close(self, state: State, logger: Logger) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        self.writer = None
+
+
+def as_markdown(content: dict) -> str:
+    """JSON as a block of code, which TensorBoard's text page leaves as it is."""
+    return '\n'.join(f'    {line}' for line in json.dumps(content, indent=2).splitlines())
+
+
+def log_record(loggers: Sequence[LoggerDestination], record: dict) -> None:
+    """Give the record to those that keep one."""
+    for logger in loggers:
+        if isinstance(logger, (OneLineWandBLogger, OneFileTensorboardLogger)):
+            logger.keep_record(record)

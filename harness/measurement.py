@@ -1,23 +1,26 @@
 """How fast a run is: the clock of its batches, the figures that follow from it, and the loader's alone."""
+import contextlib
 import itertools
 import math
 import re
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from composer import Callback
-from composer.core import DataSpec, State, TimeUnit
+from composer.core import DataSpec, State
 from composer.utils import dist, get_device
 
 from harness.gpu_monitor import GpuMonitor
+from harness.progress import total_batches
 
 GIB = 2 ** 30
 QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
+ASIDE = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 
 
 @dataclass
@@ -27,17 +30,19 @@ class Window:
     Attributes:
         batch_seconds: from the end of the batch before to the end of this one.
         wait_seconds: of these, what was spent waiting for the loader.
-        aside_seconds: of these, what was spent on checkpoints, which is no part of a batch.
+        aside_seconds: of these, what was spent on anything of ASIDE, which is no part of a batch.
+        seconds_of: the same for each of ASIDE, over all batches.
         samples: of all ranks.
         queue_batches: that the loader prepares ahead.
         drained_batches: that were taken from this queue and not made again: it was fuller at the start.
-        loss: of the last batch whose loss is finite.
+        losses: of those batches whose loss is finite.
     """
     batch_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)
     aside_seconds: list[float] = field(default_factory=list)
+    seconds_of: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ASIDE, 0.0))
+    losses: list[float] = field(default_factory=list)
     samples: int = 0
-    loss: float | None = None
     queue_batches: int = 0
     drained_batches: int = 0
 
@@ -67,39 +72,70 @@ class Measurement(Callback):
         self.measure_batches = measure_batches
         self.turnover_batches = 0
         self.batches = 0  # trained by this process, with the warm-up
+        self.loss: float | None = None  # the last finite one of the run
         self.window = Window()
         self.gpu = GpuMonitor()  # of the window
-        self._aside = 0.0  # seconds of the batch to come that are no part of it
-        self._aside_since: float | None = None
+        self._aside = dict.fromkeys(ASIDE, 0.0)  # seconds of the batch to come that are no part of it
+        self._aside_name: str | None = None  # what stands aside now
+        self._aside_since = 0.0
 
     def fit_start(self, state: State, logger) -> None:
         self.window.queue_batches = state.train_dataloader.queue_length
         self.turnover_batches = self._turnover(state)
         self._previous_end = time.perf_counter()
 
+    @contextlib.contextmanager
+    def aside(self, name: str) -> Iterator[None]:
+        """What a callback does in this context, between two batches, is part of neither: it counts as `name` of ASIDE.
+
+        All ranks enter it together, and leave it when the last of them is through, whoever of them has the work.
+        """
+        before = self._aside_name
+        self._stand_aside(name)
+        try:
+            yield
+            dist.barrier()
+        finally:
+            self._stand_aside(before)
+
+    def _stand_aside(self, name: str | None) -> None:
+        """From now on the time is that of `name`; None: of the batch."""
+        if name == self._aside_name:
+            return
+        now = time.perf_counter()
+        if self._aside_name is not None:
+            self._aside[self._aside_name] += now - self._aside_since
+        self._aside_name = name
+        self._aside_since = now
+        self.gpu.paused = name is not None
+
     def before_dataloader(self, state: State, logger) -> None:
-        """The end of what stood aside of the batches."""
-        if self._aside_since is not None:
-            self._aside += time.perf_counter() - self._aside_since
-            self._aside_since = None
-            self.gpu.paused = False
+        """The next batch begins."""
+        self._stand_aside(None)
+
+    def eval_before_all(self, state: State, logger) -> None:
+        self._stand_aside('evaluation')
+
+    def eval_after_all(self, state: State, logger) -> None:
+        self._stand_aside(None)
 
     def batch_checkpoint(self, state: State, logger) -> None:
         """After a batch: Composer's CheckpointSaver, a later callback than this, may save now."""
-        self._aside_since = time.perf_counter()
-        self.gpu.paused = True
+        self._stand_aside('checkpoint')
 
     def epoch_checkpoint(self, state: State, logger) -> None:
-        self._aside_since = time.perf_counter()
-        self.gpu.paused = True
+        self._stand_aside('checkpoint')
 
     def batch_end(self, state: State, logger) -> None:
         now = time.perf_counter()
         loader = state.train_dataloader
         waited = loader.seconds_waited()
+        loss = float(state.total_loss_dict.get('loss/train/total', math.nan))  # none of a step that was left out
+        if math.isfinite(loss):
+            self.loss = loss
         first = self.warmup_batches + self.turnover_batches
         if self.batches >= first and not self._is_full():
-            self._measure(state, now - self._previous_end, waited)
+            self._measure(state, now - self._previous_end, waited, loss)
         elif self.batches < self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more
         self.batches += 1
@@ -108,19 +144,20 @@ class Measurement(Callback):
             self.gpu.start()
         elif self._is_full():
             self.gpu.stop()
-        self._aside = 0.0
+        self._aside = dict.fromkeys(ASIDE, 0.0)
         self._previous_end = now
 
-    def _measure(self, state: State, seconds: float, waited: float) -> None:
+    def _measure(self, state: State, seconds: float, waited: float, loss: float) -> None:
         window = self.window
         window.batch_seconds.append(seconds)
         window.wait_seconds.append(waited)
-        window.aside_seconds.append(self._aside)
+        window.aside_seconds.append(sum(self._aside.values()))
+        for name, spent in self._aside.items():
+            window.seconds_of[name] += spent
         window.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
         window.drained_batches = self._drained(state)
-        loss = state.total_loss_dict.get('loss/train/total', math.nan)  # Composer keeps none of a step it dropped
         if math.isfinite(loss):
-            window.loss = loss
+            window.losses.append(loss)
 
     def _is_full(self) -> bool:
         return self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
@@ -148,12 +185,8 @@ class Measurement(Callback):
 
 
 def remaining_batches(state: State) -> int:
-    """How many batches the run has yet to train."""
-    if state.max_duration.unit == TimeUnit.BATCH:
-        return state.max_duration.value - state.timestamp.batch.value
-    if state.max_duration.unit == TimeUnit.EPOCH:
-        return state.max_duration.value * int(state.dataloader_len) - state.timestamp.batch.value
-    return 0  # a length in other units is not known in batches
+    """How many batches the run has yet to train; 0 where its length is not known in batches."""
+    return max(0, (total_batches(state) or 0) - state.timestamp.batch.value)
 
 
 def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset()) -> dict:
@@ -167,6 +200,7 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
     aside = highest_of_ranks(window.aside_seconds, all_ranks)  # (batches,): the other ranks wait for that one
     seconds = np.array(window.batch_seconds) - aside  # (batches,)
     slowest = highest_of_ranks(seconds, all_ranks)  # (batches,)
+    seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of ASIDE,)
     ranks = [(seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib(), bad_samples)]
     if all_ranks:
         ranks = dist.all_gather_object(ranks[0])
@@ -183,12 +217,12 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         'batch_seconds_p90': float(np.percentile(slowest, 90)),
         'drift': drift(slowest),
         'data_wait_fraction': float(max(wait / total for wait, total in zip(waits, totals, strict=True))),
-        'checkpoint_seconds': float(aside.sum()),
+        **{f'{name}_seconds': float(spent) for name, spent in zip(window.seconds_of, seconds_of, strict=True)},
         'peak_memory_gib': max(memory),
         'measured_batches': len(slowest),
         'queue_batches': window.queue_batches,
         'bad_samples': num_bad,
-        'loss': window.loss,
+        'loss_mean': float(np.mean(window.losses)) if window.losses else None,
     }
 
 

@@ -1,7 +1,9 @@
 """The command lines of benchmark.py and encode.py: every flag, by subject. Nothing here needs torch."""
 import argparse
 import contextlib
+import difflib
 import os
+import shlex
 import signal
 import sys
 import time
@@ -10,15 +12,52 @@ from collections.abc import Callable
 from harness.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
 from models.hub import SD2_BASE
 
-GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'logging', 'cost')
+GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average', 'evaluation',
+          'logging', 'cost')
+ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention, in the order to try them
+COMPILE_MODES = ('max-autotune-no-cudagraphs', 'reduce-overhead')  # of torch.compile, beside its default
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, once: on rank 0, unless another rank is alone in its error."""
+    """Says what is wrong in one line, once: on rank 0, unless another rank is alone in its error.
+
+    An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
+    What follows a # there is a comment.
+    """
 
     def __init__(self, prog: str, description: str):
-        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         fromfile_prefix_chars='@')
         self.groups = {name: self.add_argument_group(name) for name in GROUPS}
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """The arguments on one line of a file."""
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as error:  # a quotation that does not end on its line
+            self.error(f'{error} in a file of flags: {arg_line.strip()}')
+
+    def parse_known_args(self, args=None, namespace=None):
+        try:
+            return super().parse_known_args(args, namespace)
+        except UnicodeDecodeError:
+            self.error('a file of flags, named by @FILE, is no text')
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """As argparse does, but for a flag that is none, with which it names the nearest one."""
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return known
+
+    def _unknown(self, argument: str) -> str:
+        flag = argument.partition('=')[0]
+        if not flag.startswith('--'):
+            return f'{argument} belongs to no flag; see --help'
+        nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        if nearest:
+            return f'{flag} is no flag; did you mean {nearest[0]}?'
+        return f'{flag} is no flag; see --help'
 
     def error(self, message: str):
         rank = int(os.environ.get('RANK', 0))
@@ -50,6 +89,16 @@ count = number(int, 1, sys.maxsize, 'a whole number above 0')
 whole_number = number(int, 0, sys.maxsize, 'a whole number')
 share = number(float, 0, 1, 'between 0 and 1')
 amount = number(float, 0, sys.float_info.max, 'an amount')
+positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
+
+
+def attention(text: str) -> str:
+    """An argparse type: sdpa, xformers, or some of torch's kernels in an order of one's own, such as cudnn,flash."""
+    names = text.split(',')
+    if text not in ('sdpa', 'xformers') and (not set(names) <= set(ATTENTION_BACKENDS) or len(set(names)) < len(names)):
+        raise argparse.ArgumentTypeError(f'{text} is not sdpa, xformers, or a list such as '
+                                         f'{",".join(ATTENTION_BACKENDS)}')
+    return text
 
 
 def benchmark_parser(description: str) -> Parser:
@@ -60,6 +109,8 @@ def benchmark_parser(description: str) -> Parser:
     add_training_speed_flags(parser.groups['speed'])
     add_training_measurement_flags(parser.groups['measurement'])
     add_training_flags(parser.groups['training and checkpoints'])
+    add_optimizer_flags(parser.groups['optimizer and average'])
+    add_evaluation_flags(parser.groups['evaluation'])
     add_logging_flags(parser.groups['logging'])
     add_cost_flags(parser.groups['cost'])
     return parser
@@ -100,8 +151,10 @@ def add_shared_flags(parser: Parser) -> None:
         'holds their weights in float32 and computes in --precision (default: the half precision of --precision)')
     add('--channels_last', action=argparse.BooleanOptionalAction, help='memory format of the convolutions (default: on '
         'where there is a GPU)')
-    add('--compile', action=argparse.BooleanOptionalAction, default=False, help='compile the UNet and the VAE encoder, '
-        'which takes minutes at the start (default: off)')
+    add('--compile', nargs='?', const=True, default=False, choices=COMPILE_MODES, metavar='MODE', help='compile the '
+        "UNet and the VAE encoder, which takes minutes at the start, in torch's default mode or in one of "
+        f'{", ".join(COMPILE_MODES)} (default: off)')
+    add('--no-compile', dest='compile', action='store_const', const=False, help='compile nothing (the default)')
 
     add = parser.groups['measurement'].add_argument
     add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
@@ -119,6 +172,8 @@ def add_training_data_flags(group) -> None:
         '(default: off)')
     add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
     add('--tokenizer', help="folder or hub name (default: CLIP's own, from the package open_clip_torch)")
+    add('--caption_drop', type=share, default=0.0, metavar='SHARE', help='share of the captions that the empty one '
+        'replaces, such as 0.1, so that images can be drawn with classifier-free guidance (default: 0)')
 
 
 def add_training_speed_flags(group) -> None:
@@ -130,8 +185,21 @@ def add_training_speed_flags(group) -> None:
     add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; on GPUs since the A100 fp32 '
         'multiplies as TF32, which keeps 10 bits of the fraction (default: amp_bf16 on a GPU that has it, amp_fp16 on '
         'another GPU, fp32 on a CPU)')
-    add('--attention', choices=['sdpa', 'xformers'], default='sdpa', help="torch's attention, or that of the package "
-        'xformers (default: sdpa)')
+    add('--attention', type=attention, default='sdpa', metavar='WHICH', help="sdpa, torch's attention; a list of its "
+        f'kernels in the order to try them, of {",".join(ATTENTION_BACKENDS)}, the others after them; or xformers, '
+        'that of the package (default: sdpa)')
+    add('--half_precision_norms', action=switch, default=False, help="compute the UNet's group and layer norms in the "
+        'half precision of --precision instead of float32 (default: off)')
+    add('--channels_last_norms', action=switch, default=False, help="group norms that leave the UNet's images in "
+        '--channels_last (default: off)')
+    add('--cast_weights_once', action=switch, default=False, help="cast the UNet's weights to half precision once for "
+        'a batch instead of for each microbatch (default: off)')
+    add('--cudnn_benchmark', action=switch, default=False, help='let cuDNN try its algorithms for each new shape and '
+        'keep the fastest (default: off)')
+    add('--compile_blocks', action=switch, default=False, help="with --compile: compile each kind of the UNet's blocks "
+        'once instead of the whole UNet, for a shorter start (default: off)')
+    add('--allreduce_precision', choices=['fp32', 'bf16'], default='fp32', help='in which GPUs exchange gradients '
+        '(default: fp32)')
     add('--gradient_checkpointing', action=switch, default=False, help='less memory for about a third more arithmetic '
         '(default: off)')
     add('--fused_optimizer', action=switch, default=True, help='AdamW in one kernel (default: on)')
@@ -142,22 +210,48 @@ def add_training_measurement_flags(group) -> None:
     add('--measure_batches', type=count, help='batches measured after the warm-up (default: with --max_duration to the '
         "end of the run; else 20, or with streamed data five times the loader's queue if that is more)")
     add('--loader_only', action='store_true', help='measure the loader alone, without a model (default: off)')
+    add('--profile', metavar='DIR', help='trace 3 batches after the warm-up and write them to this new folder, for '
+        'Perfetto and TensorBoard; no report counts the record of such a run (default: none)')
 
 
 def add_training_flags(group) -> None:
     add = group.add_argument
     add('--max_duration', help='length of the run, such as 5000ba or 2ep (default: warm-up and measured batches)')
-    add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet, half-life 1000 '
-        'batches (default: off)')
+    add('--load_weights', metavar='PATH', help='start from the weights, and with --use_ema from their average, of an '
+        "earlier run: a checkpoint, a folder's newest, one in an object store, or a diffusers UNet or pipeline folder "
+        '(default: random weights)')
     add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss or a gradient that is '
         'not finite, or skip such steps and count them, up to 10 in a row (default: stop)')
     add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
     add('--save_interval', default='1ep', help='time between checkpoints, such as 1000ba (default: 1ep); one is also '
         'saved at the end and on Ctrl-C or SIGTERM')
     add('--save_num_checkpoints_to_keep', type=count, metavar='N', help='the newest that stay in a folder (default: '
-        'all); an object store keeps all')
+        'all, and one of Stable Diffusion 2 takes 15 GB); an object store keeps all')
     add('--autoresume', action='store_true', help='go on from the newest checkpoint in --save_folder, if there is one '
         '(default: off)')
+
+
+def add_optimizer_flags(group) -> None:
+    add = group.add_argument
+    add('--learning_rate', type=positive, default=1e-4, help='of AdamW (default: %(default)s)')
+    add('--lr_warmup', metavar='TIME', help='time in which the learning rate rises from 0, such as 10000ba (default: '
+        'none, it is constant)')
+    add('--weight_decay', type=amount, default=0.001, help='of AdamW (default: %(default)s)')
+    add('--clip_grad_norm', type=positive, metavar='NORM', help='scale the gradients of a step down to this norm where '
+        'it is larger (default: they are left as they are)')
+    add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet (default: off)')
+    add('--ema_half_life', metavar='TIME', help="time after which today's weights count half in the average "
+        '(default: 1000ba)')
+    add('--ema_start', metavar='TIME', help='training before the average starts, such as 5000ba or 0.5dur, half of it '
+        '(default: none)')
+
+
+def add_evaluation_flags(group) -> None:
+    add = group.add_argument
+    add('--eval_remote', metavar='PATH', help='MDS shards that are held out, a folder or an object store: the loss on '
+        'them is calculated with the same noise and timesteps each time (default: no evaluation)')
+    add('--eval_interval', metavar='TIME', help='time between evaluations, in batches or epochs (default: 1000ba); '
+        'there is also one at the end')
 
 
 def add_logging_flags(group) -> None:

@@ -3,6 +3,7 @@ import argparse
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 from composer import Time
@@ -14,11 +15,13 @@ from harness.checkpoints import checkpoints, from_storage
 from harness.costs import TRAINING_IMAGES
 from harness.measurement import QUEUES_IN_WINDOW
 from harness.ranks import cores_per_rank
+from harness.tracing import TRACE_WARMUP, TRACED_BATCHES
 from inputs.timed_loader import queued_batches
 
 HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
 MOST_WORKERS = 8
 MEASURED_BATCHES = 20
+BATCHES_OR_EPOCHS = (TimeUnit.BATCH, TimeUnit.EPOCH)
 
 
 def refuse_more_ranks_than_gpus() -> None:
@@ -38,7 +41,12 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
     args.microbatch_search = args.device_train_microbatch_size == 'auto'  # by harness/microbatch.py
     args.precision = args.precision or best_precision()
     fill_in_shared_defaults(args, device_batch, args.precision)
+    args.keeps_nothing = bool(args.max_duration) and not args.save_folder
     fill_in_duration(args)
+    if args.use_ema:
+        args.ema_half_life = args.ema_half_life or '1000ba'
+    if args.eval_remote:
+        args.eval_interval = args.eval_interval or '1000ba'
     if args.training_images is None and args.model_name != 'tiny':
         args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it
 
@@ -125,9 +133,32 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
     if args.precision != 'fp32' and not (torch.cuda.is_available() or args.loader_only):
         raise ValueError(f'--precision {args.precision}: Composer trains in fp32 where there is no GPU; use fp32')
+    refuse_bad_switches(args)
     refuse_bad_shared_flags(args, args.batch_size // dist.get_world_size())
     refuse_bad_duration(args)
+    refuse_bad_profile(args)
+    refuse_bad_warmup(args)
+    refuse_bad_average(args)
+    refuse_bad_evaluation(args)
     refuse_bad_save_folder(args)
+
+
+def refuse_bad_switches(args: argparse.Namespace) -> None:
+    """ValueError: a switch would do nothing, and the record say that it was on; or it cannot work."""
+    for flag in ('half_precision_norms', 'cast_weights_once'):
+        if getattr(args, flag) and args.precision == 'fp32':
+            raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
+    if args.cast_weights_once and args.compile:
+        raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights themselves; '
+                         'leave one out')
+    if args.channels_last_norms and not args.channels_last:
+        raise ValueError('--channels_last_norms needs --channels_last')
+    if args.compile_blocks and not args.compile:
+        raise ValueError('--compile_blocks says what --compile compiles; give that as well')
+    single_microbatch = args.device_train_microbatch_size == args.batch_size // dist.get_world_size()
+    if args.compile == 'reduce-overhead' and not single_microbatch:
+        raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
+                         'overwrite; use a --device_train_microbatch_size that is a device\'s whole share of the batch')
 
 
 def refuse_bad_source(args: argparse.Namespace) -> None:
@@ -184,17 +215,78 @@ def refuse_bad_cache_limit(args: argparse.Namespace) -> None:
         raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
 
 
+def time_of(args: argparse.Namespace, flag: str, example: str, units: Sequence[TimeUnit] = tuple(TimeUnit)) -> Time:
+    """The value of a flag as a Time. ValueError: it is none, or not in one of `units`."""
+    value = getattr(args, flag)
+    try:
+        time = Time.from_timestring(value)
+    except (ValueError, KeyError):
+        time = None
+    if time is None or time.unit not in units:
+        raise ValueError(f'--{flag} {value} is not a time such as {example}')
+    return time
+
+
 def refuse_bad_duration(args: argparse.Namespace) -> None:
     """ValueError: a time is none, or the run would end within its warm-up."""
-    for flag in ('max_duration', 'save_interval'):
-        value = getattr(args, flag)
-        try:
-            Time.from_timestring(value)
-        except (ValueError, KeyError):
-            raise ValueError(f'--{flag} {value} is not a time such as 5000ba or 2ep') from None
-    duration = Time.from_timestring(args.max_duration)
+    duration = time_of(args, 'max_duration', '5000ba or 2ep')
+    time_of(args, 'save_interval', '5000ba or 2ep')
     if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+
+
+def refuse_bad_profile(args: argparse.Namespace) -> None:
+    """ValueError: there is no step to trace, the run ends too early, or its trace would lie among other files."""
+    if not args.profile:
+        return
+    if args.loader_only:
+        raise ValueError(f'--profile {args.profile} traces training; leave out --loader_only')
+    least = args.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
+    duration = Time.from_timestring(args.max_duration)
+    if duration.unit == TimeUnit.BATCH and duration.value < least:
+        raise ValueError(f'--profile {args.profile} traces {TRACED_BATCHES} batches up to the {least}th, and the run '
+                         f'has {duration.value}; use --max_duration {least}ba or more')
+    if dist.get_global_rank() == 0 and os.path.isdir(args.profile) and os.listdir(args.profile):
+        raise ValueError(f'--profile {args.profile} already holds files; give a new folder')
+
+
+def refuse_bad_warmup(args: argparse.Namespace) -> None:
+    """ValueError: the learning rate cannot rise as asked."""
+    if args.lr_warmup is None:
+        return
+    warmup = time_of(args, 'lr_warmup', '10000ba, 1ep or 0.01dur', (*BATCHES_OR_EPOCHS, TimeUnit.DURATION))
+    if warmup.value <= 0:
+        raise ValueError(f'--lr_warmup {args.lr_warmup} is no time; leave it out for a constant learning rate')
+    if Time.from_timestring(args.max_duration).unit not in BATCHES_OR_EPOCHS:
+        raise ValueError(f'--lr_warmup {args.lr_warmup} needs a --max_duration in batches (ba) or epochs (ep), not '
+                         f'{args.max_duration}')
+
+
+def refuse_bad_average(args: argparse.Namespace) -> None:
+    """ValueError: the average cannot be kept as asked, or there is none."""
+    for flag in ('ema_half_life', 'ema_start'):
+        value = getattr(args, flag)
+        if value is not None and not args.use_ema:
+            raise ValueError(f'--{flag} {value} needs --use_ema')
+    if not args.use_ema:
+        return
+    half_life = time_of(args, 'ema_half_life', '1000ba or 1ep', BATCHES_OR_EPOCHS)
+    if half_life.value <= 0:
+        raise ValueError(f'--ema_half_life {args.ema_half_life} is not above 0; use 1000ba, or leave --use_ema out')
+    if args.ema_start is not None:
+        time_of(args, 'ema_start', '5000ba, 1ep or 0.5dur', (*BATCHES_OR_EPOCHS, TimeUnit.DURATION))
+
+
+def refuse_bad_evaluation(args: argparse.Namespace) -> None:
+    """ValueError: there is nothing to evaluate on, or at no time."""
+    if not args.eval_remote:
+        if args.eval_interval is not None:
+            raise ValueError(f'--eval_interval {args.eval_interval} needs --eval_remote')
+        return
+    if args.remote and os.path.realpath(args.eval_remote) == os.path.realpath(args.remote):
+        raise ValueError(f'--eval_remote {args.eval_remote} is what the run trains on; give it shards of other samples')
+    if time_of(args, 'eval_interval', '1000ba or 1ep', BATCHES_OR_EPOCHS).value <= 0:
+        raise ValueError(f'--eval_interval {args.eval_interval} is not above 0; use 1000ba')
 
 
 def refuse_bad_save_folder(args: argparse.Namespace) -> None:

@@ -37,6 +37,30 @@ def gather_patiently(mine: dict) -> list[dict]:
     return everyone
 
 
+class SharedCount:
+    """A number that every rank adds to, without waiting for the others.
+
+    It begins at 0. Make it on all ranks before they last meet, so that none has added to it when another is made.
+
+    Args:
+        name: of the number.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._alone = 0
+        self._before = 0
+        self._before = self.add(0)  # of an earlier run in the same processes
+
+    def add(self, number: int) -> int:
+        """The sum over all ranks after `number` is added."""
+        if not torch.distributed.is_initialized():
+            self._alone += number
+            return self._alone
+        store = torch.distributed.distributed_c10d._get_default_store()
+        return store.add(self.name, number) - self._before
+
+
 def failure_of_ranks(mine: str | None) -> str | None:
     """On rank 0, why another rank failed, if one did; on others, leave word for rank 0, which may see only silence."""
     if not torch.distributed.is_initialized():

@@ -19,12 +19,19 @@ import torch
 from composer.utils import dist
 
 from harness.costs import days_to_train, gpu_hours
-from harness.measurement import QUEUES_IN_WINDOW
+from harness.measurement import ASIDE, QUEUES_IN_WINDOW
 
 PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'max_duration']
+                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer',
+                  'half_precision_norms', 'channels_last_norms', 'cast_weights_once', 'cudnn_benchmark',
+                  'compile_blocks', 'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup',
+                  'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'eval_interval']
+
+FEWEST_BATCHES = 20  # a window that is shorter says little
+MUCH_DRIFT = 0.1
+MUCH_WAITING = 0.05
 
 
 class ResultsError(ValueError):
@@ -35,7 +42,10 @@ def training_settings(args: argparse.Namespace, latents: bool) -> dict:
     """What explains the figures of benchmark.py: when, what, where, and every setting that bears on speed."""
     stage = 'loader' if args.loader_only else 'train'
     flags = LOADER_FLAGS if args.loader_only else TRAINING_FLAGS
-    return circumstances(stage, args, flags) | {
+    places = {}
+    if not args.loader_only:
+        places = {flag: redacted(getattr(args, flag) or '') or None for flag in ('load_weights', 'eval_remote')}
+    return circumstances(stage, args, flags) | places | {
         'dataset': 'streaming' if args.remote else 'synthetic',
         'encoders': 'text_in_loop' if latents else 'in_loop',
     }
@@ -118,9 +128,6 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
         return (f'no batch was measured: the run was {record["status"]} within --warmup_batches '
                 f'{record["warmup_batches"]}')
     devices = record['num_devices']
-    drift = '-'
-    if record['drift'] is not None:
-        drift = f'{record["drift"]:+.1%} from the first to the last third'
     share_of_peak = 'peak of this device not known'
     if record['mfu']:
         share_of_peak = f'{record["mfu"]:.1%} of the peak'
@@ -129,20 +136,69 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
                     f'{record["images_per_sec_per_device"]:.4g} each',
         'batch': f'{record["batch_seconds_median"]:.3g} s median of {record["measured_batches"]}, 10th to 90th '
                  f'percentile {record["batch_seconds_p10"]:.3g} to {record["batch_seconds_p90"]:.3g} s',
-        'drift': drift,
-        'wait for data': f'{record["data_wait_fraction"]:.1%} of the time',
+        'drift': drift_sentence(record['drift']),
+        'wait for data': wait_sentence(record['data_wait_fraction']),
         'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
+        'trained': trained_sentence(record),
     }
-    least_window = QUEUES_IN_WINDOW * record['queue_batches']
-    if record['measured_batches'] < least_window:
-        rows['caution'] = (f'so few batches show the {record["queue_batches"]} that lay ready, not the loader; '
-                           f'use --measure_batches {least_window} or more')
-    if record['checkpoint_seconds'] >= 1:
-        rows['checkpoints'] = f'{record["checkpoint_seconds"]:,.0f} s beside the batches, in no other figure'
+    caution = caution_sentence(record)
+    if caution:
+        rows['caution'] = caution
+    if record.get('eval_loss') is not None:
+        rows['held-out loss'] = f'{record["eval_loss"]:.4g} after batch {record["eval_batch"]:,}'
+    for name in ASIDE:
+        if record[f'{name}_seconds'] >= 1:
+            rows[name] = f'{record[f"{name}_seconds"]:,.0f} s beside the batches, in no other figure'
     if num_images:
         rows['full training'] = cost_sentence(record, num_images, dollars_per_gpu_hour)
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
+
+
+def drift_sentence(drift: float | None) -> str:
+    """How the speed changed within the window, and what to do where it has not settled."""
+    if drift is None:
+        return '-'
+    sentence = f'{drift:+.1%} in speed from the first to the last third'
+    if drift > MUCH_DRIFT:
+        sentence += ': the start was slow; use more --warmup_batches'
+    elif drift < -MUCH_DRIFT:
+        sentence += ': it has not settled; use more --measure_batches'
+    return sentence
+
+
+def wait_sentence(wait_fraction: float) -> str:
+    """How long the run waited for its loader, and what to do where that is much."""
+    sentence = f'{wait_fraction:.1%} of the time'
+    if wait_fraction > MUCH_WAITING:
+        sentence += '; use more --num_workers, smaller images, or latents (encode.py)'
+    return sentence
+
+
+def trained_sentence(record: dict) -> str:
+    """How much was trained in all, and the loss."""
+    sentence = f'{record["trained_batches"]:,} batches'
+    if record['trained_epochs']:
+        sentence += f', {record["trained_epochs"]:,} whole epochs'
+    if record['first_batch']:
+        sentence += f', {record["first_batch"]:,} of them before this run resumed'
+    if record['loss_mean'] is not None:
+        sentence += f'; loss {record["loss"]:.3g}, mean of the measured batches {record["loss_mean"]:.3g}'
+    return sentence
+
+
+def caution_sentence(record: dict) -> str | None:
+    """Why these figures should not be trusted yet, and the remedy; None where they can be."""
+    if record.get('status') == 'profiled':
+        return 'these figures include the cost of the trace, so that no report counts them'
+    batches = record['measured_batches']
+    least_window = QUEUES_IN_WINDOW * record['queue_batches']
+    if batches < least_window:
+        return (f'so few batches show the {record["queue_batches"]} that lay ready, not the loader; use '
+                f'--measure_batches {least_window} or more')
+    if batches < FEWEST_BATCHES:
+        return f'{batches} measured batches are too few to rely on; use --measure_batches {FEWEST_BATCHES} or more'
+    return None
 
 
 def cost_sentence(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:

@@ -108,6 +108,22 @@ class Safeguard(Callback):
         if self._stop:
             raise SystemExit
 
+    def eval_before_all(self, state, logger) -> None:
+        """An evaluation exchanges the weights with their average, in which no signal may cut in."""
+        self.updating = True
+
+    def eval_batch_end(self, state, logger) -> None:
+        """Ranks agree after each batch of an evaluation on whether to go on with it."""
+        interrupted = state.device.tensor_to_device(torch.tensor(int(self.interrupted)))
+        dist.all_reduce(interrupted, 'MAX')
+        if interrupted.item():
+            raise SystemExit
+
+    def eval_after_all(self, state, logger) -> None:
+        self.updating = False
+        if self._stop:
+            raise SystemExit
+
     def state_dict(self) -> dict:
         return {'flags': self.flags}
 

@@ -17,9 +17,12 @@ CLAIM = 'claim.json'  # of a dataset that is made in parts, see inputs.parts: th
 LATENT_COLUMNS = {'caption': 'str'}  # and LATENTS, whose type has the size in it
 
 
-def read_index(remote: str) -> dict:
-    """The index.json of a dataset of MDS shards. ValueError: there is none, or none that can be read and trusted."""
-    text = fetch_index(remote)
+def read_index(remote: str, flag: str = '--remote') -> dict:
+    """The index.json of a dataset of MDS shards. ValueError: there is none, or none that can be read and trusted.
+
+    Errors name the `flag` that the dataset was given by.
+    """
+    text = fetch_index(remote, flag)
     try:
         index = json.loads(text)
         faults = [fault for fault in map(fault_of_entry, index['shards']) if fault]
@@ -27,11 +30,11 @@ def read_index(remote: str) -> dict:
     except (ValueError, KeyError, TypeError, AttributeError):  # of JSON, of Unicode, of what is in it
         faults = ['has an index.json that is not one of MDS shards; convert the data anew']
     if faults:
-        raise ValueError(f'--remote {remote} {faults[0]}')
+        raise ValueError(f'{flag} {remote} {faults[0]}')
     return index
 
 
-def fetch_index(remote: str) -> bytes:
+def fetch_index(remote: str, flag: str = '--remote') -> bytes:
     """The bytes of a dataset's index.json, from a folder or an object store. ValueError: they cannot be had."""
     with tempfile.TemporaryDirectory() as folder:
         is_folder = os.path.isdir(remote)
@@ -41,19 +44,20 @@ def fetch_index(remote: str) -> bytes:
                 CloudDownloader.direct_download(os.path.join(remote, 'index.json'), str(path))
             return path.read_bytes()
         except FileNotFoundError:
-            refuse_unfinished(remote, folder)
-            raise ValueError(f'--remote {remote} holds no index.json, so no MDS dataset; make one with convert.py') \
+            refuse_unfinished(flag, remote, folder)
+            raise ValueError(f'{flag} {remote} holds no index.json, so no MDS dataset; make one with convert.py') \
                 from None
         except Exception as error:  # every storage client has its own exceptions
             reason = f'{type(error).__name__}: {one_line(error)}'
-            refuse_unfinished(remote, folder)
-            raise ValueError(f'--remote {remote} could not be read ({reason})') from None
+            refuse_unfinished(flag, remote, folder)
+            raise ValueError(f'{flag} {remote} could not be read ({reason})') from None
 
 
-def refuse_unfinished(remote: str, folder: str) -> None:
+def refuse_unfinished(flag: str, remote: str, folder: str) -> None:
     """ValueError: a remote without an index.json holds the beginning of a dataset.
 
     Args:
+        flag: what the error calls it.
         remote: folder or object store.
         folder: a temporary one.
     """
@@ -65,7 +69,7 @@ def refuse_unfinished(remote: str, folder: str) -> None:
         program = json.loads(path.read_bytes())['program']
     except Exception:  # there is none, or whatever a storage client or JSON raises: then it is no such dataset
         return
-    raise ValueError(f'--remote {remote} is not finished: {program} has begun it and writes its index.json last; start '
+    raise ValueError(f'{flag} {remote} is not finished: {program} has begun it and writes its index.json last; start '
                      f'{program} again with the same flags, and it goes on from there') from None
 
 
@@ -88,7 +92,7 @@ def fault_of_entry(shard: dict) -> str | None:
     return None
 
 
-def require_columns(remote: str, index: dict) -> None:
+def require_columns(remote: str, index: dict, flag: str = '--remote') -> None:
     """ValueError: a shard of `index` lacks a column, of images and captions or of latents and captions."""
     for shard in index['shards']:
         columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
@@ -99,7 +103,7 @@ def require_columns(remote: str, index: dict) -> None:
         if missing:
             wanted = ', '.join(f'{name} of {encoding}' for name, encoding in missing)
             present = ', '.join(f'{name} of {encoding}' for name, encoding in columns.items())
-            raise ValueError(f'--remote {remote} lacks the columns {wanted}; it has {present}')
+            raise ValueError(f'{flag} {remote} lacks the columns {wanted}; it has {present}')
 
 
 def require_cache_for(remote: str, index: dict, cache_limit: str | int | None) -> None:
@@ -113,14 +117,14 @@ def require_cache_for(remote: str, index: dict, cache_limit: str | int | None) -
                          f'{least}')
 
 
-def require_same_origin(remote: str, index: dict, origin: dict) -> None:
+def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--remote') -> None:
     """ValueError: the latents of `index` are not of the size and the VAE that `origin` names (models.latents)."""
     if 'latents' not in index:
         return
     for key, ours in origin.items():
         theirs = index['latents'].get(key)
         if theirs != ours:
-            raise ValueError(f'--remote {remote} holds latents with {key} {theirs}, and this run has {ours}; use the '
+            raise ValueError(f'{flag} {remote} holds latents with {key} {theirs}, and this run has {ours}; use the '
                              '--image_size, --model_name and --pretrained of their encoding')
 
 

@@ -19,10 +19,16 @@ from inputs.errors import DataError, unreadable_shard
 
 
 class PatchedStreamingDataset(StreamingDataset):
-    """Streaming's dataset, whose failures end an epoch with their reason, and never in silence or in waiting."""
+    """Streaming's dataset, whose failures end an epoch with their reason, and never in silence or in waiting.
 
-    def __init__(self, **kwargs):
-        clean_shared_memory()
+    Args:
+        beside_another: this process has another one in use, whose shared memory must stay.
+        kwargs: for StreamingDataset.
+    """
+
+    def __init__(self, beside_another: bool = False, **kwargs):
+        if not beside_another:
+            clean_shared_memory()
         with starting_alone():
             super().__init__(**kwargs)
 

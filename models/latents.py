@@ -11,11 +11,17 @@ def vae_moments(vae: AutoencoderKL, image: torch.Tensor) -> torch.Tensor:
     return vae.encode(image.to(vae.dtype)).latent_dist.parameters
 
 
-def draw_latents(moments: torch.Tensor, scaling_factor: float) -> torch.Tensor:
-    """Latents float32 (B, 4, H/8, W/8), of unit variance, drawn anew from moments (B, 8, H/8, W/8) of any precision."""
+def draw_latents(moments: torch.Tensor, scaling_factor: float, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """Latents float32 (B, 4, H/8, W/8), of unit variance, drawn from moments (B, 8, H/8, W/8) of any precision.
+
+    They are drawn anew, or with the standard normal `noise` (B, 4, H/8, W/8).
+    """
     # the VAE's own layout, which stored moments have lost: random draws follow it
     moments = moments.to(torch.float32, memory_format=torch.channels_last)
-    return DiagonalGaussianDistribution(moments).sample() * scaling_factor
+    posterior = DiagonalGaussianDistribution(moments)
+    if noise is None:
+        return posterior.sample() * scaling_factor
+    return (posterior.mean + posterior.std * noise) * scaling_factor
 
 
 def origin_of_latents(files: ModelFiles, image_size: int) -> dict:

@@ -25,6 +25,10 @@ TEMPLATES = {  # how the value of a setting reads in words; a setting that is no
     'encoder_precision': 'encoders in {}', 'dataset': '{} data', 'num_workers': '{} workers',
     'channels_last': 'channels last {}', 'compile': 'compile {}', 'attention': '{} attention',
     'gradient_checkpointing': 'gradient checkpointing {}', 'fused_optimizer': 'fused optimizer {}',
+    'half_precision_norms': 'norms in half precision {}', 'channels_last_norms': 'channels-last norms {}',
+    'cast_weights_once': 'weights cast once {}', 'cudnn_benchmark': 'cuDNN benchmark {}',
+    'compile_blocks': 'compiled in blocks {}', 'allreduce_precision': 'gradients sent in {}',
+    'clip_grad_norm': 'gradients clipped to {}', 'ema_start': 'EMA from {} on',
 }
 WORDS = {  # values that have words of their own
     ('stage', 'train'): 'training',
@@ -42,6 +46,16 @@ WORDS = {  # values that have words of their own
     ('gradient_checkpointing', 'no'): 'no gradient checkpointing',
     ('fused_optimizer', 'yes'): 'fused optimizer',
     ('fused_optimizer', 'no'): 'optimizer not fused',
+    ('half_precision_norms', 'yes'): 'norms in half precision',
+    ('half_precision_norms', 'no'): 'norms in float32',
+    ('channels_last_norms', 'yes'): 'channels-last norms',
+    ('channels_last_norms', 'no'): "torch's group norms",
+    ('cast_weights_once', 'yes'): 'weights cast once a batch',
+    ('cast_weights_once', 'no'): 'weights cast for each microbatch',
+    ('cudnn_benchmark', 'yes'): 'cuDNN benchmark',
+    ('cudnn_benchmark', 'no'): 'no cuDNN benchmark',
+    ('compile_blocks', 'yes'): 'block by block',
+    ('compile_blocks', 'no'): 'not block by block',
 }
 
 

@@ -11,7 +11,9 @@ import pandas as pd
 # More devices leave each a smaller share of a fixed batch: to be one table, all runs need a microbatch that fits them.
 SETTINGS = ('device', 'image_size', 'stage', 'model_name', 'batch_size', 'device_train_microbatch_size', 'precision',
             'use_ema', 'encoders', 'encoder_precision', 'dataset', 'num_workers', 'channels_last', 'compile',
-            'attention', 'gradient_checkpointing', 'fused_optimizer', 'versions')
+            'attention', 'gradient_checkpointing', 'fused_optimizer', 'half_precision_norms', 'channels_last_norms',
+            'cast_weights_once', 'cudnn_benchmark', 'compile_blocks', 'allreduce_precision', 'clip_grad_norm',
+            'ema_start', 'versions')
 WHOLE_NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size')
 MEASUREMENTS = ('images_per_sec', 'loader_images_per_sec', 'bytes_per_image')
 DEFAULTS = {'stage': 'train', 'status': 'complete', 'extrapolated': False}

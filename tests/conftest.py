@@ -48,6 +48,23 @@ def model_folder(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope='session')
+def smallest_model(tmp_path_factory) -> str:
+    """A diffusers folder of one block each: what takes long in compiling is the number of different kernels."""
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from transformers import CLIPTextConfig
+    folder = tmp_path_factory.mktemp('smallest')
+    size = {'block_out_channels': (8,), 'layers_per_block': 0, 'norm_num_groups': 4}
+    UNet2DConditionModel(sample_size=32, down_block_types=('DownBlock2D',), up_block_types=('UpBlock2D',),
+                         mid_block_type=None, cross_attention_dim=16, **size).save_config(folder / 'unet')
+    AutoencoderKL(down_block_types=('DownEncoderBlock2D',), up_block_types=('UpDecoderBlock2D',),
+                  mid_block_add_attention=False, **size).save_config(folder / 'vae')
+    CLIPTextConfig(vocab_size=49408, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                   num_attention_heads=2).save_pretrained(folder / 'text_encoder')
+    DDPMScheduler().save_config(folder / 'scheduler')
+    return str(folder)
+
+
 @pytest.fixture
 def s3(monkeypatch):
     """An S3 server on loopback that checks credentials, with a bucket; the environment has the right ones."""

@@ -4,12 +4,12 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from tests.runs import ROOT, free_port
-
 
 RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
        '--max_duration', '12ba', '--autoresume']
@@ -23,14 +23,50 @@ def preloaded_server():
     return context
 
 
-def rank_process(rank: int, ranks: int, port: int, argv: list[str], trace: Path, kill: tuple | None):
-    """One rank of a run; it writes what it trains on and its losses to `trace`, and kills itself where it is told."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                      NODE_RANK='0', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1')
-    log = os.open(trace.with_name('log'), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, function: Callable, arguments: tuple) -> None:
+    """In a process of its own: the environment that a launcher gives to a rank, its output to `log`, the call."""
+    local_ranks = ranks // nodes
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_ranks), NODE_RANK=str(rank // local_ranks),
+                      WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(local_ranks), MASTER_ADDR='127.0.0.1',
+                      MASTER_PORT=str(port), OMP_NUM_THREADS='1')
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     multiprocessing.set_start_method('fork', force=True)  # for the loader's workers
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tuple], nodes: int = 1) -> list[int]:
+    """Call `function` on as many ranks as there are `arguments`, and let all die with the first that does.
+
+    Args:
+        server: of processes.
+        logs: the file that each rank prints to.
+        function: of a module, as the processes import it.
+        arguments: those of each rank.
+        nodes: that the ranks take themselves to be on.
+
+    Returns the exit codes.
+    """
+    port = free_port()
+    ranks = len(arguments)
+    processes = [server.Process(target=become_rank, args=(rank, ranks, nodes, port, logs[rank], function,
+                                                          arguments[rank])) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    end = time.monotonic() + 120
+    while any(process.exitcode is None for process in processes):
+        assert time.monotonic() < end, [log.read_text() for log in set(logs)]
+        if any(process.exitcode for process in processes):
+            for process in processes:
+                process.kill()
+        time.sleep(0.02)
+    return [process.exitcode for process in processes]
+
+
+def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> None:
+    """A run that writes what it trains on and its losses to `trace`, and kills itself where it is told."""
     import benchmark
     moment, batch_to_die = kill or (None, None)
 
@@ -74,26 +110,15 @@ def rank_process(rank: int, ranks: int, port: int, argv: list[str], trace: Path,
         die()
 
     benchmark.Safeguard = Witness
-    torch.set_num_threads(1)
     benchmark.main(argv)
 
 
 def run(server, ranks: int, argv: list, folder: Path, kill=None) -> list[int]:
     """Start all ranks, let the whole run die with the first that does; returns their exit codes."""
-    port, trace = free_port(), folder / 'rank'
+    trace = folder / 'rank'
     argv = [*map(str, argv), '--save_folder', str(folder / 'checkpoints'), '--results', str(folder / 'results.jsonl')]
-    processes = [server.Process(target=rank_process, args=(rank, ranks, port, argv, trace, kill))
-                 for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + 120
-    while any(process.exitcode is None for process in processes):
-        assert time.monotonic() < end, (folder / 'log').read_text()
-        if any(process.exitcode for process in processes):
-            for process in processes:
-                process.kill()
-        time.sleep(0.02)
-    return [process.exitcode for process in processes]
+    arguments = [(rank, argv, trace, kill) for rank in range(ranks)]
+    return run_ranks(server, [folder / 'log'] * ranks, traced_run, arguments)
 
 
 def traced(folder: Path, ranks: int) -> list[dict[int, set]]:

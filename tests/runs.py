@@ -43,7 +43,7 @@ def check_record(record: dict) -> None:
 
 
 def error_line(capfd) -> str:
-    """The one line of the program's own among the progress bar's."""
+    """The one line of the program's own."""
     [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
     return line
 

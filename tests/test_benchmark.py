@@ -104,7 +104,7 @@ def test_the_optimizer_holds_the_unet_alone(results):
     refuse_bad_training(args)
     model = StableDiffusion('tiny', 64)
     data = benchmark.build_data(args, find_model('tiny'))
-    trainer = benchmark.build_trainer(args, model, data, Measurement(1, 3), benchmark.Safeguard(args.seed))
+    trainer = benchmark.build_trainer(args, model, data, [Measurement(1, 3), benchmark.Safeguard(args.seed)], [])
     [group] = trainer.state.optimizers[0].param_groups
     assert {id(p) for p in group['params']} == {id(p) for p in model.unet.parameters()}
     assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)

@@ -62,6 +62,10 @@ def plain(batch):
     (['--precision', 'amp_fp16'], 0.004),
     (['--precision', 'amp_fp16', '--encoder_precision', 'fp32'], 0.004),
     (['--precision', 'amp_fp16', '--channels_last', '--gradient_checkpointing'], 0.004),
+    (['--precision', 'amp_bf16', '--half_precision_norms'], 0.02),
+    (['--precision', 'amp_fp16', '--half_precision_norms'], 0.004),
+    (['--precision', 'amp_bf16', '--half_precision_norms', '--channels_last', '--channels_last_norms'], 0.02),
+    (['--precision', 'amp_fp16', '--channels_last', '--channels_last_norms'], 0.004),
 ], ids=str)
 def test_loss_and_gradients_are_near_those_of_float32(batch, plain, argv, tolerance):
     """Tolerances are relative: of the loss, and of all gradients together by their norm."""
@@ -82,6 +86,15 @@ def test_the_unets_norms_run_in_float32_and_its_products_in_half(batch, precisio
     assert dtypes.of(*NORMS) == dtypes.of(*(f'{name}_backward' for name in NORMS)) == {torch.float32}
     assert dtypes.of(*PRODUCTS, 'convolution_backward') == {HALF[precision]}
     assert dtypes.of('mse_loss') == {torch.float32}
+
+
+def test_with_half_precision_norms_the_unet_computes_them_in_half(batch):
+    for flags in ([], ['--channels_last', '--channels_last_norms']):
+        with Dtypes() as dtypes:
+            loss_and_gradient(batch, '--precision', 'amp_bf16', '--half_precision_norms', *flags, dtypes=dtypes)
+        assert dtypes.of('native_layer_norm', 'native_layer_norm_backward') == {torch.bfloat16}
+        if not flags:
+            assert dtypes.of('native_group_norm', 'native_group_norm_backward') == {torch.bfloat16}
 
 
 def test_stable_diffusion_2s_unet_computes_as_tiny_does():

@@ -139,7 +139,9 @@ def test_repeated_runs_are_one_row_with_median_and_spread(capsys, write):
     ('device', 'H100', 'H200'), ('image_size', 256, 512), ('batch_size', 1024, 2048), ('precision', 'amp_fp16', 'fp32'),
     ('use_ema', True, False), ('encoders', 'in_loop', 'none'), ('compile', True, False), ('stage', 'encode', 'train'),
     ('device_train_microbatch_size', 4, 8), ('versions', {'torch': '2.7.0'}, {'torch': '2.11.0'}),
-    ('num_workers', 8, 4)])
+    ('num_workers', 8, 4), ('compile', True, 'reduce-overhead'), ('half_precision_norms', True, False),
+    ('channels_last_norms', True, False), ('cast_weights_once', True, False), ('cudnn_benchmark', True, False),
+    ('compile_blocks', True, False), ('allreduce_precision', 'bf16', 'fp32')])
 def test_records_of_different_settings_are_separate_tables(capsys, write, key, one, other):
     text = printed(capsys, write({key: one}, {key: other}))
     assert [len(table) for table in cells(text)] == [1, 1]

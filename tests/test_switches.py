@@ -1,8 +1,6 @@
 """Every switch trains the same model: loss and gradients of a small one against plain float32, from the same seed."""
 import pytest
 import torch
-from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
-from transformers import CLIPTextConfig
 
 import benchmark
 from benchmark import StableDiffusion, apply_switches
@@ -21,21 +19,6 @@ def batch_of(samples: list[dict], image_size: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope='module')
 def batch(samples) -> dict[str, torch.Tensor]:
     return batch_of(samples, 64)
-
-
-@pytest.fixture(scope='module')
-def smallest_model(tmp_path_factory) -> str:
-    """A diffusers folder of one block each: what takes long in compiling is the number of different kernels."""
-    folder = tmp_path_factory.mktemp('smallest')
-    size = {'block_out_channels': (8,), 'layers_per_block': 0, 'norm_num_groups': 4}
-    UNet2DConditionModel(sample_size=32, down_block_types=('DownBlock2D',), up_block_types=('UpBlock2D',),
-                         mid_block_type=None, cross_attention_dim=16, **size).save_config(folder / 'unet')
-    AutoencoderKL(down_block_types=('DownEncoderBlock2D',), up_block_types=('UpDecoderBlock2D',),
-                  mid_block_add_attention=False, **size).save_config(folder / 'vae')
-    CLIPTextConfig(vocab_size=49408, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                   num_attention_heads=2).save_pretrained(folder / 'text_encoder')
-    DDPMScheduler().save_config(folder / 'scheduler')
-    return str(folder)
 
 
 def loss_and_gradients(batch, argv: list[str], model_name: str = 'tiny') -> tuple[float, dict[str, torch.Tensor]]:
@@ -69,6 +52,7 @@ def plain(batch):
 
 @pytest.mark.parametrize('argv, tolerance', [
     (['--channels_last'], 1e-4),
+    (['--channels_last', '--channels_last_norms'], 1e-4),
     (['--gradient_checkpointing'], 1e-5),
     (['--encoder_precision', 'bf16'], 0.05),
     (['--encoder_precision', 'fp16'], 0.01),

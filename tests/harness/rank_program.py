@@ -1,8 +1,4 @@
-"""Three real training steps on this rank, in float64; leaves what it saw and learned in OUT/rankN.pt.
-
-    PYTHONPATH=. composer -n 2 tests/harness/rank_program.py OUT [flags of benchmark.py]
-"""
-import sys
+"""Three real training steps on a rank, in float64, which leaves what it saw and learned in OUT/rankN.pt."""
 from pathlib import Path
 
 import torch
@@ -52,7 +48,8 @@ class Witness(Callback):
         self.captions += state.batch['caption'].tolist()
 
 
-def main(out: str, *argv: str) -> None:
+def main(out: str | Path, *argv: str) -> None:
+    """The steps, with the flags of benchmark.py."""
     args = benchmark_parser('').parse_args(argv)
     fill_in_training_defaults(args)
     refuse_bad_training(args)
@@ -61,16 +58,13 @@ def main(out: str, *argv: str) -> None:
     model = BySample('tiny', args.image_size)
     model.unet.double()
     data = benchmark.build_data(args, find_model('tiny'))
-    trainer = benchmark.build_trainer(args, model, data, benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed))
     witness = Witness()
-    trainer.state.callbacks.append(witness)
+    trainer = benchmark.build_trainer(args, model, data,
+                                      [benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed), witness],
+                                      benchmark.build_algorithms(args))
     trainer.fit()
     [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
     torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},
                 'average': ema.ema_model.named_parameters_dict, 'captions': witness.captions,
                 'synchronised': witness.synchronised, 'random': torch.initial_seed(),
                 'seed': trainer.state.seed}, Path(out) / f'rank{dist.get_global_rank()}.pt')
-
-
-if __name__ == '__main__':
-    main(*sys.argv[1:])

@@ -1,18 +1,15 @@
-"""A search for a microbatch and then three steps, on a rank whose memory ends elsewhere than that of its peer.
-
-    composer -n 2 tests/harness/searching_ranks.py OUT auto
-"""
-import sys
+"""A search for a microbatch and then three steps, on a rank whose memory ends elsewhere than that of its peer."""
 from pathlib import Path
 
 import torch
 from composer.utils import dist, get_device
-from test_microbatch import TINY, run_out_of_memory_above
 
 import benchmark
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
 from models.loading import find_model
+from tests.harness.test_microbatch import run_out_of_memory_above
+from tests.runs import TINY
 
 
 def main(out: str, microbatch_size: str) -> None:
@@ -37,7 +34,3 @@ def main(out: str, microbatch_size: str) -> None:
     torch.save({'tried': sizes, 'microbatch': run.trainer.state.device_train_microbatch_size,
                 'weights': {name: weight.detach() for name, weight in run.model.unet.named_parameters()}},
                Path(out) / f'{microbatch_size}-rank{rank}.pt')
-
-
-if __name__ == '__main__':
-    main(*sys.argv[1:])

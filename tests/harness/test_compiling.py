@@ -11,6 +11,7 @@ from harness.failures import reason
 from harness.microbatch import largest_microbatch
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
+from harness.switches import UNET_BLOCKS
 from models.loading import find_model
 from tests.cuda_rules import one_rank
 from tests.runs import TINY
@@ -103,3 +104,30 @@ def test_the_search_for_a_microbatch_compiles_nothing(graphs):
     assert not graphs
     model(batch_of(2))
     assert len(graphs) == 2
+
+
+def test_blocks_of_one_kind_and_size_share_a_graph(graphs):
+    expected = switched_model()
+    model = switched_model('--compile', '--compile_blocks')
+    losses = []
+    for each in (expected, model):
+        torch.manual_seed(1)
+        loss = model.loss(each(batch_of(2)), {})
+        loss.backward()
+        losses.append(loss)
+    blocks = [module for module in model.unet.modules() if type(module) in UNET_BLOCKS]
+    assert 2 < compiled_graphs() - 1 < len(blocks)  # one is the VAE's encoder
+    assert len(graphs) == compiled_graphs()
+    torch.testing.assert_close(*losses)
+    for name, parameter in expected.unet.named_parameters():
+        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode=None: modes.append(mode))
+    switched_model('--compile')
+    switched_model('--compile', 'max-autotune-no-cudagraphs')
+    switched_model('--compile', 'reduce-overhead', '--compile_blocks')
+    assert set(modes[:2]) == {None} and set(modes[2:4]) == {'max-autotune-no-cudagraphs'}
+    assert set(modes[4:]) == {'reduce-overhead'} and len(modes) > 10

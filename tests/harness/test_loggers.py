@@ -55,9 +55,14 @@ def test_wandb_without_login_is_one_line(results, capfd, monkeypatch, tmp_path):
     assert '--wandb_name x' in error and 'wandb login' in error
 
 
-def test_tensorboard_files_hold_the_loss(tmp_path, results):
+def test_one_tensorboard_file_holds_the_loss_the_settings_and_the_record(tmp_path, shards, results):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
+    record = main(['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration', '2ep',
+                   '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
     [file] = tmp_path.glob('board/**/events*')
     events = EventAccumulator(str(file)).Reload()
-    assert len(events.Scalars('loss/train/total')) == 4
+    assert len(events.Scalars('loss/train/total')) == 6
+    for name, content in (('settings', {'batch_size': 8, 'image_size': 64}), ('record', record)):
+        [text] = events.Tensors(f'{name}/text_summary')
+        shown = json.loads(text.tensor_proto.string_val[0])
+        assert shown.items() >= content.items()

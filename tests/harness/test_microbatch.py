@@ -1,10 +1,6 @@
 """The search for the largest microbatch: it finds what fits on every rank, and leaves no trace."""
 import json
-import os
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +12,8 @@ from harness.microbatch import largest_microbatch, memory_beside
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training
 from models.loading import find_model
+from tests.forked_runs import run_ranks
 from tests.runs import TINY
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str, error=torch.OutOfMemoryError) -> list[int]:
@@ -179,14 +174,17 @@ def test_a_gpu_searches_unless_a_number_is_given(monkeypatch):
         assert arguments(*flag).microbatch_search == searches
 
 
-def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path):
+def searching_rank(*arguments) -> None:
+    """In a process of its own, which imports what imports this file."""
+    from tests.harness import searching_ranks
+    searching_ranks.main(*arguments)
+
+
+def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path, server):
     """Two processes: rank 0 runs out above 4 images in a forward pass, rank 1 above 2 in a backward pass."""
     for microbatch_size in ('auto', '2'):
-        command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'tests/harness/searching_ranks.py',
-                   str(tmp_path), microbatch_size]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240,
-                              env={**os.environ, 'PYTHONPATH': f'{ROOT}:{ROOT}/tests'})
-        assert done.returncode == 0, done.stderr
+        codes = run_ranks(server, [tmp_path / 'log'] * 2, searching_rank, [(tmp_path, microbatch_size)] * 2)
+        assert codes == [0, 0], (tmp_path / 'log').read_text()
     searched, told = [[torch.load(tmp_path / f'{size}-rank{rank}.pt') for rank in (0, 1)] for size in ('auto', '2')]
     assert [rank['tried'] for rank in searched] == [[8, 4, 2]] * 2
     assert [rank['microbatch'] for rank in searched] == [2, 2]

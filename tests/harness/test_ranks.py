@@ -7,7 +7,10 @@ import sys
 import pytest
 import torch
 
+import benchmark
 from tests import runs
+from tests.forked_runs import run_ranks
+from tests.harness import rank_program
 from tests.runs import ROOT, check_record, free_port
 
 TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
@@ -27,18 +30,19 @@ def finish(*runs: subprocess.Popen) -> list[tuple[str, str]]:
     return outputs
 
 
-def node(rank: int, port: int, ranks: int = 1) -> list:
-    return ['-n', ranks, '--world_size', 2 * ranks, '--node_rank', rank, '--base_rank', rank * ranks,
-            '--master_addr', '127.0.0.1', '--master_port', port, 'benchmark.py']
+def node(rank: int, port: int) -> list:
+    return ['-n', 1, '--world_size', 2, '--node_rank', rank, '--base_rank', rank, '--master_addr', '127.0.0.1',
+            '--master_port', port, 'benchmark.py']
 
 
 @pytest.fixture(scope='module')
-def trained(tmp_path_factory, shards) -> dict[int, list[dict]]:
+def trained(tmp_path_factory, shards, server) -> dict[int, list[dict]]:
     """What each rank of a run on one and on two ranks saw and learned in an epoch of three batches of 8."""
     folders = {ranks: tmp_path_factory.mktemp(f'ranks{ranks}') for ranks in (1, 2)}
     for ranks, folder in folders.items():
-        finish(launch('-n', ranks, 'tests/harness/rank_program.py', folder, '--remote', shards, *TINY,
-                      '--results', '/dev/null', '--device_train_microbatch_size', 2))
+        arguments = (folder, '--remote', shards, *TINY, '--results', '/dev/null', '--device_train_microbatch_size', '2')
+        codes = run_ranks(server, [folder / 'log'] * ranks, rank_program.main, [arguments] * ranks)
+        assert codes == [0] * ranks, (folder / 'log').read_text()
     return {ranks: [torch.load(folder / f'rank{rank}.pt') for rank in range(ranks)]
             for ranks, folder in folders.items()}
 
@@ -74,13 +78,15 @@ def test_two_processes_make_one_record_of_both(results, shards):
     assert json.loads(line)['num_devices'] == 2 and line in run.stdout
 
 
-def test_two_nodes_of_two_ranks_leave_one_record(tmp_path):
-    results, port = tmp_path / 'results.jsonl', free_port()
-    outputs = finish(*[launch(*node(rank, port, ranks=2), '--use_synth_data', *TINY, '--results', results)
-                       for rank in (0, 1)])
+def test_two_nodes_of_two_ranks_leave_one_record(tmp_path, server):
+    results = tmp_path / 'results.jsonl'
+    logs = [tmp_path / f'log{rank}' for rank in range(4)]
+    argv = ['--use_synth_data', *TINY, '--results', str(results)]
+    codes = run_ranks(server, logs, benchmark.main, [(argv,)] * 4, nodes=2)
+    assert codes == [0] * 4, [log.read_text() for log in logs]
     [line] = results.read_text().splitlines()
     assert (json.loads(line)['num_devices'], json.loads(line)['num_nodes']) == (4, 2)
-    assert [line in output for output, _ in outputs] == [True, False]
+    assert [line in log.read_text() for log in logs] == [True, False, False, False]
 
 
 def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):

@@ -24,7 +24,26 @@ def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
     record = json.loads(lines[-1])
     check_record(record)
     assert (record['dataset'], record['use_ema'], record['num_devices'], record['mfu']) == ('synthetic', True, 1, None)
-    assert lines[-2].startswith('arithmetic') and 'GPU' not in ''.join(lines[-8:-1])  # nobody trains tiny for real
+    assert lines[-3] == f'trained         4 batches; loss {record["loss"]:.3g}, mean of the measured batches ' \
+                        f'{record["loss_mean"]:.3g}'
+    assert lines[-2] == 'caution         3 measured batches are too few to rely on; use --measure_batches 20 or more'
+    assert 'GPU' not in ''.join(lines[-9:-1])  # nobody trains tiny for real
+
+
+@pytest.mark.parametrize('changed, sentence', [
+    ({'drift': 0.465}, '+46.5% in speed from the first to the last third: the start was slow; use more '
+                       '--warmup_batches'),
+    ({'drift': -0.2}, '-20.0% in speed from the first to the last third: it has not settled; use more '
+                      '--measure_batches'),
+    ({'data_wait_fraction': 0.23}, '23.0% of the time; use more --num_workers, smaller images, or latents (encode.py)'),
+    ({'measured_batches': 7}, '7 measured batches are too few to rely on; use --measure_batches 20 or more'),
+    ({'measured_batches': 30, 'queue_batches': 16}, 'so few batches show the 16 that lay ready'),
+    ({'first_batch': 1200, 'trained_batches': 2000, 'trained_epochs': 10},
+     '2,000 batches, 10 whole epochs, 1,200 of them before this run resumed; loss 0.5, mean'),
+])
+def test_a_figure_that_should_not_be_trusted_says_so_with_the_remedy(changed, sentence):
+    assert sentence in summary(measured(**changed), None, 2.0)
+    assert sentence not in summary(measured(), None, 2.0)
 
 
 def append_records(path: str, name: str):
@@ -69,7 +88,9 @@ def measured(**changes) -> dict:
     return {'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0, 'num_devices': 2, 'device': 'X', 'drift': 0.0,
             'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1, 'batch_seconds_p90': 0.1, 'measured_batches': 20,
             'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0, 'device_train_microbatch_size': 4, 'mfu': None,
-            'tflops_per_sec_per_device': 1.0, 'checkpoint_seconds': 0.0, 'queue_batches': 0} | changes
+            'tflops_per_sec_per_device': 1.0, 'checkpoint_seconds': 0.0, 'evaluation_seconds': 0.0,
+            'sampling_seconds': 0.0, 'queue_batches': 0, 'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0,
+            'loss': 0.5, 'loss_mean': 0.6} | changes
 
 
 @pytest.mark.parametrize('gpu, last_line', [
@@ -96,5 +117,13 @@ def test_a_window_that_shows_the_queue_says_so(queue, caution):
     assert ('--measure_batches 25' in text) == caution
 
 
-def test_checkpoints_are_named_beside_the_other_figures():
-    assert 'checkpoints     40 s beside the batches' in summary(measured(checkpoint_seconds=40.2), None, 2.0)
+@pytest.mark.parametrize('name', ['checkpoint', 'evaluation', 'sampling'])
+def test_what_stood_aside_is_named_beside_the_other_figures(name):
+    text = summary(measured(**{f'{name}_seconds': 40.2}), None, 2.0)
+    assert f'{name:<15} 40 s beside the batches' in text and text.count('beside the batches') == 1
+
+
+def test_the_loss_on_held_out_samples_is_named_where_there_is_one():
+    text = summary(measured(eval_loss=0.12345, eval_batch=2000), None, 2.0)
+    assert 'held-out loss   0.1235 after batch 2,000' in text
+    assert 'held-out' not in summary(measured(eval_loss=None, eval_batch=None), None, 2.0)

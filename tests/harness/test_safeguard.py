@@ -68,11 +68,12 @@ def test_on_nan_skip_leaves_the_step_out_and_counts_it(results, loss_at_batch_2_
 def start_and_train(results, *flags) -> subprocess.Popen:
     """A run of two ranks under the launcher that has trained for some batches."""
     log = results.with_name('log')
-    command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'benchmark.py', '--use_synth_data', *TINY,
-               '--measure_batches', '100000', '--results', str(results), *flags]
+    command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'tests/harness/talking_run.py',
+               '--use_synth_data', *TINY, '--measure_batches', '100000', '--results', str(results), *flags]
+    environment = os.environ | {'PYTHONPATH': str(ROOT)}
     with open(log, 'w') as file:
-        run = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
-    while not re.search(r'\b([6-9]|\d\d+)/100001', log.read_text()):  # Composer's progress bar
+        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
+    while not re.search(r'^batch ([6-9]|\d\d+) of 100001', log.read_text(), re.MULTILINE):
         assert run.poll() is None, log.read_text()
         time.sleep(0.05)
     return run
@@ -95,6 +96,8 @@ def test_a_signal_under_the_launcher_leaves_a_record_of_what_was_measured(result
     wait_until(lambda: group_is_gone(run.pid))  # SIGTERM ends the launcher before its ranks
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
+    stopped = f'stopped at batch {record["trained_batches"]} of 100001; without --save_folder nothing was saved'
+    assert stopped in results.with_name('log').read_text().splitlines()
 
 
 def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
@@ -106,6 +109,7 @@ def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted'
     [checkpoint] = checkpoints(folder)
+    assert f'saved {checkpoint}; the same command with --autoresume goes on' in results.with_name('log').read_text()
     done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']
     assert done >= record['measured_batches'] + 1
     argv = ['--use_synth_data', '--use_ema', *TINY, '--max_duration', f'{done + 3}ba', '--save_folder', str(folder)]

@@ -60,7 +60,8 @@ class Clock:
 
 
 def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, first_step=20.0, batches=99,
-                  measure_batches=None, warmup=3, checkpoint_every=None, checkpoint_seconds=5.0, epoch=10**6) -> dict:
+                  measure_batches=None, warmup=3, checkpoint_every=None, checkpoint_seconds=5.0, epoch=10**6,
+                  evaluate=0.0, sample=0.0) -> dict:
     """The figures of a run of batches of 4 images, in which nothing but a clock is real."""
     clock = Clock()
     monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
@@ -80,8 +81,15 @@ def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, 
         if (batch + 1) % epoch == 0:
             state.timestamp = state.timestamp.to_next_epoch()
             loader.begin_epoch()
+        is_to_save = checkpoint_every and (batch + 1) % checkpoint_every == 0
+        if is_to_save and evaluate:
+            measurement.eval_before_all(state, None)
+            clock.now += evaluate
+            measurement.eval_after_all(state, None)
         measurement.batch_checkpoint(state, None)
-        if checkpoint_every and (batch + 1) % checkpoint_every == 0:
+        if is_to_save:
+            with measurement.aside('sampling'):  # by another callback, before Composer's saver or after it
+                clock.now += sample
             clock.now += checkpoint_seconds
     return figures(measurement.window) | {'turnover': measurement.turnover_batches}
 
@@ -116,11 +124,36 @@ def test_checkpoints_are_counted_apart(monkeypatch):
     assert saving['batch_seconds_p90'] == pytest.approx(0.05)
 
 
+def test_evaluation_sampling_and_checkpoints_are_counted_apart_from_all_else_and_from_each_other(monkeypatch):
+    plain = simulated_run(monkeypatch, batch_seconds=0.01)
+    aside = simulated_run(monkeypatch, batch_seconds=0.01, checkpoint_every=10, evaluate=2.0, sample=3.0)
+    spent = {'checkpoint_seconds': 5 * 8, 'evaluation_seconds': 2 * 8, 'sampling_seconds': 3 * 8}
+    assert {name: aside[name] for name in spent} == pytest.approx(spent)
+    for name in plain.keys() - spent.keys():
+        assert aside[name] == pytest.approx(plain[name]), name
+
+
+def test_what_stands_aside_pauses_the_gpus_monitor_until_its_end():
+    measurement = Measurement(1, None)
+    with measurement.aside('sampling'):
+        assert measurement.gpu.paused
+    assert not measurement.gpu.paused
+    measurement.batch_checkpoint(None, None)
+    with measurement.aside('sampling'):
+        assert measurement.gpu.paused
+    assert measurement.gpu.paused  # the checkpoint goes on
+    measurement.before_dataloader(None, None)
+    assert not measurement.gpu.paused
+    with pytest.raises(ValueError), measurement.aside('sampling'):
+        raise ValueError
+    assert not measurement.gpu.paused
+
+
 def test_a_checkpoint_that_one_rank_writes_is_no_slow_batch_of_the_others(monkeypatch):
     waiting = measuring.Window([1.0, 6.0, 1.0], [0.0] * 3, [0.0, 0.0, 0.0], samples=30)
-    aside_of_the_writer = np.array([0.0, 5.0, 0.0])
+    of_the_writer = iter([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # aside; its batches; aside by name
     monkeypatch.setattr(measuring, 'highest_of_ranks',
-                        lambda values, all_ranks: np.maximum(values, aside_of_the_writer))
+                        lambda values, all_ranks: np.maximum(values, next(of_the_writer)))
     shown = figures(waiting)
     assert shown['checkpoint_seconds'] == 5 and shown['images_per_sec'] == 10
 

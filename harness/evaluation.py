@@ -1,0 +1,37 @@
+"""What a run says, and its record knows, of its evaluations."""
+import math
+import sys
+
+from composer import Callback
+from composer.utils import dist
+from tqdm import tqdm
+
+LABEL = 'eval'  # of Composer's Evaluator; its loss is logged as metrics/eval/MeanSquaredError
+METRIC = 'MeanSquaredError'
+
+
+class Evaluations(Callback):
+    """Remembers the newest evaluation of this process, and says each one's loss on rank 0.
+
+    Attributes:
+        count: how many there were.
+        loss: mean squared error on the held-out samples; None where it is not finite, or there was none.
+        batch: after which it was.
+    """
+
+    def __init__(self):
+        self.count = 0
+        self.loss: float | None = None
+        self.batch: int | None = None
+
+    def eval_end(self, state, logger) -> None:
+        loss = float(state.eval_metrics[LABEL][METRIC].compute())  # over all ranks
+        self.count += 1
+        self.loss = loss if math.isfinite(loss) else None
+        self.batch = state.timestamp.batch.value
+        if dist.get_global_rank() == 0:
+            tqdm.write(f'batch {self.batch}: loss {loss:.4g} on the held-out samples', file=sys.stderr)  # over the bar
+
+    def figures(self) -> dict:
+        """The record's part."""
+        return {'evaluations': self.count, 'eval_loss': self.loss, 'eval_batch': self.batch}

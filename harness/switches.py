@@ -1,0 +1,124 @@
+"""The switches that train the same model faster or in less memory: those of the model, and those of the process."""
+import argparse
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from composer import Callback
+from composer.core import State
+from composer.utils import dist
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.compiling import compile_blocks, compile_in_place, compile_mode
+from harness.options import ATTENTION_BACKENDS
+from inputs.errors import one_line
+from models.norms import switch_norms
+
+SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
+                 'efficient': SDPBackend.EFFICIENT_ATTENTION, 'math': SDPBackend.MATH}
+UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
+
+
+def apply_switches(model: torch.nn.Module, args: argparse.Namespace) -> None:
+    """Train the same model faster or in less memory.
+
+    Args:
+        model: with `unet` and, unless it trains on latents, `vae`.
+        args: of benchmark.py, filled in.
+
+    ValueError: xformers is not built for this torch or this GPU.
+    """
+    convolutional = [model.unet]
+    if model.vae is not None:
+        convolutional.append(model.vae)
+    if args.channels_last:
+        for part in convolutional:
+            part.to(memory_format=torch.channels_last)
+    switch_norms(model.unet, args.half_precision_norms, args.channels_last_norms)
+    if args.attention == 'xformers':
+        try:
+            for part in convolutional:
+                part.enable_xformers_memory_efficient_attention()
+        except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
+            raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
+    if args.gradient_checkpointing:
+        model.unet.enable_gradient_checkpointing()
+    if args.compile:
+        compile_model(model, args)
+
+
+def compile_model(model: torch.nn.Module, args: argparse.Namespace) -> None:
+    """Compile the UNet, whole or block by block, and the VAE's encoder."""
+    mode = compile_mode(args)
+    whole = []
+    if args.compile_blocks:
+        compile_blocks(model.unet, UNET_BLOCKS, mode)
+    else:
+        whole.append(model.unet)
+    if model.vae is not None:
+        whole.append(model.vae.encoder)
+    compile_in_place(whole, mode)
+
+
+@contextlib.contextmanager
+def process_switches(args: argparse.Namespace) -> Iterator[None]:
+    """A context with the switches of the whole process: the order of attention's kernels, and cuDNN's search.
+
+    They stay on in backward passes too, where gradient checkpointing computes attention again.
+    """
+    searched_before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = args.cudnn_benchmark or searched_before
+    try:
+        with attention_order(args.attention):
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = searched_before
+
+
+def attention_order(attention: str):
+    """A context in which torch tries its kernels of attention in the order of --attention, the others after them."""
+    if attention in ('sdpa', 'xformers'):
+        return contextlib.nullcontext()
+    first = attention.split(',')
+    others = [name for name in ATTENTION_BACKENDS if name not in first]
+    return sdpa_kernel([SDPA_BACKENDS[name] for name in first + others], set_priority=True)
+
+
+def switch_callbacks(args: argparse.Namespace) -> list[Callback]:
+    """What the switches do within a step."""
+    callbacks = []
+    if args.cast_weights_once:
+        callbacks.append(CastWeightsOnce())
+    if args.allreduce_precision == 'bf16':
+        callbacks.append(AllReduceInBf16())
+    return callbacks
+
+
+class CastWeightsOnce(Callback):
+    """Autocast's half-precision copies of the weights serve all microbatches of a batch.
+
+    Autocast keeps them until its outermost context ends, which otherwise is that of a microbatch. So there is one
+    around the batch, which is itself switched off: what runs between the microbatches, the backward passes above all,
+    is not cast. It ends before the optimizer changes the weights.
+    """
+
+    def __init__(self):
+        self._batch = contextlib.ExitStack()
+
+    def before_train_batch(self, state: State, logger) -> None:
+        device = next(state.model.parameters()).device.type
+        self._batch.enter_context(torch.autocast(device, enabled=False))
+
+    def after_train_batch(self, state: State, logger) -> None:
+        self._batch.close()
+
+
+class AllReduceInBf16(Callback):
+    """DDP sends the gradients in bf16, half the bytes between GPUs; the optimizer has them in float32 again."""
+
+    def fit_start(self, state: State, logger) -> None:
+        if dist.get_world_size() > 1:
+            state.model.register_comm_hook(None, bf16_compress_hook)

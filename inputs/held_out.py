@@ -1,0 +1,46 @@
+"""Samples that are held out for an evaluation: each with the noise and the timestep that it has every time."""
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+NOISE = 'noise'  # float32 (B, 8, H/8, W/8): 4 channels for the draw of the latents, and 4 to be added to them
+TIMESTEP = 'timestep'  # int64 (B,)
+
+
+class HeldOutSamples(Dataset):
+    """The samples of shards by their number, a stand-in for each bad one, with draws that depend on nothing else.
+
+    The loss on them is then the same on any number of ranks, in microbatches of any size, at any time of a training.
+
+    Args:
+        samples: a StreamingLAIONDataset.
+        image_size: that is trained at, in pixels.
+        num_timesteps: of the noise schedule.
+        seed: of the draws.
+    """
+
+    def __init__(self, samples, image_size: int, num_timesteps: int, seed: int):
+        self.samples = samples
+        self.image_size = image_size
+        self.num_timesteps = num_timesteps
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return self.samples.num_samples
+
+    def __getitem__(self, index: int) -> dict:
+        """The sample, `noise` float32 (8, H/8, W/8) and `timestep` int64 ()."""
+        seeds = np.random.SeedSequence((self.seed, index))
+        generator = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
+        side = self.image_size // 8
+        draws = {NOISE: torch.randn(8, side, side, generator=generator),
+                 TIMESTEP: torch.randint(self.num_timesteps, (), generator=generator)}
+        return self.samples.good_sample(index) | draws
+
+
+def collate_held_out(samples: list[dict], collate: Callable[[list[dict]], dict]) -> dict:
+    """A batch as `collate` makes it of the samples, with their `noise` and `timestep`."""
+    draws = {name: torch.stack([sample[name] for sample in samples]) for name in (NOISE, TIMESTEP)}
+    return collate(samples) | draws

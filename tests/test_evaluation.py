@@ -1,0 +1,187 @@
+"""The loss on held-out samples: the same whenever and however it is calculated, and the training is none the wiser."""
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import benchmark
+from benchmark import StableDiffusion, main
+from ema import EMA
+from harness.checkpoints import checkpoints, load_checkpoint
+from inputs.captions import build_tokenizer
+from inputs.shards import LATENTS
+from models.latents import origin_of_latents
+from models.loading import find_model
+from tests.harness.test_checkpoints import assert_equal
+from tests.runs import TINY, one_error_line
+from tests.samples import encoded, picture, pillow_square, pixels, write_shards
+
+TRAIN = [*TINY, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
+         '--max_duration', '4ba']
+
+
+@pytest.fixture(scope='module')
+def held_out_samples() -> list[dict]:
+    """7 samples, which do not divide into batches; of PNGs every decoder makes the same."""
+    return [{'jpg': encoded(picture(100 + i), 'PNG'), 'caption': f'held out {i}'} for i in range(7)]
+
+
+@pytest.fixture(scope='module')
+def held_out(tmp_path_factory, held_out_samples) -> str:
+    return write_shards(tmp_path_factory.mktemp('held') / 'out', held_out_samples)
+
+
+@pytest.fixture(scope='module')
+def moments(tmp_path_factory) -> tuple[str, list[dict]]:
+    """Latents of 5 images, as encode.py would store them for `tiny` at 64 pixels."""
+    draw = np.random.default_rng(3)
+    samples = [{LATENTS: draw.normal(size=(8, 8, 8)).astype(np.float16), 'caption': f'latent {i}'} for i in range(5)]
+    folder = tmp_path_factory.mktemp('latents') / 'mds'
+    write_shards(folder, samples, {LATENTS: 'ndarray:float16:8,8,8', 'caption': 'str'})
+    index = json.loads((folder / 'index.json').read_text())
+    index['latents'] = origin_of_latents(find_model('tiny'), 64)
+    (folder / 'index.json').write_text(json.dumps(index))
+    return str(folder), samples
+
+
+def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: int = 17) -> float:
+    """The mean over the samples, one by one, of the averaged model's loss by the formulas of the papers."""
+    state = load_checkpoint(checkpoint)['state']
+    model, ema = StableDiffusion('tiny', image_size, latents=LATENTS in samples[0]), EMA()
+    model.load_state_dict(state['model'])
+    ema.load_state_dict(dict(state['algorithms'])['EMA'])
+    model = ema.get_ema_model(model).eval()
+    betas = torch.linspace(0.00085 ** 0.5, 0.012 ** 0.5, 1000, dtype=torch.float64) ** 2
+    alphas = torch.cumprod(1 - betas, 0)
+    losses = []
+    for index, sample in enumerate(samples):
+        number = int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
+        generator = torch.Generator().manual_seed(number)
+        draw, noise = torch.randn(8, image_size // 8, image_size // 8, generator=generator)[None].split(4, dim=1)
+        timestep = torch.randint(1000, (), generator=generator)
+        with torch.no_grad():
+            if LATENTS in sample:
+                mean, log_variance = torch.from_numpy(sample[LATENTS])[None].float().split(4, dim=1)
+            else:
+                image = torch.from_numpy(pixels(pillow_square(sample['jpg'])))[None].float()
+                image = F.interpolate(image, size=(image_size, image_size), mode='bilinear') / 127.5 - 1
+                posterior = model.vae.encode(image).latent_dist
+                mean, log_variance = posterior.mean, posterior.logvar
+            latents = (mean + torch.exp(log_variance / 2) * draw) * 0.18215
+            noised = (alphas[timestep].sqrt() * latents + (1 - alphas[timestep]).sqrt() * noise).float()
+            text = model.text_encoder(torch.tensor([build_tokenizer().encode(sample['caption']).ids]))[0]
+            losses.append(float(((model.unet(noised, timestep, text).sample - noise) ** 2).mean()))
+    return float(np.mean(losses))
+
+
+def final_state(folder: Path) -> dict:
+    return load_checkpoint(checkpoints(str(folder))[-1])['state']
+
+
+def assert_same_training(one: Path, other: Path) -> None:
+    """Weights, optimizer and average of the last checkpoints in two folders are the same to the last bit."""
+    for part in ('model', 'optimizers', 'algorithms'):
+        assert_equal(final_state(one)[part], final_state(other)[part])
+
+
+class Witness(benchmark.Evaluations):
+    """The loss of each evaluation, and whether the model then held the averages."""
+    seen = []
+
+    def eval_batch_end(self, state, logger):
+        [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
+        assert ema.ema_weights_active and not state.model.training
+
+    def eval_end(self, state, logger):
+        super().eval_end(state, logger)
+        self.seen.append((self.batch, self.loss))
+
+
+@pytest.fixture(scope='module')
+def evaluated(tmp_path_factory, shards, held_out) -> tuple[Path, dict, list]:
+    """The folder of a run that is evaluated each 2 of 4 batches, its record and its evaluations."""
+    folder = tmp_path_factory.mktemp('evaluated')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, 'Evaluations', Witness)
+        record = main(['--remote', shards, *TRAIN, '--eval_remote', held_out, '--eval_interval', '2ba', '--save_folder',
+                       str(folder / 'kept'), '--results', str(folder / 'results')])
+    return folder / 'kept', record, Witness.seen
+
+
+def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated, held_out_samples):
+    folder, record, seen = evaluated
+    expected = [loss_by_hand(path, held_out_samples, 64) for path in checkpoints(str(folder))]
+    assert [batch for batch, _ in seen] == [2, 4]
+    assert [loss for _, loss in seen] == pytest.approx(expected, rel=1e-5) and expected[0] != expected[1]
+    assert (record['evaluations'], record['eval_batch'], record['eval_loss']) == (2, 4, seen[-1][1])
+    assert record['evaluation_seconds'] > 0 and record['eval_remote'] and record['eval_interval'] == '2ba'
+
+
+def test_a_training_that_is_evaluated_is_the_same_training(evaluated, shards, tmp_path, results):
+    folder, _, _ = evaluated
+    main(['--remote', shards, *TRAIN, '--save_folder', str(tmp_path / 'kept'), '--results', str(results)])
+    assert_same_training(folder, tmp_path / 'kept')
+
+
+def test_an_evaluation_depends_neither_on_the_microbatch_nor_on_the_batch_it_comes_after(evaluated, held_out, shards,
+                                                                                        results):
+    folder, record, _ = evaluated
+    argv = ['--remote', shards, *TINY, '--num_workers', '0', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
+            '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out, '--results', str(results)]
+    later = main([*argv, '--device_train_microbatch_size', '1'])
+    assert later['eval_batch'] == 2 and later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
+
+
+def test_latents_are_evaluated_on_latents(moments, tmp_path, results, capfd):
+    remote, samples = moments
+    record = main(['--use_synth_latents', *TRAIN, '--eval_remote', remote, '--save_folder', str(tmp_path / 'kept'),
+                   '--results', str(results)])
+    by_hand = loss_by_hand(checkpoints(str(tmp_path / 'kept'))[-1], samples, 64)
+    assert record['eval_loss'] == pytest.approx(by_hand, rel=1e-5)
+    assert f'batch 4: loss {by_hand:.4g} on the held-out samples' in capfd.readouterr().err
+
+
+def test_a_signal_within_an_evaluation_leaves_a_checkpoint_of_the_live_weights(evaluated, shards, held_out, tmp_path,
+                                                                              results, monkeypatch):
+    folder, _, _ = evaluated
+
+    class Interrupted(benchmark.Evaluations):
+        def eval_batch_end(self, state, logger):
+            if state.eval_timestamp.batch.value == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    kept = tmp_path / 'kept'
+    argv = ['--remote', shards, *TRAIN, '--save_folder', str(kept), '--autoresume', '--results', str(results),
+            '--save_interval', '4ba', '--eval_remote', held_out, '--eval_interval', '2ba']
+    with monkeypatch.context() as patch:
+        patch.setattr(benchmark, 'Evaluations', Interrupted)
+        with pytest.raises(SystemExit) as exit:
+            main(argv)
+    assert exit.value.code == 130 and json.loads(results.read_text())['status'] == 'interrupted'
+    of_batch_2 = load_checkpoint(checkpoints(str(folder))[0])['state']['model']
+    for name, tensor in final_state(kept)['model'].items():
+        assert torch.equal(tensor, of_batch_2[name]), name
+    record = main(argv)
+    assert (record['first_batch'], record['eval_batch']) == (2, 4)
+    assert_same_training(folder, kept)
+
+
+@pytest.mark.parametrize('source, flags, words', [
+    (['--remote', 'SHARDS'], ['--eval_remote', 'SHARDS'], 'is what the run trains on'),
+    (['--use_synth_data'], ['--eval_interval', '2ba'], '--eval_interval 2ba needs --eval_remote'),
+    (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '2sp'], '--eval_interval 2sp is not a time'),
+    (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '0ba'], '--eval_interval 0ba is not above'),
+    (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere holds no index.json'),
+    (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'LATENTS'], 'latents with image_size 64'),
+    (['--use_synth_latents'], ['--eval_remote', 'SHARDS'], 'holds images, and the training is on latents'),
+])
+def test_what_cannot_be_evaluated_is_one_line(source, flags, words, shards, moments, results, capfd):
+    places = {'SHARDS': shards, 'LATENTS': moments[0]}
+    argv = [places.get(argument, argument) for argument in [*TINY, *source, *flags]]
+    line = one_error_line([*argv, '--results', results], capfd)
+    assert words in line and '--eval_' in line

@@ -1,0 +1,61 @@
+"""Flags that are kept in a file, and the two phases of Stable Diffusion 2 as such files, with a tiny model instead."""
+import json
+
+import pytest
+
+from benchmark import main
+from harness.options import benchmark_parser
+from tests.runs import ROOT
+
+PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}
+
+
+def parsed(*argv):
+    return benchmark_parser('').parse_args([str(argument) for argument in argv])
+
+
+@pytest.mark.parametrize('phase, size, steps', [(1, 256, 550_000), (2, 512, 850_000)])
+def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_readme(phase, size, steps):
+    args = parsed(f'@{PHASES[phase]}')
+    assert (args.image_size, args.batch_size, args.max_duration) == (size, 2048, f'{steps}ba')
+    assert (args.learning_rate, args.lr_warmup, args.caption_drop) == (1e-4, '10000ba', 0.1)
+    assert args.use_ema and 2 ** (-1 / int(args.ema_half_life.removesuffix('ba'))) == pytest.approx(0.9999, abs=1e-8)
+    assert f'--phase {steps * 2048}@{size}' in (ROOT / 'README.md').read_text()
+
+
+def test_the_recipes_train_two_phases_and_each_knows_its_end(shards, model_folder, results, tmp_path, capfd):
+    small = ['--model_name', model_folder, '--remote', shards, '--batch_size', '4', '--lr_warmup', '2ba',
+             '--max_duration', '4ba', '--warmup_batches', '1', '--num_workers', '0', '--results', str(results)]
+    first = [f'@{PHASES[1]}', *small, '--image_size', '64', '--save_folder', str(tmp_path / 'one')]
+    second = [f'@{PHASES[2]}', *small, '--image_size', '128', '--save_folder', str(tmp_path / 'two'),
+              '--load_weights', str(tmp_path / 'one')]
+    for argv, size in ((first, 64), (second, 128)):
+        record = main(argv)
+        assert (record['status'], record['image_size'], record['first_batch']) == ('complete', size, 0)
+        assert record['weight_decay'] == 0.01 and record['caption_drop'] == 0.1 and record['pretrained']
+        with pytest.raises(SystemExit) as exit:
+            main(argv)
+        assert exit.value.code == 0 and 'nothing left to do' in capfd.readouterr().out
+    first_record, second_record = map(json.loads, results.read_text().splitlines())
+    assert first_record['load_weights'] is None and second_record['load_weights'] == str(tmp_path / 'one')
+
+
+def test_a_file_of_flags_may_have_comments_quotations_and_many_flags_a_line(tmp_path):
+    recipe = tmp_path / 'flags.txt'
+    recipe.write_text("# a comment, with an apostrophe's end\n\n--use_ema   --seed 3  # three\n--wandb_name 'a b#c'\n")
+    args = parsed('--seed', '1', f'@{recipe}', '--batch_size', '8')
+    assert (args.use_ema, args.seed, args.wandb_name, args.batch_size) == (True, 3, 'a b#c', 8)
+    assert parsed(f'@{recipe}', '--seed', '4').seed == 4  # what comes later counts
+
+
+@pytest.mark.parametrize('content, words', [
+    (None, 'No such file'), (b"--wandb_name 'a b\n", 'No closing quotation'), (b'\xff\xfe\x00', 'is no text'),
+    (b'--sed 3\n', '--sed')])
+def test_a_file_of_flags_that_cannot_be_read_is_one_line(tmp_path, capfd, content, words):
+    recipe = tmp_path / 'flags.txt'
+    if content is not None:
+        recipe.write_bytes(content)
+    with pytest.raises(SystemExit) as exit:
+        parsed(f'@{recipe}')
+    line = capfd.readouterr().err
+    assert exit.value.code == 2 and words in line and line.count('\n') == 1
