@@ -42,7 +42,7 @@ def test_rank_0_adds_up_what_all_have_done_and_knows_when_all_have_finished():
 def test_rank_0_hears_of_a_rank_that_fails_and_of_one_that_falls_silent(monkeypatch):
     monkeypatch.setattr(crew_module.time, 'sleep', lambda seconds: None)
     monkeypatch.setattr(crew_module.signal, 'signal', lambda *args: None)
-    first, second = two_ranks(patience=-1)
+    first, second = two_ranks(patience=0)
     first.look_around()
     with pytest.raises(RankLost, match='rank 1 has given no sign'):
         first.look_around()
