@@ -33,9 +33,10 @@ test: $(VENV)/tests-installed
 	ruff check .
 	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(LONGEST_TESTS) tests
 
-# Ratios on the CPU: loader, EMA and a full step against the original's recipe; needs 22 GB and about 4 minutes.
+# Ratios on the CPU: loader, conversion, EMA and a full step against the original's recipe; needs 22 GB and about 7 minutes.
 bench: $(VENV)/installed
 	python benchmarks/loader.py
+	python benchmarks/convert.py
 	python benchmarks/ema.py
 	python benchmarks/step.py
 

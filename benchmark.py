@@ -34,6 +34,7 @@ from harness.evaluation import LABEL, METRIC, Evaluations
 from harness.failures import reason
 from harness.gpu_monitor import gather_gpu_figures
 from harness.initial_weights import load_initial_weights
+from harness.launcher import end_with_launcher
 from harness.loggers import build_loggers, log_record
 from harness.measurement import Measurement, figures, loader_figures
 from harness.memory import build_fake_model, refuse_too_little_memory
@@ -43,7 +44,7 @@ from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
                                refuse_more_ranks_than_gpus)
 from harness.progress import Progress, batches_in_words, total_batches
-from harness.ranks import end_with_launcher, failure_of_ranks, join_ranks, wait_for_rank_0
+from harness.ranks import failure_of_ranks, join_ranks, wait_for_rank_0
 from harness.record import keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
 from harness.sampling import Sampling

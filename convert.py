@@ -3,13 +3,14 @@
     python convert.py laion/ laion-mds                           # a folder of tars, as img2dataset writes them
     python convert.py 'laion/000*.tar' s3://my-bucket/laion/mds  # a glob, to any remote that Streaming writes to
     python convert.py photos/ photos-mds --num_workers 8         # a folder of image files, a .txt beside each
+    composer convert.py s3://my-bucket/tars/ s3://my-bucket/mds  # from a store, on all ranks of a launcher
 
 Image bytes stay as they are, and samples in the order of the sorted files. What is skipped is counted by reason and
-listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. A run that is stopped leaves no OUT/index.json.
+listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. A run that was stopped, when started again with the
+same command on any number of ranks, converts only what is missing. OUT/index.json comes last.
 """
 import argparse
-import contextlib
-import glob
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -17,47 +18,52 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections import deque
 from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
-from pathlib import Path
 from typing import NoReturn
-from urllib.parse import urlparse
 
 import torch
-from streaming import MDSWriter
-from streaming.base.storage import CloudDownloader, CloudUploader
-from streaming.base.util import merge_index
-from tqdm import tqdm
+from streaming.base.util import bytes_to_int
 
+from harness.crew import AT_SIGTERM, Crew, ProgressLine, RankLost, environment_number, say_stopped, sigterm_answered
+from harness.launcher import end_with_launcher
+from inputs.errors import DataError, one_line
+from inputs.parts import CLAIM, Merged, Output, PartWriter, claim, finished_parts, merge_parts
 from inputs.shards import MDS_COLUMNS
-from inputs.tars import IMAGES, find_files, make_sample, read_samples
+from inputs.store import S3Store
+from inputs.tars import IMAGES, File, find_files, join_neighbours, make_sample, opened_by, read_samples
 
-progress = None  # of a worker: bytes read by each of them, see run_workers
+worker = None  # in a process of the pool, see start_worker
 
 
 @dataclass
-class Converted:
-    """What a worker, or all of them, made of their files."""
-    samples: int = 0
-    shards: int = 0
-    bytes: int = 0  # of the shards
-    skipped: Counter = field(default_factory=Counter)  # samples by reason
-    damaged: list[str] = field(default_factory=list)  # a line for each file
+class Plan:
+    """What is to be done, the same on all ranks."""
+    parts: list[list[File]]
+    missing: list[int]  # numbers of the parts that no earlier run has finished
 
-    def __add__(self, other: 'Converted') -> 'Converted':
-        return Converted(self.samples + other.samples, self.shards + other.shards, self.bytes + other.bytes,
-                         self.skipped + other.skipped, self.damaged + other.damaged)
+    def bytes_of(self, number: int) -> int:
+        return sum(file.size for file in self.parts[number])
+
+
+@dataclass
+class Worker:
+    """A process of the pool."""
+    output: Output
+    columns: dict[str, str]
+    shard_bytes: int
+    images: object  # converted so far, by slot: shared with the parent, without a lock, which could die with a worker
+    bytes_read: object  # the same
+    stores: dict[str, S3Store] = field(default_factory=dict)
 
 
 def fail(status: int, message: str) -> NoReturn:
     """End with one line and this exit status."""
-    print('convert.py: error:', ' '.join(message.split()), file=sys.stderr)
+    print('convert.py: error:', one_line(message), file=sys.stderr)
     raise SystemExit(status)
 
 
@@ -65,76 +71,134 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser('convert.py', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = partial(fail, 2)  # one line, without the usage
-    parser.add_argument('source', metavar='SOURCE', nargs='+', help='tars, folders of tars or of images, or globs')
+    parser.add_argument('source', metavar='SOURCE', nargs='+', help='tars, folders of tars or of images, or globs; or '
+                        'tars in an S3 store (s3://bucket/tars/)')
     parser.add_argument('out', metavar='OUT', help='new folder, or any remote that Streaming writes to (s3:// ...)')
-    parser.add_argument('--num_workers', type=int, default=os.cpu_count(),
-                        help='processes, at most one for each file of SOURCE (default: the cores, %(default)s)')
+    cores = max(1, (os.cpu_count() or 1) // environment_number('LOCAL_WORLD_SIZE', 1))
+    parser.add_argument('--num_workers', type=int, default=cores,
+                        help='processes of each rank (default: its share of the cores, %(default)s)')
+    parser.add_argument('--size_limit', default='64mb', help='the most that a shard takes; smaller neighbouring files '
+                        'are joined up to it (default: 64mb)')
+    parser.add_argument('--dist_timeout', type=int, default=300, help='seconds to wait for the other ranks of a '
+                        'launcher (default: 300)')
     return parser
 
 
-def require_new(out: str, remote: str | None) -> None:
-    """End with one line if OUT holds something, or cannot be reached."""
-    if not remote:
-        is_empty_folder = os.path.isdir(out) and not os.listdir(out)
-        if os.path.ismount(out) or (os.path.lexists(out) and not is_empty_folder):
-            fail(2, f'OUT {out} already holds something or is a mount point; give a new folder')
-        return
-    with tempfile.TemporaryDirectory() as folder:
+def refuse_bad_arguments(args: argparse.Namespace) -> None:
+    """Ends with one line for a flag that makes no sense, and makes a number of --size_limit."""
+    if args.num_workers < 1:
+        fail(2, f'--num_workers {args.num_workers} converts nothing; use 1 or more')
+    if args.dist_timeout < 1:
+        fail(2, f'--dist_timeout {args.dist_timeout} waits for nobody; use 1 or more')
+    try:
+        args.shard_bytes = bytes_to_int(args.size_limit)
+    except ValueError:
+        fail(2, f'--size_limit {args.size_limit} is not a size such as 64mb')
+    if not 1 << 10 <= args.shard_bytes < 1 << 32:
+        fail(2, f'--size_limit {args.size_limit} is not between 1kb and 4gb, which shards can have')
+
+
+def begin(args: argparse.Namespace, output: Output) -> Plan:
+    """On rank 0: find what there is to convert, claim OUT for it, and see what an earlier run has done."""
+    try:
+        files = find_files(args.source)
+    except (ValueError, OSError) as error:
+        fail(2, one_line(error))
+    if not files:
+        fail(1, f'nothing to convert in SOURCE {" ".join(args.source)}: no .tar, {", ".join(IMAGES)}')
+    parts = join_neighbours(files, args.shard_bytes)
+    require_new_or_ours(output)
+    try:
+        is_begun = claim(output, {'program': 'convert.py', 'source': fingerprint(files),
+                                  'size_limit': args.shard_bytes})
+        done = finished_parts(output, len(parts)) if is_begun else set()
+    except ValueError as error:
+        fail(2, one_line(error))
+    except Exception as error:  # every storage client has its own
+        fail(1, f'OUT {args.out} cannot be written ({one_line(error)}); put that right and run the same command again')
+    if done:
+        print(f'going on with OUT {args.out}: {len(done):,} of {len(parts):,} parts are done')
+    return Plan(parts, [number for number in range(len(parts)) if number not in done])
+
+
+def require_new_or_ours(output: Output) -> None:
+    """Ends with one line if OUT holds something that convert.py has not begun, or cannot be reached."""
+    out = output.out
+    if output.remote:
         try:
-            CloudUploader.get((folder, remote))  # looks for the bucket
+            output.connect()  # looks for the bucket
         except Exception as error:  # every storage client has its own
             fail(2, f'OUT {out} cannot be reached; check its name and your credentials ({error!r})')
-        with contextlib.suppress(Exception):
-            CloudDownloader.direct_download(f'{remote}/index.json', f'{folder}/index.json')
-            fail(2, f'OUT {out} already holds an index.json; remove it or give a new folder')
+        return
+    held = set(os.listdir(out)) - {f'{CLAIM}.tmp'} if os.path.isdir(out) else set()
+    is_other = os.path.lexists(out) and not os.path.isdir(out)
+    if os.path.ismount(out) or is_other or (held and CLAIM not in held):
+        fail(2, f'OUT {out} already holds something or is a mount point; give a new folder')
 
 
-@contextlib.contextmanager
-def staging_folder(out: str, remote: str | None) -> Iterator[str]:
-    """A new folder, gone afterwards: in the temporary one for a remote, else beside OUT, to be renamed to it."""
-    place, name = os.path.split(os.path.realpath(out))
-    if remote:
-        place = None
-    else:
-        os.makedirs(place, exist_ok=True)
-        for left in glob.glob(f'{glob.escape(os.path.join(place, name))}.partial-*'):
-            print(f'removing {left}, left by a run that did not finish')
-            shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(dir=place, prefix=f'{name}.partial-') as folder:
-        staging = os.path.join(folder, 'mds')  # the folder itself can be read by its owner alone
-        os.mkdir(staging)
-        yield staging
+def fingerprint(files: list[File]) -> str:
+    """What people, and a hash of all names and sizes, can tell a SOURCE by."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(json.dumps(file).encode())
+    return (f'{len(files):,} files of {sum(file.size for file in files):,} bytes (sha256 of their list '
+            f'{digest.hexdigest()[:16]})')
 
 
-def run_workers(parts: list[list[Path]], staging: str, remote: str | None) -> list[Converted]:
-    """`convert_files` on each part in a process of its own, to `staging`/00000 and so on, with a progress bar."""
+def convert_missing(plan: Plan, crew: Crew, output: Output, args: argparse.Namespace) -> None:
+    """Convert parts until none is left, on the processes of this rank; rank 0 shows how far all ranks are."""
+    num_workers = min(args.num_workers, -(-len(plan.missing) // crew.size))
     context = multiprocessing.get_context('fork')  # what is imported is imported once
-    bytes_read = context.RawArray('q', len(parts))  # one slot each, for a lock could die with its worker
-    worker_end, parent_end = context.Pipe(duplex=False)
-    total = sum(path.stat().st_size for part in parts for path in part)
-    with (tqdm(total=total, unit='B', unit_scale=True, disable=None) as bar,  # None: only on a terminal
-          futures.ProcessPoolExecutor(len(parts), context, start_worker, (bytes_read, worker_end, parent_end)) as pool,
-          parent_end):  # closed first, it ends the workers, also when one has failed
-        jobs = []
-        for index, files in enumerate(parts):
-            folder = f'{staging}/{index:05}'
-            folder_in_store = f'{remote}/{index:05}' if remote else None
-            jobs.append(pool.submit(convert_files, index, files, folder, folder_in_store))
-        running = jobs
-        while running:
-            done, running = futures.wait(jobs, timeout=0.2, return_when=futures.FIRST_EXCEPTION)
-            for job in done:
-                job.result()  # raises what its worker raised
-            bar.update(sum(bytes_read) - bar.n)
-        return [job.result() for job in jobs]
+    images = context.RawArray('q', max(1, num_workers))
+    bytes_read = context.RawArray('q', max(1, num_workers))
+    turns = crew.take_turns(plan.missing)
+    line = ProgressLine(sum(map(plan.bytes_of, range(len(plan.parts)))),
+                        sum(map(plan.bytes_of, set(range(len(plan.parts))) - set(plan.missing))))
+
+    def look_around(finished: bool = False) -> bool:
+        """Tell the others how far this rank is, and on rank 0 look how far they are: whether all have finished."""
+        crew.give_sign(sum(images), sum(bytes_read), finished)
+        if crew.rank:
+            return finished
+        all_finished, all_images, all_bytes = crew.look_around()
+        line.show(all_images, all_bytes)
+        return all_finished
+
+    if num_workers:
+        worker_end, parent_end = context.Pipe(duplex=False)
+        state = Worker(output, MDS_COLUMNS, args.shard_bytes, images, bytes_read)
+        with (futures.ProcessPoolExecutor(num_workers, context, start_worker, (state, worker_end, parent_end)) as pool,
+              parent_end):  # closed first, it ends the workers, also when one has failed
+            run_jobs(pool, turns, plan.parts, num_workers, look_around)
+    crew.wait_until(lambda: look_around(finished=True))
+    line.close()
 
 
-def start_worker(bytes_read, parent: connection.Connection, parents_end: connection.Connection) -> None:
+def run_jobs(pool: futures.Executor, turns, parts: list[list[File]], num_workers: int, look_around) -> None:
+    """`convert_part` for every part that comes in `turns`, one for each worker at a time."""
+    free_slots = deque(range(num_workers))
+    slots = {}  # of the jobs that run
+    while True:
+        while free_slots and (number := next(turns, None)) is not None:
+            slot = free_slots.popleft()
+            slots[pool.submit(convert_part, slot, number, parts[number])] = slot
+        if not slots:
+            return
+        done, _ = futures.wait(slots, timeout=0.2, return_when=futures.FIRST_COMPLETED)
+        for job in done:
+            job.result()  # raises what its worker raised
+            free_slots.append(slots.pop(job))
+        look_around()
+
+
+def start_worker(state: Worker, parent: connection.Connection, parents_end: connection.Connection) -> None:
     """Make this process a worker, which ends when its parent does."""
-    global progress
-    progress = bytes_read
+    global worker
+    worker = state
     parents_end.close()  # so that the parent's end, however it comes, ends this pipe
     torch.set_num_threads(1)  # the workers are the parallelism
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer; its end ends the workers
 
     def end_with_parent():
@@ -143,83 +207,95 @@ def start_worker(bytes_read, parent: connection.Connection, parents_end: connect
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def convert_files(index: int, files: list[Path], folder: str, remote: str | None) -> Converted:
-    """A worker: write the shards of `files`, and a list of what is skipped to `folder`.skipped."""
-    converted = Converted()
-    bytes_done = 0
-    with open(f'{folder}.skipped', 'w') as listing:
-        writer = MDSWriter(columns=MDS_COLUMNS, out=(folder, remote) if remote else folder, hashes=['xxh64'])
-        for path in files:
-            for key, fields in read_samples(path):
-                try:
-                    sample = make_sample(fields)
-                except ValueError as reason:
-                    converted.skipped[str(reason).partition(':')[0]] += 1
-                    listing.write(json.dumps({'source': str(path), 'key': key, 'reason': str(reason)}) + '\n')
-                    if key is None:
-                        converted.damaged.append(f'{path} is {reason}')
-                    continue
-                writer.write(sample)
-                converted.samples += 1
-                progress[index] += len(sample['jpg'])
-            bytes_done += path.stat().st_size
-            progress[index] = bytes_done
-        if converted.samples:
-            writer.finish()
-            converted.shards = len(writer.shards)
-            converted.bytes = sum(shard['raw_data']['bytes'] for shard in writer.shards)
-    return converted
+def convert_part(slot: int, number: int, files: list[File]) -> None:
+    """A worker: write the shards of `files`, and with their index what was skipped and which files are damaged."""
+    writer = PartWriter(worker.output, number, worker.columns, worker.shard_bytes)
+    skipped = []
+    damaged = []
+    bytes_before = worker.bytes_read[slot]
+    for file in files:
+        for key, fields in read_samples(opened_by(file, worker.stores)):
+            try:
+                sample = make_sample(fields)
+            except ValueError as reason:
+                skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
+                if key is None:
+                    damaged.append(f'{file.name} is {reason}')
+                continue
+            writer.write(sample)
+            worker.images[slot] += 1
+            worker.bytes_read[slot] += len(sample['jpg'])
+        bytes_before += file.size
+        worker.bytes_read[slot] = bytes_before
+    writer.finish(skipped=skipped, damaged=damaged)
 
 
-def publish(staging: str, out: str, remote: str | None, partitions: list[str]) -> None:
-    """Make one dataset of the workers' shards: list what was skipped, merge their indexes, give it OUT's name."""
-    with contextlib.chdir(staging):  # merge_index takes paths for URLs, and would cut them at a # or ?
-        listings = [Path(name) for name in sorted(glob.glob('*.skipped'))]
-        skipped = b''.join(listing.read_bytes() for listing in listings)
-        if skipped:
-            Path('skipped.jsonl').write_bytes(skipped)
-            if remote:
-                CloudUploader.get(('.', remote), keep_local=True, exist_ok=True).upload_file('skipped.jsonl')
-        for listing in listings:
-            listing.unlink()
-        root = remote or '.'
-        merge_index([f'{root}/{partition}/index.json' for partition in partitions], root, keep_local=not remote)
-    if not remote:
-        os.rename(staging, os.path.realpath(out))
+def remove_empty(output: Output) -> None:
+    """Leave nothing of an OUT that no sample came to; a store keeps its claim and the reasons."""
+    if not output.remote:
+        shutil.rmtree(output.folder)
 
 
-def convert(files: list[Path], out: str, remote: str | None, num_workers: int) -> Converted:
-    """Convert `files` in their order, shared out to the workers. Ends with one line if it cannot be done."""
-    parts = []
-    for worker in range(num_workers):
-        first = len(files) * worker // num_workers
-        last = len(files) * (worker + 1) // num_workers
-        parts.append(files[first:last])
+def convert(crew: Crew, output: Output, args: argparse.Namespace) -> Merged | None:
+    """Convert what is missing, on all ranks, and merge; on rank 0, what there is now. Ends with one line if it fails.
+    """
+    out = args.out
     try:
-        with staging_folder(out, remote) as staging:
-            results = run_workers(parts, staging, remote)
-            partitions = [f'{index:05}' for index, converted in enumerate(results) if converted.samples]
-            if partitions:
-                publish(staging, out, remote, partitions)
+        if crew.rank == 0:
+            plan = begin(args, output)
+            crew.publish('plan', [plan.parts, plan.missing])
+        else:
+            parts, missing = crew.receive('plan')
+            plan = Plan([[File(*file) for file in part] for part in parts], missing)
+        require_same_folders(plan, output)
+        convert_missing(plan, crew, output, args)
+        if crew.rank:
+            crew.wait_for_end()
+            return None
+        merged = merge_parts(output, len(plan.parts), {}, args.num_workers)
+        if not merged.samples:
+            remove_empty(output)
+        return merged
     except KeyboardInterrupt:
-        fail(130, f'interrupted; OUT {out} holds no dataset')
+        if crew.rank:
+            raise SystemExit(0) from None  # rank 0 says it
+        fail(130, f'interrupted; {what_stays(out)}')
+    except RankLost as error:
+        was_said = say_stopped('convert.py', crew, f'{error}; {what_stays(out)}')
+        raise SystemExit(1 if was_said else 0) from None
     except futures.BrokenExecutor:
-        fail(1, 'a worker was killed, often for lack of memory; run again, with a smaller --num_workers than '
-                f'{num_workers} if that was it')
+        reason = ('a worker was killed, often for lack of memory; run again, with a smaller --num_workers than '
+                  f'{args.num_workers} if that was it; what is done stays in OUT {out}')
+    except DataError as error:
+        reason = f'{one_line(error)}; put that right: {what_stays(out)}'
     except Exception as error:  # every storage client has its own
-        fail(1, f'OUT {out} cannot be written ({error}); put that right and run the same command again')
-    return sum(results, Converted())
+        reason = f'OUT {out} cannot be written ({one_line(error)}); put that right and run the same command again'
+    crew.leave_word(reason)
+    fail(1, reason)
 
 
-def print_summary(converted: Converted, source: list[str], out: str) -> None:
+def what_stays(out: str) -> str:
+    return f'what is done stays in OUT {out}, and the same command, started again, goes on from there'
+
+
+def require_same_folders(plan: Plan, output: Output) -> None:
+    """DataError: this rank does not see the OUT or the SOURCE of rank 0."""
+    if output.read(CLAIM) is None:
+        raise DataError(f'OUT {output.out} is not the same folder on every node; use a shared one or a store')
+    for file in (plan.parts[0][0], plan.parts[-1][-1]):
+        if not file.name.startswith('s3://') and not os.path.lexists(file.name):
+            raise DataError(f'SOURCE {file.name} is not there on every node; use a shared folder or a store')
+
+
+def print_summary(merged: Merged, source: list[str], out: str) -> None:
     """What was converted, what was not, and what to do next. Ends with one line if there is nothing."""
-    reasons = ', '.join(f'{number:,} {reason}' for reason, number in converted.skipped.most_common())
-    for line in converted.damaged:
+    reasons = ', '.join(f'{number:,} {reason}' for reason, number in merged.skipped.most_common())
+    for line in merged.damaged:
         line = ' '.join(line.split())  # names can have more than one line
         print(f'convert.py: warning: {line}; its whole samples are kept, fetch it again for the rest', file=sys.stderr)
-    if not converted.samples:
+    if not merged.samples:
         fail(1, f'nothing could be converted of SOURCE {" ".join(source)}: {reasons or "it is empty"}')
-    print(f'converted  {converted.samples:,} samples, {converted.bytes / 1e6:,.1f} MB in {converted.shards:,} shards')
+    print(f'converted  {merged.samples:,} samples, {merged.bytes / 1e6:,.1f} MB in {merged.shards:,} shards')
     if reasons:
         print(f'skipped    {reasons}; listed in {out}/skipped.jsonl')
     print(f'next       composer benchmark.py --remote {out}')
@@ -227,20 +303,24 @@ def print_summary(converted: Converted, source: list[str], out: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Convert; returns the exit status."""
+    end_with_launcher()
     args = build_parser().parse_args(argv)
-    if args.num_workers < 1:
-        fail(2, f'--num_workers {args.num_workers} converts nothing; use 1 or more')
+    refuse_bad_arguments(args)
     try:
-        files = sorted({file for source in args.source for file in find_files(source)})
+        crew = Crew.join(args.dist_timeout)
     except ValueError as error:
-        fail(2, str(error))
-    if not files:
-        fail(1, f'nothing to convert in SOURCE {" ".join(args.source)}: no .tar, {", ".join(IMAGES)}')
-    remote = args.out.rstrip('/') if urlparse(args.out).scheme else None
-    require_new(args.out, remote)
-    converted = convert(files, args.out, remote, min(args.num_workers, len(files)))
-    print_summary(converted, args.source, args.out)
-    return 1 if converted.damaged else 0
+        fail(2, one_line(error))
+    output = Output(args.out, 'OUT')
+
+    def say():
+        say_stopped('convert.py', crew, f'{AT_SIGTERM}; {what_stays(args.out)}')
+        output.discard()
+    with sigterm_answered(say), crew:
+        merged = convert(crew, output, args)
+        if merged is None:
+            return 0
+        print_summary(merged, args.source, args.out)
+    return 1 if merged.damaged else 0
 
 
 if __name__ == '__main__':

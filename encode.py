@@ -16,7 +16,11 @@ if __name__ == '__main__':
 import argparse
 import hashlib
 import json
+import os
 import time
+import uuid
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -24,21 +28,22 @@ import torch
 import torch.nn.functional as F
 from composer.utils import dist, get_device
 from diffusers import AutoencoderKL
-from streaming import MDSWriter
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from data import BadSamples, StreamingLAIONDataset, normalize, open_dataset
 from harness.compiling import compile_in_place, compile_mode
+from harness.crew import AT_SIGTERM, Crew, say_stopped, sigterm_answered
 from harness.failures import reason
+from harness.launcher import end_with_launcher
 from harness.preflight import (best_precision, fill_in_shared_defaults, refuse_bad_shared_flags,
                                refuse_more_ranks_than_gpus)
 from harness.progress import EncodingBar
-from harness.ranks import SharedCount, end_with_launcher, gather_patiently, join_ranks
+from harness.ranks import SharedCount, gather_patiently, join_ranks
 from harness.record import circumstances, keep
 from inputs.errors import DataError, one_line
 from inputs.images import stack_images
-from inputs.parts import Output, claim, finish_part, merge_parts, part_index, part_name
-from inputs.shards import LATENT_COLUMNS, LATENTS, number_of_samples, read_index, require_cache_for, require_columns
+from inputs.parts import CLAIM, Merged, Output, PartWriter, claim, finished_parts, merge_parts
+from inputs.shards import LATENT_COLUMNS, LATENTS, read_index, require_cache_for, require_columns
 from models.flops import encoding_flops, utilization
 from models.latents import origin_of_latents, vae_moments
 from models.loading import ModelFiles, build_vae, find_model
@@ -47,17 +52,15 @@ FLAGS_IN_RECORD = ['pretrained', 'batch_size', 'num_workers', 'encoder_precision
 
 
 class Samples(Dataset):
-    """The samples `ids` of a dataset, in that order and without stand-ins: a bad one is its reason."""
+    """The samples of a dataset by their ids and without stand-ins: a bad one is its reason."""
 
-    def __init__(self, images: StreamingLAIONDataset, ids: list[int]):
+    def __init__(self, images: StreamingLAIONDataset):
         self.images = images
-        self.ids = ids
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return self.images.num_samples
 
-    def __getitem__(self, position: int) -> dict:
-        index = self.ids[position]
+    def __getitem__(self, index: int) -> dict:
         try:
             return self.images.sample(index) | {'id': index}
         except ValueError as error:
@@ -74,65 +77,103 @@ class Samples(Dataset):
         return batch
 
 
-class PartWriter:
+class ShardsInTurn:
+    """The image shards that this rank comes for, one after the other: iterating gives the ids of their samples.
+
+    The next shard is taken, and fetched meanwhile, before the last quarter of one is asked for; but not where so few
+    are left that another rank might have to wait for it.
+
+    Args:
+        images: the dataset.
+        missing: the numbers of the shards that have no part yet, the same list on all ranks.
+        crew: the ranks that share them.
+    """
+
+    def __init__(self, images: StreamingLAIONDataset, missing: list[int], crew: Crew):
+        self.images = images
+        self.turns = crew.take_turns(missing)
+        self.last_taken_ahead = None
+        if len(missing) > 2 * crew.size:
+            self.last_taken_ahead = missing[-2 * crew.size]
+        self.taken: deque[int] = deque()  # shards whose samples were asked for, and that are not written yet
+
+    def __iter__(self) -> Iterator[int]:
+        with ThreadPoolExecutor(1) as fetcher:
+            next_shard = next(self.turns, None)
+            while next_shard is not None:
+                shard = next_shard
+                next_shard = None
+                self.taken.append(shard)
+                first = int(self.images.sample_offset_per_shard[shard])
+                samples = int(self.images.samples_per_shard[shard])
+                last_quarter = samples - samples // 4
+                yield from range(first, first + last_quarter)
+                if self.last_taken_ahead is not None and shard < self.last_taken_ahead:
+                    next_shard = next(self.turns, None)
+                if next_shard is not None:
+                    fetcher.submit(self.images.prepare_shard, next_shard)
+                yield from range(first + last_quarter, first + samples)
+                if next_shard is None:
+                    next_shard = next(self.turns, None)
+
+
+class LatentsWriter:
     """Writes latents, which come image shard by image shard, into a part of OUT for each of these.
 
     Args:
-        images: the dataset that the samples are of; the shard that comes next, unless it is encoded already, is
-            fetched meanwhile.
+        shards: in whose order the latents come.
         output: where to.
         image_size: of the images, in pixels.
-        fetcher: the thread that does.
     """
 
-    def __init__(self, images: StreamingLAIONDataset, output: Output, image_size: int, fetcher: ThreadPoolExecutor):
-        self.images = images
+    def __init__(self, shards: ShardsInTurn, output: Output, image_size: int):
+        self.shards = shards
         self.output = output
         self.columns = LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{image_size // 8},{image_size // 8}'}
-        self.shard = None  # that is being written
-        self.writer = None
-        self.fetcher = fetcher
+        self.part = None  # of the shard that is being written, once it has a sample
 
     def write(self, index: int, moments: np.ndarray, caption: str) -> None:
         """The latents of sample `index`: moments float16 (8, H/8, W/8)."""
-        shard = int(self.images.spanner[index][0])
-        if shard != self.shard:
+        shard = int(self.shards.images.spanner[index][0])
+        while self.shards.taken[0] != shard:
             self.finish_part()
-            self.shard = shard
-            self.writer = MDSWriter(columns=self.columns, out=self.output.target(part_name(shard)), hashes=['xxh64'],
-                                    exist_ok=True)
-            next_shard = min(shard + dist.get_world_size(), self.images.num_shards - 1)
-            self.fetcher.submit(self.images.prepare_shard, next_shard)
-        self.writer.write({LATENTS: moments, 'caption': caption})
+        if self.part is None:
+            self.part = PartWriter(self.output, shard, self.columns)
+        self.part.write({LATENTS: moments, 'caption': caption})
 
     def finish_part(self) -> None:
-        """Bring the last latents of an image shard to OUT, and then say that its part is whole."""
-        if self.writer:
-            self.writer.finish()
-            finish_part(self.output, self.shard)
-            self.writer = None
+        """Bring the last latents of an image shard to OUT, and then say that its part is whole, if only of nothing."""
+        shard = self.shards.taken.popleft()
+        part = self.part or PartWriter(self.output, shard, self.columns)
+        part.finish()
+        self.part = None
+
+    def finish(self) -> None:
+        """Finish the parts of all shards that were asked for."""
+        while self.shards.taken:
+            self.finish_part()
 
 
-def encode_samples(vae: AutoencoderKL, samples: Samples, output: Output, args: argparse.Namespace,
+def encode_samples(vae: AutoencoderKL, shards: ShardsInTurn, output: Output, args: argparse.Namespace,
                    progress: EncodingBar) -> dict:
-    """Encode this rank's `samples` into a part of OUT for each of their shards; returns what was counted."""
+    """Encode the samples of the `shards` into a part of OUT for each of them; returns what was counted."""
     device = next(vae.parameters()).device
-    loader = DataLoader(samples, args.batch_size, collate_fn=samples.collate, num_workers=args.num_workers,
-                        pin_memory=device.type == 'cuda')
+    samples = Samples(shards.images)
+    loader = DataLoader(samples, batch_sampler=BatchSampler(shards, args.batch_size, drop_last=False),
+                        collate_fn=samples.collate, num_workers=args.num_workers, pin_memory=device.type == 'cuda')
     bad_samples = BadSamples(args.max_bad_samples)
     encoded = [0]  # images so far, at the start and after each batch
     clock = [time.perf_counter()]  # when that was
-    with ThreadPoolExecutor(1) as fetcher:
-        writer = PartWriter(samples.images, output, args.image_size, fetcher)
-        for batch in loader:
-            read = batch['read']  # the bad ones, too
-            batch = bad_samples(batch)
-            for sample in zip(batch['id'], moments_of(vae, batch, args), batch['caption'], strict=True):
-                writer.write(*sample)
-            encoded.append(encoded[-1] + len(batch['id']))
-            clock.append(time.perf_counter())
-            progress.advance(read)
-        writer.finish_part()
+    writer = LatentsWriter(shards, output, args.image_size)
+    for batch in loader:
+        read = batch['read']  # the bad ones, too
+        batch = bad_samples(batch)
+        for sample in zip(batch['id'], moments_of(vae, batch, args), batch['caption'], strict=True):
+            writer.write(*sample)
+        encoded.append(encoded[-1] + len(batch['id']))
+        clock.append(time.perf_counter())
+        progress.advance(read)
+    writer.finish()
     start = min(args.warmup_batches, max(0, len(clock) - 2))
     return {'samples': encoded[-1], 'bad': bad_samples.found,
             'measured': encoded[-1] - encoded[start], 'seconds': clock[-1] - clock[start]}
@@ -173,36 +214,32 @@ def read_image_index(args: argparse.Namespace) -> dict:
     return index
 
 
-def begin(args: argparse.Namespace, output: Output, origin: dict, index: dict) -> bool:
-    """Claim OUT for these latents of these images; True if an earlier run has begun it. ValueError: it cannot be."""
+def begin(args: argparse.Namespace, output: Output, origin: dict, index: dict) -> list[int]:
+    """Claim OUT for these latents of these images; the numbers of the shards that no earlier run has encoded.
+
+    ValueError: OUT is of something else, or not the same folder on every node.
+    """
     source = hashlib.sha256(json.dumps(index['shards'], sort_keys=True).encode()).hexdigest()
     contents = origin | {'encoder_precision': args.encoder_precision, 'source_sha256': source}
-    is_begun = False
+    num_shards = len(index['shards'])
+    found = [None]
     if dist.get_global_rank() == 0:
-        is_begun = claim(output, contents)
-    is_begun = any(dist.all_gather_object(is_begun))
-    if not all(dist.all_gather_object(output.read('encoding.json') is not None)):
+        done = set()
+        if claim(output, {'program': 'encode.py', **contents}):
+            done = finished_parts(output, num_shards)
+        found = [[shard for shard in range(num_shards) if shard not in done]]
+    dist.broadcast_object_list(found)
+    if not all(dist.all_gather_object(output.read(CLAIM) is not None)):
         raise ValueError(f'--out {args.out} is not the same folder on every node; use a shared one or a store')
-    return is_begun
+    return found[0]
 
 
-def missing_samples(images: StreamingLAIONDataset, output: Output, is_begun: bool) -> tuple[list[int], int]:
-    """The ids of the samples that this rank has to encode, and how many all ranks have.
-
-    They are those of its share of the shards that have no part yet.
-    """
-    rank = dist.get_global_rank()
-    ranks = dist.get_world_size()
-    missing = []
-    for shard in range(rank, images.num_shards, ranks):  # the ranks share the looking, and then what is missing
-        if not is_begun or output.read(part_index(shard)) is None:
-            missing.append(shard)
-    all_missing = sorted(shard for found in dist.all_gather_object(missing) for shard in found)
-    ids = []
-    for shard in all_missing[rank::ranks]:
-        first = int(images.sample_offset_per_shard[shard])
-        ids += range(first, first + int(images.samples_per_shard[shard]))
-    return ids, sum(int(images.samples_per_shard[shard]) for shard in all_missing)
+def crew_of_process_group() -> Crew:
+    """This rank and the others, who share what is missing through the store that they have met by."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    run = [uuid.uuid4().hex]  # a process group can serve one run after the other
+    dist.broadcast_object_list(run)
+    return Crew(torch.distributed.PrefixStore(run[0], store), dist.get_global_rank(), dist.get_world_size())
 
 
 def build_encoder(args: argparse.Namespace, files: ModelFiles) -> AutoencoderKL:
@@ -219,9 +256,8 @@ def build_encoder(args: argparse.Namespace, files: ModelFiles) -> AutoencoderKL:
     return vae
 
 
-def make_record(args: argparse.Namespace, ranks: list[dict], index: dict, flops_per_image: int) -> dict:
+def make_record(args: argparse.Namespace, ranks: list[dict], merged: Merged, flops_per_image: int) -> dict:
     """The record of an encoding: throughput over all ranks, and what is stored for an image."""
-    stored_samples = number_of_samples(index)
     seconds = max(rank['seconds'] for rank in ranks)
     record = circumstances('encode', args, FLAGS_IN_RECORD) | {
         'dataset': 'streaming',
@@ -229,8 +265,8 @@ def make_record(args: argparse.Namespace, ranks: list[dict], index: dict, flops_
         'images_per_sec': None,  # where all was there already
         'images_per_sec_per_device': None,
         'samples': sum(rank['samples'] for rank in ranks),
-        'stored_samples': stored_samples,
-        'bytes_per_image': sum(shard['raw_data']['bytes'] for shard in index['shards']) / stored_samples,
+        'stored_samples': merged.samples,
+        'bytes_per_image': merged.bytes / merged.samples,
         'bad_samples': len(set.union(*(rank['bad'] for rank in ranks))),
     }
     if seconds:
@@ -256,21 +292,27 @@ def encode(args: argparse.Namespace) -> dict:
     origin = origin_of_latents(files, args.image_size)
     index = read_image_index(args)
     output = Output(args.out)
-    is_begun = begin(args, output, origin, index)
-    images = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
-                          cache_limit=args.cache_limit, batch_size=1, shuffle=False)
-    count = SharedCount('encoded')  # before the ranks meet again, in missing_samples
-    ids, of_all_ranks = missing_samples(images, output, is_begun)
-    vae = build_encoder(args, files)
-    with EncodingBar(count, of_all_ranks) as progress:
-        ranks = gather_patiently(encode_samples(vae, Samples(images, ids), output, args, progress))
-        progress.advance(0)  # to what the other ranks have done since
-    if dist.get_global_rank():
-        return ranks[dist.get_global_rank()]
-    index = merge_parts(output, images.num_shards, {'latents': origin})
-    if not index['shards']:
+    crew = crew_of_process_group()
+
+    def say():
+        say_stopped('encode.py', crew, f'{AT_SIGTERM}; what is encoded stays in --out {args.out}, and the same '
+                    'command, started again, goes on from there')
+        output.discard()
+    with sigterm_answered(say):
+        count = SharedCount('encoded')  # before the ranks meet again, in begin
+        missing = begin(args, output, origin, index)
+        images = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
+                              cache_limit=args.cache_limit, batch_size=1, shuffle=False)
+        vae = build_encoder(args, files)
+        with EncodingBar(count, int(images.samples_per_shard[missing].sum())) as progress:
+            ranks = gather_patiently(encode_samples(vae, ShardsInTurn(images, missing, crew), output, args, progress))
+            progress.advance(0)  # to what the other ranks have done since
+        if crew.rank:
+            return ranks[crew.rank]
+        merged = merge_parts(output, images.num_shards, {'latents': origin}, processes=min(8, os.cpu_count() or 1))
+    if not merged.samples:
         raise DataError('not one image could be encoded')
-    record = make_record(args, ranks, index, encoding_flops(vae.config, args.image_size))
+    record = make_record(args, ranks, merged, encoding_flops(vae.config, args.image_size))
     return keep(record, summary(record, args.out), args.results)
 
 

@@ -2,8 +2,6 @@
 import contextlib
 import datetime
 import os
-import signal
-import sys
 
 import torch
 from composer.utils import dist
@@ -11,13 +9,6 @@ from composer.utils import dist
 from inputs.errors import one_line
 
 SECONDS_FOR_A_CHECKPOINT = 30 * 60  # once met, a rank may wait for another that writes 15 GB
-
-
-def end_with_launcher() -> None:
-    """SIGTERM for this process when the launcher that started it is gone, so that no rank runs on alone (Linux)."""
-    if 'LOCAL_RANK' in os.environ and sys.platform == 'linux':
-        import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def cores_per_rank() -> int:

@@ -13,6 +13,7 @@ from inputs.errors import one_line
 
 LATENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
+CLAIM = 'claim.json'  # of a dataset that is made in parts, see inputs.parts: there before its index.json
 LATENT_COLUMNS = {'caption': 'str'}  # and LATENTS, whose type has the size in it
 
 
@@ -43,11 +44,33 @@ def fetch_index(remote: str, flag: str = '--remote') -> bytes:
                 CloudDownloader.direct_download(os.path.join(remote, 'index.json'), str(path))
             return path.read_bytes()
         except FileNotFoundError:
+            refuse_unfinished(flag, remote, folder)
             raise ValueError(f'{flag} {remote} holds no index.json, so no MDS dataset; make one with convert.py') \
                 from None
         except Exception as error:  # every storage client has its own exceptions
             reason = f'{type(error).__name__}: {one_line(error)}'
+            refuse_unfinished(flag, remote, folder)
             raise ValueError(f'{flag} {remote} could not be read ({reason})') from None
+
+
+def refuse_unfinished(flag: str, remote: str, folder: str) -> None:
+    """ValueError: a remote without an index.json holds the beginning of a dataset.
+
+    Args:
+        flag: what the error calls it.
+        remote: folder or object store.
+        folder: a temporary one.
+    """
+    is_folder = os.path.isdir(remote)
+    path = Path(remote if is_folder else folder, CLAIM)
+    try:
+        if not is_folder:
+            CloudDownloader.direct_download(os.path.join(remote, CLAIM), str(path))
+        program = json.loads(path.read_bytes())['program']
+    except Exception:  # there is none, or whatever a storage client or JSON raises: then it is no such dataset
+        return
+    raise ValueError(f'{flag} {remote} is not finished: {program} has begun it and writes its index.json last; start '
+                     f'{program} again with the same flags, and it goes on from there') from None
 
 
 def fault_of_entry(shard: dict) -> str | None:

@@ -1,13 +1,18 @@
 """Images with captions as people have them, in tars and folders: found, read safely, made into samples."""
+import fnmatch
 import glob
 import io
 import json
 import os
+import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from inputs.errors import DataError, one_line
 from inputs.images import decode_image
+from inputs.store import S3Object, S3Store
 
 IMAGES = ('.jpg', '.jpeg', '.png', '.webp')
 # A tar can declare any size, so nothing larger is read into memory.
@@ -15,11 +20,29 @@ MAX_BYTES = dict.fromkeys(IMAGES, 256 << 20) | {'.txt': 4 << 20, '.json': 4 << 2
 MAX_HEADER = 16 << 10  # bytes, of all that a tar has before a file's own: names of 4096 bytes take 11 KiB
 
 
-def find_files(source: str) -> list[Path]:
-    """The tars and images that `source` names: a file, a folder (searched to its leaves) or a glob.
+class File(NamedTuple):
+    """A tar or an image, as it was found."""
+    name: str  # a path, or an address in a store
+    size: int  # bytes
 
-    ValueError: it names nothing.
+
+def find_files(sources: Iterable[str]) -> list[File]:
+    """The tars and images that `sources` name, each once, in the order of their names.
+
+    A source is a file, a folder (searched to its leaves) or a glob; or in a store, s3://bucket/..., a tar, a folder of
+    tars or a glob. ValueError: it names nothing, or cannot be reached.
     """
+    found = set()
+    for source in sources:
+        if '://' in source and not os.path.exists(source):
+            found.update(find_in_store(source))
+        else:
+            found.update(File(str(path), path.stat().st_size) for path in find_paths(source))
+    return sorted(found, key=lambda file: Path(file.name))
+
+
+def find_paths(source: str) -> list[Path]:
+    """The tars and images of a file, a folder or a glob. ValueError: it names nothing."""
     if os.path.isfile(source):
         return [Path(source)]
     if os.path.exists(source):
@@ -37,8 +60,57 @@ def find_files(source: str) -> list[Path]:
     return [file for file in files if file.suffix.lower() in ('.tar', *IMAGES) and file.is_file()]
 
 
-def read_samples(path: Path) -> Iterator[tuple[str | None, dict[str, bytes | None] | Exception]]:
-    """Yield (key, {suffix: bytes}) of each sample, consecutive files of one key; last (None, error) if damaged."""
+def find_in_store(source: str) -> list[File]:
+    """The tars of an address in a store, from one list of it. ValueError: there are none, or they cannot be reached."""
+    scheme, _, place = source.partition('://')
+    if scheme != 's3':
+        raise ValueError(f'SOURCE {source}: of stores, s3:// ones are read; set S3_ENDPOINT_URL if yours speaks S3, or '
+                         'copy the tars')
+    bucket, _, prefix = place.partition('/')
+    beginning = re.split(r'[*?[]', prefix)[0]
+    pattern = prefix
+    if beginning == prefix:
+        pattern = f'{prefix.rstrip("/")}/*'.lstrip('/')  # * matches a / as well
+    try:
+        found = [File(f's3://{bucket}/{key}', size) for key, size in S3Store(bucket).list(beginning)
+                 if key == prefix or fnmatch.fnmatchcase(key, pattern)]
+    except Exception as error:  # boto3 has many kinds
+        raise ValueError(f'SOURCE {source} cannot be listed; check its name and your credentials '
+                         f'({type(error).__name__}: {one_line(error)})') from None
+    if not found:
+        raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
+    return [file for file in found if file.name.lower().endswith('.tar')]
+
+
+def opened_by(file: File, stores: dict[str, S3Store]) -> Path | S3Object:
+    """What `read_samples` takes for a file; `stores` keeps the clients of this process, by bucket."""
+    if not file.name.startswith('s3://') or os.path.exists(file.name):
+        return Path(file.name)
+    bucket, _, key = file.name.removeprefix('s3://').partition('/')
+    if bucket not in stores:
+        stores[bucket] = S3Store(bucket)
+    return S3Object(stores[bucket], key, file.size)
+
+
+def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:
+    """Parts of a dataset: each is a file, or several neighbours that are together no larger than `part_bytes`."""
+    parts = []
+    size = 0
+    for file in files:
+        if parts and size + file.size <= part_bytes:
+            parts[-1].append(file)
+            size += file.size
+        else:
+            parts.append([file])
+            size = file.size
+    return parts
+
+
+def read_samples(path: Path | S3Object) -> Iterator[tuple[str | None, dict[str, bytes | None] | Exception]]:
+    """Yield (key, {suffix: bytes}) of each sample, consecutive files of one key; last (None, error) if damaged.
+
+    DataError: its store is out of reach.
+    """
     read_files = read_image if path.suffix.lower() in IMAGES else read_tar
     key = None
     fields = {}
@@ -50,6 +122,8 @@ def read_samples(path: Path) -> Iterator[tuple[str | None, dict[str, bytes | Non
                 fields = {}
             key = next_key
             fields[suffix] = data
+    except DataError:
+        raise
     except Exception as error:  # a hostile header makes tarfile raise nearly anything
         damage = error
     if fields:
@@ -80,9 +154,9 @@ class TarReader(io.BufferedReader):
         return super().read(size)
 
 
-def read_tar(path: Path) -> Iterator[tuple[str, str, bytes | None]]:
+def read_tar(path: Path | S3Object) -> Iterator[tuple[str, str, bytes | None]]:
     """Yield (key, suffix, bytes) of a tar's files, `a/b.jpg` being the .jpg of a/b; None is too large."""
-    with TarReader(open(path, 'rb', buffering=0)) as file, tarfile.open(fileobj=file, mode='r:') as tar:
+    with TarReader(path.open('rb', buffering=0)) as file, tarfile.open(fileobj=file, mode='r:') as tar:
         while member := tar.next():
             tar.members.clear()  # tarfile would keep every header,
             tar.pax_headers.clear()  # and go through the global ones for each file

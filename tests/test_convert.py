@@ -1,5 +1,4 @@
 """What goes into convert.py comes out of Streaming's own reader, or is named; nothing unfinished looks finished."""
-import http.server
 import json
 import os
 import signal
@@ -7,10 +6,8 @@ import subprocess
 import sys
 import tarfile
 import textwrap
-import threading
 from collections import Counter
 from pathlib import Path
-from urllib.parse import urlparse
 
 import pytest
 from streaming import StreamingDataset
@@ -18,8 +15,9 @@ from streaming import StreamingDataset
 import convert
 from benchmark import main
 from inputs.streaming_patches import clean_shared_memory, starting_alone
+from tests.local_s3 import local_s3
 from tests.runs import ROOT, TINY, wait_until
-from tests.samples import end_of_first_sample, sample_files, shaded, write_sample_tar, write_tar
+from tests.samples import encoded, end_of_first_sample, picture, sample_files, shaded, write_sample_tar, write_tar
 
 
 def read_back(out: Path, **kwargs) -> list[tuple[bytes, str]]:
@@ -38,11 +36,15 @@ def skipped(out: Path) -> dict[str, str]:
     return {line['key']: line['reason'].partition(':')[0] for line in lines}
 
 
-def assert_one_error_line(capsys, *parts: str):
+def assert_one_line(capsys, *parts: str, program: str = 'benchmark.py'):
     error = capsys.readouterr().err
-    assert error.count('\n') == 1 and error.startswith('convert.py: error: ') and 'usage' not in error
+    assert error.count('\n') == 1 and error.startswith(f'{program}: error: ') and 'usage' not in error, error
     for part in parts:
         assert part in error
+
+
+def assert_one_error_line(capsys, *parts: str):
+    assert_one_line(capsys, *parts, program='convert.py')
 
 
 def failing_status(*argv) -> int:
@@ -64,13 +66,23 @@ def tars(tmp_path) -> Path:
 ALL_SAMPLES = pairs(0, 1, 2) + pairs(3, suffix='png') + pairs(4, 5, suffix='webp')
 
 
-@pytest.mark.parametrize('num_workers', [1, 2, 8])
-def test_bytes_captions_and_order_survive_whatever_the_number_of_workers(tars, tmp_path, num_workers):
-    out = tmp_path / 'a #odd? [name]'
-    assert convert.main([str(tars), str(out), '--num_workers', str(num_workers)]) == 0
-    assert read_back(out) == ALL_SAMPLES
-    assert len([path for path in out.iterdir() if path.is_dir()]) == min(num_workers, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [out.name, 'tars']
+def contents(out: Path) -> dict[str, bytes]:
+    """All files of a dataset by their names."""
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob('*')) if path.is_file()}
+
+
+@pytest.mark.parametrize('size_limit, parts', [('64mb', 1), ('21kb', 2), ('1kb', 3)])  # the tars have 20, 10 and 10 KiB
+def test_bytes_captions_and_order_survive_and_no_number_of_workers_changes_a_file(tars, tmp_path, size_limit, parts):
+    made = []
+    for num_workers in (1, 2, 8):
+        out = tmp_path / f'a #odd? [name] {num_workers}'
+        assert convert.main([str(tars), str(out), '--num_workers', str(num_workers), '--size_limit', size_limit]) == 0
+        assert read_back(out) == ALL_SAMPLES
+        made.append(contents(out))
+    assert made[0] == made[1] == made[2]
+    assert len([name for name in made[0] if name.startswith('parts/')]) == parts
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f'a #odd? [name] {n}' for n in (1, 2, 8)),
+                                                                       'tars'])
 
 
 def test_one_tar_a_glob_and_several_sources_are_sources_too(tars, tmp_path):
@@ -102,7 +114,7 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
 def test_hashes_are_written_and_find_a_flipped_byte(tars, tmp_path):
     convert.main([str(tars), str(tmp_path / 'out'), '--num_workers', '1'])
     assert read_back(tmp_path / 'cache', remote=str(tmp_path / 'out'), validate_hash='xxh64') == ALL_SAMPLES
-    shard = tmp_path / 'out/00000/shard.00000.mds'
+    shard = tmp_path / 'out/000000/shard.00000.mds'
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
@@ -221,90 +233,119 @@ def start(patch: str, decode: str, *argv) -> subprocess.Popen:
                             start_new_session=True)
 
 
-@pytest.mark.parametrize('moment', ['decoding', 'merging', 'merged'])
-def test_a_killed_run_leaves_nothing_that_looks_whole_and_the_next_one_succeeds(tars, tmp_path, capsys, moment):
-    kill, out, marker = 'os.kill(os.getpid(), signal.SIGKILL)', tmp_path / 'out', tmp_path / 'decoding'
-    patch = {'decoding': '', 'merging': f'convert.merge_index = lambda *args, **kwargs: {kill}',
-             'merged': f'convert.os.rename = lambda *args: {kill}'}[moment]
-    decode = f'open({str(marker)!r}, "w").close(); time.sleep(60)' if moment == 'decoding' else 'pass'
-    run = start(patch, decode, tars, out, '--num_workers', 2)
-    if moment == 'decoding':
-        wait_until(marker.exists)
-        run.kill()
-    run.communicate(timeout=60)  # returns only when the workers, who hold the same pipes, have ended too
-    assert run.returncode == -signal.SIGKILL
-    assert not out.exists() and len(list(tmp_path.glob('out.partial-*'))) == 1
-    assert convert.main([str(tars), str(out)]) == 0
-    assert 'left by a run that did not finish' in capsys.readouterr().out
-    assert read_back(out) == ALL_SAMPLES and not list(tmp_path.glob('out.partial-*'))
+def assert_resumable(tars: Path, out: Path, capsys, num_workers: int = 2) -> None:
+    """OUT is no dataset for a reader, and the next run of the same command makes one of it."""
+    with pytest.raises(SystemExit):
+        main(['--remote', str(out), *TINY])
+    assert_one_line(capsys, f'--remote {out} is not finished', 'start convert.py again')
+    argv = [str(tars), str(out), '--size_limit', '1kb', '--num_workers', str(num_workers)]
+    assert convert.main(argv) == 0
+    assert read_back(out) == ALL_SAMPLES
 
 
 @pytest.mark.parametrize('decode, status, line', [
     ('os.kill(os.getpid(), signal.SIGKILL)', 1, 'a worker was killed'),
     ('raise OSError(28, "No space left on device")', 1, 'No space left on device'),
-    ('os.kill(os.getppid(), 0); open(os.environ["MARKER"], "w").close(); time.sleep(60)', 130, 'interrupted'),
+    ('wait()', 130, 'interrupted'),
+    ('wait()', 128 + signal.SIGTERM, 'ended by SIGTERM'),
 ])
-def test_a_killed_worker_a_full_disk_and_ctrl_c_are_one_line_each(tars, tmp_path, monkeypatch, decode, status, line):
-    monkeypatch.setenv('MARKER', str(tmp_path / 'marker'))
-    run = start('', decode, tars, tmp_path / 'out', '--num_workers', 2)
-    if status == 130:
-        wait_until((tmp_path / 'marker').exists)
-        os.killpg(run.pid, signal.SIGINT)  # the terminal sends it to every process
-    _, error = run.communicate(timeout=60)
+def test_whatever_ends_a_run_is_one_line_and_the_next_run_goes_on(tars, tmp_path, capsys, decode, status, line):
+    marker = tmp_path / 'marker'
+    patch = f'def wait():\n    open({str(marker)!r}, "w").close(); time.sleep(60)'
+    decode = f'if data[:4] == b"RIFF":\n    {decode}'  # in the last part
+    run = start(patch, decode, tars, tmp_path / 'out', '--size_limit', '1kb', '--num_workers', 2)
+    if 'wait' in decode:
+        wait_until(marker.exists)
+        wait_until((tmp_path / 'out/parts/000001.json').exists)
+        if status == 130:
+            os.killpg(run.pid, signal.SIGINT)  # the terminal sends it to every process
+        else:
+            os.kill(run.pid, signal.SIGTERM)
+    _, error = run.communicate(timeout=60)  # returns only when the workers, who hold the same pipes, have ended too
     assert (run.returncode, error.count('\n')) == (status, 1), error
-    assert error.startswith('convert.py: error: ') and line in error
-    assert not list(tmp_path.glob('out*'))
+    assert error.startswith('convert.py: error: ') and line in error and str(tmp_path / 'out') in error
+    assert_resumable(tars, tmp_path / 'out', capsys)
 
 
-class S3(http.server.BaseHTTPRequestHandler):
-    """As much of an object store as Streaming uses; keeps the order of the uploads."""
-    objects: dict[str, bytes] = {}
-
-    def answer(self, status: int, body: bytes = b''):
-        self.send_response(status)
-        self.send_header('Content-Length', str(len(body)))
-        self.send_header('ETag', '"0"')
-        self.send_header('Last-Modified', 'Thu, 01 Jan 1970 00:00:00 GMT')
-        self.end_headers()
-        self.wfile.write(b'' if self.command == 'HEAD' else body)
-
-    def do_GET(self):
-        path = urlparse(self.path).path
-        found = path == '/bucket' or path in self.objects
-        self.answer(200 if found else 404, self.objects.get(path, b''))
-
-    do_HEAD = do_GET
-
-    def do_PUT(self):
-        self.objects.pop(self.path, None)
-        self.objects[self.path] = self.rfile.read(int(self.headers['Content-Length']))
-        self.answer(200)
-
-    def log_message(self, *args):
-        pass
+def test_an_out_of_other_files_or_another_size_limit_is_not_gone_on_with(tars, tmp_path, capsys, monkeypatch):
+    out = tmp_path / 'out'
+    monkeypatch.setattr(convert, 'merge_parts', lambda *args: 1 / 0)
+    assert failing_status(tars, out) == 1
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert failing_status(tars, out, '--size_limit', '1mb') == 2
+    assert_one_error_line(capsys, f'OUT {out} was begun with size_limit 67108864, and this run has 1048576')
+    with open(tars / '00001.tar', 'ab') as tar:
+        tar.write(bytes(512))
+    assert failing_status(tars, out) == 2
+    assert_one_error_line(capsys, 'was begun with source 3 files of 40,960 bytes', 'and this run has 3 files of 41,472')
+    (tars / '00001.tar').unlink()
+    assert failing_status(tars, out) == 2
+    assert_one_error_line(capsys, 'and this run has 2 files of 30,720 bytes')
 
 
 def test_a_remote_gets_its_index_last_and_is_refused_once_it_has_one(tars, tmp_path, monkeypatch, capsys):
-    S3.objects = {'/bucket/mds/00000/index.json': b'left by a killed run', '/bucket/mds/00007/index.json': b'this too'}
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), S3)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    environment = dict(S3_ENDPOINT_URL=f'http://127.0.0.1:{server.server_port}', AWS_ACCESS_KEY_ID='a',
-                       AWS_SECRET_ACCESS_KEY='b', AWS_DEFAULT_REGION='us-east-1',
-                       AWS_REQUEST_CHECKSUM_CALCULATION='when_required')
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    (tars / '00003.tar').write_bytes(b'no tar')
-    code = 'import sys, convert; sys.exit(convert.main(sys.argv[1:]))'  # the fork server has the old environment
-    run = subprocess.run([sys.executable, '-c', code, tars, 's3://bucket/mds/', '--num_workers', '2'], text=True,
-                         capture_output=True, timeout=120, env={**os.environ, 'PYTHONPATH': str(ROOT)})
-    assert run.returncode == 1 and '00003.tar' in run.stderr, run.stderr
-    assert list(S3.objects)[-1] == '/bucket/mds/index.json' and '/bucket/mds/skipped.jsonl' in S3.objects
-    assert read_back(tmp_path / 'cache', remote='s3://bucket/mds', validate_hash='xxh64') == ALL_SAMPLES
-    assert failing_status(tars, 's3://bucket/mds') == 2
-    assert_one_error_line(capsys, 'OUT s3://bucket/mds', 'index.json')
-    assert failing_status(tars, 's3://no-such-bucket/mds') == 2
-    assert_one_error_line(capsys, 'OUT s3://no-such-bucket/mds', 'cannot be reached')
-    server.shutdown()
+    with local_s3(monkeypatch) as store:
+        for name in ('00000', '00007'):
+            store.put(f'mds/{name}/index.json', b'left by another program')
+        (tars / '00003.tar').write_bytes(b'no tar')
+        assert convert.main([str(tars), 's3://bucket/mds/', '--num_workers', '2', '--size_limit', '1kb']) == 1
+        assert '00003.tar' in capsys.readouterr().err
+        assert store.order[-1] == 'mds/index.json' and 'mds/skipped.jsonl' in store.objects
+        assert read_back(tmp_path / 'cache', remote='s3://bucket/mds', validate_hash='xxh64') == ALL_SAMPLES
+        assert failing_status(tars, 's3://bucket/mds') == 2
+        assert_one_error_line(capsys, 'OUT s3://bucket/mds', 'index.json')
+        assert failing_status(tars, 's3://no-such-bucket/mds') == 2
+        assert_one_error_line(capsys, 'OUT s3://no-such-bucket/mds', 'cannot be reached')
+        del store.objects['mds/index.json']
+        with pytest.raises(SystemExit):
+            main(['--remote', 's3://bucket/mds', *TINY])
+        assert_one_line(capsys, '--remote s3://bucket/mds is not finished')
+
+
+def test_tars_of_a_store_are_read_over_connections_that_break(tmp_path, monkeypatch, capsys):
+    photos = {f'{i}.jpg': encoded(picture(i, 512, 512), quality=100) for i in range(40)}
+    files = {name: data for i in range(40) for name, data in ((f'{i}.jpg', photos[f'{i}.jpg']), (f'{i}.txt', b'a'))}
+    with local_s3(monkeypatch) as store:
+        for name, members in (('tars/0.tar', files), ('tars/deep/1.tar', sample_files('x', 1)), ('tars.tar', {}),
+                              ('tars/readme.txt', {})):
+            store.put(name, write_tar(tmp_path / 'x.tar', members).read_bytes())
+        store.put('tars/2.tar', store.objects['tars/0.tar'][:100_000])
+        assert len(store.objects['tars/0.tar']) > 3 << 20
+        monkeypatch.setattr('inputs.store.PIECE_BYTES', 1 << 20)
+        store.cuts = [300_000, 400_000, 1000, 10]
+        assert convert.main(['s3://bucket/tars/', str(tmp_path / 'out'), '--num_workers', '1']) == 1
+        assert not store.cuts and store.counts['list'] == 1
+        expected = [(data, 'a') for data in photos.values()]
+        assert read_back(tmp_path / 'out')[:40] == expected and read_back(tmp_path / 'out')[-1:] == pairs(1)
+        assert 's3://bucket/tars/2.tar is cut short' in capsys.readouterr().err
+        assert convert.main(['s3://bucket/tars/*/1.tar', str(tmp_path / 'glob')]) == 0
+        assert read_back(tmp_path / 'glob') == pairs(1)
+        for source, words in (('s3://bucket/nothing', 'does not exist'), ('s3://nobody/tars', 'cannot be listed'),
+                              ('gs://bucket/tars', 's3:// ones are read')):
+            assert failing_status(source, tmp_path / 'other') == 2
+            assert_one_error_line(capsys, f'SOURCE {source}', words)
+
+
+def test_a_store_that_goes_away_ends_the_run_and_one_tar_that_is_gone_does_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr('inputs.store.LONGEST_PAUSE', 0)
+    with local_s3(monkeypatch) as store:
+        for number in range(3):
+            store.put(f'tars/{number}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
+        argv = ['s3://bucket/tars', str(tmp_path / 'out'), '--num_workers', '1', '--size_limit', '1kb']
+        store.cuts = [0] * 8
+        assert failing_status(*argv) == 1
+        assert_one_error_line(capsys, 's3://bucket/tars/0.tar is out of reach', 'goes on from there')
+        assert not list((tmp_path / 'out/parts').glob('*')) and not store.cuts
+
+        def page_and_loss(query, page=store.page):
+            found = page(query)
+            del store.objects['tars/1.tar']
+            return found
+        monkeypatch.setattr(store, 'page', page_and_loss)
+        assert convert.main(argv) == 1
+        assert 's3://bucket/tars/1.tar is cut short or damaged' in capsys.readouterr().err
+        assert read_back(tmp_path / 'out') == pairs(0, 2)
 
 
 def test_shards_go_to_s3_and_are_trained_on_from_there(s3, samples, tmp_path, results):

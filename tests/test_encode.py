@@ -80,7 +80,7 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
 
 
-def test_a_run_that_was_killed_encodes_only_what_is_missing(tmp_path, shards, model_folder):
+def test_a_run_that_was_killed_encodes_only_what_is_missing(tmp_path, shards, model_folder, capfd):
     out = tmp_path / 'latents'
     script = ('import encode, os, sys\nreal, calls = encode.moments_of, []\n'
               'def killed(*arguments):\n    calls.append(1)\n'
@@ -90,13 +90,31 @@ def test_a_run_that_was_killed_encodes_only_what_is_missing(tmp_path, shards, mo
     killed = subprocess.run([sys.executable, '-c', script, *map(str, argv)], cwd=ROOT, capture_output=True)
     assert killed.returncode == -signal.SIGKILL and not (out / 'index.json').exists()
     done = {path: path.stat().st_mtime_ns for path in out.glob('*/*')}
-    finished = [path.parent for path in done if path.name == 'part.json']
+    finished = [path for path in done if path.parent.name == 'parts']
     assert finished
+    words = f'--remote {out} is not finished: encode.py has begun it'
+    assert words in refusal(capfd, benchmark.main, ['--remote', str(out), *TINY])
     record = run(shards, out, model_folder)
     assert captions(out) == captions(shards)
-    kept = sum(json.loads((part / 'index.json').read_text())['shards'][0]['samples'] for part in finished)
+    kept = sum(json.loads(part.read_text())['shards'][0]['samples'] for part in finished)
     assert record['samples'] == 24 - kept < 24 and record['stored_samples'] == 24
-    assert all(path.stat().st_mtime_ns == done[path] for path in done if path.parent in finished)
+    whole = {part.stem for part in finished}
+    assert all(path.stat().st_mtime_ns == done[path] for path in done if {path.stem, path.parent.name} & whole)
+
+
+def test_a_shard_without_a_good_sample_is_done_once_and_for_all(tmp_path, model_folder, monkeypatch, capfd):
+    samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(10)]
+    shards = write_shards(tmp_path / 'shards', samples, size_limit=6000)
+    sizes = [shard['samples'] for shard in json.loads(Path(shards, 'index.json').read_text())['shards']]
+    for index in range(sizes[0], sizes[0] + sizes[1]):
+        samples[index]['caption'] = ''
+    shards = write_shards(tmp_path / 'emptied', samples, size_limit=6000)
+    out = tmp_path / 'latents'
+    monkeypatch.setattr(encode, 'merge_parts', lambda *args, **kwargs: 1 / 0)
+    refusal(capfd, run, shards, out, model_folder)
+    monkeypatch.undo()
+    assert run(shards, out, model_folder)['samples'] == 0
+    assert captions(out) == [sample['caption'] for sample in samples if sample['caption']]
 
 
 def test_bad_samples_are_left_out_and_counted(tmp_path, model_folder, capfd):
@@ -141,7 +159,7 @@ def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, s
     assert 'vae_sha256' in refusal(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
     assert 'already holds a dataset' in refusal(capfd, run, shards, latents, model_folder)
     (begun := tmp_path / 'begun').mkdir()
-    shutil.copy(Path(latents, 'encoding.json'), begun)
+    shutil.copy(Path(latents, 'claim.json'), begun)
     assert 'was begun with vae_sha256' in refusal(capfd, run, shards, begun, tmp_path / 'weights')
     others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(index)), 'caption': 'x'} for index in range(9)])
     assert 'was begun with source_sha256' in refusal(capfd, run, others, begun, model_folder)

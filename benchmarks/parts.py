@@ -1,0 +1,134 @@
+"""A dataset of 100,000 parts in a store that takes 20 ms for each request: listing, going on, merging, opening.
+
+    python benchmarks/parts.py [PARTS]     # default 100000; takes about 10 minutes and 3 GB, with the server
+
+The store is tests/local_s3.py on loopback, 1000 keys a page. Requests, seconds and the peak of this process's memory
+(with that of its readers, for the merge) are measured; the last columns are the same for the 864,268 shards of LAION,
+in proportion. Server and client share this machine's cores, so that a real store is faster where requests are many.
+"""
+import ast
+import http.client
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.request import urlopen
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from inputs.parts import Output, claim, finished_parts, merge_parts, part_index
+from inputs.shards import read_index
+from tests.local_s3 import environment
+from tests.runs import free_port, wait_until
+
+LAION_SHARDS = 864_268
+MILLISECONDS = 20  # that each request takes
+ONE_BY_ONE = 200  # parts that are read as encode.py once read all
+PROCESSES = 2  # that read parts for the merge
+OUT = 's3://bucket/laion'
+
+
+def part_text(number: int) -> str:
+    """The index of a part of one shard of 3,000 images, as convert.py writes it."""
+    shard = {'samples': 3000, 'raw_data': {'basename': f'{number:06}/shard.00000.mds', 'bytes': 60_000_000,
+                                           'hashes': {'xxh64': f'{number:016x}'}},
+             'zip_data': None, 'version': 2, 'format': 'mds', 'compression': None, 'hashes': ['xxh64'],
+             'size_limit': 1 << 26, 'column_names': ['caption', 'jpg'], 'column_encodings': ['str', 'bytes'],
+             'column_sizes': [None, None]}
+    return json.dumps({'shards': [shard], 'skipped': [], 'damaged': []})
+
+
+def fill(server: str, num_parts: int) -> None:
+    """Put the parts into the store, without its delay."""
+    connection = http.client.HTTPConnection(server)
+    for number in range(num_parts):
+        connection.request('PUT', f'/bucket/laion/{part_index(number)}', part_text(number))
+        connection.getresponse().read()
+
+
+def measure(server: str, what: Callable[[], None]) -> tuple[int, float, float, float]:
+    """Requests and seconds of a function, and MiB of it and of a process that it starts, in a process of its own."""
+    def child(results):
+        memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.perf_counter()
+        what()
+        seconds = time.perf_counter() - start
+        own, readers = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        results.put((seconds, (own - memory_before) / 1024, max(0, readers - memory_before) / 1024))
+    urlopen(f'http://{server}/bucket/requests').read()  # which forgets them
+    context = multiprocessing.get_context('fork')
+    results = context.Queue()
+    process = context.Process(target=child, args=(results,))
+    process.start()
+    found = results.get()
+    process.join()
+    counts = ast.literal_eval(urlopen(f'http://{server}/bucket/requests').read().decode())
+    return sum(counts.values()), *found
+
+
+def show(name: str, measured: tuple[int, float, float, float], times: float) -> None:
+    """A row of the table; `times` as many parts are LAION's."""
+    requests, seconds, mib, reader_mib = measured
+    print(f'{name:<24}{requests:>9,}{seconds:>9.1f} s{mib:>7,.0f} MiB{reader_mib:>7,.0f} MiB'
+          f'{requests * times:>13,.0f}{seconds * times / 60:>9.1f} min', flush=True)
+
+
+def measure_all(server: str, num_parts: int) -> None:
+    """Print the table."""
+    output = Output(OUT)
+
+    def read_one_by_one():
+        for number in range(ONE_BY_ONE):
+            output.read(part_index(number))
+
+    def look_what_is_done():
+        claim(output, {'program': 'convert.py'})
+        assert finished_parts(output, num_parts) == set(range(num_parts))
+
+    def merge():
+        assert merge_parts(output, num_parts, {}, PROCESSES).samples == 3000 * num_parts
+
+    def open_dataset():
+        assert len(read_index(OUT)['shards']) == num_parts
+
+    times = LAION_SHARDS / num_parts
+    print(f'{num_parts:,} parts, {MILLISECONDS} ms a request; at the right for {LAION_SHARDS:,}\n'
+          f'{"":<24}{"requests":>9}{"seconds":>11}{"memory":>11}{"of readers":>11}{"requests":>13}{"minutes":>13}')
+    show(f'{ONE_BY_ONE} one by one', measure(server, read_one_by_one), LAION_SHARDS / ONE_BY_ONE)
+    show('list what is done', measure(server, look_what_is_done), times)
+    show(f'merge, {PROCESSES} processes', measure(server, merge), times)
+    show('read the index', measure(server, open_dataset), times)
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)  # Streaming warns of its temporary folders
+    num_parts = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
+    port = free_port()
+    os.environ |= environment(port)
+    address = f'127.0.0.1:{port}'
+    program = Path(__file__).parent.parent / 'tests' / 'local_s3.py'
+    server = subprocess.Popen([sys.executable, str(program), str(port), '0'])
+    try:
+        wait_until(lambda: answers(f'http://{address}/bucket/requests'))
+        fill(address, num_parts)
+        urlopen(f'http://{address}/bucket/delay?{MILLISECONDS}').read()
+        measure_all(address, num_parts)
+    finally:
+        server.kill()
+
+
+def answers(url: str) -> bool:
+    try:
+        return bool(urlopen(url).read())
+    except OSError:  # it does not listen yet
+        return False
+
+
+if __name__ == '__main__':
+    main()
