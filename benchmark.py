@@ -81,7 +81,8 @@ class StableDiffusion(ComposerModel):
         self.image_size = image_size
         files = find_model(model_name, pretrained)
         self.scaling_factor = files.scaling_factor
-        self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
+        with torch.device('cpu'):  # its small tables go where they are used
+            self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
         self.prediction_type = self.scheduler.config.prediction_type
         if self.prediction_type not in ('epsilon', 'v_prediction'):
             raise ValueError(f'--model_name {model_name} has a scheduler with prediction_type {self.prediction_type}; '
