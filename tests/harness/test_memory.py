@@ -1,8 +1,4 @@
 """What a training needs in memory, against published sizes, real tensors and real processes; and who is refused."""
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
