@@ -31,6 +31,7 @@ from streaming.base.util import bytes_to_int
 
 from harness.crew import AT_SIGTERM, Crew, ProgressLine, RankLost, environment_number, say_stopped, sigterm_answered
 from harness.launcher import end_with_launcher
+from harness.next_command import training_command
 from inputs.errors import DataError, one_line
 from inputs.parts import CLAIM, Merged, Output, PartWriter, claim, finished_parts, merge_parts
 from inputs.shards import MDS_COLUMNS
@@ -293,12 +294,15 @@ def print_summary(merged: Merged, source: list[str], out: str) -> None:
     for line in merged.damaged:
         line = ' '.join(line.split())  # names can have more than one line
         print(f'convert.py: warning: {line}; its whole samples are kept, fetch it again for the rest', file=sys.stderr)
+    hint = ''
+    if 'no caption' in merged.skipped:
+        hint = '; the caption of cat.jpg is expected in cat.txt beside it, or as "caption" in cat.json'
     if not merged.samples:
-        fail(1, f'nothing could be converted of SOURCE {" ".join(source)}: {reasons or "it is empty"}')
+        fail(1, f'nothing could be converted of SOURCE {" ".join(source)}: {reasons or "it is empty"}{hint}')
     print(f'converted  {merged.samples:,} samples, {merged.bytes / 1e6:,.1f} MB in {merged.shards:,} shards')
     if reasons:
-        print(f'skipped    {reasons}; listed in {out}/skipped.jsonl')
-    print(f'next       composer benchmark.py --remote {out}')
+        print(f'skipped    {reasons}; listed in {out}/skipped.jsonl{hint}')
+    print(f'next       {training_command(out, merged.samples)}')
 
 
 def main(argv: list[str] | None = None) -> int:

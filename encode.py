@@ -35,6 +35,7 @@ from harness.compiling import compile_in_place, compile_mode
 from harness.crew import AT_SIGTERM, Crew, say_stopped, sigterm_answered
 from harness.failures import reason
 from harness.launcher import end_with_launcher
+from harness.next_command import training_command
 from harness.preflight import (best_precision, fill_in_shared_defaults, refuse_bad_shared_flags,
                                refuse_more_ranks_than_gpus)
 from harness.progress import EncodingBar
@@ -277,12 +278,15 @@ def make_record(args: argparse.Namespace, ranks: list[dict], merged: Merged, flo
     return record
 
 
-def summary(record: dict, out: str) -> str:
+def summary(record: dict, args: argparse.Namespace) -> str:
     """The record for people, and the command that trains on what was encoded."""
+    model = ['--model_name', args.model_name, '--image_size', str(args.image_size)]
+    if args.pretrained:
+        model.append('--pretrained')
     speed = record['images_per_sec'] or 0
     return (f'encoded         {record["samples"]:,} images, {speed:,.4g} images/s; {record["stored_samples"]:,} are '
             f'stored, {record["bytes_per_image"]:,.0f} bytes each\n'
-            f'next            composer benchmark.py --remote {out}')
+            f'next            {training_command(args.out, record["stored_samples"], model)}')
 
 
 def encode(args: argparse.Namespace) -> dict:
@@ -313,7 +317,7 @@ def encode(args: argparse.Namespace) -> dict:
     if not merged.samples:
         raise DataError('not one image could be encoded')
     record = make_record(args, ranks, merged, encoding_flops(vae.config, args.image_size))
-    return keep(record, summary(record, args.out), args.results)
+    return keep(record, summary(record, args), args.results)
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -22,7 +22,7 @@ from models.peaks import PEAKS, peak_of
 
 CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
 SHARES_OF_PEAK = (1, 0.5, 0.3)
-SWITCHES = ('gradient_checkpointing',)  # flags that bear on memory, each shown with and without
+SWITCHES = ('gradient_checkpointing', 'half_precision_norms')  # that bear on memory, each shown with and without
 ACCURACY = f"""\
 Memory is counted from the tensors of a step, at its peak. CUDA, its libraries and its allocator take more: an H200 took
 9 to 11 % more than is counted (milabench: 55 GiB at 32 images, 115.6 at 80). So {UNCOUNTED_SHARE:.0%} is added, and a
@@ -89,6 +89,8 @@ def estimates_with_each_switch(args: argparse.Namespace, latents: bool, build_mo
     """The run as it is, then with each switch turned over, and without a fused kernel for attention."""
     yield estimate('as given', args, latents, build_model)
     for switch in SWITCHES:
+        if switch == 'half_precision_norms' and args.precision == 'fp32':
+            continue
         is_on = getattr(args, switch)
         turned = argparse.Namespace(**vars(args) | {switch: not is_on})
         yield estimate(f'--no-{switch}' if is_on else f'--{switch}', turned, latents, build_model)

@@ -122,10 +122,15 @@ class LiveStorages(TorchDispatchMode):
 
 
 def build_fake(build_model: Callable[[], ComposerModel]) -> FakeModel:
-    """What `build_model` makes on the CPU, without its memory. Random state stays as it is."""
-    mode = FakeTensorMode()
-    with torch.random.fork_rng(), mode:
-        return FakeModel(build_model().train(), mode)
+    """What `build_model` makes on the meta device, on a CPU without its memory. Random state stays as it is.
+
+    It is made first and faked then, since torch 2.15 changes no type of a fake parameter.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
+    with torch.random.fork_rng():
+        model = build_model().train()
+    with mode:
+        return FakeModel(model.to_empty(device='cpu'), mode)
 
 
 def trace_step(fake: FakeModel, make_batch: Callable[[int], dict[str, torch.Tensor]], precision: str,

@@ -33,7 +33,7 @@ def build_fake_model(args: argparse.Namespace, latents: bool,
     """
     # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
     args = argparse.Namespace(**vars(args) | {'pretrained': False, 'attention': 'sdpa'})
-    return build_fake(lambda: build_model(args, latents, torch.device('cpu')))
+    return build_fake(lambda: build_model(args, latents, torch.device('meta')))
 
 
 def refuse_too_little_memory(args: argparse.Namespace, fake: FakeModel) -> None:
