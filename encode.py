@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> dict:
     args = parser.parse_args(argv)
     try:
         refuse_more_ranks_than_gpus()
-        fill_in_shared_defaults(args, args.batch_size, best_precision())
+        fill_in_shared_defaults(args, args.batch_size, best_precision(args))
         refuse_bad_encoding(args)
         return encode(args)
     except ValueError as error:

@@ -25,12 +25,11 @@ import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
-from streaming import MDSWriter
 
 from export import main as export
 from harness.checkpoints import checkpoints
 from harness.grid import labelled_grid
-from inputs.parts import Output, finish_part, merge_parts, part_name
+from inputs.parts import Output, PartWriter, merge_parts
 from inputs.shards import LATENT_COLUMNS, LATENTS
 from models.latents import origin_of_latents
 from models.loading import BUILT_IN, find_model
@@ -79,14 +78,14 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
     size = image_size // 8
     columns = LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{size},{size}'}
     output = Output(str(folder))
-    with MDSWriter(columns=columns, out=output.target(part_name(0)), hashes=['xxh64']) as writer:
-        for index in range(samples):
-            caption = captions[index % len(captions)]
-            moments = np.zeros((8, size, size), np.float16)  # mean and log variance
-            moments[:3] = picture_of(caption, size) / SCALE
-            moments[4:] = 2 * math.log(jitter / SCALE)
-            writer.write({LATENTS: moments, 'caption': caption})
-    finish_part(output, 0)
+    part = PartWriter(output, 0, columns)
+    for index in range(samples):
+        caption = captions[index % len(captions)]
+        moments = np.zeros((8, size, size), np.float16)  # mean and log variance
+        moments[:3] = picture_of(caption, size) / SCALE
+        moments[4:] = 2 * math.log(jitter / SCALE)
+        part.write({LATENTS: moments, 'caption': caption})
+    part.finish()
     merge_parts(output, 1, {'latents': origin_of_latents(find_model(str(model)), image_size)})
 
 

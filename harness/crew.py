@@ -227,15 +227,14 @@ def sigterm_answered(say: Callable[[], None]) -> Iterator[None]:
 def say_stopped(program: str, crew: Crew, why: str) -> bool:
     """Print, once, why a run ends; on another rank than 0 only where rank 0 is gone and this is the first that is left.
 
-    Returns whether it was printed.
+    Returns whether this process has said it, now or, in another thread, before.
     """
     if crew.rank:
         first_that_is_left = crew.rank == 1 or environment_number('LOCAL_RANK', 0) == 0
         if not first_that_is_left or not crew.is_alone():
             return False
-    if not crew.unsaid.acquire(blocking=False):
-        return False
-    print(f'{program}: error: {why}', file=sys.stderr, flush=True)
+    if crew.unsaid.acquire(blocking=False):
+        print(f'{program}: error: {why}', file=sys.stderr, flush=True)
     return True
 
 

@@ -3,6 +3,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -36,8 +37,7 @@ def rank_process(rank: int, ranks: int, port: int, argv: list[str], trace: Path,
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
                       MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
     log = os.open(trace / 'log', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    sys.stdout = sys.stderr = os.fdopen(log, 'w', buffering=1)  # not where pytest has put them
     moment = multiprocessing.RawValue('i', 0)
     main_process = os.getpid()
 

@@ -93,7 +93,7 @@ def test_the_record_says_which_kernels_computed_attention(monkeypatch):
 
     def counted(*args):
         model = build_model(*args)
-        blocks.extend(name for name, _ in model.unet.named_modules() if name.endswith(('attn1', 'attn2')))
+        blocks[:] = [name for name, _ in model.unet.named_modules() if name.endswith(('attn1', 'attn2'))]
         return model
 
     monkeypatch.setattr(benchmark, 'build_model', counted)
