@@ -7,15 +7,19 @@ import contextlib
 import fcntl
 import os
 import tempfile
+from pathlib import Path
 from time import sleep
 
 from composer.utils import dist
 from streaming import StreamingDataset
-from streaming.base.constant import TICK
+from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, SHM_TO_CLEAN, TICK
 from streaming.base.dataset import _ShardState
 from streaming.base.util import clean_stale_shared_memory
 
 from inputs.errors import DataError, unreadable_shard
+
+SHARED_MEMORY = '/dev/shm'
+STALE_NUMBERS = '[0-9]' * 6  # by which Streaming tells the runs of a host apart
 
 
 class PatchedStreamingDataset(StreamingDataset):
@@ -99,8 +103,10 @@ class PatchedStreamingDataset(StreamingDataset):
 def clean_shared_memory() -> None:
     """Remove the shared memory that killed runs left, unless another run streams on this host now.
 
-    Without this: Streaming's own cleaning takes it from live runs too, which then fail.
-    Test: test_a_run_that_starts_leaves_the_shared_memory_of_another_alone.
+    Without this: Streaming's own cleaning takes it from live runs too, which then fail; and it stops at the first
+    number that has none, so that after one run that ended well it finds nothing of those that were killed since.
+    Tests: test_a_run_that_starts_leaves_the_shared_memory_of_another_alone,
+    test_what_killed_runs_left_is_removed_wherever_it_is.
     """
     path = os.path.join(tempfile.gettempdir(), f'streaming-{os.getuid()}.lock')
     is_first = dist.get_local_rank() == 0
@@ -110,11 +116,21 @@ def clean_shared_memory() -> None:
         if is_first:
             # a POSIX lock ends with its process, and a worker that it forks has none
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_stale_files()
         clean_stale_shared_memory()  # ends in a barrier of all ranks
     except BlockingIOError:
         dist.barrier()
     if is_first:
         fcntl.lockf(lock, fcntl.LOCK_SH)  # never closed: held for as long as this process lives
+
+
+def remove_stale_files() -> None:
+    """Remove shared memory (where Linux shows it) and lock files by which runs of Streaming are known."""
+    for folder, names in ((SHARED_MEMORY, SHM_TO_CLEAN), (tempfile.gettempdir(), (BARRIER_FILELOCK, CACHE_FILELOCK))):
+        for name in names:
+            for path in Path(folder).glob(f'{STALE_NUMBERS}_{name}'):
+                with contextlib.suppress(OSError):  # another user's
+                    path.unlink()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
+import contextlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline')  # before any library reads them
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run beside this one
@@ -11,6 +13,22 @@ import torch
 from tests.samples import encoded, picture, write_shards
 
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs', 'tests.s3_server')
+
+
+@pytest.fixture(autouse=True)
+def shared_memory_is_given_back(monkeypatch):
+    """Streaming keeps what a dataset has opened until its process ends, and a dataset opens what all others have."""
+    from streaming.base.shared import memory
+    owners = []
+    monkeypatch.setattr(memory, 'atexit', SimpleNamespace(register=lambda cleanup: owners.append(cleanup.__self__)))
+    yield
+    for owner in owners:
+        for shared in (*owner.created_shms, *owner.opened_shms):
+            with contextlib.suppress(BufferError):  # what is still looked at is closed with its dataset
+                shared.close()
+        for shared in owner.created_shms:
+            with contextlib.suppress(FileNotFoundError):
+                shared.unlink()
 
 
 @pytest.fixture

@@ -4,9 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 from benchmark import main
@@ -86,6 +88,27 @@ def test_a_run_that_starts_leaves_the_shared_memory_of_another_alone(server, sha
     ours.send('go')
     other.join(60)
     assert other.exitcode == 0
+
+
+def test_what_killed_runs_left_is_removed_wherever_it_is(monkeypatch):
+    """Streaming itself stops to look at the first number that has no shared memory, which any earlier run leaves."""
+    left = [*(SharedMemory(f'{number:06}_{name}', create=True, size=4)
+              for number in (800_003, 800_007) for name in ('locals', 'epoch_data'))]
+    others = SharedMemory('800003_of_another_program', create=True, size=4)
+    lock_file = Path(tempfile.gettempdir(), '800007_barrier_filelock')
+    lock_file.touch()
+    monkeypatch.setattr(streaming_patches.fcntl, 'lockf', lambda *args: None)  # no other run streams
+    monkeypatch.setattr(streaming_patches, 'STALE_NUMBERS', '80000[0-9]')  # those of other tests are in use
+    monkeypatch.setattr(streaming_patches, 'clean_stale_shared_memory', lambda: None)
+    try:
+        streaming_patches.clean_shared_memory()
+        assert [path.name for path in Path('/dev/shm').glob('80000*')] == ['800003_of_another_program']
+        assert not lock_file.exists()
+    finally:
+        for memory in (*left, others):
+            memory.close()
+            with contextlib.suppress(FileNotFoundError):
+                memory.unlink()
 
 
 def folder_size(folder: Path) -> int:
