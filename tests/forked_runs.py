@@ -1,14 +1,19 @@
 """Runs whose ranks are forked from a process that has imported the program already, and die where they are told."""
+import ctypes
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
+import benchmark
 from tests.runs import ROOT, free_port
 
 RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
@@ -35,6 +40,61 @@ def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, functio
     multiprocessing.set_start_method('fork', force=True)  # for the loader's workers
     torch.set_num_threads(1)
     function(*arguments)
+
+
+def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict[str, str], function: Callable,
+                   argv: list[str]) -> None:
+    """In a process of its own: the call, in `folder`, which also gets what it prints and what its small disk held."""
+    for name, number in (('out', 1), ('err', 2)):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.update(environment)
+    os.chdir(folder)
+    multiprocessing.set_start_method('fork', force=True)  # for the loader's workers
+    if disk:
+        mount_small_disk(*disk)
+    try:
+        function(argv)
+    finally:
+        if disk:
+            shutil.copytree(disk[1], folder / 'disk')
+
+
+def mount_small_disk(megabytes: int, where: str) -> None:
+    """A file system of that size at `where`, which only this process sees."""
+    clone_newns = 0x20000
+    if ctypes.CDLL(None, use_errno=True).unshare(clone_newns):
+        raise OSError(ctypes.get_errno(), 'unshare')
+    for arguments in (['--make-rprivate', '/'], ['-t', 'tmpfs', '-o', f'size={megabytes}m', 'tmpfs', where]):
+        subprocess.run(['mount', *arguments], check=True)
+
+
+def run_program(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
+                **environment: str) -> tuple[int, str, str]:
+    """Call `function(argv)` in a new process and in the new folder `folder`; its exit code, stdout and stderr.
+
+    Args:
+        server: of processes.
+        disk: megabytes of a file system that the process finds at that place, and whose files are in `folder / 'disk'`
+            afterwards.
+        environment: more than this process has.
+    """
+    folder.mkdir()
+    process = server.Process(target=become_program, args=(folder, disk, environment, function, list(map(str, argv))))
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, (folder / 'err').read_text()
+    return process.exitcode, (folder / 'out').read_text(), (folder / 'err').read_text()
+
+
+def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) -> tuple[str, str]:
+    """Run the benchmark with a file system of that size at `where`; the line of its error, and what it printed."""
+    may_mount = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs tmpfs {where}']
+    if subprocess.run(may_mount, capture_output=True).returncode:
+        pytest.skip('needs a small file system, and this user may not mount one')
+    code, output, errors = run_program(server, folder, benchmark.main, argv, (megabytes, str(where)))
+    assert code == 2 and 'Traceback' not in errors, errors
+    [line] = [line for line in errors.splitlines() if 'error:' in line]
+    return line, output
 
 
 def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tuple], nodes: int = 1) -> list[int]:
@@ -67,7 +127,6 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
 
 def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> None:
     """A run that writes what it trains on and its losses to `trace`, and kills itself where it is told."""
-    import benchmark
     moment, batch_to_die = kill or (None, None)
 
     def die(*_):

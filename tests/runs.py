@@ -1,8 +1,6 @@
 """Runs of the benchmark as tests start them, and what must hold of every record and every error."""
 import json
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,21 +64,6 @@ def one_error_line(argv: list, capfd) -> str:
     error = capfd.readouterr().err
     assert exit.value.code == 2 and error.count('\n') == 1, error
     return error
-
-
-def on_small_disk(megabytes: int, where: str, argv: list, out: Path) -> tuple[str, str]:
-    """Run the benchmark with a file system of that size at `where`, and copy it to `out` afterwards."""
-    script = (f'mount -t tmpfs -o size={megabytes}m tmpfs {where} && cd {ROOT} && "$@"; code=$?; '
-              f'cp -r {where} {out}; exit $code')
-    may_mount = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs tmpfs {where}']
-    if subprocess.run(may_mount, capture_output=True).returncode:
-        pytest.skip('needs a small file system, and this user may not mount one')
-    run = subprocess.run(['unshare', '--mount', 'sh', '-c', script, 'sh', sys.executable, 'benchmark.py',
-                          *map(str, argv)], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2, run.stderr
-    [line] = [line for line in run.stderr.splitlines() if 'error:' in line]
-    assert 'Traceback' not in run.stderr
-    return line, run.stdout
 
 
 def free_port() -> int:

@@ -1,5 +1,6 @@
 """Encoding once: every sample, once, and the same training afterwards."""
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,9 @@ import torch
 from diffusers import AutoencoderKL
 
 import benchmark
+import convert
 import encode
+import report
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
@@ -196,19 +199,31 @@ def test_two_ranks_encode_every_sample_once_and_train_on_it(tmp_path, shards, mo
     assert records[0]['samples'] == 24 and captions(tmp_path / 'latents') == captions(shards)
 
 
-def test_the_script_turns_images_into_latents_and_a_report(tmp_path):
+def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
     samples = [{'jpg': encoded(picture(index)), 'caption': f'picture {index}'} for index in range(40)]
     (tmp_path / 'photos').mkdir()
     for part in (0, 1):
         write_sample_tar(tmp_path / 'photos' / f'0000{part}.tar', samples[20 * part:20 * part + 20])
+    commands = tmp_path / 'commands'
+    python = tmp_path / 'bin' / 'python'
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 0 || echo "$*" >> "$COMMANDS"\n')  # no GPU; what it would run
+    python.chmod(0o755)
     run = subprocess.run([ROOT / 'benchmarks' / 'encode_once.sh', tmp_path / 'photos', tmp_path / 'out', '--batch_size',
-                          '8', '--warmup_batches', '1', '--measure_batches', '2'], capture_output=True, text=True)
+                          '8', '--warmup_batches', '1', '--measure_batches', '2'], capture_output=True, text=True,
+                         env=os.environ | {'PATH': f'{python.parent}:{os.environ["PATH"]}', 'COMMANDS': str(commands)})
     assert run.returncode == 0, run.stderr
+    programs = {'convert.py': convert.main, 'encode.py': encode.main, 'benchmark.py': benchmark.main,
+                'report.py': report.main}
+    for line in commands.read_text().splitlines():
+        program, *argv = line.split()
+        programs[program](argv)
     records = [json.loads(line) for line in (tmp_path / 'out' / 'results.jsonl').read_text().splitlines()]
     assert [(record['stage'], record.get('encoders')) for record in records] == [
         ('encode', None), ('train', 'in_loop'), ('train', 'text_in_loop')]
     assert records[0]['samples'] == 40
-    assert 'pays off from' in run.stdout and 'text_in_loop' in run.stdout
+    printed = capsys.readouterr().out
+    assert 'pays off from' in printed and 'text_in_loop' in printed
 
 
 def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder, tmp_path, results):

@@ -12,8 +12,8 @@ from composer.core import Timestamp
 import benchmark
 from benchmark import main
 from harness.checkpoints import checkpoints, load_checkpoint, save_interrupted
-from tests.forked_runs import RUN, run, traced
-from tests.runs import TINY, on_small_disk, one_error_line
+from tests.forked_runs import RUN, on_small_disk, run, traced
+from tests.runs import TINY, one_error_line
 from tests.samples import Hostile
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, or between the two steps in which Composer
@@ -63,14 +63,16 @@ def test_a_run_killed_again_and_again_equals_one_that_never_was(server, tmp_path
         assert len(seen) == 24 == len(set(map(tuple, seen)))
 
 
-def test_a_disk_that_fills_leaves_the_last_good_checkpoint(tmp_path, results):
-    (tmp_path / 'disk').mkdir()
-    line, _ = on_small_disk(40, tmp_path / 'disk', ['--use_synth_data', '--use_ema', *TINY, '--save_interval', '1ba',
-                            '--save_folder', tmp_path / 'disk' / 'kept', '--results', results], tmp_path / 'out')
+def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, results):
+    disk = tmp_path / 'disk'
+    disk.mkdir()
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--save_interval', '1ba', '--save_folder', disk / 'kept',
+            '--results', results]
+    line, _ = on_small_disk(server, 40, disk, argv, tmp_path / 'out')
     assert 'a disk is full' in line and json.loads(results.read_text())['status'] == 'failed'
-    first, second = checkpoints(str(tmp_path / 'out' / 'kept'))
+    first, second = checkpoints(str(tmp_path / 'out' / 'disk' / 'kept'))
     assert load_checkpoint(first)['state']['timestamp']['Timestamp']['batch'] == 1
-    record = main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(tmp_path / 'out' / 'kept'),
+    record = main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(tmp_path / 'out' / 'disk' / 'kept'),
                    '--autoresume', '--results', str(results)])  # with room again
     assert record['first_batch'] == 1 and record['status'] == 'complete'
 

@@ -6,7 +6,8 @@ import torch
 
 import benchmark
 from benchmark import main
-from tests.runs import TINY, failed, on_small_disk
+from tests.forked_runs import on_small_disk
+from tests.runs import TINY, failed
 from tests.samples import encoded, picture, write_shards
 
 
@@ -28,15 +29,16 @@ def test_a_crash_leaves_a_record_that_says_why(results, capfd, monkeypatch):
     assert 'benchmark.py: error: the run failed at batch 1: RuntimeError: out of luck\n' in capfd.readouterr().err
 
 
-def test_a_full_disk_at_the_cache_and_at_the_results_is_one_line(tmp_path, results):
-    (tmp_path / 'disk').mkdir()
+def test_a_full_disk_at_the_cache_and_at_the_results_is_one_line(server, tmp_path, results):
+    disk = tmp_path / 'disk'
+    disk.mkdir()
     shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(index, 512, 512), 'PNG'), 'caption': 'x'}
                                                 for index in range(40)], size_limit=1 << 20)
-    line, _ = on_small_disk(2, tmp_path / 'disk', ['--remote', shards, '--local', tmp_path / 'disk' / 'cache', *TINY,
-                            '--max_duration', '1ep', '--results', results], tmp_path / 'out1')
+    argv = ['--remote', shards, '--local', disk / 'cache', *TINY, '--max_duration', '1ep', '--results', results]
+    line, _ = on_small_disk(server, 2, disk, argv, tmp_path / 'out1')
     assert 'No space left' in line and '--cache_limit' in line and json.loads(results.read_text())['error'] in line
-    fill = tmp_path / 'disk' / 'results'
-    line, output = on_small_disk(1, tmp_path / 'disk', ['--use_synth_data', *TINY, '--save_folder',
-                                 tmp_path / 'disk' / 'checkpoints', '--results', fill], tmp_path / 'out2')
+    fill = disk / 'results'
+    argv = ['--use_synth_data', *TINY, '--save_folder', disk / 'checkpoints', '--results', fill]
+    line, output = on_small_disk(server, 1, disk, argv, tmp_path / 'out2')
     assert f'--results {fill} could not be written: No space left' in line
     assert json.loads(output.splitlines()[-1])['status'] == 'failed'

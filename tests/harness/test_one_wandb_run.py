@@ -1,27 +1,27 @@
 """Weights & Biases sees one run, in one folder, which `wandb sync wandb/latest-run` finds."""
 import argparse
 import contextlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import wandb
 
+from benchmark import main
 from harness.loggers import build_loggers
+from tests.forked_runs import run_program
 from tests.harness.test_loggers import read_wandb
-from tests.runs import ROOT, TINY, wait_until
+from tests.runs import TINY, wait_until
 
 
-def test_an_offline_run_is_one_folder_with_the_record(tmp_path, results):
-    command = [sys.executable, str(ROOT / 'benchmark.py'), '--use_synth_data', '--use_ema', *TINY, '--wandb_name', 'x',
-               '--wandb_project', 'y', '--results', str(results)]
-    subprocess.run(command, cwd=tmp_path, env=os.environ | {'WANDB_MODE': 'offline'}, check=True, capture_output=True)
-    latest = Path(tmp_path, 'wandb', 'latest-run').resolve()
+def test_an_offline_run_is_one_folder_with_the_record(server, tmp_path):
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--wandb_name', 'x', '--wandb_project', 'y', '--results', 'results']
+    folder = tmp_path / 'run'
+    code, _, errors = run_program(server, folder, main, argv, WANDB_MODE='offline')
+    assert code == 0, errors
+    latest = Path(folder, 'wandb', 'latest-run').resolve()
     [file] = latest.glob('*.wandb')
-    assert [path.name for path in Path(tmp_path, 'wandb').glob('offline-run-*')] == [latest.name]
+    assert [path.name for path in Path(folder, 'wandb').glob('offline-run-*')] == [latest.name]
 
     def written():
         with contextlib.suppress(AssertionError):
@@ -39,10 +39,15 @@ def test_a_run_that_does_not_start_is_one_line(monkeypatch):
         logger.init(SimpleNamespace(run_name='run'), None)
 
 
-def test_two_runs_of_one_process_are_two(tmp_path, results):
-    flags = ['--use_synth_data', *TINY, '--results', str(results), '--wandb_name']
-    script = f'from benchmark import main; [main({flags} + [name]) for name in "ab"]'
-    environment = os.environ | {'WANDB_MODE': 'offline', 'PYTHONPATH': str(ROOT)}  # W&B keeps a process's first folder
-    subprocess.run([sys.executable, '-c', script], cwd=tmp_path, env=environment, check=True, capture_output=True)
-    folders = list(tmp_path.glob('wandb/offline-run-*'))
+def run_twice(argv: list[str]) -> None:
+    for name in ('a', 'b'):
+        main([*argv, '--wandb_name', name])
+
+
+def test_two_runs_of_one_process_are_two(server, tmp_path):
+    argv = ['--use_synth_data', *TINY, '--results', 'results']
+    # a process of its own, since W&B keeps its first folder
+    code, _, errors = run_program(server, tmp_path / 'run', run_twice, argv, WANDB_MODE='offline')
+    assert code == 0, errors
+    folders = list(tmp_path.glob('run/wandb/offline-run-*'))
     assert len(folders) == 2 and all(list(folder.glob('*.wandb')) for folder in folders)

@@ -6,7 +6,8 @@ import pytest
 import benchmark
 from benchmark import main
 from harness import preflight
-from tests.runs import TINY, on_small_disk
+from tests.forked_runs import on_small_disk
+from tests.runs import TINY
 from tests.samples import write_shards
 
 SYNTHETIC = ['--use_synth_data', *TINY]
@@ -98,9 +99,9 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_a_better_
     assert '--batch_size 8 does not divide over 3 devices; use 6' in capfd.readouterr().err
 
 
-def test_too_little_shared_memory_is_said_before_the_run(tmp_path, shards):
-    line, output = on_small_disk(1, '/dev/shm', ['--remote', shards, *TINY, '--image_size', '256', '--num_workers', '2',
-                                                 '--results', tmp_path / 'results'], tmp_path / 'out')
+def test_too_little_shared_memory_is_said_before_the_run(server, tmp_path, shards):
+    argv = ['--remote', shards, *TINY, '--image_size', '256', '--num_workers', '2', '--results', tmp_path / 'results']
+    line, output = on_small_disk(server, 1, '/dev/shm', argv, tmp_path / 'out')
     assert '--num_workers 2 may fill the shared memory' in line and not output
 
 

@@ -17,8 +17,11 @@ TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size
         '--measure_batches', '2', '--num_workers', '0']
 
 
+LAUNCHER = ['-m', 'composer.cli.launcher']
+
+
 def launch(*arguments, wrapper=(), **environment) -> subprocess.Popen:
-    command = [*wrapper, sys.executable, '-m', 'composer.cli.launcher', *map(str, arguments)]
+    command = [*wrapper, sys.executable, *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT), **environment}, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -30,9 +33,10 @@ def finish(*runs: subprocess.Popen) -> list[tuple[str, str]]:
     return outputs
 
 
-def node(rank: int, port: int) -> list:
-    return ['-n', 1, '--world_size', 2, '--node_rank', rank, '--base_rank', rank, '--master_addr', '127.0.0.1',
-            '--master_port', port, 'benchmark.py']
+def node(rank: int, port: int) -> dict[str, str]:
+    """The environment that a launcher gives to one of two nodes of one process each."""
+    return {'RANK': str(rank), 'LOCAL_RANK': '0', 'NODE_RANK': str(rank), 'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '1',
+            'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
 
 
 @pytest.fixture(scope='module')
@@ -97,7 +101,8 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):
     for rank in (0, 1):
         (tmp_path / f'tmp{rank}').mkdir()
         flags = ['--remote', shards, *TINY, '--local', tmp_path / f'cache{rank}', '--results', tmp_path / 'records']
-        runs.append(launch(*node(rank, port), *flags, wrapper=own_shm, TMPDIR=str(tmp_path / f'tmp{rank}')))
+        environment = node(rank, port) | {'TMPDIR': str(tmp_path / f'tmp{rank}')}
+        runs.append(launch('benchmark.py', *flags, wrapper=own_shm, **environment))
     finish(*runs)
     assert json.loads((tmp_path / 'records').read_text())['num_nodes'] == 2
     for rank in (0, 1):
@@ -105,14 +110,15 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):
 
 
 def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line():
-    run = launch(*node(0, free_port()), '--use_synth_data', *TINY, '--dist_timeout', 3, '--results', '/dev/null')
+    flags = ['--use_synth_data', *TINY, '--dist_timeout', 3, '--results', '/dev/null']
+    run = launch('benchmark.py', *flags, **node(0, free_port()))
     _, errors = run.communicate(timeout=90)
-    [line] = [line for line in errors.splitlines() if not line.startswith('ERROR:')]  # the launcher's
+    [line] = errors.splitlines()
     assert run.returncode == 2 and line.startswith('benchmark.py: error: --dist_timeout 3') and '2 processes' in line
 
 
 def test_bad_input_is_one_line_on_rank_0_and_no_process_is_left(tmp_path):
-    run = launch('-n', 2, 'benchmark.py', '--use_synth_data', *TINY, '--batch_size', 9)
+    run = launch(*LAUNCHER, '-n', 2, 'benchmark.py', '--use_synth_data', *TINY, '--batch_size', 9)
     output, errors = run.communicate(timeout=90)  # returns only when every process that holds the pipes has ended
     [line] = [line for line in errors.splitlines() if not line.startswith('ERROR:')]  # the launcher's
     assert run.returncode == 2 and line == 'benchmark.py: error: --batch_size 9 does not divide over 2 devices; use 8'

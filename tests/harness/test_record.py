@@ -1,8 +1,6 @@
 """The record of a run: whole, printed last, and without secrets."""
 import json
 import multiprocessing
-import os
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +11,8 @@ from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
 from harness.record import keep, summary, training_settings
 from models.loading import SD2_BASE
-from tests.runs import ROOT, TINY, check_record
+from tests.forked_runs import run_program
+from tests.runs import TINY, check_record
 
 
 def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
@@ -71,14 +70,15 @@ def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
     assert training_settings(args, latents=False)['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
 
 
-def test_no_secret_of_the_environment_is_written_down(tmp_path, shards):
+def test_no_secret_of_the_environment_is_written_down(server, tmp_path, shards):
     secrets = {'WANDB_API_KEY': 'f' * 40, 'AWS_ACCESS_KEY_ID': 'AKIASECRETSECRET', 'AWS_SECRET_ACCESS_KEY': 'w0nder'}
-    run = subprocess.run([sys.executable, ROOT / 'benchmark.py', '--remote', shards, *TINY, '--wandb_name', 'x',
-                          '--tensorboard', 'board', '--save_folder', 'checkpoints', '--results', 'results.jsonl'],
-                         cwd=tmp_path, env={**os.environ, **secrets, 'WANDB_MODE': 'offline'}, capture_output=True)
-    assert run.returncode == 0, run.stderr
-    written = [run.stdout, run.stderr, *(path.read_bytes() for path in tmp_path.rglob('*') if path.is_file())]
-    assert len(written) > 6 and (tmp_path / 'wandb').is_dir()
+    argv = ['--remote', shards, *TINY, '--wandb_name', 'x', '--tensorboard', 'board', '--save_folder', 'checkpoints',
+            '--results', 'results.jsonl']
+    folder = tmp_path / 'run'
+    code, _, errors = run_program(server, folder, main, argv, WANDB_MODE='offline', **secrets)
+    assert code == 0, errors
+    written = [path.read_bytes() for path in folder.rglob('*') if path.is_file()]  # what was printed is among them
+    assert len(written) > 6 and (folder / 'wandb').is_dir()
     for secret in secrets.values():
         assert not any(secret.encode() in content for content in written)
 
