@@ -15,8 +15,8 @@ endif
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # They start first, so that both processes of `make test` end at about the same time.
-LONGEST_TESTS = tests/harness/test_checkpoints.py tests/harness/test_compiling.py tests/harness/test_ranks.py \
-                tests/test_encode.py tests/test_report.py
+LONGEST_TESTS = tests/harness/test_checkpoints.py tests/harness/test_safeguard.py tests/harness/test_ranks.py \
+                tests/harness/test_compiling.py tests/test_killed_conversions.py tests/test_learning.py
 
 .PHONY: smoke test bench learn report clean
 
