@@ -24,6 +24,7 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -33,7 +34,7 @@ from harness.crew import AT_SIGTERM, Crew, ProgressLine, RankLost, environment_n
 from harness.launcher import end_with_launcher
 from harness.next_command import training_command
 from inputs.errors import DataError, one_line
-from inputs.parts import CLAIM, Merged, Output, PartWriter, claim, finished_parts, merge_parts
+from inputs.parts import CLAIM, SKIPPED, Merged, Output, PartWriter, claim, finished_parts, merge_parts
 from inputs.shards import MDS_COLUMNS
 from inputs.store import S3Store
 from inputs.tars import IMAGES, File, find_files, join_neighbours, make_sample, opened_by, read_samples
@@ -113,6 +114,8 @@ def begin(args: argparse.Namespace, output: Output) -> Plan:
         is_begun = claim(output, {'program': 'convert.py', 'source': fingerprint(files),
                                   'size_limit': args.shard_bytes})
         done = finished_parts(output, len(parts)) if is_begun else set()
+        if not is_begun and not output.remote:
+            Path(output.folder, SKIPPED).unlink(missing_ok=True)  # of a run that converted nothing
     except ValueError as error:
         fail(2, one_line(error))
     except Exception as error:  # every storage client has its own
@@ -131,7 +134,9 @@ def require_new_or_ours(output: Output) -> None:
         except Exception as error:  # every storage client has its own
             fail(2, f'OUT {out} cannot be reached; check its name and your credentials ({error!r})')
         return
-    held = set(os.listdir(out)) - {f'{CLAIM}.tmp'} if os.path.isdir(out) else set()
+    held = set()
+    if os.path.isdir(out):
+        held = set(os.listdir(out)) - {f'{CLAIM}.tmp', SKIPPED}  # what a run that converted nothing leaves
     is_other = os.path.lexists(out) and not os.path.isdir(out)
     if os.path.ismount(out) or is_other or (held and CLAIM not in held):
         fail(2, f'OUT {out} already holds something or is a mount point; give a new folder')
@@ -232,9 +237,16 @@ def convert_part(slot: int, number: int, files: list[File]) -> None:
 
 
 def remove_empty(output: Output) -> None:
-    """Leave nothing of an OUT that no sample came to; a store keeps its claim and the reasons."""
-    if not output.remote:
-        shutil.rmtree(output.folder)
+    """Leave only the list of reasons in an OUT that no sample came to, for a new start; a store keeps its claim, too.
+    """
+    if output.remote:
+        return
+    for name in set(os.listdir(output.folder)) - {SKIPPED}:
+        path = os.path.join(output.folder, name)
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        else:
+            os.remove(path)
 
 
 def convert(crew: Crew, output: Output, args: argparse.Namespace) -> Merged | None:
@@ -297,11 +309,12 @@ def print_summary(merged: Merged, source: list[str], out: str) -> None:
     hint = ''
     if 'no caption' in merged.skipped:
         hint = '; the caption of cat.jpg is expected in cat.txt beside it, or as "caption" in cat.json'
+    listed = f'{reasons}; listed in {out}/{SKIPPED}{hint}'
     if not merged.samples:
-        fail(1, f'nothing could be converted of SOURCE {" ".join(source)}: {reasons or "it is empty"}{hint}')
+        fail(1, f'nothing could be converted of SOURCE {" ".join(source)}: {listed if reasons else "it is empty"}')
     print(f'converted  {merged.samples:,} samples, {merged.bytes / 1e6:,.1f} MB in {merged.shards:,} shards')
     if reasons:
-        print(f'skipped    {reasons}; listed in {out}/skipped.jsonl{hint}')
+        print(f'skipped    {listed}')
     print(f'next       {training_command(out, merged.samples)}')
 
 

@@ -66,7 +66,6 @@ class OneLineWandBLogger(WandBLogger):
         except wandb.errors.Error as error:
             raise ValueError(f'{self.flag}: Weights & Biases did not start ({one_line(error)}); {REMEDY}') from None
 
-
     def keep_record(self, record: dict) -> None:
         """The record as the summary of the run."""
         if dist.get_global_rank() == 0:

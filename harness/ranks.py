@@ -25,8 +25,16 @@ def join_ranks(device, timeout: int) -> None:
         place = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
         raise ValueError(f'--dist_timeout {timeout}: the {dist.get_world_size()} processes of this run did not meet at '
                          f'{place} ({one_line(error)[:200]}); check that every node runs, and can reach it') from None
-    if hasattr(torch.distributed.distributed_c10d, '_set_pg_timeout'):  # not public: it may go
-        torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=SECONDS_FOR_A_CHECKPOINT))
+    wait_at_most(SECONDS_FOR_A_CHECKPOINT)
+
+
+def wait_at_most(seconds: int) -> None:
+    """How long a rank waits for the others from now on."""
+    timeout = datetime.timedelta(seconds=seconds)
+    if hasattr(torch.distributed, 'set_timeout'):  # since torch 2.12 or so
+        torch.distributed.set_timeout(timeout)
+    else:
+        torch.distributed.distributed_c10d._set_pg_timeout(timeout)
 
 
 def patient_group() -> torch.distributed.ProcessGroup:

@@ -25,6 +25,7 @@ from streaming.base.storage import CloudDownloader, CloudUploader
 from inputs.shards import CLAIM
 from inputs.store import CONNECTIONS, S3Store
 
+SKIPPED = 'skipped.jsonl'  # what was left out, and why
 SHARD_BYTES = 1 << 26  # the most that a shard takes: Streaming's own default
 SHARDS_ON_THEIR_WAY = 2  # of a part, full and not yet in the store
 PARTS_AT_ONCE = 500  # that a process reads for the merge before it hands on what it found
@@ -265,7 +266,7 @@ def merge_parts(output: Output, num_parts: int, about: dict, processes: int = 1)
 
     RuntimeError: a part is not there.
     """
-    index_path, skipped_path = output.unfinished('index.json'), output.unfinished('skipped.jsonl')
+    index_path, skipped_path = output.unfinished('index.json'), output.unfinished(SKIPPED)
     merged = Merged()
     with open(index_path, 'w') as index, open(skipped_path, 'w') as skipped:
         index.write('{"version": 2, ')
@@ -279,8 +280,8 @@ def merge_parts(output: Output, num_parts: int, about: dict, processes: int = 1)
             skipped.write(lines)
             merged.add(found)
         index.write(']}')
-    if merged.skipped and merged.shards:
-        output.publish('skipped.jsonl')
+    if merged.skipped:
+        output.publish(SKIPPED)
     if merged.shards:
         output.publish('index.json')
     for path in (index_path, skipped_path):

@@ -7,6 +7,8 @@ import contextlib
 import fcntl
 import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import sleep
 
@@ -14,6 +16,7 @@ from composer.utils import dist
 from streaming import StreamingDataset
 from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, SHM_TO_CLEAN, TICK
 from streaming.base.dataset import _ShardState
+from streaming.base.shared import prefix
 from streaming.base.util import clean_stale_shared_memory
 
 from inputs.errors import DataError, unreadable_shard
@@ -33,7 +36,7 @@ class PatchedStreamingDataset(StreamingDataset):
     def __init__(self, beside_another: bool = False, **kwargs):
         if not beside_another:
             clean_shared_memory()
-        with starting_alone():
+        with starting_alone(), one_number_for_a_node():
             super().__init__(**kwargs)
 
     def __iter__(self):
@@ -146,3 +149,33 @@ def starting_alone():
     with open(os.path.join(tempfile.gettempdir(), f'streaming-{os.getuid()}.start'), 'a') as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
         yield
+
+
+@contextlib.contextmanager
+def one_number_for_a_node():
+    """All ranks of a node take the number for their shared memory that its first rank finds.
+
+    Without this: each looks for the first free one by itself, and where another run starts or ends meanwhile, they find
+    different ones, and the run ends (`shared memory registered does not match local leader`).
+    Test: test_ranks_take_one_number_though_another_run_starts_meanwhile.
+    """
+    find = prefix._check_and_find_retrying
+    prefix._check_and_find_retrying = partial(find_together, find)
+    try:
+        yield
+    finally:
+        prefix._check_and_find_retrying = find
+
+
+def find_together(find: Callable[..., int], *args, **kwargs) -> int:
+    """What `find` gives on the first rank of this node. ValueError: what it raised there."""
+    found = None
+    if dist.get_local_rank() == 0:
+        try:
+            found = find(*args, **kwargs)
+        except ValueError as error:
+            found = str(error)
+    found = dist.all_gather_object(found)[dist.get_global_rank() - dist.get_local_rank()]
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found

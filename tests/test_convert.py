@@ -213,14 +213,20 @@ def test_an_out_that_cannot_be_written_is_one_line_and_status_1(tars, capsys):
     assert_one_error_line(capsys, 'OUT', '00000.tar/below/a/file', 'cannot be written')
 
 
-def test_nothing_to_convert_is_one_line_and_leaves_nothing(tmp_path, capsys):
+def test_nothing_to_convert_is_one_line_and_leaves_only_the_reasons(tmp_path, capsys):
     (tmp_path / 'empty').mkdir()
     assert failing_status(tmp_path / 'empty', tmp_path / 'out') == 1
     assert_one_error_line(capsys, 'nothing to convert', str(tmp_path / 'empty'))
     write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a', 'b.jpg': shaded(1)})
     assert failing_status(tmp_path / 'in', tmp_path / 'out') == 1
-    assert_one_error_line(capsys, 'nothing could be converted', '1 image does not decode', '1 no caption')
-    assert sorted(path.name for path in tmp_path.iterdir()) == ['empty', 'in']
+    out = tmp_path / 'out'
+    assert_one_error_line(capsys, 'nothing could be converted', '1 image does not decode', '1 no caption',
+                          f'listed in {out}/skipped.jsonl')
+    assert [path.name for path in out.iterdir()] == ['skipped.jsonl']
+    assert len((out / 'skipped.jsonl').read_text().splitlines()) == 2
+    write_tar(tmp_path / 'in/x.tar', {'b.jpg': shaded(1), 'b.txt': b'b'})  # put right
+    assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
+    assert (out / 'index.json').exists() and not (out / 'skipped.jsonl').exists()
 
 
 def start(patch: str, decode: str, *argv) -> subprocess.Popen:

@@ -11,13 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+from composer.utils import dist, get_device
+from streaming.base.shared import prefix
+
 from benchmark import main
 from data import StreamingLAIONDataset, build_loader
+from harness.ranks import join_ranks
 from inputs import streaming_patches
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError
 from inputs.streaming_patches import starting_alone
-from tests.forked_runs import RUN, run, traced
+from tests.forked_runs import RUN, run, run_ranks, traced
 from tests.runs import ROOT, TINY
 from tests.samples import encoded, good, picture, write_shards
 
@@ -88,6 +92,21 @@ def test_a_run_that_starts_leaves_the_shared_memory_of_another_alone(server, sha
     ours.send('go')
     other.join(60)
     assert other.exitcode == 0
+
+
+def open_while_another_run_starts(shards: str) -> None:
+    """On rank 1, look for a number after another run has taken one more."""
+    join_ranks(get_device(), 60)
+    if dist.get_local_rank() == 1:
+        find = prefix._check_and_find
+        prefix._check_and_find = lambda *args: find(*args) + 1
+    assert StreamingLAIONDataset(shards, batch_size=1).num_samples == 24
+
+
+def test_ranks_take_one_number_though_another_run_starts_meanwhile(server, shards, tmp_path):
+    log = tmp_path / 'log'
+    codes = run_ranks(server, [log, log], open_while_another_run_starts, [(shards,)] * 2)
+    assert codes == [0, 0], log.read_text()
 
 
 def test_what_killed_runs_left_is_removed_wherever_it_is(monkeypatch):
