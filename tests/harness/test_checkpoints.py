@@ -18,8 +18,7 @@ from tests.samples import Hostile
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, or between the two steps in which Composer
 # lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
-KILLS = {'3ba': [('start', 2), ('write', 3), ('start', 4), ('link', 6), ('start', 7), ('write', 9), ('update', 8),
-                 ('start', 11)],
+KILLS = {'3ba': [('start', 2), ('write', 3), ('link', 6), ('start', 7), ('write', 9), ('update', 11)],
          '1ep': [('start', 4), ('start', 7), ('update', 11)]}
 
 
@@ -42,8 +41,7 @@ def assert_equal(one, other):
 
 
 @pytest.mark.parametrize('data, interval, ranks', [
-    ('synthetic', '3ba', 1), ('synthetic', '3ba', 2), ('streamed', '3ba', 1), ('streamed', '3ba', 2),
-    ('streamed', '1ep', 1)])
+    ('synthetic', '3ba', 1), ('streamed', '3ba', 2), ('streamed', '1ep', 1)])
 def test_a_run_killed_again_and_again_equals_one_that_never_was(server, tmp_path, shards, data, interval, ranks):
     argv = [*RUN, '--save_interval', interval, *(['--use_synth_data'] if data == 'synthetic' else ['--remote', shards])]
     whole, killed = tmp_path / 'whole', tmp_path / 'killed'

@@ -9,15 +9,12 @@ import torch
 
 import benchmark
 from tests import runs
-from tests.forked_runs import run_ranks
+from tests.forked_runs import run_program, run_ranks
 from tests.harness import rank_program
 from tests.runs import ROOT, check_record, free_port
 
 TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
         '--measure_batches', '2', '--num_workers', '0']
-
-
-LAUNCHER = ['-m', 'composer.cli.launcher']
 
 
 def launch(*arguments, wrapper=(), **environment) -> subprocess.Popen:
@@ -109,17 +106,17 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):
         assert list((tmp_path / f'cache{rank}').rglob('*.mds'))
 
 
-def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line():
-    flags = ['--use_synth_data', *TINY, '--dist_timeout', 3, '--results', '/dev/null']
-    run = launch('benchmark.py', *flags, **node(0, free_port()))
-    _, errors = run.communicate(timeout=90)
+def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):
+    argv = ['--use_synth_data', *TINY, '--dist_timeout', '3', '--results', '/dev/null']
+    code, _, errors = run_program(server, tmp_path / 'run', benchmark.main, argv, **node(0, free_port()))
     [line] = errors.splitlines()
-    assert run.returncode == 2 and line.startswith('benchmark.py: error: --dist_timeout 3') and '2 processes' in line
+    assert code == 2 and line.startswith('benchmark.py: error: --dist_timeout 3') and '2 processes' in line
 
 
-def test_bad_input_is_one_line_on_rank_0_and_no_process_is_left(tmp_path):
-    run = launch(*LAUNCHER, '-n', 2, 'benchmark.py', '--use_synth_data', *TINY, '--batch_size', 9)
-    output, errors = run.communicate(timeout=90)  # returns only when every process that holds the pipes has ended
-    [line] = [line for line in errors.splitlines() if not line.startswith('ERROR:')]  # the launcher's
-    assert run.returncode == 2 and line == 'benchmark.py: error: --batch_size 9 does not divide over 2 devices; use 8'
-    assert 'benchmark.py: error' not in output
+def test_bad_input_is_one_line_on_rank_0(server, tmp_path):
+    logs = [tmp_path / f'log{rank}' for rank in range(2)]
+    argv = ['--use_synth_data', *TINY, '--batch_size', '9']
+    codes = run_ranks(server, logs, benchmark.main, [(argv,)] * 2)
+    assert 2 in codes
+    assert logs[0].read_text() == 'benchmark.py: error: --batch_size 9 does not divide over 2 devices; use 8\n'
+    assert 'error' not in logs[1].read_text()

@@ -88,12 +88,11 @@ def group_is_gone(group: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_under_the_launcher_leaves_a_record_of_what_was_measured(results, number):
+def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results):
     run = start_and_train(results)
-    os.killpg(run.pid, number)  # as a terminal or a cluster sends it: to every process
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
     run.wait(timeout=60)
-    wait_until(lambda: group_is_gone(run.pid))  # SIGTERM ends the launcher before its ranks
+    wait_until(lambda: group_is_gone(run.pid))
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
     stopped = f'stopped at batch {record["trained_batches"]} of 100001; without --save_folder nothing was saved'
@@ -103,9 +102,9 @@ def test_a_signal_under_the_launcher_leaves_a_record_of_what_was_measured(result
 def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
     folder = results.with_name('checkpoints')
     run = start_and_train(results, '--use_ema', '--save_folder', str(folder))
-    os.kill(run.pid, signal.SIGTERM)  # to it alone
+    os.kill(run.pid, signal.SIGTERM)  # to it alone, which passes it on to its ranks
     run.wait(timeout=60)
-    wait_until(lambda: group_is_gone(run.pid))
+    wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted'
     [checkpoint] = checkpoints(folder)
