@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
 from collections import deque
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from harness.crew import AT_SIGTERM, Crew, ProgressLine, RankLost, environment_n
 from harness.launcher import end_with_launcher
 from harness.next_command import training_command
 from inputs.errors import DataError, one_line
-from inputs.parts import CLAIM, SKIPPED, Merged, Output, PartWriter, claim, finished_parts, merge_parts
+from inputs.parts import CLAIM, SKIPPED, Merged, Output, PartWriter, claim, end_with_parent, finished_parts, merge_parts
 from inputs.shards import MDS_COLUMNS
 from inputs.store import S3Store
 from inputs.tars import IMAGES, File, find_files, join_neighbours, make_sample, opened_by, read_samples
@@ -76,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument('source', metavar='SOURCE', nargs='+', help='tars, folders of tars or of images, or globs; or '
                         'tars in an S3 store (s3://bucket/tars/)')
     parser.add_argument('out', metavar='OUT', help='new folder, or any remote that Streaming writes to (s3:// ...)')
-    cores = max(1, (os.cpu_count() or 1) // environment_number('LOCAL_WORLD_SIZE', 1))
+    cores = max(1, len(os.sched_getaffinity(0)) // environment_number('LOCAL_WORLD_SIZE', 1))
     parser.add_argument('--num_workers', type=int, default=cores,
                         help='processes of each rank (default: its share of the cores, %(default)s)')
     parser.add_argument('--size_limit', default='64mb', help='the most that a shard takes; smaller neighbouring files '
@@ -198,19 +197,14 @@ def run_jobs(pool: futures.Executor, turns, parts: list[list[File]], num_workers
 
 
 def start_worker(state: Worker, parent: connection.Connection, parents_end: connection.Connection) -> None:
-    """Make this process a worker, which ends when its parent does."""
+    """Make this process a worker."""
     global worker
     worker = state
-    parents_end.close()  # so that the parent's end, however it comes, ends this pipe
+    end_with_parent(parent, parents_end)
     torch.set_num_threads(1)  # the workers are the parallelism
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer; its end ends the workers
-
-    def end_with_parent():
-        connection.wait([parent])
-        os._exit(1)
-    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def convert_part(slot: int, number: int, files: list[File]) -> None:
@@ -311,6 +305,8 @@ def print_summary(merged: Merged, source: list[str], out: str) -> None:
         hint = '; the caption of cat.jpg is expected in cat.txt beside it, or as "caption" in cat.json'
     listed = f'{reasons}; listed in {out}/{SKIPPED}{hint}'
     if not merged.samples:
+        if '://' in out:
+            listed += '; then give a new OUT, since this one counts these files as done'
         fail(1, f'nothing could be converted of SOURCE {" ".join(source)}: {listed if reasons else "it is empty"}')
     print(f'converted  {merged.samples:,} samples, {merged.bytes / 1e6:,.1f} MB in {merged.shards:,} shards')
     if reasons:

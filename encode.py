@@ -40,7 +40,7 @@ from harness.preflight import (best_precision, fill_in_shared_defaults, refuse_b
                                refuse_more_ranks_than_gpus)
 from harness.progress import EncodingBar
 from harness.ranks import SharedCount, gather_patiently, join_ranks
-from harness.record import circumstances, keep
+from harness.record import UNMEASURED, circumstances, keep
 from inputs.errors import DataError, one_line
 from inputs.images import stack_images
 from inputs.parts import CLAIM, Merged, Output, PartWriter, claim, finished_parts, merge_parts
@@ -275,6 +275,8 @@ def make_record(args: argparse.Namespace, ranks: list[dict], merged: Merged, flo
         record['images_per_sec'] = images_per_sec
         record['images_per_sec_per_device'] = images_per_sec / len(ranks)
         record |= utilization(images_per_sec / len(ranks), flops_per_image, args.encoder_precision)
+    else:
+        record['status'] = UNMEASURED
     return record
 
 

@@ -13,6 +13,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${1:?usage: benchmarks/ladder.sh RESULTS [MINUTES]}
 seconds_for_report=60
+mkdir -p "$(dirname "$results")"
 end=$((${2:-1000000} * 60 - seconds_for_report)) # by bash's own clock, SECONDS since the start of this script
 longest=120                                      # seconds that the longest rung took, at first a guess
 gpus=${GPUS:-$(python -c 'import torch; print(torch.cuda.device_count())')}

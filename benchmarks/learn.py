@@ -168,9 +168,9 @@ def main() -> None:
         write_model(folder / 'model', UNET)
         for image_size in (32, 64):
             write_latents(folder / f'latents-{image_size}', folder / 'model', captions, image_size, samples=4096)
-        train(folder, 1, 32, 1400)
+        train(folder, 1, 32, 1200)
         result['phase_1'], _ = drawn_after(folder, 1, captions)
-        train(folder, 2, 64, 500, '--load_weights', str(folder / 'phase-1'))
+        train(folder, 2, 64, 400, '--load_weights', str(folder / 'phase-1'))
         result['phase_2'], drawn = drawn_after(folder, 2, captions)
     title = f'averaged weights after two phases: {result["phase_2"]["averaged"]["right"]:.0%} of the pictures are right'
     figure(drawn, captions, title).save(sys.argv[1])

@@ -66,8 +66,10 @@ def measure(server: str, what: Callable[[], None]) -> tuple[int, float, float, f
     results = context.Queue()
     process = context.Process(target=child, args=(results,))
     process.start()
+    process.join()  # what it puts is small enough for the pipe
+    if process.exitcode:
+        raise SystemExit(f'parts.py: a step ended with {process.exitcode}')
     found = results.get()
-    process.join()
     counts = ast.literal_eval(urlopen(f'http://{server}/bucket/requests').read().decode())
     return sum(counts.values()), *found
 

@@ -122,6 +122,8 @@ def globals_of(path: str) -> set[str] | None:
         return set(get_unsafe_globals_in_checkpoint(path))
     except pickle.UnpicklingError as error:  # instructions that torch does not write
         return {str(error)}
+    except (RuntimeError, KeyError, EOFError, OSError):  # another kind of archive, or a damaged one
+        return None
 
 
 def load_checkpoint(path: str, mmap: bool = False) -> dict:

@@ -194,6 +194,8 @@ def speed_table(args: argparse.Namespace, flops_per_image: int) -> list[str]:
 def in_a_row(figures: list[float], sign: str = '') -> str:
     """Figures with three significant digits, or whole."""
     def printed(figure: float) -> str:
+        if figure == 0:
+            return f'{sign}0'
         decimals = max(0, 2 - math.floor(math.log10(figure)))
         return f'{sign}{figure:,.{decimals}f}'
     return ' / '.join(map(printed, figures))

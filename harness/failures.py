@@ -5,6 +5,7 @@ import traceback
 
 import torch
 
+from harness.crew import RankLost
 from harness.record import ResultsError
 from harness.safeguard import NonFiniteStep
 from inputs.errors import DataError, one_line
@@ -21,7 +22,7 @@ def reason(error: Exception, batch_flag: str) -> str:
         batch_flag: the flag that decides how much memory is needed, with its value.
     """
     text = one_line(error)
-    if isinstance(error, (DataError, NonFiniteStep, ResultsError)):
+    if isinstance(error, (DataError, NonFiniteStep, RankLost, ResultsError)):
         return text
     if is_out_of_memory(error):
         return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '

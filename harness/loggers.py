@@ -2,6 +2,7 @@
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 
 from composer.core import State
@@ -115,5 +116,9 @@ def as_markdown(content: dict) -> str:
 def log_record(loggers: Sequence[LoggerDestination], record: dict) -> None:
     """Give the record to those that keep one."""
     for logger in loggers:
-        if isinstance(logger, (OneLineWandBLogger, OneFileTensorboardLogger)):
+        if not isinstance(logger, (OneLineWandBLogger, OneFileTensorboardLogger)):
+            continue
+        try:
             logger.keep_record(record)
+        except Exception as error:  # of the network or the disk: the record itself is still to be kept
+            print(f'warning: {type(logger).__name__} did not take the record ({one_line(error)})', file=sys.stderr)

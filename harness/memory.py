@@ -4,6 +4,7 @@ It is counted on a model without memory (harness/fake_step.py), which the switch
 that a switch changes what is counted by what it does.
 """
 import argparse
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def refuse_too_little_memory(args: argparse.Namespace, fake: FakeModel) -> None:
     total = sum(needed.values())
     if total > there:
         raise ValueError(f'this training needs at least {total / GIB:.1f} GiB of memory ({in_words(needed)}), and '
-                         f'{place} has {there / GIB:.1f}; the same with a tiny model runs here: {tiny_command(args)}')
+                         f'{place} has {there / GIB:.1f}; the same with a tiny model runs here: '
+                         f'{tiny_command(args, latents=fake.model.vae is None)}')
 
 
 def surely_fits(args: argparse.Namespace, lasting: dict[str, int], there: int) -> bool:
@@ -182,11 +184,11 @@ def in_words(needed: dict[str, int]) -> str:
     return ', '.join(f'{item} {number / GIB:.1f}' for item, number in needed.items() if number >= 0.05 * GIB)
 
 
-def tiny_command(args: argparse.Namespace) -> str:
-    """The command that trains the tiny model on the same data."""
+def tiny_command(args: argparse.Namespace, latents: bool) -> str:
+    """The command that trains the tiny model on the same data; latents are another model's, and drawn instead."""
     source = '--use_synth_data'
-    if args.use_synth_latents:
+    if latents:
         source = '--use_synth_latents'
-    if args.remote:
-        source = f'--remote {args.remote}'
+    elif args.remote:
+        source = f'--remote {shlex.quote(args.remote)}'
     return f'composer -n 1 benchmark.py --use_ema {source} --model_name tiny --image_size 64 --batch_size 4'

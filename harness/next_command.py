@@ -11,7 +11,10 @@ def training_command(remote: str, samples: int, flags: list[str] = ()) -> str:
 
     Without a GPU it is the tiny model, unless `flags` name another.
     """
-    batch_size = min(LARGEST_BATCH, 1 << (samples.bit_length() - 1))  # a power of two, so that GPUs can share it
+    batch_size = min(LARGEST_BATCH, 1 << (samples.bit_length() - 1))
+    gpus = torch.cuda.device_count()
+    if gpus:
+        batch_size = batch_size // gpus * gpus or gpus  # that they can share
     launcher = ['composer']
     if not torch.cuda.is_available():
         launcher += ['-n', '1']

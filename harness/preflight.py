@@ -256,8 +256,10 @@ def time_of(args: argparse.Namespace, flag: str, example: str, units: Sequence[T
 
 def refuse_bad_duration(args: argparse.Namespace) -> None:
     """ValueError: a time is none, or the run would end within its warm-up."""
-    duration = time_of(args, 'max_duration', '5000ba or 2ep')
-    time_of(args, 'save_interval', '5000ba or 2ep')
+    duration = time_of(args, 'max_duration', '5000ba or 2ep', (*BATCHES_OR_EPOCHS, TimeUnit.SAMPLE))
+    for flag, time in (('max_duration', duration), ('save_interval', time_of(args, 'save_interval', '5000ba or 2ep'))):
+        if time.value <= 0:
+            raise ValueError(f'--{flag} {getattr(args, flag)} is not above 0; use 5000ba or 2ep')
     if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
 

@@ -29,6 +29,7 @@ TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'e
                   'compile_blocks', 'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup',
                   'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'eval_interval']
 
+UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 FEWEST_BATCHES = 20  # a window that is shorter says little
 MUCH_DRIFT = 0.1
 MUCH_WAITING = 0.05
@@ -125,8 +126,8 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
         dollars_per_gpu_hour: price of one GPU.
     """
     if not record['images_per_sec']:
-        return (f'no batch was measured: the run was {record["status"]} within --warmup_batches '
-                f'{record["warmup_batches"]}')
+        end = 'over' if record['status'] == UNMEASURED else record['status']
+        return f'no batch was measured: the run was {end} within --warmup_batches {record["warmup_batches"]}'
     devices = record['num_devices']
     share_of_peak = 'peak of this device not known'
     if record['mfu']:

@@ -18,7 +18,7 @@ from harness.measurement import Measurement, figures
 from harness.options import Parser
 from harness.progress import Progress, batches_in_words, total_batches
 from harness.ranks import failure_of_ranks, wait_for_rank_0
-from harness.record import keep, summary, training_settings, uses_tf32
+from harness.record import UNMEASURED, keep, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
 from harness.tracing import PROFILED, attention_kernels
 from models.flops import utilization
@@ -113,7 +113,9 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
                'skipped_batches': run.safeguard.skipped_batches}
     record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs(),
                'tf32': uses_tf32(), 'attention_kernels': attention_kernels(run.trainer.state.callbacks)}
-    if run.args.profile and record['status'] == 'complete':
+    if record['status'] == 'complete' and not record['images_per_sec']:
+        record['status'] = UNMEASURED
+    elif run.args.profile and record['status'] == 'complete':
         record['status'] = PROFILED
     return record
 

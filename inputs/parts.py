@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import connection, get_context
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -298,7 +298,10 @@ def read_parts(output: Output, num_parts: int, processes: int) -> Iterator[tuple
         for numbers in ranges:
             yield read_some_parts(output, numbers)
         return
-    with ProcessPoolExecutor(processes, get_context('fork'), start_reader, (output,)) as pool:
+    context = get_context('fork')
+    worker_end, parent_end = context.Pipe(duplex=False)
+    with (ProcessPoolExecutor(processes, context, start_reader, (output, worker_end, parent_end)) as pool,
+          parent_end):  # closed first, it ends the readers
         waiting = deque()
         for numbers in ranges:
             waiting.append(pool.submit(read_in_process, numbers))
@@ -308,12 +311,23 @@ def read_parts(output: Output, num_parts: int, processes: int) -> Iterator[tuple
             yield waiting.popleft().result()
 
 
-def start_reader(output: Output) -> None:
-    """Make this process one that reads parts of `output`."""
+def start_reader(output: Output, parent: connection.Connection, parents_end: connection.Connection) -> None:
+    """Make this process one that reads parts of `output`, and ends when its parent does."""
     global output_of_process
     output_of_process = output
+    end_with_parent(parent, parents_end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def end_with_parent(parent: connection.Connection, parents_end: connection.Connection) -> None:
+    """In a forked process: end it when the parent ends, however that comes, and with it its end of the pipe."""
+    parents_end.close()
+
+    def wait_for_end():
+        connection.wait([parent])
+        os._exit(1)
+    threading.Thread(target=wait_for_end, daemon=True).start()
 
 
 def read_in_process(numbers: range) -> tuple[str, str, Merged]:

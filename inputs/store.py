@@ -52,13 +52,20 @@ class S3Store:
                 yield entry['Key'], entry['Size']
 
     def read(self, key: str) -> bytes | None:
-        """A whole object; None if there is none."""
-        try:
-            return self.connect().get_object(Bucket=self.bucket, Key=key)['Body'].read()
-        except ClientError as error:
-            if error.response['Error']['Code'] in ('NoSuchKey', '404'):
-                return None
-            raise
+        """A whole object; None if there is none. DataError: the store is out of reach."""
+        problem = None
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(min(0.1 * 2 ** attempt, LONGEST_PAUSE))
+            try:
+                return self.connect().get_object(Bucket=self.bucket, Key=key)['Body'].read()
+            except ClientError as error:
+                if error.response['Error']['Code'] in ('NoSuchKey', '404'):
+                    return None
+                raise
+            except (BotoCoreError, HTTPError, OSError) as error:  # the connection, within the content too
+                problem = f'{type(error).__name__}: {one_line(error)}'
+        raise DataError(f's3://{self.bucket}/{key} is out of reach ({problem})')
 
     def read_range(self, key: str, first: int, end: int) -> bytes:
         """The bytes of an object from `first` to before `end`; after a broken connection it goes on where it was.

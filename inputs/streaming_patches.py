@@ -111,7 +111,10 @@ def clean_shared_memory() -> None:
     Tests: test_a_run_that_starts_leaves_the_shared_memory_of_another_alone,
     test_what_killed_runs_left_is_removed_wherever_it_is.
     """
-    path = os.path.join(tempfile.gettempdir(), f'streaming-{os.getuid()}.lock')
+    folder = tempfile.gettempdir()
+    if os.path.isdir(SHARED_MEMORY):
+        folder = SHARED_MEMORY  # where the memory is: jobs of one host can have temporary folders of their own
+    path = os.path.join(folder, f'streaming-{os.getuid()}.lock')
     is_first = dist.get_local_rank() == 0
     if is_first:
         lock = os.open(path, os.O_RDWR | os.O_CREAT)

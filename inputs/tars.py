@@ -14,7 +14,7 @@ from inputs.errors import DataError, one_line
 from inputs.images import decode_image
 from inputs.store import S3Object, S3Store
 
-IMAGES = ('.jpg', '.jpeg', '.png', '.webp')
+IMAGES = ('.jpg', '.jpeg', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2', '.ppm')
 # A tar can declare any size, so nothing larger is read into memory.
 MAX_BYTES = dict.fromkeys(IMAGES, 256 << 20) | {'.txt': 4 << 20, '.json': 4 << 20}
 MAX_HEADER = 16 << 10  # bytes, of all that a tar has before a file's own: names of 4096 bytes take 11 KiB

@@ -210,7 +210,8 @@ def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
     python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 0 || echo "$*" >> "$COMMANDS"\n')  # no GPU; what it would run
     python.chmod(0o755)
     run = subprocess.run([ROOT / 'benchmarks' / 'encode_once.sh', tmp_path / 'photos', tmp_path / 'out', '--batch_size',
-                          '8', '--warmup_batches', '1', '--measure_batches', '2'], capture_output=True, text=True,
+                          '8', '--image_size', '32', '--warmup_batches', '1', '--measure_batches', '2'],
+                         capture_output=True, text=True,
                          env=os.environ | {'PATH': f'{python.parent}:{os.environ["PATH"]}', 'COMMANDS': str(commands)})
     assert run.returncode == 0, run.stderr
     programs = {'convert.py': convert.main, 'encode.py': encode.main, 'benchmark.py': benchmark.main,
@@ -221,7 +222,7 @@ def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
     records = [json.loads(line) for line in (tmp_path / 'out' / 'results.jsonl').read_text().splitlines()]
     assert [(record['stage'], record.get('encoders')) for record in records] == [
         ('encode', None), ('train', 'in_loop'), ('train', 'text_in_loop')]
-    assert records[0]['samples'] == 40
+    assert records[0]['samples'] == 40 and {record['image_size'] for record in records} == {32}
     printed = capsys.readouterr().out
     assert 'pays off from' in printed and 'text_in_loop' in printed
 

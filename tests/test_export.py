@@ -1,6 +1,7 @@
 """A checkpoint becomes a pipeline of diffusers that draws with what was trained, or nothing at all."""
 import resource
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -144,6 +145,9 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(checkpoints, lat
     torch.save({'weights': torch.zeros(2)}, other)
     assert 'is no checkpoint of a training' in refused([other, out], capfd)
     other.write_bytes(b'half')
+    assert 'no checkpoint, or was not written to its end' in refused([other, out], capfd)
+    with zipfile.ZipFile(other, 'w') as archive:
+        archive.writestr('notes.txt', 'another kind of archive')
     assert 'no checkpoint, or was not written to its end' in refused([other, out], capfd)
     trace = tmp_path / 'ran'
     torch.save({'state': Hostile(trace)}, other)

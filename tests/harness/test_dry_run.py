@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import benchmark
-from harness.dry_run import CARDS, Estimate, estimate, parts_table, speed_table
+from harness.dry_run import CARDS, Estimate, estimate, in_a_row, parts_table, speed_table
 from harness.memory import GIB, taken_on_a_gpu
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
@@ -109,6 +109,10 @@ def test_latents_need_no_vae():
     needed = estimate('', args, True, benchmark.build_model)
     assert 'VAE' not in needed.lasting
     assert not [line for line in parts_table(needed.model) if line.startswith('VAE')]
+
+
+def test_what_costs_nothing_is_said_to():
+    assert in_a_row([0.0, 12.34], '$') == '$0 / $12.3'
 
 
 def test_in_float32_nothing_is_said_of_speed():

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from benchmark import main
+from harness.loggers import OneFileTensorboardLogger
 from tests.runs import TINY, one_error_line, wait_until
 
 
@@ -44,6 +45,15 @@ def test_wandb_offline_holds_the_curves_the_settings_and_the_record(tmp_path, re
     assert {'loss/train/total', 'throughput/samples_per_sec', 'throughput/device/flops_per_sec'} <= history
     assert (config['model_name'], config['batch_size'], config['use_ema']) == ('tiny', 4, True)
     assert summary['images_per_sec'] == record['images_per_sec'] and summary['loss'] == record['loss']
+
+
+def test_a_logger_that_fails_does_not_take_the_record_with_it(results, tmp_path, monkeypatch, capfd):
+    def fail(*_):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(OneFileTensorboardLogger, 'keep_record', fail)
+    record = main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
+    assert json.loads(results.read_text()) == record and record['status'] == 'complete'
+    assert 'OneFileTensorboardLogger did not take the record' in capfd.readouterr().err
 
 
 def test_wandb_without_login_is_one_line(results, capfd, monkeypatch, tmp_path):

@@ -1,6 +1,8 @@
 """The commands that convert.py and encode.py name run as they are printed."""
 import shlex
 
+import torch
+
 from benchmark import main
 from harness.next_command import training_command
 
@@ -10,6 +12,12 @@ def test_the_training_that_is_named_runs_here(shards, results):
     assert command[:4] == ['composer', '-n', '1', 'benchmark.py']
     record = main([*command[4:], '--measure_batches', '2', '--warmup_batches', '1', '--results', str(results)])
     assert (record['status'], record['batch_size'], record['model_name']) == ('complete', 16, 'tiny')
+
+
+def test_gpus_share_the_batch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 6)
+    assert '--batch_size 60 ' in training_command('a', 100) + ' '
 
 
 def test_the_batch_is_a_power_of_two_of_what_there_is_and_flags_stay():

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import report
 from benchmark import main
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
@@ -81,6 +82,17 @@ def test_no_secret_of_the_environment_is_written_down(server, tmp_path, shards):
     assert len(written) > 6 and (folder / 'wandb').is_dir()
     for secret in secrets.values():
         assert not any(secret.encode() in content for content in written)
+
+
+def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be_reported(results, capfd):
+    flags = ['--use_synth_data', *TINY, '--results', str(results)]
+    main(flags)
+    argv = [*flags, '--max_duration', '1sp', '--measure_batches', '1']
+    record = main(argv)
+    assert (record['status'], record['images_per_sec']) == ('unmeasured', None)
+    assert 'no batch was measured: the run was over within --warmup_batches 1' in capfd.readouterr().out
+    report.main([str(results), '--compare'])
+    assert 'unmeasured' in capfd.readouterr().out
 
 
 def measured(**changes) -> dict:
