@@ -26,10 +26,14 @@ CAPTIONS = ('a cat', ' \n', '\ufeff', '\0', '\u202eabc\x1b[2J', LONG, '🦜\u030
 
 @cache
 def images() -> list[bytes]:
-    noise, exif, found = Image.frombytes('RGB', (33, 20), random.Random(0).randbytes(1980)), Image.Exif(), set()
+    """Noise in every mode, in some sizes, in every format and with every option that they allow."""
+    noise = Image.frombytes('RGB', (33, 20), random.Random(0).randbytes(1980))
+    exif = Image.Exif()
     exif.update({0x0112: 6, 0x010e: 'words', 0x011a: 1.5, 0x0102: (8, 8, 8)})
-    modes = map(noise.convert, ('1', 'L', 'LA', 'P', 'RGB', 'RGBA', 'CMYK', 'I', 'I;16'))
-    for picture in [*modes, *map(noise.resize, ((1, 1), (1, 99), (150, 140)))]:
+    pictures = [noise.convert(mode) for mode in ('1', 'L', 'LA', 'P', 'RGB', 'RGBA', 'CMYK', 'I', 'I;16')]
+    pictures += [noise.resize(size) for size in ((1, 1), (1, 99), (150, 140))]
+    found = set()
+    for picture in pictures:
         for format in ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'MPO', 'TIFF', 'EPS'):
             for options in ({}, {'save_all': True, 'append_images': [noise]}, {'progressive': True, 'exif': exif}):
                 with contextlib.suppress(Exception), io.BytesIO() as buffer:  # not every format has every mode
@@ -44,11 +48,15 @@ def damaged(draw: random.Random, data: bytes = b'') -> bytes:
     for _ in range(draw.choice((0, 0, 1, 2, 9))):
         at = draw.randrange(min(len(data), draw.choice((200, 1 << 20))) + 1)
         new = draw.choice((b'', b'\0', b'\xff', b'\0' * 4, b'\xff' * 4, draw.randbytes(draw.randrange(9)), data[-99:]))
-        data = data[:at] + new + data[at + draw.choice((0, len(new), len(new), len(new), 9)):]
-    return data[:draw.randrange(len(data) + 1)] if draw.random() < 0.1 else data
+        replaced = draw.choice((0, len(new), len(new), len(new), 9))  # bytes; mostly none move
+        data = data[:at] + new + data[at + replaced:]
+    if draw.random() < 0.1:
+        data = data[:draw.randrange(len(data) + 1)]
+    return data
 
 
 def wild_tar(draw: random.Random) -> bytes:
+    """A tar of three samples with hostile names, captions, sizes and types of member, damaged as well."""
     parts = []
     for key in draw.choices(('a', 'b', '../../c', '/d', '\udcff', 'x' * 5000, '', 'e/.f'), k=3):
         caption = draw.choice(CAPTIONS)
@@ -74,12 +82,14 @@ def main():
     counts = Counter()
     memory = []  # resident MiB after each input
     while time.monotonic() < end:
-        name, = draw.choices(list(CHECKS), (20, 20, 1))  # the converter starts a process for each input
-        data, path = CHECKS[name][0](draw), Path(f'broken.{name}')
+        [name] = draw.choices(list(CHECKS), (20, 20, 1))  # the converter starts a process for each input
+        make_input, check = CHECKS[name]
+        data = make_input(draw)
+        path = Path(f'broken.{name}')
         path.write_bytes(data)  # before, for what breaks this process
         signal.alarm(20)
         try:
-            counts[name, CHECKS[name][1](data)] += 1
+            counts[name, check(data)] += 1
         except (Exception, SystemExit) as error:
             sys.exit(f'{error!r}\nreplay: python -c "from tests.test_hostile import CHECKS; '
                      f"CHECKS['{name}'][1](open('{path}', 'rb').read())\"")

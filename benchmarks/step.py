@@ -53,4 +53,7 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    run(sys.argv[1]) if sys.argv[1:] in (['original'], ['here']) else main()
+    if sys.argv[1:] in (['original'], ['here']):
+        run(sys.argv[1])
+    else:
+        main()

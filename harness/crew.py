@@ -32,15 +32,6 @@ def environment_number(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-def take_turns(store, key: str, numbers: list[int]) -> Iterator[int]:
-    """Those of `numbers`, the same list on all ranks, that this rank comes for first: each goes to one rank."""
-    while True:
-        turn = store.add(key, 1) - 1
-        if turn >= len(numbers):
-            return
-        yield numbers[turn]
-
-
 class Crew:
     """This rank and the others.
 
@@ -56,7 +47,7 @@ class Crew:
         self.rank = rank
         self.size = size
         self.patience = patience
-        self.unsaid = threading.Lock()  # taken by whoever says why the run ends
+        self.last_word = threading.Lock()  # taken by the thread that says why the run ends
         self._signs: dict[int, tuple[bytes, float]] = {}  # the last of each rank, and when it was first seen
         self._next_sign = 0.0
 
@@ -90,12 +81,12 @@ class Crew:
                 self.store.set('end', 'failed' if failed else 'whole')
                 self.wait_until(lambda: self.store.add('left', 0) == self.size - 1, 5 if failed else self.patience)
 
-    def wait_until(self, true: Callable[[], bool], seconds: float = float('inf')) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = float('inf')) -> None:
         """Look again and again, so that signals are answered meanwhile. RankLost: it took longer, or rank 0 is gone."""
         end = time.monotonic() + seconds
         pause = 0.02
         with self._store_at_hand():
-            while not true():
+            while not condition():
                 if time.monotonic() > end:
                     raise RankLost(f'not all ranks came within {seconds:g} s')
                 self._heed_failure()
@@ -134,14 +125,16 @@ class Crew:
         return json.loads(zlib.decompress(b''.join(pieces)))
 
     def take_turns(self, numbers: list[int]) -> Iterator[int]:
-        """Those of `numbers` that this rank comes for first. RankLost: rank 0 is gone."""
-        turns = take_turns(self.store, 'turn', numbers)
+        """Those of `numbers`, the same list on all ranks, that this rank comes for first: each goes to one rank.
+
+        RankLost: rank 0 is gone.
+        """
         while True:
             with self._store_at_hand():
-                number = next(turns, None)
-            if number is None:
+                turn = self.store.add('turn', 1) - 1
+            if turn >= len(numbers):
                 return
-            yield number
+            yield numbers[turn]
 
     def give_sign(self, images: int, bytes_done: int, finished: bool = False) -> None:
         """Say, at most once a second, what this rank has done so far, and that it is alive. RankLost: rank 0 is gone.
@@ -225,15 +218,15 @@ def sigterm_answered(say: Callable[[], None]) -> Iterator[None]:
 
 
 def say_stopped(program: str, crew: Crew, why: str) -> bool:
-    """Print, once, why a run ends; on another rank than 0 only where rank 0 is gone and this is the first that is left.
+    """Print, once, why a run ends: on rank 0, or where that is gone, on the first rank of each node.
 
     Returns whether this process has said it, now or, in another thread, before.
     """
     if crew.rank:
-        first_that_is_left = crew.rank == 1 or environment_number('LOCAL_RANK', 0) == 0
-        if not first_that_is_left or not crew.is_alone():
+        first_of_its_node = crew.rank == 1 or environment_number('LOCAL_RANK', 0) == 0  # but for rank 0
+        if not first_of_its_node or not crew.is_alone():
             return False
-    if crew.unsaid.acquire(blocking=False):
+    if crew.last_word.acquire(blocking=False):
         print(f'{program}: error: {why}', file=sys.stderr, flush=True)
     return True
 

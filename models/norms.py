@@ -89,7 +89,7 @@ class LayoutKeepingGroupNorm(torch.autograd.Function):
     """A group norm from operators that keep the layout of an image (B, C, H, W): sums over pixels, and addcmul.
 
     Each pass over the image reads and writes its own type. Statistics and sums are in float32, or in float64 where the
-    image is; products with them are rounded once, when they are written. For the backward pass only the image is kept.
+    image is; what is written is rounded to its type each time. For the backward pass only the image is kept.
     """
 
     @staticmethod
