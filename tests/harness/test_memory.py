@@ -41,7 +41,7 @@ def fake_model(args, latents: bool = False):
 def refusal(argv: list[str]) -> str | None:
     args = parsed(argv)
     try:
-        refuse_too_little_memory(args, fake_model(args))
+        refuse_too_little_memory(args, fake_model(args, args.use_synth_latents))
     except ValueError as error:
         return str(error)
     return None
