@@ -168,4 +168,8 @@ def ignore_signals() -> None:
     """From here on, no signal ends this process: what follows is short, and must be whole."""
     signal.alarm(0)
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, do_nothing)
+
+
+def do_nothing(number: int, frame) -> None:
+    """A signal's handler; with SIG_IGN in its place Python complains of a signal that came a moment before."""

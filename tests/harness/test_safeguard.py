@@ -16,6 +16,7 @@ import benchmark
 from benchmark import main
 from ema import EMA
 from harness.checkpoints import checkpoints, load_checkpoint
+from harness.safeguard import SIGNALS, Safeguard
 from tests.runs import ROOT, TINY, failed, wait_until
 
 
@@ -114,6 +115,24 @@ def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_
     argv = ['--use_synth_data', '--use_ema', *TINY, '--max_duration', f'{done + 3}ba', '--save_folder', str(folder)]
     resumed = main([*argv, '--autoresume', '--results', str(results)])
     assert (resumed['status'], resumed['first_batch'], resumed['measured_batches']) == ('complete', done, 2)
+
+
+def test_signals_that_come_together_are_answered_once(monkeypatch):
+    """A launcher passes Ctrl-C on as SIGTERM: Python would say `Signal 15 ignored due to race condition`."""
+    complaints = []
+    monkeypatch.setattr(sys, 'unraisablehook', complaints.append)
+    safeguard = Safeguard(17)
+    safeguard.updating = True  # else it ends this process
+    before = {number: signal.signal(number, safeguard._interrupt) for number in SIGNALS}
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        assert safeguard.interrupted and not complaints
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_a_run_leaves_the_signals_as_they_were(results):
