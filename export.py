@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from safetensors import SafetensorError
+from transformers.utils.logging import disable_progress_bar
 
 from harness.checkpoints import checkpoints, fetched_for_all, from_storage, load_checkpoint, newest_whole
 from harness.initial_weights import weights_of_checkpoint, with_prefix_removed
@@ -192,6 +193,7 @@ def summary(args: argparse.Namespace, trained: Trained) -> str:
 
 def export(args: argparse.Namespace) -> None:
     """Write OUT."""
+    disable_progress_bar()  # of transformers 5, for a part that is written in a moment
     with new_folder(args.out) as folder:
         trained = read_trained(find_checkpoint(args.checkpoint))
         build_pipeline(args, trained).save_pretrained(folder)

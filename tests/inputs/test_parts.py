@@ -5,9 +5,10 @@ import signal
 import time
 
 import psutil
+import pytest
 
 from inputs import parts
-from inputs.parts import Output, merge_parts, part_index
+from inputs.parts import Output, PartWriter, merge_parts, part_index
 from tests.runs import wait_until
 
 
@@ -45,3 +46,22 @@ def test_a_merge_by_several_processes_is_that_of_one(tmp_path, monkeypatch):
         assert (one / name).read_bytes() == (two / name).read_bytes()
     index = json.loads((one / 'index.json').read_text())
     assert index['about'] == 1 and [shard['samples'] for shard in index['shards']] == [1, 2, 2, 4, 5, 5]
+
+
+def test_a_part_whose_shard_did_not_arrive_is_not_said_to_be_whole(tmp_path, monkeypatch):
+    def fail(self, name):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(Output, 'keep', fail)
+    output = Output(str(tmp_path))
+    part = PartWriter(output, 0, {'caption': 'str'})
+    part.write({'caption': 'a'})
+    with pytest.raises(OSError, match='No space left'):
+        part.finish()
+    assert not (tmp_path / part_index(0)).exists()
+
+
+def test_parts_without_a_sample_make_no_dataset(tmp_path):
+    output = Output(str(tmp_path))
+    output.write(part_index(0), json.dumps({'shards': [], 'skipped': []}))
+    assert merge_parts(output, 1, {}).samples == 0
+    assert not (tmp_path / 'index.json').exists()
