@@ -220,8 +220,7 @@ def open_held_out(args: argparse.Namespace, files: ModelFiles, latents: bool) ->
     if latents and 'latents' not in index:
         raise ValueError(f'{flag} {args.eval_remote} holds images, and the training is on latents, without a VAE; '
                          'encode it, too')
-    images = open_dataset(args.eval_remote, None, flag, image_size=args.image_size, index=index, batch_size=1,
-                          beside_another=bool(args.remote))
+    images = open_dataset(args.eval_remote, None, flag, image_size=args.image_size, index=index, batch_size=1)
     images.captions_as_text = True
     timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
     return HeldOutSamples(images, args.image_size, timesteps, args.seed)

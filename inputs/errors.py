@@ -12,9 +12,10 @@ def one_line(error: BaseException) -> str:
     return last
 
 
-def unreadable_shard(error: BaseException) -> DataError:
-    """A storage client's error as ours, with the remedy where it is known."""
-    text = f'a shard could not be read ({type(error).__name__}: {one_line(error)})'
+def unreadable_shard(error: BaseException, place: str | None = None) -> DataError:
+    """An error of a storage client or a disk as ours, with the remedy where it is known; `place` is the shard's."""
+    which = f'a shard, {place},' if place else 'a shard'
+    text = f'{which} could not be read ({type(error).__name__}: {one_line(error)})'
     if 'No space left' in str(error):
         text += '; free some of the disk, or bound the cache with --cache_limit'
     return DataError(text)

@@ -14,15 +14,14 @@ from streaming import StreamingDataset
 
 import convert
 from benchmark import main
-from inputs.streaming_patches import clean_shared_memory, starting_alone
+from inputs.shared_memory import own_shared_memory
 from tests.local_s3 import local_s3
 from tests.runs import ROOT, TINY, wait_until
 from tests.samples import encoded, end_of_first_sample, picture, sample_files, shaded, write_sample_tar, write_tar
 
 
 def read_back(out: Path, **kwargs) -> list[tuple[bytes, str]]:
-    clean_shared_memory()
-    with starting_alone():
+    with own_shared_memory():
         dataset = StreamingDataset(local=str(out), shuffle=False, batch_size=1, **kwargs)
     return [(dataset[i]['jpg'], dataset[i]['caption']) for i in range(len(dataset))]
 
