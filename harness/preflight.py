@@ -10,7 +10,6 @@ import torch
 from composer import Time
 from composer.core import TimeUnit
 from composer.utils import dist
-from streaming.base.util import bytes_to_int
 
 from harness.checkpoints import checkpoints, from_storage
 from harness.costs import TRAINING_IMAGES
@@ -18,6 +17,7 @@ from harness.measurement import QUEUES_IN_WINDOW
 from harness.ranks import cores_per_rank
 from harness.sampling import read_prompts
 from harness.tracing import TRACE_WARMUP, TRACED_BATCHES
+from inputs.shards import parse_size
 from inputs.timed_loader import queued_batches
 
 HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
@@ -237,7 +237,7 @@ def refuse_bad_cache_limit(args: argparse.Namespace) -> None:
         raise ValueError(f'--cache_limit {args.cache_limit} has no cache to bound: --remote {args.remote} is read '
                          'in place; give --local a folder, or leave the limit out')
     try:
-        bytes_to_int(args.cache_limit)
+        parse_size(args.cache_limit)
     except ValueError:
         raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
 

@@ -84,10 +84,12 @@ def claim_cache(folder: str, remote: str, index: dict) -> None:
         if not marker.exists():
             refuse_other_files(marker)
             write_marker(marker, ours)
-        found = json.loads(marker.read_bytes())
-        theirs = (found['remote_sha256'], found['index_sha256'])
+        content = marker.read_bytes()
     except OSError as error:
         raise ValueError(f'--local {folder} cannot be written: {error.strerror}') from None
+    try:
+        found = json.loads(content)
+        theirs = (found['remote_sha256'], found['index_sha256'])
     except (ValueError, KeyError, TypeError):  # of JSON, of Unicode, of what is in it
         raise ValueError(f'--local {folder} has a damaged {MARKER}; give {remote} another folder') from None
     if theirs[0] != ours['remote_sha256']:
