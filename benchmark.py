@@ -23,7 +23,8 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from tokenizers import Tokenizer
 from torchmetrics import MeanSquaredError
 
-from data import SyntheticImageCaptionDataset, build_held_out_loader, build_loader, open_dataset
+from data import (SyntheticImageCaptionDataset, build_held_out_loader, build_loader, open_dataset,
+                  say_what_an_epoch_leaves_out)
 from ema import EMA
 from harness.caption_drop import CaptionDrop
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint
@@ -197,6 +198,8 @@ def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
     tokenizer = build_fitting_tokenizer(args, files)
     dataset = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
                            cache_limit=args.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=args.seed)
+    if not args.loader_only:
+        say_what_an_epoch_leaves_out(samples, args.batch_size)
     return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
 
 

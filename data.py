@@ -330,6 +330,21 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
 
 
+def say_what_an_epoch_leaves_out(samples: int, batch_size: int) -> None:
+    """On rank 0, where some samples make no whole batch: how many.
+
+    Args:
+        samples: of the dataset.
+        batch_size: over all devices.
+    """
+    devices = dist.get_world_size()
+    batches = math.ceil(samples / devices) // (batch_size // devices)
+    left_out = samples - batches * batch_size
+    if left_out > 0 and dist.get_global_rank() == 0:
+        print(f'each epoch leaves out {left_out:,} of the {samples:,} samples: the others make {batches:,} whole '
+              f'batches of --batch_size {batch_size}')
+
+
 def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, tokenizer: Tokenizer,
                           max_bad_samples: float = 0.01) -> DataSpec:
     """The loader of an evaluation: every sample once, in one order, shared out to the ranks; the last batch is smaller.

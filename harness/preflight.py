@@ -17,7 +17,9 @@ from harness.measurement import QUEUES_IN_WINDOW
 from harness.ranks import cores_per_rank
 from harness.sampling import read_prompts
 from harness.tracing import TRACE_WARMUP, TRACED_BATCHES
+from inputs.sample_size import bytes_of_sample, most_bytes_of_sample
 from inputs.shards import parse_size
+from inputs.shared_memory import free_bytes
 from inputs.timed_loader import queued_batches
 
 HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
@@ -86,13 +88,16 @@ def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precisi
     if args.num_workers is None:
         args.num_workers = 0
         if args.remote and getattr(args, 'dry_run', None) is None:
-            args.num_workers = default_workers(device_batch, args.image_size)
+            args.num_workers = default_workers(device_batch, args.image_size, args.remote)
 
 
-def default_workers(device_batch: int, image_size: int) -> int:
-    """Loader processes of each rank: as many as its cores, unless shared memory holds fewer, which is said."""
+def default_workers(device_batch: int, image_size: int, remote: str) -> int:
+    """Loader processes of each rank: as many as its cores, unless shared memory holds fewer, which is said.
+
+    ValueError: it may hold fewer, and `remote`, by which that is decided, cannot be read.
+    """
     wanted = min(MOST_WORKERS, cores_per_rank())
-    fitting = workers_that_fit(device_batch, image_size)
+    fitting = workers_that_fit(wanted, device_batch, image_size, remote)
     if fitting >= wanted:
         return wanted
     if dist.get_global_rank() == 0:
@@ -131,14 +136,30 @@ def best_precision(args: argparse.Namespace) -> str:
     return 'amp_fp16'
 
 
-def workers_that_fit(device_batch: int, image_size: int) -> int:
-    """Workers of each rank whose batches shared memory can hold; where it is full they would die of a bus error."""
-    if not os.path.isdir('/dev/shm'):
+def workers_that_fit(wanted: int, device_batch: int, image_size: int, remote: str) -> int:
+    """Workers of each rank whose batches shared memory can hold; where it is full they would die of a bus error.
+
+    Args:
+        wanted: the number that is asked for.
+        device_batch: samples a device.
+        image_size: that is trained at, in pixels: no image is larger in a batch.
+        remote: the dataset, which is looked at only where the largest images would not fit.
+
+    ValueError: `remote` cannot be read.
+    """
+    free = free_bytes()
+    if free is None:
         return sys.maxsize
-    disk = os.statvfs('/dev/shm')
-    batch_bytes = max(1, device_batch) * 3 * image_size ** 2  # uint8, at most of this size
-    batches = disk.f_bavail * disk.f_frsize // (dist.get_local_world_size() * batch_bytes)
-    return max(0, (batches - 2) // 2)  # each worker prefetches 2, and 2 are in use
+    share = free // (dist.get_local_world_size() * max(1, device_batch))
+    fitting = workers_in(share // most_bytes_of_sample(image_size))
+    if fitting < wanted:
+        fitting = workers_in(share // bytes_of_sample(remote, image_size))
+    return fitting
+
+
+def workers_in(batches: int) -> int:
+    """Workers whose batches are that many: each prefetches 2, and 2 are in use."""
+    return max(0, (batches - 2) // 2)
 
 
 def refuse_bad_training(args: argparse.Namespace) -> None:
@@ -211,10 +232,11 @@ def refuse_bad_batch(args: argparse.Namespace) -> None:
 def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None:
     """ValueError for the flags that encode.py has as well."""
     refuse_bad_image_size(args)
-    fitting = workers_that_fit(device_batch, args.image_size)
-    if args.num_workers > fitting:
-        raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its batches; '
-                         f'use at most {fitting}, or make it larger (docker run --shm-size)')
+    if args.remote and args.num_workers:
+        fitting = workers_that_fit(args.num_workers, device_batch, args.image_size, args.remote)
+        if args.num_workers > fitting:
+            raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its '
+                             f'batches; use at most {fitting}, or make it larger (docker run --shm-size)')
     if args.cache_limit:
         refuse_bad_cache_limit(args)
     if dist.get_global_rank() == 0:

@@ -1,4 +1,8 @@
 """What is wrong with data, said in one line."""
+import re
+
+# of torch, where a process of a loader is gone
+ENDED_WORKER = r'DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)'
 
 
 class DataError(Exception):
@@ -19,3 +23,18 @@ def unreadable_shard(error: BaseException, place: str | None = None) -> DataErro
     if 'No space left' in str(error):
         text += '; free some of the disk, or bound the cache with --cache_limit'
     return DataError(text)
+
+
+def ended_worker(error: BaseException) -> str | None:
+    """Of an error because a process of a loader is gone: which, why, and the remedy. None: it is another error."""
+    match = re.search(ENDED_WORKER, str(error))
+    if match is None:
+        return None
+    pids, signal = match.groups()
+    text = f'a loader process, pid {pids}, was killed'
+    if signal:
+        text += f' ({signal})'
+    if signal == 'Bus error':
+        return (f'{text}: the shared memory, /dev/shm, is full; make it larger (docker run --shm-size), or use fewer '
+                '--num_workers')
+    return f'{text}, as is done where memory runs out; use fewer --num_workers'

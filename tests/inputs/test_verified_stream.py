@@ -49,7 +49,7 @@ def test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index(tmp_path,
     dataset.evict_shard(0)
     other = Path(write(tmp_path / 'other', 'another'[:7]))
     shutil.copy(other / 'shard.00000.mds', remote / 'shard.00000.mds')
-    with pytest.raises(DataError, match=r'^shard /.*/remote/shard.00000.mds fails its xxh64 hash.*, fetched twice; put'):
+    with pytest.raises(DataError, match=r'^shard /.*/shard.00000.mds fails its xxh64 hash.*, fetched twice; put'):
         dataset.sample(0)
     with pytest.raises(DataError, match='fails its xxh64 hash'):  # of those who come later as well
         dataset.sample(1)
@@ -100,7 +100,7 @@ def test_shards_that_are_read_in_place_are_neither_changed_nor_dropped(tmp_path,
     with pytest.raises(ValueError, match='cache_limit 1mb has no cache to bound'):
         StreamingLAIONDataset(str(remote), batch_size=1, cache_limit='1mb')
     dataset = StreamingLAIONDataset(local=str(remote), batch_size=1)
-    with pytest.raises(DataError, match='^shard .*/shard.00000.mds fails its xxh64 hash: .*; put a good copy in its place'):
+    with pytest.raises(DataError, match='^shard .*/shard.00000.mds fails its xxh64 hash: .*; put a good copy'):
         dataset.sample(0)
     assert dataset.sample(23)['caption'] == 'picture 023'
     assert {path.name: path.read_bytes() for path in remote.iterdir()} == before
