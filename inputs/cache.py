@@ -142,7 +142,7 @@ def hold_cache(folder: str, alone: bool) -> tuple[int, bool]:
         folder: the cache.
         alone: this run drops shards.
     """
-    lock = os.open(Path(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(Path(folder, LOCK), os.O_RDWR | os.O_CREAT, 0o666)
     end = time.monotonic() + SECONDS_TO_LEAVE
     while True:
         try:

@@ -27,7 +27,8 @@ def unreadable_shard(error: BaseException, place: str | None = None) -> DataErro
 
 def ended_worker(error: BaseException) -> str | None:
     """Of an error because a process of a loader is gone: which, why, and the remedy. None: it is another error."""
-    match = re.search(ENDED_WORKER, str(error))
+    match = re.search(ENDED_WORKER, str(error.__cause__))  # which names the signal, where torch has been told
+    match = match or re.search(ENDED_WORKER, str(error))
     if match is None:
         return None
     pids, signal = match.groups()

@@ -82,10 +82,12 @@ def claim_number() -> tuple[int, int]:
 def remove_what_nobody_holds() -> None:
     """Remove the shared memory and the lock files of datasets of this program, of which no process lives any more."""
     for path in Path(memory_folder()).glob(owner_name('*')):
-        number = re.fullmatch(owner_name(r'(\d+)'), path.name)
+        number = re.fullmatch(owner_name(r'(\d{7,})'), path.name)
         if number is None:
             continue
         with contextlib.suppress(FileNotFoundError):  # another run removes it now
+            if path.lstat().st_uid != os.getuid():
+                continue  # somebody else's, who would have us remove memory that is in use
             file = os.open(path, os.O_RDWR)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,6 +3,7 @@
 A shard is fetched under a name of its own, compared with index.json, and only then given its name. `open_shards` is for
 programs that read whole shards, without a StreamingDataset.
 """
+import glob
 import os
 import re
 import uuid
@@ -101,11 +102,9 @@ class VerifiedStream(Stream):
         """Download a shard, and give it its name if it is good; else what is wrong with it."""
         path = path_of(shard)
         unpacked = f'{path}.{uuid.uuid4().hex[:8]}{PART}'
-        mine = [unpacked]
+        packed = f'{unpacked}.packed'
         try:
             if shard.zip_data:
-                packed = f'{unpacked}.packed'
-                mine.append(packed)
                 self._download(shard.zip_data.basename, packed)
                 fault = unpack(packed, unpacked, shard)
                 if fault:
@@ -119,7 +118,7 @@ class VerifiedStream(Stream):
         except OSError as error:  # of the disk
             raise unreadable_shard(error, path) from None
         finally:
-            for leftover in mine:
+            for leftover in (unpacked, packed):
                 Path(leftover).unlink(missing_ok=True)
 
     def _download(self, basename: str, path: str) -> None:
@@ -127,6 +126,8 @@ class VerifiedStream(Stream):
         try:
             self._download_file(basename, os.path.relpath(path, self.local))
         except Exception as error:  # every storage client has its own
+            for unfinished in glob.glob(f'{glob.escape(path)}.*'):  # as the client has named it
+                os.unlink(unfinished)
             raise unreadable_shard(error, os.path.join(self.remote, basename)) from None
 
 

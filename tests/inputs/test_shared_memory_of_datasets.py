@@ -3,7 +3,6 @@ import fcntl
 import os
 import signal
 import tempfile
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -47,12 +46,11 @@ def leave_memory(number: int) -> list[Path]:
     """What a dataset of that number leaves when it is killed."""
     paths = []
     for kind in ('locals', 'epoch_data', 'checked'):
-        memory = SharedMemory(f'{number}_{kind}', create=True, size=4)
-        memory.close()
-        paths.append(Path('/dev/shm', f'{number}_{kind}'))
-    Path(tempfile.gettempdir(), f'{number}_barrier_filelock').touch()
+        paths.append(Path('/dev/shm', f'{number:06}_{kind}'))
+        paths[-1].write_bytes(bytes(4))
+    Path(tempfile.gettempdir(), f'{number:06}_barrier_filelock').touch()
     Path(owner(number)).write_text(tempfile.gettempdir())
-    return [*paths, Path(tempfile.gettempdir(), f'{number}_barrier_filelock'), Path(owner(number))]
+    return [*paths, Path(tempfile.gettempdir(), f'{number:06}_barrier_filelock'), Path(owner(number))]
 
 
 def test_what_a_killed_run_left_is_removed_and_what_a_live_one_holds_is_not():
@@ -68,6 +66,21 @@ def test_what_a_killed_run_left_is_removed_and_what_a_live_one_holds_is_not():
     remove_what_nobody_holds()
     assert not any(path.exists() for path in of_live)
     others.unlink()
+
+
+def test_an_owners_file_that_somebody_else_made_removes_nothing(monkeypatch):
+    """Of a number of ours, or of the first ones, which are of other programs."""
+    left = [*leave_memory(MOST_NUMBERS + 3), *leave_memory(999_999)]
+    uid = os.getuid()
+    monkeypatch.setattr(shared_memory, 'owner_name', lambda number: f'diffusion-benchmark-{uid}-{number}-owner')
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory.os, 'getuid', lambda: uid + 1)
+        remove_what_nobody_holds()
+        assert all(path.exists() for path in left)
+    remove_what_nobody_holds()
+    assert [path.exists() for path in left] == [False] * 5 + [True] * 5
+    for path in left[5:]:
+        path.unlink()
 
 
 def test_memory_stays_as_long_as_a_process_lives_that_was_forked_from_the_one_that_made_it():

@@ -80,6 +80,24 @@ def test_what_arrives_damaged_is_fetched_once_more(tmp_path, remote, monkeypatch
     assert times == [str(remote / 'shard.00000.mds')] * 2
 
 
+def test_a_download_that_breaks_off_leaves_nothing(tmp_path, remote, monkeypatch):
+    def breaking(self, remote, local, timeout):
+        Path(f'{local}.tmp').write_bytes(b'half')
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(LocalDownloader, '_download_file_impl', breaking)
+    dataset = open_dataset(remote, tmp_path / 'cache', download_retry=1)
+    with pytest.raises(DataError, match='remote/shard.00000.mds, could not be read .*No space left.*--cache_limit$'):
+        dataset.sample(0)
+    assert set(os.listdir(tmp_path / 'cache')) == {'cache.json', 'cache.lock', 'index.json'}
+
+
+def test_an_index_that_was_read_is_not_read_again(tmp_path, remote):
+    index = read_index(str(remote))
+    os.rename(remote / 'index.json', tmp_path / 'index.json')
+    assert open_dataset(remote, tmp_path / 'cache', index=index).sample(0)['caption'] == 'picture 000'
+    assert StreamingLAIONDataset(str(remote), index=index, batch_size=1).sample(0)['caption'] == 'picture 000'
+
+
 def test_each_shard_is_verified_once_by_all_processes_of_a_node(tmp_path, remote, monkeypatch):
     looked = []
     monkeypatch.setattr(verified_stream, 'fault_of_shard', lambda path, *_: looked.append(Path(path).name))
