@@ -48,7 +48,7 @@ class VerifiedStream(Stream):
 
     def get_shards(self, world: World, allow_unsafe_types: bool) -> list[MDSReader]:
         """Readers of all shards, from the index that was given: that of a cache may be older."""
-        if self.remote and world.is_local_leader:
+        if self.remote:
             write_index(self.local, self.index)
         readers = [reader_from_json(self.local, self.split, entry) for entry in self.index['shards']]
         for reader in readers:
@@ -79,7 +79,6 @@ class VerifiedStream(Stream):
         What is on disk already is looked at once more: a process that was killed, or a disk, may have left less.
         """
         path = path_of(shard)
-        fault = None
         try:
             fault = fault_of_shard(path, shard.raw_data, shard.samples)
             if fault is None:

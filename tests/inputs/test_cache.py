@@ -1,5 +1,4 @@
 """Where shards are cached, and that each remote has a cache of its own."""
-from benchmark import main
 from data import StreamingLAIONDataset
 from tests.runs import TINY, one_error_line
 from tests.samples import write_shards
@@ -15,6 +14,6 @@ def test_a_local_remote_is_read_in_place_and_a_given_cache_is_filled(shards, tmp
 
 def test_a_cache_of_another_remote_is_refused(shards, samples, tmp_path, results, capfd):
     other, cache = write_shards(tmp_path / 'other', samples), tmp_path / 'cache'
-    main(['--remote', shards, *TINY, '--local', str(cache), '--results', str(results)])
+    StreamingLAIONDataset(shards, str(cache), batch_size=1)
     error = one_error_line(['--remote', other, *TINY, '--local', cache, '--results', results], capfd)
     assert f'--local {cache} caches {shards}' in error
