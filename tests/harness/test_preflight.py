@@ -60,7 +60,7 @@ SYNTHETIC = ['--use_synth_data', *TINY]
     ([*SYNTHETIC, '--load_weights', 'nowhere'], ['--load_weights nowhere', 'checkpoint', 'diffusers']),
     ([*SYNTHETIC, '--pretrained'], ['--model_name tiny', 'folder']),
     ([*SYNTHETIC, '--bach_size', '4'], ['--bach_size']),
-    (['--remote', 'nowhere', *TINY], ['--remote nowhere', 'convert.py']),
+    (['--remote', 'nowhere', *TINY], ['--remote nowhere is no folder here', 's3://bucket/folder']),
     (['--remote', 's3://nowhere/x', *TINY], ['--remote s3://nowhere/x', 'could not be read']),
     (['--remote', 'SHARDS', *TINY, '--tokenizer', 'nobody/nothing'], ['--tokenizer nobody/nothing', 'folder']),
     (['--remote', 'SHARDS', *TINY, '--tokenizer', 'SHARDS'], ['--tokenizer', 'tokenizer.json']),
@@ -103,9 +103,9 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_a_better_
 
 
 def test_too_little_shared_memory_is_said_before_the_run(server, tmp_path, shards):
-    argv = ['--remote', shards, *TINY, '--image_size', '256', '--num_workers', '2', '--results', tmp_path / 'results']
+    argv = ['--remote', shards, *TINY, '--image_size', '256', '--num_workers', '16', '--results', tmp_path / 'results']
     line, output = on_small_disk(server, 1, '/dev/shm', argv, tmp_path / 'out')
-    assert '--num_workers 2 may fill the shared memory' in line and not output
+    assert '--num_workers 16 may fill the shared memory' in line and not output
 
 
 def test_ranks_whose_hosts_differ_take_the_fewest_loader_processes_and_one_length(monkeypatch):
