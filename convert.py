@@ -20,7 +20,7 @@ import signal
 import sys
 from collections import deque
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
@@ -35,8 +35,10 @@ from harness.next_command import training_command
 from inputs.errors import DataError, one_line
 from inputs.parts import CLAIM, SKIPPED, Merged, Output, PartWriter, claim, end_with_parent, finished_parts, merge_parts
 from inputs.shards import MDS_COLUMNS
-from inputs.store import S3Store
-from inputs.tars import IMAGES, File, find_files, join_neighbours, make_sample, opened_by, read_samples
+from inputs.stores import is_address
+from parts.names import IMAGES, File
+from parts.sources import find_files, join_neighbours
+from parts.tars import make_sample, read_samples
 
 worker = None  # in a process of the pool, see start_worker
 
@@ -59,7 +61,6 @@ class Worker:
     shard_bytes: int
     images: object  # converted so far, by slot: shared with the parent, without a lock, which could die with a worker
     bytes_read: object  # the same
-    stores: dict[str, S3Store] = field(default_factory=dict)
 
 
 def fail(status: int, message: str) -> NoReturn:
@@ -102,7 +103,7 @@ def refuse_bad_arguments(args: argparse.Namespace) -> None:
 def begin(args: argparse.Namespace, output: Output) -> Plan:
     """On rank 0: find what there is to convert, claim OUT for it, and see what an earlier run has done."""
     try:
-        files = find_files(args.source)
+        files = found_files(args.source)
     except (ValueError, OSError) as error:
         fail(2, one_line(error))
     if not files:
@@ -122,6 +123,14 @@ def begin(args: argparse.Namespace, output: Output) -> Plan:
     if done:
         print(f'going on with OUT {args.out}: {len(done):,} of {len(parts):,} parts are done')
     return Plan(parts, [number for number in range(len(parts)) if number not in done])
+
+
+def found_files(source: list[str]) -> list[File]:
+    """`find_files`; a client of a store does not survive the fork of the workers, so it gets a process of its own."""
+    if not any(map(is_address, source)):
+        return find_files(source).files
+    with futures.ProcessPoolExecutor(1, multiprocessing.get_context('spawn')) as pool:
+        return pool.submit(find_files, source).result().files
 
 
 def require_new_or_ours(output: Output) -> None:
@@ -214,7 +223,7 @@ def convert_part(slot: int, number: int, files: list[File]) -> None:
     damaged = []
     bytes_before = worker.bytes_read[slot]
     for file in files:
-        for key, fields in read_samples(opened_by(file, worker.stores)):
+        for key, fields in read_samples(file):
             try:
                 sample = make_sample(fields)
             except ValueError as reason:
@@ -290,7 +299,7 @@ def require_same_folders(plan: Plan, output: Output) -> None:
     if output.read(CLAIM) is None:
         raise DataError(f'OUT {output.out} is not the same folder on every node; use a shared one or a store')
     for file in (plan.parts[0][0], plan.parts[-1][-1]):
-        if not file.name.startswith('s3://') and not os.path.lexists(file.name):
+        if not is_address(file.name) and not os.path.lexists(file.name):
             raise DataError(f'SOURCE {file.name} is not there on every node; use a shared folder or a store')
 
 

@@ -1,4 +1,5 @@
 """Image files become tensors: decoded safely, upright, cut to their centre square."""
+import functools
 import io
 import warnings
 
@@ -17,6 +18,22 @@ UPRIGHT = {2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4:
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
 USUAL_BITS = (8, 10, 12, 14, 16)
 MAX_SCANS = 200  # of a progressive JPEG: a scan of 31 bytes takes as long as one of the whole picture
+
+
+@functools.cache
+def reads_heif() -> bool:
+    """Whether HEIC images, as iPhones take them, can be decoded: it takes a package that Pillow does not bring."""
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        return False
+    register_heif_opener()
+    return True
+
+
+def formats() -> tuple[str, ...]:
+    """The formats that are decoded, as Pillow calls them."""
+    return (*FORMATS, 'HEIF') if reads_heif() else FORMATS
 
 
 def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
@@ -46,7 +63,7 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
     try:
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')  # Pillow's on bombs and palettes: the first is an error below
-            with Image.open(io.BytesIO(data), formats=FORMATS) as header:
+            with Image.open(io.BytesIO(data), formats=formats()) as header:
                 return decode_pixels(header, data, image_size)
     except UnidentifiedImageError:
         raise ValueError('image does not decode: not a known format') from None

@@ -1,28 +1,30 @@
 """Object stores: which addresses they have, a client of obstore for each, and its errors in one line.
 
-| address                                            | credentials, from                              | a training reads it |
-|----------------------------------------------------|------------------------------------------------|---------------------|
-| s3://BUCKET/KEY, at S3_ENDPOINT_URL if that is set | all that boto3 looks at; without any, unsigned | yes                 |
-| gs://BUCKET/KEY                                    | GCS_KEY and GCS_SECRET, or Google's default    | yes                 |
-| azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY | AZURE_ACCOUNT_ACCESS_KEY, or Azure's default  | yes                 |
-| az://CONTAINER/KEY in AZURE_ACCOUNT_NAME           | the same                                       | by its azure:// name |
+    s3://BUCKET/KEY      at S3_ENDPOINT_URL where that is set; credentials of all kinds that boto3 finds, or none
+    gs://BUCKET/KEY      GCS_KEY and GCS_SECRET (HMAC keys), else Google's default credentials, or none
+    azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY
+                         AZURE_ACCOUNT_ACCESS_KEY, else Azure's command line or default credentials
+    az://CONTAINER/KEY   the same, in the account AZURE_ACCOUNT_NAME
 
-These are the names by which Streaming 0.13.0 reads: of azure:// it takes the account from the host, unless
-AZURE_ACCOUNT_NAME is set, and the container from the path. It does not know az://; `streaming_address` has its name.
+A training reads all of these again but az://, which Streaming 0.13.0 does not know: `streaming_address` has its other
+name. Of azure:// it takes the account from AZURE_ACCOUNT_NAME or else from the host, and the container from the path.
 
 obstore's threads do not survive a fork: a process that has opened a store may start others by spawn or forkserver only.
 """
 import functools
+import io
 import os
 import re
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+import obstore
+from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from inputs.errors import one_line
+from inputs.errors import DataError, one_line
 
 SCHEMES = ('s3', 'gs', 'az', 'azure')
 AZURE_HOST = 'blob.core.windows.net'
@@ -36,6 +38,7 @@ LONGEST_PAUSE = timedelta(seconds=10)
 CONNECT_TIMEOUT = timedelta(seconds=20)
 REQUEST_TIMEOUT = timedelta(seconds=90)  # with its content, of which a request takes up to 64 MiB
 MAX_RETRIES = 1000  # RETRY_TIMEOUT comes first
+PIECE_BYTES = 8 << 20  # that a request of StoredFile asks for
 # Errors of one object of a store that else works: not there, shorter than it was, or put into an archive.
 OF_ONE_OBJECT = ('404', '416', 'NoSuchKey', 'InvalidRange', 'InvalidObjectState', 'BlobArchived', 'BlobNotFound')
 
@@ -44,6 +47,10 @@ class Place(NamedTuple):
     """An object, or a beginning that objects have in common."""
     store: ObjectStore  # the client of its bucket or container
     key: str  # without a / at its ends; '' is the whole bucket
+
+
+class ObjectLost(Exception):
+    """An object of a store that else works is gone, in an archive, or not the one that was listed."""
 
 
 class Address(NamedTuple):
@@ -63,12 +70,13 @@ def open_store(address: str, flag: str) -> Place:
     """A client for an address and the key in it. It asks AWS for the bucket's region, and no other store for anything.
 
     Args:
-        address: see the table above.
+        address: one of those above.
         flag: what errors call it.
 
     Raises ValueError if such a store cannot be reached, no bucket is named, or a profile or account is missing.
     """
     parts = parse_address(address, flag)
+    assert process_of_clients() == os.getpid(), 'a client of a store hangs in a process that was forked'
     settings = tuple(sorted((name, value) for name, value in os.environ.items() if SETTINGS.match(name)))
     try:
         return Place(client(*parts[:3], settings), parts.key)
@@ -104,6 +112,12 @@ def parse_address(address: str, flag: str) -> Address:
         example = f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder' if scheme == 'az' else f'{scheme}://BUCKET/folder'
         raise ValueError(f'{flag} {address} names no bucket; write {example}')
     return Address(scheme, account, bucket, key.strip('/'))
+
+
+@functools.cache
+def process_of_clients() -> int:
+    """The id of the process that opened the first store, which is another one after a fork."""
+    return os.getpid()
 
 
 @functools.lru_cache(maxsize=32)
@@ -228,6 +242,8 @@ def store_error(error: BaseException, place: str) -> str:
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or status in ('401', '403'):
         return (f'{place}: access is denied ({answer or type(error).__name__}); check the name and the credentials, '
                 'which may lack the permission')
+    if isinstance(error, InvalidPathError):
+        return f'{place} cannot be used ({short_text(error)}); rename that object or give a narrower address'
     if status and status < '500':
         return f'{place} cannot be used ({answer}: {short_text(error)})'
     return f'{place} is out of reach ({answer or short_text(error)})'
@@ -250,3 +266,80 @@ def short_text(error: BaseException) -> str:
     if isinstance(error, (BaseError, OSError)):
         text = re.sub(r'^.* - ', '', text, flags=re.DOTALL)
     return one_line(Exception(text))[:300]
+
+
+class StoredFile(io.RawIOBase):
+    """An object as a file for one who reads it from start to end: one piece is on its way while another is read.
+
+    Args:
+        address: of the object.
+        size: that it had in the list, in bytes.
+
+    Reading raises ObjectLost for what concerns this object alone, and DataError if the store is out of reach or denies
+    access; the latter also where there is no client to be had.
+    """
+
+    def __init__(self, address: str, size: int):
+        self.address = address
+        self.size = size
+        try:
+            self.place = open_store(address, 'SOURCE')
+        except ValueError as error:  # of this process, since another has listed it
+            raise DataError(one_line(error)) from None
+        self.version = None  # the tag of the object that the first piece came from
+        self.position = 0
+        self.pieces: dict[int, Future] = {}  # the one that is read, that behind and that ahead of it
+        self.fetcher = ThreadPoolExecutor(1)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.size}[whence]
+        self.position = start + offset
+        return self.position
+
+    def readinto(self, buffer) -> int:
+        if self.position >= self.size:
+            return 0
+        number, start = divmod(self.position, PIECE_BYTES)
+        content = self.piece(number)[start:start + len(buffer)]
+        buffer[:len(content)] = content
+        self.position += len(content)
+        return len(content)
+
+    def piece(self, number: int) -> memoryview:
+        """The bytes of a piece; the next one is asked for."""
+        for other in list(self.pieces):
+            if abs(other - number) > 1:
+                self.pieces.pop(other).cancel()
+        for wanted in (number, number + 1):
+            if wanted not in self.pieces and wanted * PIECE_BYTES < self.size:
+                self.pieces[wanted] = self.fetcher.submit(self.fetch, wanted)
+        return memoryview(self.pieces[number].result())
+
+    def fetch(self, number: int) -> bytes:
+        first = number * PIECE_BYTES
+        end = min(first + PIECE_BYTES, self.size)
+        try:
+            answer = obstore.get(self.place.store, self.place.key, options={'range': (first, end)})
+            content = answer.bytes()
+        except (BaseError, OSError) as error:
+            text = store_error(error, self.address)
+            raise (ObjectLost(text) if is_of_one_object(error) else DataError(text)) from None
+        self.version = self.version or answer.meta['e_tag']
+        if answer.meta['e_tag'] != self.version or answer.meta['size'] != self.size:
+            raise ObjectLost(f'{self.address} was replaced while it was read')
+        return bytes(content)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.fetcher.shutdown(wait=False, cancel_futures=True)
+            self.pieces.clear()
+        super().close()

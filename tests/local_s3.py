@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, unquote, urlparse
 from xml.sax.saxutils import escape
 
 KEYS_A_PAGE = 1000
+NO_TIME = '1970-01-01T00:00:00.000Z'
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -166,8 +167,8 @@ class LocalS3(http.server.ThreadingHTTPServer):
         start = bisect_right(self.keys, after) if after else bisect_left(self.keys, prefix)
         found = [key for key in self.keys[start:start + KEYS_A_PAGE] if key.startswith(prefix)]
         is_cut = len(found) == KEYS_A_PAGE
-        entries = ''.join(f'<Contents><Key>{escape(key)}</Key><Size>{len(self.objects[key])}</Size></Contents>'
-                          for key in found)
+        entries = ''.join(f'<Contents><Key>{escape(key)}</Key><Size>{len(self.objects[key])}</Size>'
+                          f'<LastModified>{NO_TIME}</LastModified></Contents>' for key in found)
         token = f'<NextContinuationToken>{escape(found[-1])}</NextContinuationToken>' if is_cut else ''
         return (f'<ListBucketResult><IsTruncated>{str(is_cut).lower()}</IsTruncated>{token}<KeyCount>{len(found)}'
                 f'</KeyCount>{entries}</ListBucketResult>').encode()

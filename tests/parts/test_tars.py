@@ -1,11 +1,17 @@
 """Whatever a tar holds, its whole samples are read, its damage is named, and reading it ends."""
 import random
 import tarfile
+from pathlib import Path
 
 import pytest
 
-from inputs import tars as tar_reader
+from parts.names import File
+from parts.tars import make_sample, read_samples
 from tests.samples import end_of_first_sample, sample_files, write_tar
+
+
+def read_file(path: Path, captions: tuple[str, ...] = ()) -> list[tuple]:
+    return list(read_samples(File(str(path), path.stat().st_size, captions)))
 
 
 def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_named(tmp_path):
@@ -17,12 +23,12 @@ def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_named(tmp_path):
     end_mark = members[-1].offset_data + 512
     for length in [*range(1, end_mark + 1023, 256), *ends, *(end - 1 for end in ends), end_mark + 1023]:
         (tmp_path / 'cut.tar').write_bytes(whole[:length])
-        *samples, (key, error) = tar_reader.read_samples(tmp_path / 'cut.tar')
+        *samples, (key, error) = read_file(tmp_path / 'cut.tar')
         complete = [key for key, fields in samples if set(fields) == {'.jpg', '.txt'}]
         assert complete == [str(i) for i, end in enumerate(ends) if end <= length], length
         assert key is None and isinstance(error, Exception), length
     (tmp_path / 'cut.tar').write_bytes(whole[:end_mark + 1024])
-    assert len(list(tar_reader.read_samples(tmp_path / 'cut.tar'))) == 3
+    assert len(read_file(tmp_path / 'cut.tar')) == 3
 
 
 @pytest.mark.parametrize('type', [tarfile.REGTYPE, tarfile.GNUTYPE_SPARSE, tarfile.XHDTYPE, b'?'])
@@ -35,7 +41,7 @@ def test_a_negative_size_does_not_go_round_for_ever(tmp_path, type):
     write_tar(tmp_path / 'x.tar', sample_files('good', 0))
     first = (tmp_path / 'x.tar').read_bytes()[:end_of_first_sample(tmp_path / 'x.tar')]
     (tmp_path / 'x.tar').write_bytes(first + bytes(header) + bytes(1024))
-    *samples, (key, _) = tar_reader.read_samples(tmp_path / 'x.tar')
+    *samples, (key, _) = read_file(tmp_path / 'x.tar')
     assert key is None and samples[0][0] == 'good'
 
 
@@ -47,8 +53,8 @@ def test_random_bytes_in_a_tar_never_raise(tmp_path):
         for _ in range(draw.randint(1, 30)):
             garbled[draw.randrange(len(whole))] = draw.randrange(256)
         (tmp_path / 'x.tar').write_bytes(garbled)
-        for _, fields in tar_reader.read_samples(tmp_path / 'x.tar'):
+        for _, fields in read_file(tmp_path / 'x.tar'):
             try:
-                tar_reader.make_sample(fields)
+                make_sample(fields)
             except ValueError as reason:
                 assert str(reason)
