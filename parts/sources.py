@@ -122,8 +122,11 @@ class Search:
             found = sorted(glob.glob(source, recursive=True))
         if not found:
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
-        if os.path.isdir(source) and not os.access(source, os.R_OK | os.X_OK):
-            raise ValueError(f'SOURCE {source} cannot be opened (Permission denied); let yourself read it')
+        if os.path.isdir(source):
+            try:
+                os.scandir(source).close()
+            except PermissionError:
+                raise ValueError(f'SOURCE {source} cannot be opened (Permission denied); change its rights') from None
         names_by_folder = defaultdict(set)
         for path in map(Path, found):
             if path.is_dir():
@@ -269,7 +272,7 @@ class Search:
         if not found:
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
         for path, size in found:
-            self.add_object(root + path, path.removeprefix(beginning), size)
+            self.add_object(root + path, path.removeprefix(beginning) or path, size)
 
     def add_object(self, name: str, path: str, size: int) -> None:
         """A tar of a store, or why it is none; `path` is what follows the address that was listed."""

@@ -1,4 +1,5 @@
-"""A small S3 server on loopback: as much as is needed to write, list and read, and to break connections.
+"""A small S3 server on loopback: as much as is needed to write, list and read, to break connections
+and to refuse.
 
     python tests/local_s3.py PORT MILLISECONDS          # benchmarks/parts.py starts it with a delay for each request
 """
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from urllib.parse import parse_qs, unquote, urlparse
 from xml.sax.saxutils import escape
@@ -26,7 +27,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes = b'', **headers):
         self.send_response(status)
-        for name, value in {'Content-Length': len(body), 'ETag': '"0"',
+        for name, value in {'Content-Length': len(body), 'ETag': '"0"', **self.server.headers,
                             'Last-Modified': 'Thu, 01 Jan 1970 00:00:00 GMT', **headers}.items():
             self.send_header(name.replace('_', '-'), str(value))
         self.end_headers()
@@ -43,6 +44,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()  # else boto3 waits for a second before it sends the body
         return True
 
+    def is_refused(self) -> bool:
+        """Whether this request gets the next refusal instead of an answer."""
+        self.server.requests.append((self.path, self.headers))
+        with self.server.lock:
+            refusal = self.server.refuse()
+        if refusal is None:
+            return False
+        status, code = refusal
+        self.body()
+        self.answer(status, f'<Error><Code>{code}</Code><Message>none</Message></Error>'.encode())
+        return True
+
     def asked(self) -> tuple[str, str, dict]:
         """Bucket, key and query, after the delay."""
         time.sleep(self.server.delay)
@@ -56,6 +69,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         bucket, key, query = self.asked()
         store = self.server
+        if self.is_refused():
+            return
         if bucket != 'bucket':
             self.missing('NoSuchBucket')
         elif not key and 'list-type' in query:
@@ -95,6 +110,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_PUT(self):
         _, key, query = self.asked()
+        if self.is_refused():
+            return
         body = self.body()
         self.server.count('put')
         if 'uploadId' in query:
@@ -105,6 +122,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         _, key, query = self.asked()
+        if self.is_refused():
+            return
         self.body()
         self.server.count('post')
         if 'uploads' in query:
@@ -138,7 +157,14 @@ class LocalS3(http.server.ThreadingHTTPServer):
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.counts: Counter = Counter()
         self.cuts: list[int] = []  # bytes after which the next answers that are pieces of an object break off
+        self.refusals: list[tuple[int, str]] = []  # status and code that the next requests get
+        self.headers: dict[str, str] = {}  # of each answer, beside the usual ones
+        self.requests: deque = deque(maxlen=8)  # path and headers of the last ones
         self.lock = threading.Lock()
+
+    def refuse(self) -> tuple[int, str] | None:
+        """The status and code to refuse a request with, or None to answer it."""
+        return self.refusals.pop(0) if self.refusals else None
 
     def count(self, kind: str):
         self.counts[kind] += 1
