@@ -130,6 +130,7 @@ def test_a_folder_that_may_not_be_opened_is_listed(tmp_path):
 
 
 def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
+    monkeypatch.setattr(stores, 'RETRY_TIMEOUT', timedelta(milliseconds=50))
     with local_s3(monkeypatch) as store:
         for key in ('tars/', 'tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/0.parquet', 'tars/.tmp/2.tar', 'tars/3.jpg',
                     'tars/x.tar.gz', 'tars.tar'):
@@ -143,7 +144,6 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
         for source, words in (('s3://bucket/nothing', 'does not exist'), ('s3://nobody/tars', 'no such bucket')):
             with pytest.raises(ValueError, match=f'SOURCE {source}.*{words}'):
                 find_files([source])
-        monkeypatch.setattr(stores, 'RETRY_TIMEOUT', timedelta(milliseconds=50))
         for status, words in ((503, 'is out of reach'), (403, 'access is denied')):
             store.refusals = [(status, 'Word')] * 100
             with pytest.raises(ValueError, match=f'SOURCE s3://bucket/tars/.*{words}'):
