@@ -208,7 +208,7 @@ class Search:
                                   (len(suffixes) > len(set(suffixes)), 'more than one caption')):
                 if several:
                     names = ', '.join(entry.name for entry in (entries if kind.endswith('image') else beside))
-                    for entry in entries:
+                    for entry in (*entries, *beside):
                         self.left_out.add(str(Path(folder, entry.name)), kind, names)
                     break
             else:

@@ -94,7 +94,8 @@ def test_what_is_no_sample_is_listed_with_its_reason(tmp_path):
         'photo.xyz': 'not an image, a caption or a tar: .xyz is not read', 'photo.txt': 'no image',
         'two.jpg': 'more than one image: two.jpg, two.png', 'two.png': 'more than one image: two.jpg, two.png',
         'case.txt': 'no image: Case.jpg is spelled in another case',
-        'both.jpg': 'more than one caption: both.TXT, both.txt',
+        'two.txt': 'more than one image: two.jpg, two.png',
+        **dict.fromkeys(('both.jpg', 'both.txt', 'both.TXT'), 'more than one caption: both.TXT, both.txt'),
         'README': 'not an image, a caption or a tar: a file without a suffix is not read',
         'pipe.tar': 'no file: a pipe, a socket or a device'}
 
