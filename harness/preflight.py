@@ -83,7 +83,8 @@ def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precisi
     args.encoder_precision = args.encoder_precision or HALF_PRECISION[precision]
     if args.channels_last is None:
         args.channels_last = is_for_gpus(args)
-    if args.num_workers is None:
+    args.num_workers_by_default = args.num_workers is None
+    if args.num_workers_by_default:
         args.num_workers = 0
         if args.remote and getattr(args, 'dry_run', None) is None:
             args.num_workers = default_workers(device_batch, args.image_size)

@@ -60,11 +60,13 @@ def circumstances(stage: str, args: argparse.Namespace, flags: list[str]) -> dic
         'command': redacted(shlex.join(sys.argv)),
         'git_commit': git_commit(),
         'device': torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name(),
+        'device_type': 'cuda' if torch.cuda.is_available() else 'cpu',
         'num_devices': dist.get_world_size(),
         'num_nodes': dist.get_world_size() // dist.get_local_world_size(),
         'model_name': args.model_name,
         'image_size': args.image_size,
         **{flag: getattr(args, flag) for flag in flags},
+        'num_workers_by_default': getattr(args, 'num_workers_by_default', None),
         'versions': versions(),
     }
 
@@ -132,6 +134,7 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     share_of_peak = 'peak of this device not known'
     if record['mfu']:
         share_of_peak = f'{record["mfu"]:.1%} of the peak'
+    caution = caution_sentence(record)
     rows = {
         'images/s': f'{record["images_per_sec"]:.4g} on {devices} x {record["device"]}, '
                     f'{record["images_per_sec_per_device"]:.4g} each',
@@ -143,7 +146,6 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
         'trained': trained_sentence(record),
     }
-    caution = caution_sentence(record)
     if caution:
         rows['caution'] = caution
     if record.get('eval_loss') is not None:
@@ -151,7 +153,9 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     for name in ASIDE:
         if record[f'{name}_seconds'] >= 1:
             rows[name] = f'{record[f"{name}_seconds"]:,.0f} s beside the batches, in no other figure'
-    if num_images:
+    if num_images and (caution or has_not_settled(record['drift'])):
+        rows['full training'] = f'not worked out from a speed to mistrust: see {"caution" if caution else "drift"}'
+    elif num_images:
         rows['full training'] = cost_sentence(record, num_images, dollars_per_gpu_hour)
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
 
@@ -166,6 +170,11 @@ def drift_sentence(drift: float | None) -> str:
     elif drift < -MUCH_DRIFT:
         sentence += ': it has not settled; use more --measure_batches'
     return sentence
+
+
+def has_not_settled(drift: float | None) -> bool:
+    """Whether the speed changed so much within the window that another window would show another speed."""
+    return drift is not None and abs(drift) > MUCH_DRIFT
 
 
 def wait_sentence(wait_fraction: float) -> str:
@@ -234,19 +243,23 @@ def append(line: str, path: str) -> None:
 def keep(record: dict, text: str, path: str, save_state: Callable[[], None] | None = None) -> dict:
     """On rank 0: append the record to `path`, call `save_state`, then print `text` and, last, the record.
 
-    Each is done also where the one before it fails. ResultsError: the record could not be kept.
+    On a terminal, where the record would bury the text, its last line says where the record is instead. Each is done
+    also where the one before it fails. ResultsError: the record could not be kept.
     """
     if dist.get_global_rank() != 0:
         return record
     line = json.dumps(record)
+    lines = [text, line]
     with contextlib.ExitStack() as last_first:  # what fails here does not stop what was put in before
-        last_first.callback(print_and_flush, text, line)
+        last_first.callback(print_and_flush, lines)
         if save_state:
             last_first.callback(save_state)
         append(line, path)
+        if sys.stdout.isatty():
+            lines[-1] = f'{"record":<15} appended to {path}'
     return record
 
 
-def print_and_flush(*lines: str) -> None:
+def print_and_flush(lines: list[str]) -> None:
     with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
         print(*lines, sep='\n', flush=True)
