@@ -224,7 +224,7 @@ def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
         ('encode', None), ('train', 'in_loop'), ('train', 'text_in_loop')]
     assert records[0]['samples'] == 40 and {record['image_size'] for record in records} == {32}
     printed = capsys.readouterr().out
-    assert 'pays off from' in printed and 'text_in_loop' in printed
+    assert 'text_in_loop' in printed and 'stage encode' in printed
 
 
 def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder, tmp_path, results):
