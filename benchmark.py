@@ -4,10 +4,11 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     composer -n 1 benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
+from harness.early_checks import answer_early, refuse_early_training
 from harness.options import benchmark_parser
 
 if __name__ == '__main__':
-    benchmark_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+    answer_early(benchmark_parser(__doc__), refuse_early_training)  # before the imports, which take seconds
 
 import argparse
 import sys
@@ -23,12 +24,13 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from tokenizers import Tokenizer
 from torchmetrics import MeanSquaredError
 
-from data import SyntheticImageCaptionDataset, build_held_out_loader, build_loader, open_dataset
+from data import SyntheticImageCaptionDataset, build_held_out_loader, build_loader, normalize, open_dataset
 from ema import EMA
 from harness.caption_drop import CaptionDrop
 from harness.checkpoints import checkpoints, from_storage, newest_checkpoint
 from harness.dry_run import dry_run
 from harness.evaluation import LABEL, METRIC, Evaluations
+from harness.fake_step import has_no_values
 from harness.initial_weights import load_initial_weights
 from harness.launcher import end_with_launcher
 from harness.loggers import build_loggers
@@ -40,6 +42,7 @@ from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
                                refuse_more_ranks_than_gpus)
 from harness.progress import Progress
+from harness.random_flip import RandomFlip
 from harness.ranks import join_ranks
 from harness.record import keep, training_settings
 from harness.run import Run, conclude, say_how_it_begins, train
@@ -57,8 +60,10 @@ from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 
 SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
-                  'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'weight_decay', 'clip_grad_norm', 'ema_half_life',
-                  'ema_start', 'caption_drop')
+                  'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay', 'clip_grad_norm',
+                  'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
+
+MOST_BRIGHTNESS = 1.5  # of images in [-1, 1] that a bicubic filter has resized; CLIP's own scaling goes to 2.1
 
 
 class StableDiffusion(ComposerModel):
@@ -79,6 +84,7 @@ class StableDiffusion(ComposerModel):
                  encoder_precision: str = 'fp32', latents: bool = False):
         super().__init__()
         self.image_size = image_size
+        self.range_was_checked = False  # of the images
         files = find_model(model_name, pretrained)
         self.scaling_factor = files.scaling_factor
         with torch.device('cpu'):  # its small tables go where they are used
@@ -108,8 +114,10 @@ class StableDiffusion(ComposerModel):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device: `caption` int64 (B, 77)
-        and `image` float (B, 3, H, W) in [-1, 1], or the VAE's `moments` float16 (B, 8, H/8, W/8). In an evaluation
-        the batch brings its draws along: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
+        and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments` float16 (B, 8, H/8, W/8). In an
+        evaluation the batch brings its draws along: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
+
+        ValueError: the images are far outside [-1, 1], or whole numbers of another type.
         """
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
         if NOISE in batch:
@@ -130,10 +138,24 @@ class StableDiffusion(ComposerModel):
         if LATENTS in batch:
             moments = batch[LATENTS]
         else:
-            with self.encoder_autocast(batch['image'].device.type):
-                moments = vae_moments(self.vae, batch['image'])  # (B, 8, H/8, W/8)
+            image = normalize(batch)['image']  # (B, 3, H, W) in [-1, 1]
+            self.refuse_other_range(image)
+            with self.encoder_autocast(image.device.type):
+                moments = vae_moments(self.vae, image)  # (B, 8, H/8, W/8)
         noise = batch[NOISE][:, :4] if NOISE in batch else None  # (B, 4, H/8, W/8)
         return draw_latents(moments, self.scaling_factor, noise), self.text_states(batch['caption'])
+
+    def refuse_other_range(self, image: torch.Tensor) -> None:
+        """ValueError: images (B, 3, H, W) are far outside [-1, 1], as where they were scaled in another way.
+
+        On a GPU only the first batch is looked at: to look is to wait for the device.
+        """
+        if self.range_was_checked or has_no_values(image):
+            return
+        self.range_was_checked = image.device.type != 'cpu'
+        least, most = (float(bound) for bound in image.aminmax())
+        if not -MOST_BRIGHTNESS <= least <= most <= MOST_BRIGHTNESS:
+            raise ValueError(f'images have values from {least:g} to {most:g}; give floats in [-1, 1], or bytes (uint8)')
 
     @torch.no_grad()
     def text_states(self, caption: torch.Tensor) -> torch.Tensor:
@@ -193,11 +215,27 @@ def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
     require_same_origin(args.remote, index, origin_of_latents(files, args.image_size))
     samples = number_of_samples(index)
     if samples < args.batch_size:
-        raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}')
+        raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}; '
+                         f'{batch_for(samples, args)}')
+    if args.random_flip and 'latents' in index:
+        raise ValueError(f'--random_flip mirrors images, and --remote {args.remote} holds latents; leave it out')
     tokenizer = build_fitting_tokenizer(args, files)
     dataset = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
                            cache_limit=args.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=args.seed)
     return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
+
+
+def batch_for(samples: int, args: argparse.Namespace) -> str:
+    """What to do where there are only so many samples."""
+    devices = dist.get_world_size()
+    multiple = devices
+    microbatch = args.device_train_microbatch_size
+    if isinstance(microbatch, int) and microbatch < args.batch_size // devices:
+        multiple = devices * microbatch
+    largest = samples // multiple * multiple
+    if largest == 0:
+        return 'use more samples'
+    return f'use --batch_size {largest}'
 
 
 def build_fitting_tokenizer(args: argparse.Namespace, files: ModelFiles) -> Tokenizer:
@@ -257,6 +295,8 @@ def build_algorithms(args: argparse.Namespace, files: ModelFiles | None = None,
     if args.caption_drop:
         empty_caption = torch.tensor(build_fitting_tokenizer(args, files).encode('').ids)  # (77,)
         algorithms.append(CaptionDrop(args.caption_drop, args.seed, empty_caption))
+    if args.random_flip:
+        algorithms.append(RandomFlip(args.seed))
     if args.clip_grad_norm:
         algorithms.append(FiniteGradientClipping(args.clip_grad_norm))
     if args.use_ema:
@@ -368,6 +408,7 @@ def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
         fill_in_training_defaults(args)
         refuse_bad_training(args)
         if args.dry_run is not None:
+            find_model(args.model_name, args.pretrained)  # says what is wrong with it
             return dry_run(args, build_model)
         join_ranks(get_device(), args.dist_timeout)
         agree_on_workers(args)

@@ -22,7 +22,7 @@ from inputs.cache import cache_folder, claim_cache
 from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from inputs.errors import DataError, one_line, unreadable_shard
 from inputs.held_out import HeldOutSamples, collate_held_out
-from inputs.images import decode_image, decode_whole_image, stack_images
+from inputs.images import FLIP, decode_image, decode_whole_image, stack_images
 from inputs.shards import LATENTS, fault_of_shard
 from inputs.streaming_patches import PatchedStreamingDataset
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
@@ -281,14 +281,30 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
     return batch
 
 
-def normalize(batch: dict[str, torch.Tensor], image_size: int) -> dict[str, torch.Tensor]:
-    """uint8 (B, 3, H, H) as stored to float32 (B, 3, image_size, image_size) in [-1, 1], on the batch's device."""
+def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
+    """Images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1], on their device.
+
+    Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. Those that
+    the batch's `flip` bool (B,) names are mirrored. Moments stay as they are.
+
+    ValueError: the images are whole numbers of another type, so that nothing says what is black and what is white.
+    """
     if LATENTS in batch:
         return batch
-    image = batch['image'].to(torch.float32, memory_format=torch.contiguous_format)
-    if image.shape[-1] != image_size:
+    batch = dict(batch)
+    image = batch['image']
+    is_bytes = image.dtype == torch.uint8
+    if is_bytes:
+        image = image.to(torch.float32, memory_format=torch.contiguous_format)
+    elif not image.is_floating_point():
+        raise ValueError(f'images of {image.dtype}; give bytes (uint8), or floats in [-1, 1]')
+    if image_size is not None and image.shape[-1] != image_size:
         image = F.interpolate(image, size=(image_size, image_size), mode='bilinear')
-    return {**batch, 'image': image / 127.5 - 1}
+    if is_bytes:
+        image = image / 127.5 - 1
+    if FLIP in batch:
+        image = torch.where(batch.pop(FLIP)[:, None, None, None], image.flip(-1), image)
+    return {**batch, 'image': image}
 
 
 def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None,

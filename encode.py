@@ -8,10 +8,11 @@ training draws a latent anew each time) and the caption. Any number of ranks sha
 when started again with the same command on any number of ranks, encodes only what is missing. OUT/index.json comes
 last.
 """
+from harness.early_checks import answer_early, refuse_early_encoding
 from harness.options import encode_parser
 
 if __name__ == '__main__':
-    encode_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+    answer_early(encode_parser(__doc__), refuse_early_encoding)  # before the imports, which take seconds
 
 import argparse
 import hashlib
@@ -200,8 +201,7 @@ def moments_of(vae: AutoencoderKL, batch: dict, args: argparse.Namespace) -> lis
 
 def refuse_bad_encoding(args: argparse.Namespace) -> None:
     """ValueError, with the flag, its value and the remedy, for what cannot run."""
-    if not args.remote or not args.out:
-        raise ValueError('give both --remote and --out')
+    refuse_early_encoding(args)
     refuse_bad_shared_flags(args, args.batch_size)
 
 

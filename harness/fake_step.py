@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from composer import ComposerModel
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,6 +23,11 @@ from harness.cuda_autocast import cuda_rules
 HALF_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
 MICROBATCHES = (2, 4)  # that are traced: with one image some copies are left out, because views will do
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape alone."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The command lines of benchmark.py and encode.py: every flag, by subject. Nothing here needs torch."""
+"""The command lines of benchmark.py, encode.py and export.py: every flag, by subject. Nothing here needs torch.
+
+`Parser` serves every command.
+"""
 import argparse
 import contextlib
 import difflib
@@ -7,14 +10,16 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from harness.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from harness.versions import git_commit, package_versions
 from models.hub import SD2_BASE
 
 GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
           'evaluation and drawing', 'logging', 'cost')
 ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention, in the order to try them
+LR_SCHEDULES = ('constant', 'cosine', 'linear')
 COMPILE_MODES = ('max-autotune-no-cudagraphs', 'reduce-overhead')  # of torch.compile, beside its default
 
 
@@ -22,13 +27,21 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, once: on rank 0, unless another rank is alone in its error.
 
     An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
-    What follows a # there is a comment.
+    What follows a # there is a comment. A flag that is none, or short for several, is answered with those that it may
+    mean. `--version` is there in every command.
+
+    Args:
+        prog: name of the command.
+        description: for the help.
+        groups: subjects that the flags are shown by in the help; `groups[name]` is argparse's group.
+        options: more for ArgumentParser.
     """
 
-    def __init__(self, prog: str, description: str):
+    def __init__(self, prog: str, description: str, groups: Sequence[str] = (), **options):
         super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-                         fromfile_prefix_chars='@')
-        self.groups = {name: self.add_argument_group(name) for name in GROUPS}
+                         fromfile_prefix_chars='@', **options)
+        self.groups = {name: self.add_argument_group(name) for name in groups}
+        self.add_argument('--version', action=ShowVersion)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """The arguments on one line of a file."""
@@ -59,9 +72,24 @@ class Parser(argparse.ArgumentParser):
             return f'{flag} is no flag; did you mean {nearest[0]}?'
         return f'{flag} is no flag; see --help'
 
+    def _get_option_tuples(self, option_string: str) -> list:
+        """argparse's candidates for a flag that is cut short; it has no public way to say which they are.
+
+        argparse itself names only those that begin so: --ema is not short for --use_ema, but may be meant for it.
+        """
+        candidates = super()._get_option_tuples(option_string)
+        if len(candidates) > 1:
+            flag = option_string.partition('=')[0]
+            word = flag.removeprefix('--')
+            meant = [name for name in self._option_string_actions if word in name.removeprefix('--').split('_')]
+            begin_so = [candidate[1] for candidate in candidates]
+            names = dict.fromkeys([*sorted(meant, key=len), *begin_so])
+            self.error(f'{flag} is short for no single flag; did you mean {" or ".join(names)}?')
+        return candidates
+
     def error(self, message: str):
-        rank = int(os.environ.get('RANK', 0))
-        if rank:
+        rank = os.environ.get('RANK', '0')
+        if rank.isdecimal() and int(rank):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how a launcher ends this rank when rank 0 has spoken
             time.sleep(10)
             message = f'rank {rank}: {message}'
@@ -72,6 +100,20 @@ class Parser(argparse.ArgumentParser):
         """The help, without the groups that this command has no flag of."""
         self._action_groups = [group for group in self._action_groups if group._group_actions]
         return super().format_help()
+
+
+class ShowVersion(argparse.Action):
+    """Print the commit of this program, and the libraries that bear on what it does, and end."""
+
+    def __init__(self, option_strings, dest):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS,
+                         help='show the commit of this program and the versions of its libraries')
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        known = {name: version for name, version in package_versions().items() if version}
+        libraries = ', '.join(f'{name} {version}' for name, version in known.items())
+        print(f'{parser.prog} {git_commit() or "outside a git checkout"}, with {libraries or "no libraries"}')
+        parser.exit()
 
 
 def number(kind: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
@@ -103,7 +145,7 @@ def attention(text: str) -> str:
 
 def benchmark_parser(description: str) -> Parser:
     """The command line of benchmark.py."""
-    parser = Parser('benchmark.py', description)
+    parser = Parser('benchmark.py', description, GROUPS)
     add_shared_flags(parser)
     add_training_data_flags(parser.groups['data'])
     add_training_speed_flags(parser.groups['speed'])
@@ -118,11 +160,27 @@ def benchmark_parser(description: str) -> Parser:
 
 def encode_parser(description: str) -> Parser:
     """The command line of encode.py."""
-    parser = Parser('encode.py', description)
+    parser = Parser('encode.py', description, GROUPS)
     add_shared_flags(parser)
     add = parser.groups['data'].add_argument
     add('--out', help='new folder or object store for the latents (needed)')
     add('--batch_size', type=count, default=32, help='images at once on each device (default: 32)')
+    return parser
+
+
+def export_parser(description: str) -> Parser:
+    """The command line of export.py."""
+    parser = Parser('export.py', description)
+    add = parser.add_argument
+    add('checkpoint', metavar='CHECKPOINT', help='a checkpoint, or a folder or an object store, for its newest')
+    add('out', metavar='OUT', help='new folder for the pipeline')
+    add('--live', action='store_true', help='the live weights of the UNet (default: the averaged ones, where the run '
+        'had --use_ema)')
+    add('--model_name', help='tiny, a diffusers folder or a hub name, for the configuration of each part (default: '
+        'that of the run)')
+    add('--pretrained', action='store_true', help='take the VAE from --model_name where the checkpoint has none, '
+        'because the run trained on latents (default: a random one, which cannot decode)')
+    add('--tokenizer', help="folder or hub name (default: that of the run, or CLIP's own)")
     return parser
 
 
@@ -172,6 +230,8 @@ def add_training_data_flags(group) -> None:
         '(default: off)')
     add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
     add('--tokenizer', help="folder or hub name (default: CLIP's own, from the package open_clip_torch)")
+    add('--random_flip', action='store_true', help='mirror every image with a chance of one half, drawn anew in each '
+        'epoch (default: off)')
     add('--caption_drop', type=share, default=0.0, metavar='SHARE', help='share of the captions that the empty one '
         'replaces, such as 0.1, so that images can be drawn with classifier-free guidance (default: 0)')
 
@@ -238,7 +298,9 @@ def add_optimizer_flags(group) -> None:
     add = group.add_argument
     add('--learning_rate', type=positive, default=1e-4, help='of AdamW (default: %(default)s)')
     add('--lr_warmup', metavar='TIME', help='time in which the learning rate rises from 0, such as 10000ba (default: '
-        'none, it is constant)')
+        'none)')
+    add('--lr_schedule', choices=LR_SCHEDULES, default='constant', help='how the learning rate goes on after the '
+        'warm-up: it stays, or falls to 0 at the end of --max_duration along a cosine or a line (default: constant)')
     add('--weight_decay', type=amount, default=0.001, help='of AdamW (default: %(default)s)')
     add('--clip_grad_norm', type=positive, metavar='NORM', help='scale the gradients of a step down to this norm where '
         'it is larger (default: they are left as they are)')

@@ -1,4 +1,7 @@
-"""Before anything is built: the defaults that depend on this machine, and the refusal of what cannot run."""
+"""Before anything is built: the defaults that depend on this machine, and the refusal of what cannot run on it.
+
+What shows without torch is in harness/early_checks.py.
+"""
 import argparse
 import importlib.util
 import os
@@ -14,6 +17,7 @@ from streaming.base.util import bytes_to_int
 
 from harness.checkpoints import checkpoints, from_storage
 from harness.costs import TRAINING_IMAGES
+from harness.early_checks import number_of_devices, refuse_early_training
 from harness.measurement import QUEUES_IN_WINDOW
 from harness.ranks import cores_per_rank
 from harness.sampling import read_prompts
@@ -31,11 +35,6 @@ def refuse_more_ranks_than_gpus() -> None:
     processes = dist.get_local_world_size()
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise ValueError(f'composer -n {processes} is more than the {torch.cuda.device_count()} GPUs of this machine')
-
-
-def number_of_devices(args: argparse.Namespace) -> int:
-    """How many devices share the batch: those of this run, or those that --dry_run speaks of."""
-    return getattr(args, 'dry_run', None) or dist.get_world_size()
 
 
 def is_for_gpus(args: argparse.Namespace) -> bool:
@@ -143,12 +142,9 @@ def workers_that_fit(device_batch: int, image_size: int) -> int:
 
 def refuse_bad_training(args: argparse.Namespace) -> None:
     """ValueError, with the flag, its value and the remedy, for flags of benchmark.py that cannot run."""
-    refuse_bad_source(args)
-    refuse_bad_batch(args)
+    refuse_early_training(args)
+    refuse_bad_microbatch(args)
     if args.dry_run is not None:
-        refuse_bad_image_size(args)
-        if args.loader_only:
-            raise ValueError('--dry_run speaks of a training, --loader_only measures a loader; give one of them')
         return
     if args.attention == 'xformers' and not (torch.cuda.is_available() and importlib.util.find_spec('xformers')):
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
@@ -170,65 +166,29 @@ def refuse_bad_switches(args: argparse.Namespace) -> None:
     for flag in ('half_precision_norms', 'cast_weights_once'):
         if getattr(args, flag) and args.precision == 'fp32':
             raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
-    if args.cast_weights_once and args.compile:
-        raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights themselves; '
-                         'leave one out')
     if args.channels_last_norms and not args.channels_last:
         raise ValueError('--channels_last_norms needs --channels_last')
-    if args.compile_blocks and not args.compile:
-        raise ValueError('--compile_blocks says what --compile compiles; give that as well')
     single_microbatch = args.device_train_microbatch_size == args.batch_size // dist.get_world_size()
     if args.compile == 'reduce-overhead' and not single_microbatch:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          'overwrite; use a --device_train_microbatch_size that is a device\'s whole share of the batch')
 
 
-def refuse_bad_source(args: argparse.Namespace) -> None:
-    """ValueError: the images come from nowhere, or from two places."""
-    given = [args.remote, args.use_synth_data, args.use_synth_latents]
-    if not any(given):
-        raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
-    if sum(map(bool, given)) > 1:
-        raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
-
-
-def refuse_bad_batch(args: argparse.Namespace) -> None:
-    """ValueError: the batch does not divide over the devices, or a device's share into microbatches."""
-    world_size = number_of_devices(args)
-    if args.batch_size % world_size:
-        divisible = args.batch_size // world_size * world_size or world_size
-        raise ValueError(f'--batch_size {args.batch_size} does not divide over {world_size} devices; use {divisible}')
-    device_batch = args.batch_size // world_size
-    microbatch = args.device_train_microbatch_size
-    if microbatch == 'auto':
-        if not is_for_gpus(args):
-            raise ValueError('--device_train_microbatch_size auto needs a GPU; give a number')
-    elif not isinstance(microbatch, int) or microbatch == 0 or device_batch % microbatch:
-        raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
-                         f'that each of {world_size} devices gets of --batch_size {args.batch_size}')
+def refuse_bad_microbatch(args: argparse.Namespace) -> None:
+    """ValueError: a microbatch is to be searched for where there is no GPU."""
+    if args.device_train_microbatch_size == 'auto' and not is_for_gpus(args):
+        raise ValueError('--device_train_microbatch_size auto needs a GPU; give a number, such as '
+                         f'{args.batch_size // number_of_devices(args)}')
 
 
 def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None:
     """ValueError for the flags that encode.py has as well."""
-    refuse_bad_image_size(args)
     fitting = workers_that_fit(device_batch, args.image_size)
     if args.num_workers > fitting:
         raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its batches; '
                          f'use at most {fitting}, or make it larger (docker run --shm-size)')
     if args.cache_limit:
         refuse_bad_cache_limit(args)
-    if dist.get_global_rank() == 0:
-        try:
-            open(args.results, 'a').close()  # said before the run, not after it
-        except OSError as error:
-            raise ValueError(f'--results {args.results} cannot be written: {error.strerror}; name another') from None
-
-
-def refuse_bad_image_size(args: argparse.Namespace) -> None:
-    """ValueError: the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
-    if args.image_size % 8:
-        multiple = args.image_size // 8 * 8 or 8
-        raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {multiple}')
 
 
 def refuse_bad_cache_limit(args: argparse.Namespace) -> None:

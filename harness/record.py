@@ -4,30 +4,28 @@ import contextlib
 import datetime
 import fcntl
 import functools
-import importlib.metadata
 import json
 import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from composer.utils import dist
 
 from harness.costs import days_to_train, gpu_hours
 from harness.measurement import ASIDE, QUEUES_IN_WINDOW
+from harness.versions import git_commit, package_versions
 
-PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
                   'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer',
                   'half_precision_norms', 'channels_last_norms', 'cast_weights_once', 'cudnn_benchmark',
                   'compile_blocks', 'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup',
-                  'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'eval_interval']
+                  'lr_schedule', 'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop',
+                  'random_flip', 'eval_interval']
 
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 FEWEST_BATCHES = 20  # a window that is shorter says little
@@ -89,16 +87,6 @@ def redacted(command: str) -> str:
     return re.sub(r"\?[^\s']*=[^\s']*", '?***', without_passwords)
 
 
-def git_commit() -> str | None:
-    """Commit of this program, marked where files differ from it; None outside a git checkout."""
-    command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
-    try:
-        return subprocess.run(command, check=True, cwd=Path(__file__).parent, capture_output=True,
-                              text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 @functools.cache
 def processor_name() -> str:
     """The model name of the CPU, or its architecture where it has none. It takes a second to find out."""
@@ -108,13 +96,7 @@ def processor_name() -> str:
 
 def versions() -> dict[str, str | None]:
     """Python, CUDA and the libraries that bear on speed; None where one is not installed."""
-    found = {'python': platform.python_version(), 'cuda': torch.version.cuda}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {'python': platform.python_version(), 'cuda': torch.version.cuda, **package_versions()}
 
 
 def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -> str:

@@ -16,11 +16,12 @@ FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM
 # flipped. ImageOps.exif_transpose also writes the EXIF anew: odd ones make it fail.
 UPRIGHT = {2: (False, [2]), 3: (False, [1, 2]), 4: (False, [1]), 5: (True, []), 6: (True, [2]), 7: (True, [1, 2]),
            8: (True, [1])}
+FLIP = 'flip'  # bool (B,): which images of a batch are to be mirrored
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
 USUAL_BITS = (8, 10, 12, 14, 16)
 PIXELS_IN_BAND = 1 << 18  # that are converted at once
-# What a decoder holds at most for a pixel, with what is made of it here; measured, see the test. A file of a few hundred
-# bytes can say that it is as large as Pillow allows, and every worker would decode it.
+# What a decoder holds at most for a pixel, with what is made of it here; measured, see the test. A file of a few
+# hundred bytes can say that it is as large as Pillow allows, and every worker would decode it.
 BYTES_A_PIXEL = {'AVIF': 10, 'WEBP': 17, 'JPEG2000': 25}
 USUAL_BYTES_A_PIXEL = 9
 MOST_BYTES = USUAL_BYTES_A_PIXEL * Image.MAX_IMAGE_PIXELS  # 770 MiB

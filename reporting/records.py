@@ -89,6 +89,7 @@ def checked_record(record) -> dict:
     require_positive_numbers(record)
     checked = {key: one_line_of_text(record.get(key, '')) for key in (*SETTINGS, 'status', 'extrapolated')}
     checked['num_devices'] = record['num_devices']
+    checked['num_nodes'] = one_line_of_text(record.get('num_nodes', ''))
     for key in MEASUREMENTS:
         checked[key] = record.get(key)
     checked['notes'] = why_not_measured(record)

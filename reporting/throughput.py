@@ -10,10 +10,18 @@ GPUS_PER_NODE = 8
 
 
 def rows_of_setting(records: pd.DataFrame) -> pd.DataFrame:
-    """A row for each number of devices with the median of its measured runs, and a row for each other record."""
+    """A row for each number of devices, on each number of nodes, with the median of its measured runs, and a row for
+    each other record.
+    """
     rows = [records[~records['measured']]]
-    for _, runs in records[records['measured']].groupby('num_devices'):
-        rows.append(median_of_runs(runs))
+    for _, on_any_nodes in records[records['measured']].groupby('num_devices'):
+        numbers_of_nodes = on_any_nodes.groupby('num_nodes')
+        for nodes, runs in numbers_of_nodes:
+            row = median_of_runs(runs)
+            if len(numbers_of_nodes) > 1:
+                place = f'on {nodes or "an unknown number of"} nodes'
+                row['notes'] = ', '.join(filter(None, [place, row['notes'].iloc[0]]))
+            rows.append(row)
     return pd.concat(rows).sort_values(['num_devices', 'measured'], ascending=[True, False])
 
 
@@ -87,6 +95,10 @@ def extrapolated_rows(rows: pd.DataFrame, counts: list[int]) -> tuple[pd.DataFra
     Raises ValueError where the measured rows do not allow a prediction.
     """
     measured = rows[rows['measured']]
+    repeated = measured['num_devices'][measured['num_devices'].duplicated()]
+    if len(repeated):
+        raise ValueError(f'--extrapolate: {repeated.iloc[0]} GPUs were measured on different numbers of nodes; leave '
+                         'out the records of all but one')
     if len(measured) < 3:
         raise ValueError('--extrapolate: a fit needs three numbers of GPUs measured in one setting, '
                          f'not {len(measured)}')

@@ -46,6 +46,15 @@ def test_normalize_agrees_with_torch_interpolation_in_float64():
     torch.testing.assert_close(normalize({'image': image}, 64)['image'].double(), reference, atol=1e-5, rtol=0)
 
 
+def test_normalize_without_a_size_keeps_the_size_and_floats_stay_as_they_are():
+    image = torch.randint(256, (2, 3, 24, 24), dtype=torch.uint8)
+    scaled = normalize({'image': image})
+    torch.testing.assert_close(scaled['image'], image / 127.5 - 1)
+    assert normalize(scaled)['image'] is scaled['image']  # by the type: once is enough
+    with pytest.raises(ValueError, match='images of torch.int64; give bytes'):
+        normalize({'image': image.long()})
+
+
 def test_synthetic_batches_keep_the_contract_and_cost_no_draw():
     dataset = SyntheticImageCaptionDataset(image_size=16, num_samples=10)
     spec = build_loader(dataset, batch_size=4, num_workers=0)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from composer.utils import dist
 
+from harness.early_checks import refuse_bad_modes, refuse_flags_alone
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_switches
 from tests.runs import ROOT
@@ -41,6 +42,8 @@ def test_every_rung_is_a_run_of_its_own_that_the_benchmark_takes(tmp_path, monke
         args = benchmark_parser('').parse_args(flags)
         fill_in_training_defaults(args)
         refuse_bad_switches(args)
+        refuse_bad_modes(args)
+        refuse_flags_alone(args)
     switches = {flag for flags in rungs for flag in flags}
     assert {'--half_precision_norms', '--channels_last_norms', '--cast_weights_once', '--cudnn_benchmark',
             '--compile_blocks', 'max-autotune-no-cudagraphs', 'reduce-overhead', 'cudnn', 'xformers'} < switches

@@ -130,6 +130,17 @@ def test_more_gpus_than_images_in_a_batch_are_not_extrapolated(capsys):
     assert '--extrapolate 4096' in refusal(capsys, PUBLISHED, '--extrapolate', 4096)
 
 
+def test_runs_on_other_numbers_of_nodes_are_not_averaged(capsys, write):
+    records = [dict(device='X', num_devices=16, image_size=512, images_per_sec=speed, num_nodes=nodes)
+               for nodes, speed in ((2, 800), (2, 820), (4, 600))]
+    [rows] = cells(printed(capsys, write(*records)))
+    assert [(row['images/s'], row['notes']) for row in rows] == [
+        ('810.0', 'on 2 nodes, median of 2 runs, 800.0 to 820.0'), ('600.0', 'on 4 nodes')]
+    fit = [record | {'num_devices': number, 'num_nodes': 1} for number in (1, 2, 4) for record in records[:1]]
+    assert '16 GPUs were measured on different numbers of nodes' in refusal(
+        capsys, write(*records, *fit), '--extrapolate', '32')
+
+
 def test_repeated_runs_are_one_row_with_median_and_spread(capsys, write):
     (row,), = cells(printed(capsys, write(*({'images_per_sec': speed, 'seed': speed} for speed in (790, 860, 800)))))
     assert row['images/s'] == '800.0' and row['notes'] == 'median of 3 runs, 790.0 to 860.0'

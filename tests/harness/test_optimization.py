@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer import Callback
-from composer.core import Event
+from composer.core import Event, Time, Timestamp
 from composer.optim import ConstantScheduler
 
 import benchmark
@@ -63,6 +63,24 @@ def test_the_learning_rate_rises_to_its_value_and_stays(run):
     rates = Witness.rates
     assert rates[0] == 0 and all(later >= earlier for earlier, later in zip(rates, rates[1:], strict=False))
     assert sorted(set(rates)) == pytest.approx([0, 0.75e-4, 1.5e-4, 2.25e-4, 3e-4]) and rates[-1] == 3e-4
+
+
+@pytest.mark.parametrize('schedule, shares', [
+    ('constant', [1, 1, 1, 1, 1]), ('linear', [1, 0.75, 0.5, 0.25, 0]),
+    ('cosine', [1, 0.5 + 0.5 ** 1.5, 0.5, 0.5 - 0.5 ** 1.5, 0])])
+@pytest.mark.parametrize('warmup', [0, 4])
+def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule, shares, warmup):
+    flags = ['--use_synth_data', *TINY, '--lr_schedule', schedule]
+    if warmup:
+        flags += ['--lr_warmup', f'{warmup}ba']
+    rate = benchmark.build_schedule(benchmark_parser('').parse_args(flags))
+    state = SimpleNamespace(max_duration=Time.from_batch(warmup + 8), timestamp=Timestamp())
+
+    def rate_at(batch: int) -> float:
+        state.timestamp = Timestamp(batch=batch)
+        return rate(state)
+    assert [rate_at(batch) for batch in range(warmup)] == [batch / 4 for batch in range(warmup)]
+    assert [rate_at(warmup + batch) for batch in (0, 2, 4, 6, 8)] == pytest.approx(shares, abs=1e-9)
 
 
 def test_gradients_are_clipped_before_the_optimizer_takes_them(run):

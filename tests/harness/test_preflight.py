@@ -3,7 +3,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import benchmark
 from benchmark import main
 from harness import preflight
 from tests.forked_runs import on_small_disk
@@ -16,7 +15,8 @@ SYNTHETIC = ['--use_synth_data', *TINY]
 @pytest.mark.parametrize('argv, words', [
     (TINY, ['--remote', '--use_synth_data']),
     ([*SYNTHETIC, '--remote', 'x'], ['--remote', '--use_synth_data', 'not both']),
-    ([*SYNTHETIC, '--batch_size', '6', '--device_train_microbatch_size', '4'], ['--device_train_microbatch_size 4']),
+    ([*SYNTHETIC, '--batch_size', '6', '--device_train_microbatch_size', '4'],
+     ['--device_train_microbatch_size 4', 'use 3']),
     ([*SYNTHETIC, '--device_train_microbatch_size', '8'], ['--device_train_microbatch_size 8', '4 images']),
     ([*SYNTHETIC, '--device_train_microbatch_size', 'auto'], ['--device_train_microbatch_size auto', 'GPU']),
     ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], ['--device_train_microbatch_size two']),
@@ -31,7 +31,7 @@ SYNTHETIC = ['--use_synth_data', *TINY]
     ([*SYNTHETIC, '--half_precision_norms'], ['--half_precision_norms', '--precision fp32']),
     ([*SYNTHETIC, '--cast_weights_once'], ['--cast_weights_once', '--precision fp32']),
     ([*SYNTHETIC, '--channels_last_norms'], ['--channels_last_norms', '--channels_last']),
-    ([*SYNTHETIC, '--compile_blocks'], ['--compile_blocks', '--compile compiles']),
+    ([*SYNTHETIC, '--compile_blocks'], ['--compile_blocks needs --compile']),
     ([*SYNTHETIC, '--compile', 'fastest'], ['--compile', 'fastest', 'reduce-overhead']),
     ([*SYNTHETIC, '--compile', 'reduce-overhead', '--device_train_microbatch_size', '2'],
      ['--compile reduce-overhead', '--device_train_microbatch_size']),
@@ -64,7 +64,8 @@ SYNTHETIC = ['--use_synth_data', *TINY]
     (['--remote', 's3://nowhere/x', *TINY], ['--remote s3://nowhere/x', 'could not be read']),
     (['--remote', 'SHARDS', *TINY, '--tokenizer', 'nobody/nothing'], ['--tokenizer nobody/nothing', 'folder']),
     (['--remote', 'SHARDS', *TINY, '--tokenizer', 'SHARDS'], ['--tokenizer', 'tokenizer.json']),
-    (['--remote', 'SHARDS', *TINY, '--batch_size', '25'], ['--remote', '24 samples', '--batch_size 25']),
+    (['--remote', 'SHARDS', *TINY, '--batch_size', '25'],
+     ['--remote', '24 samples', '--batch_size 25; use --batch_size 24']),
     (['--remote', 'OTHER', *TINY], ['--remote', 'jpg of bytes', 'png of bytes']),
 ])
 def test_bad_input_is_one_line_that_names_the_flag_and_its_value(argv, words, capfd, shards, tmp_path, results,
@@ -86,7 +87,7 @@ def test_bad_input_is_one_line_that_names_the_flag_and_its_value(argv, words, ca
     (['--cache_limit', 'much', '--local', '{}/cache'], '--cache_limit much is not a size'),
     (['--cache_limit', '5kb', '--local', '{}/cache'], 'holds fewer than 4 shards'),
     (['--max_bad_samples', '2'], '--max_bad_samples: 2 is not between 0 and 1'),
-    (['--autoresume'], '--autoresume needs the --save_folder'),
+    (['--autoresume'], '--autoresume needs --save_folder'),
     (['--num_workers', '100000000'], '--num_workers 100000000 may fill the shared memory')])
 def test_a_flag_that_cannot_work_is_one_line(shards, tmp_path, capfd, flags, words):
     with pytest.raises(SystemExit):
@@ -96,7 +97,7 @@ def test_a_flag_that_cannot_work_is_one_line(shards, tmp_path, capfd, flags, wor
 
 
 def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_a_better_one(monkeypatch, capfd):
-    monkeypatch.setattr(benchmark.dist, 'get_world_size', lambda: 3)
+    monkeypatch.setenv('WORLD_SIZE', '3')
     with pytest.raises(SystemExit):
         main([*SYNTHETIC, '--batch_size', '8'])
     assert '--batch_size 8 does not divide over 3 devices; use 6' in capfd.readouterr().err
