@@ -60,6 +60,7 @@ def test_a_file_that_holds_no_configuration_is_one_line(tmp_path, content):
     assert 'is not a diffusers model' in refused(tmp_path / 'model', 'unet', content)
 
 
+@pytest.mark.long
 def test_any_value_is_refused_in_one_line_or_trains(tmp_path_factory):
     folder = tmp_path_factory.mktemp('fuzz') / 'model'
     outcomes = set()
