@@ -6,6 +6,7 @@ import time
 import numpy as np
 import torch
 from composer import Callback
+from composer.core import Precision
 from composer.utils import dist
 
 from inputs.streaming_patches import PatchedStreamingDataset
@@ -152,9 +153,12 @@ class Safeguard(Callback):
 
 
 def gradients_are_finite(state) -> torch.Tensor:
-    """Whether the norm of all gradients is finite, on their device; with a GradScaler, which looks itself, true."""
+    """Whether the norm of all gradients is finite, on their device; in fp16, whose GradScaler looks itself, true.
+
+    Composer 0.32.1 makes a GradScaler in every precision, and on a GPU each of them says that it is enabled.
+    """
     gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-    if state.scaler is not None and state.scaler.is_enabled():
+    if state.precision == Precision.AMP_FP16:
         return torch.tensor(True, device=gradients[0].device)
     return torch.isfinite(torch.nn.utils.get_total_norm(gradients))
 

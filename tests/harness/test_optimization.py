@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer import Callback
-from composer.core import Event
+from composer.core import Event, Precision
 from composer.optim import ConstantScheduler
+from torch.amp import GradScaler
 
 import benchmark
 from benchmark import main
@@ -88,17 +89,25 @@ def test_without_the_flags_all_is_as_in_the_original():
     assert isinstance(benchmark.build_schedule(args), ConstantScheduler)
 
 
-def state_with(*gradients: list[float]) -> SimpleNamespace:
+@pytest.fixture(params=[True, False], ids=['no CUDA', 'CUDA'])
+def scaler(request, monkeypatch) -> GradScaler:
+    """As Composer makes it in every precision; where torch finds CUDA, it is enabled in every precision."""
+    monkeypatch.setattr(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: request.param)
+    return GradScaler()
+
+
+def state_with(scaler: GradScaler, *gradients: list[float], precision: str = 'amp_bf16') -> SimpleNamespace:
     parameters = []
     for gradient in gradients:
         parameter = torch.nn.Parameter(torch.zeros(len(gradient)))
         parameter.grad = torch.tensor(gradient)
         parameters.append(parameter)
-    return SimpleNamespace(model=torch.nn.ParameterList(parameters), scaler=None, fsdp_config_version=0)
+    return SimpleNamespace(model=torch.nn.ParameterList(parameters), scaler=scaler, fsdp_config_version=0,
+                           precision=Precision(precision))
 
 
-def test_clipping_scales_all_gradients_by_their_common_norm():
-    state = state_with([3.0, 0.0], [4.0])
+def test_clipping_scales_all_gradients_by_their_common_norm(scaler):
+    state = state_with(scaler, [3.0, 0.0], [4.0])
     clipping = FiniteGradientClipping(1.0)
     assert clipping.match(Event.AFTER_TRAIN_BATCH, state)
     clipping.apply(Event.AFTER_TRAIN_BATCH, state, None)
@@ -106,11 +115,13 @@ def test_clipping_scales_all_gradients_by_their_common_norm():
 
 
 @pytest.mark.parametrize('gradients', [([3e38], [3e38]), ([float('nan')], [1.0]), ([float('inf')], [1.0])])
-def test_gradients_of_an_infinite_norm_are_not_clipped_to_nothing(gradients):
-    assert not FiniteGradientClipping(1.0).match(Event.AFTER_TRAIN_BATCH, state_with(*gradients))
+def test_gradients_of_an_infinite_norm_are_not_clipped_to_nothing(scaler, gradients):
+    for precision in ('fp32', 'amp_bf16'):
+        state = state_with(scaler, *gradients, precision=precision)
+        assert not FiniteGradientClipping(1.0).match(Event.AFTER_TRAIN_BATCH, state)
 
 
-def test_a_gradient_that_is_too_large_to_measure_ends_a_clipped_run(results, monkeypatch):
+def test_a_gradient_that_is_too_large_to_measure_ends_a_clipped_run(scaler, results, monkeypatch):
     class Huge(benchmark.Safeguard):
         def after_backward(self, state, logger):
             if state.timestamp.batch.value == 2:
