@@ -26,7 +26,7 @@ from torchmetrics import MeanSquaredError
 from data import SyntheticImageCaptionDataset, build_held_out_loader, build_loader, open_dataset
 from ema import EMA
 from harness.caption_drop import CaptionDrop
-from harness.checkpoints import checkpoints, from_storage, newest_checkpoint
+from harness.checkpoints import checkpoints, from_storage, leave_out_empty_scaler, newest_checkpoint
 from harness.dry_run import dry_run
 from harness.evaluation import LABEL, METRIC, Evaluations
 from harness.initial_weights import load_initial_weights
@@ -342,6 +342,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
         save_ignore_keys=['rng'],  # Safeguard seeds every batch
         save_overwrite=True,  # files newer than the one resumed from, which a killed run left
         load_path=load_path,
+        load_ignore_keys=leave_out_empty_scaler,
         seed=args.seed,
         dist_timeout=args.dist_timeout,
         profiler=build_profiler(args),

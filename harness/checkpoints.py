@@ -167,3 +167,13 @@ def save_interrupted(state: State, folder: str, to_keep: int | None = None) -> s
         for older in checkpoints(folder)[:-to_keep]:
             os.remove(older)
     return str(path)
+
+
+def leave_out_empty_scaler(checkpoint: dict) -> None:
+    """Let a checkpoint that was saved on a CPU be loaded on a GPU, whose GradScaler refuses an empty state.
+
+    Composer 0.32.1 makes and saves a GradScaler in every precision; torch 2.7.0 disables those on a CPU, which have no
+    state. Without one in the checkpoint, that of the GPU begins as in a new run.
+    """
+    if not checkpoint['state'].get('scaler'):
+        checkpoint['state'].pop('scaler', None)

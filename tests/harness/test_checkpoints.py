@@ -156,3 +156,14 @@ def test_what_an_interrupted_run_saves_counts_among_those_to_keep(tmp_path, resu
     assert [Path(path).name for path in checkpoints(folder)] == ['ep0-ba6-rank0.pt', 'ep0-ba7-rank0.pt']
     record = json.loads(results.read_text())
     assert (record['status'], record['trained_batches']) == ('interrupted', 7)
+
+
+@pytest.mark.parametrize('places', [('CPU', 'GPU'), ('GPU', 'CPU')], ids=str)
+def test_a_checkpoint_of_a_cpu_is_resumed_on_a_gpu_and_the_reverse(tmp_path, monkeypatch, smallest_model, places):
+    """As far as Composer's GradScaler tells them apart, whose state is empty where torch finds no CUDA."""
+    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--autoresume',
+            '--save_folder', str(tmp_path / 'kept'), '--results', '/dev/null']
+    for place, duration, first_batch in zip(places, ('2ba', '4ba'), (0, 2), strict=True):
+        monkeypatch.setattr(torch.cuda.amp.common, 'amp_definitely_not_available', lambda place=place: place == 'CPU')
+        record = main([*argv, '--max_duration', duration])
+        assert (record['status'], record['first_batch']) == ('complete', first_batch)
