@@ -10,6 +10,7 @@ if __name__ == '__main__':
     benchmark_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
 
 import argparse
+import contextlib
 import sys
 from functools import cached_property
 
@@ -92,6 +93,7 @@ class StableDiffusion(ComposerModel):
         if not latents:
             self.vae = build_vae(files, encoder_precision)
         self.text_encoder = build_text_encoder(files, encoder_precision)
+        self.encoders_attention = contextlib.nullcontext  # makes a context that the frozen encoders run in
 
     @property
     def noise_scheduler(self) -> DDPMScheduler:
@@ -130,7 +132,7 @@ class StableDiffusion(ComposerModel):
         if LATENTS in batch:
             moments = batch[LATENTS]
         else:
-            with self.encoder_autocast(batch['image'].device.type):
+            with self.encoder_autocast(batch['image'].device.type), self.encoders_attention():
                 moments = vae_moments(self.vae, batch['image'])  # (B, 8, H/8, W/8)
         noise = batch[NOISE][:, :4] if NOISE in batch else None  # (B, 4, H/8, W/8)
         return draw_latents(moments, self.scaling_factor, noise), self.text_states(batch['caption'])
@@ -138,7 +140,7 @@ class StableDiffusion(ComposerModel):
     @torch.no_grad()
     def text_states(self, caption: torch.Tensor) -> torch.Tensor:
         """States of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
-        with self.encoder_autocast(caption.device.type):
+        with self.encoder_autocast(caption.device.type), self.encoders_attention():
             return self.text_encoder(caption)[0].float()
 
     def encoder_autocast(self, device: str) -> torch.autocast:

@@ -152,8 +152,8 @@ def add_shared_flags(parser: Parser) -> None:
     add('--channels_last', action=argparse.BooleanOptionalAction, help='memory format of the convolutions (default: on '
         'where there is a GPU)')
     add('--compile', nargs='?', const=True, default=False, choices=COMPILE_MODES, metavar='MODE', help='compile the '
-        "UNet and the VAE encoder, which takes minutes at the start, in torch's default mode or in one of "
-        f'{", ".join(COMPILE_MODES)} (default: off)')
+        "UNet, the VAE's encoder and the text encoder, which takes minutes at the start, in torch's default mode or in "
+        f'one of {", ".join(COMPILE_MODES)} (default: off)')
     add('--no-compile', dest='compile', action='store_const', const=False, help='compile nothing (the default)')
 
     add = parser.groups['measurement'].add_argument
@@ -186,18 +186,17 @@ def add_training_speed_flags(group) -> None:
         'multiplies as TF32, which keeps 10 bits of the fraction (default: amp_bf16 on a GPU that has it, amp_fp16 on '
         'another GPU, fp32 on a CPU)')
     add('--attention', type=attention, default='sdpa', metavar='WHICH', help="sdpa, torch's attention; a list of its "
-        f'kernels in the order to try them, of {",".join(ATTENTION_BACKENDS)}, the others after them; or xformers, '
-        'that of the package (default: sdpa)')
-    add('--half_precision_norms', action=switch, default=False, help="compute the UNet's group and layer norms in the "
-        'half precision of --precision instead of float32 (default: off)')
-    add('--channels_last_norms', action=switch, default=False, help="group norms that leave the UNet's images in "
-        '--channels_last (default: off)')
+        f'kernels in the order to try them in the UNet, of {",".join(ATTENTION_BACKENDS)}, the others after them; or '
+        'xformers, that of the package (default: sdpa)')
+    add('--half_precision_norms', action=switch, default=False, help="compute the norms of the UNet and of the "
+        "VAE's encoder in the half precision of --precision instead of float32 (default: off)")
     add('--cast_weights_once', action=switch, default=False, help="cast the UNet's weights to half precision once for "
         'a batch instead of for each microbatch (default: off)')
     add('--cudnn_benchmark', action=switch, default=False, help='let cuDNN try its algorithms for each new shape and '
         'keep the fastest (default: off)')
-    add('--compile_blocks', action=switch, default=False, help="with --compile: compile each kind of the UNet's blocks "
-        'once instead of the whole UNet, for a shorter start (default: off)')
+    add('--compile_blocks', action=switch, help="with --compile: compile each kind of the UNet's blocks once instead "
+        'of the whole UNet, for a shorter start, and so that devices exchange the gradients of one while those of the '
+        'next are computed (default: on with --compile on several devices, unless in the mode reduce-overhead)')
     add('--allreduce_precision', choices=['fp32', 'bf16'], default='fp32', help='in which GPUs exchange gradients '
         '(default: fp32)')
     add('--gradient_checkpointing', action=switch, default=False, help='less memory for about a third more arithmetic '

@@ -24,6 +24,7 @@ HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of 
 MOST_WORKERS = 8
 MEASURED_BATCHES = 20
 BATCHES_OR_EPOCHS = (TimeUnit.BATCH, TimeUnit.EPOCH)
+FIRST_SOUND_CUDNN = 91501  # 9.15.1; before it, attention over lengths that no 128 divides can give gradients of NaN
 
 
 def refuse_more_ranks_than_gpus() -> None:
@@ -57,6 +58,8 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
     fill_in_shared_defaults(args, device_batch, args.precision)
     args.keeps_nothing = bool(args.max_duration) and not args.save_folder
     fill_in_duration(args)
+    if args.compile_blocks is None:
+        args.compile_blocks = compiles_blocks(args)
     if args.use_ema:
         args.ema_half_life = args.ema_half_life or '1000ba'
     if args.eval_remote:
@@ -65,6 +68,15 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
         args.sample_interval = args.sample_interval or '1000ba'
     if args.training_images is None and args.model_name != 'tiny':
         args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it
+
+
+def compiles_blocks(args: argparse.Namespace) -> bool:
+    """Whether --compile goes by blocks unless it is told: where several devices exchange gradients.
+
+    A whole UNet has all its gradients at once, at the end of its backward pass; of blocks those of one travel while
+    those of the next are computed. CUDA graphs stay whole: they are tied to the weights, which blocks differ in.
+    """
+    return bool(args.compile) and args.compile != 'reduce-overhead' and number_of_devices(args) > 1
 
 
 def fill_in_duration(args: argparse.Namespace) -> None:
@@ -173,14 +185,23 @@ def refuse_bad_switches(args: argparse.Namespace) -> None:
     if args.cast_weights_once and args.compile:
         raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights themselves; '
                          'leave one out')
-    if args.channels_last_norms and not args.channels_last:
-        raise ValueError('--channels_last_norms needs --channels_last')
+    if 'cudnn' in args.attention.split(',') and torch.cuda.is_available():
+        refuse_faulty_cudnn(args.attention)
     if args.compile_blocks and not args.compile:
         raise ValueError('--compile_blocks says what --compile compiles; give that as well')
     single_microbatch = args.device_train_microbatch_size == args.batch_size // dist.get_world_size()
     if args.compile == 'reduce-overhead' and not single_microbatch:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          'overwrite; use a --device_train_microbatch_size that is a device\'s whole share of the batch')
+
+
+def refuse_faulty_cudnn(attention: str) -> None:
+    """ValueError: --attention names cuDNN, and the one that torch has loaded has faults in its attention."""
+    version = torch.backends.cudnn.version()
+    if version is not None and version < FIRST_SOUND_CUDNN:
+        found = f'{version // 10000}.{version // 100 % 100}.{version % 100}'
+        raise ValueError(f'--attention {attention} needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
+                         f'{found}, whose attention has faults at lengths that no 128 divides; leave cudnn out')
 
 
 def refuse_bad_source(args: argparse.Namespace) -> None:

@@ -25,9 +25,9 @@ PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformer
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
                   'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer',
-                  'half_precision_norms', 'channels_last_norms', 'cast_weights_once', 'cudnn_benchmark',
-                  'compile_blocks', 'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup',
-                  'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'eval_interval']
+                  'half_precision_norms', 'cast_weights_once', 'cudnn_benchmark', 'compile_blocks',
+                  'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup', 'weight_decay',
+                  'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'eval_interval']
 
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 FEWEST_BATCHES = 20  # a window that is shorter says little

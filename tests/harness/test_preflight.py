@@ -30,7 +30,7 @@ SYNTHETIC = ['--use_synth_data', *TINY]
     ([*SYNTHETIC, '--attention', 'cudnn,fast'], ['--attention', 'cudnn,fast', 'cudnn,flash,efficient,math']),
     ([*SYNTHETIC, '--half_precision_norms'], ['--half_precision_norms', '--precision fp32']),
     ([*SYNTHETIC, '--cast_weights_once'], ['--cast_weights_once', '--precision fp32']),
-    ([*SYNTHETIC, '--channels_last_norms'], ['--channels_last_norms', '--channels_last']),
+    ([*SYNTHETIC, '--channels_last_norms'], ['--channels_last_norms is no flag; did you mean --']),
     ([*SYNTHETIC, '--compile_blocks'], ['--compile_blocks', '--compile compiles']),
     ([*SYNTHETIC, '--compile', 'fastest'], ['--compile', 'fastest', 'reduce-overhead']),
     ([*SYNTHETIC, '--compile', 'reduce-overhead', '--device_train_microbatch_size', '2'],
