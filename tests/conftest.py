@@ -1,6 +1,7 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,6 +82,18 @@ def smallest_model(tmp_path_factory) -> str:
     CLIPTextModel(CLIPTextConfig(vocab_size=49408, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                  num_attention_heads=2)).save_pretrained(folder / 'text_encoder')
     DDPMScheduler().save_config(folder / 'scheduler')
+    return str(folder)
+
+
+@pytest.fixture(scope='session')
+def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
+    """The same with a UNet of two blocks that have attention."""
+    from diffusers import UNet2DConditionModel
+    folder = tmp_path_factory.mktemp('with_attention') / 'model'
+    shutil.copytree(smallest_model, folder)
+    UNet2DConditionModel(sample_size=32, down_block_types=('CrossAttnDownBlock2D',), cross_attention_dim=16,
+                         up_block_types=('CrossAttnUpBlock2D',), mid_block_type=None, block_out_channels=(8,),
+                         layers_per_block=1, norm_num_groups=4, attention_head_dim=2).save_config(folder / 'unet')
     return str(folder)
 
 

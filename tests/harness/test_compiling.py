@@ -141,7 +141,7 @@ def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
     assert set(modes[6:]) == {'reduce-overhead'} and len(modes) > 10
 
 
-def exchanging_rank(out: Path) -> None:
+def exchanging_rank(out: Path, model_name: str) -> None:
     """One of two ranks, a step of a compiled model: in which order backward graphs ran and buckets were sent."""
     events = []
 
@@ -161,21 +161,21 @@ def exchanging_rank(out: Path) -> None:
     args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--compile'])
     fill_in_training_defaults(args)
     join_ranks(get_device(), args.dist_timeout)
-    model = StableDiffusion('tiny', 64, latents=True).train()
+    model = StableDiffusion(model_name, 32, latents=True).train()
     apply_switches(model, args)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
     wrapped.register_comm_hook(None, exchange)
-    batch = {'moments': torch.rand(2, 8, 8, 8), 'caption': torch.randint(49408, (2, 77))}
+    batch = {'moments': torch.rand(2, 8, 4, 4), 'caption': torch.randint(49408, (2, 77))}
     model.loss(wrapped(batch), batch).backward()
     (out / f'rank{dist.get_global_rank()}').write_text(json.dumps(events))
 
 
-def test_two_ranks_exchange_gradients_while_the_compiled_backward_pass_still_runs(server, tmp_path):
-    assert run_ranks(server, [tmp_path / 'log'] * 2, exchanging_rank, [(tmp_path,)] * 2) == [0, 0], \
-        (tmp_path / 'log').read_text()
+def test_two_ranks_exchange_gradients_while_the_compiled_backward_pass_still_runs(server, tmp_path, smallest_with_attention):
+    codes = run_ranks(server, [tmp_path / 'log'] * 2, exchanging_rank, [(tmp_path, smallest_with_attention)] * 2)
+    assert codes == [0, 0], (tmp_path / 'log').read_text()
     for rank in (0, 1):
         events = json.loads((tmp_path / f'rank{rank}').read_text())
-        assert events.count('backward') > 5 and events.count('bucket') > 2
+        assert events.count('backward') > 4 and events.count('bucket') > 4
         after_the_first_bucket = events[events.index('bucket'):]
         assert after_the_first_bucket.count('backward') > events.count('backward') / 2
 

@@ -2,12 +2,10 @@
 import contextlib
 import functools
 import json
-import shutil
 
 import pytest
 import torch
 from composer.trainer import trainer as composers_trainer
-from diffusers import UNet2DConditionModel
 from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,17 +85,6 @@ def test_attention_tries_its_kernels_in_the_order_that_is_asked_for(attention, o
     else:
         assert [SDPBackend(number).name for number in tried[:4]] == order
     assert torch._C._get_sdp_priority_order() == before and not torch.backends.cudnn.benchmark
-
-
-@pytest.fixture
-def smallest_with_attention(smallest_model, tmp_path) -> str:
-    """A diffusers folder of a UNet with few blocks, which have attention."""
-    folder = tmp_path / 'model'
-    shutil.copytree(smallest_model, folder)
-    UNet2DConditionModel(sample_size=32, down_block_types=('CrossAttnDownBlock2D',), cross_attention_dim=16,
-                         up_block_types=('CrossAttnUpBlock2D',), mid_block_type=None, block_out_channels=(8,),
-                         layers_per_block=1, norm_num_groups=4, attention_head_dim=2).save_config(folder / 'unet')
-    return str(folder)
 
 
 @pytest.mark.parametrize('flags', [['--gradient_checkpointing'], ['--gradient_checkpointing', '--compile']], ids=str)
