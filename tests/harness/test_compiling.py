@@ -170,7 +170,8 @@ def exchanging_rank(out: Path, model_name: str) -> None:
     (out / f'rank{dist.get_global_rank()}').write_text(json.dumps(events))
 
 
-def test_two_ranks_exchange_gradients_while_the_compiled_backward_pass_still_runs(server, tmp_path, smallest_with_attention):
+def test_two_ranks_exchange_gradients_while_a_compiled_backward_pass_still_runs(server, tmp_path,
+                                                                                smallest_with_attention):
     codes = run_ranks(server, [tmp_path / 'log'] * 2, exchanging_rank, [(tmp_path, smallest_with_attention)] * 2)
     assert codes == [0, 0], (tmp_path / 'log').read_text()
     for rank in (0, 1):
