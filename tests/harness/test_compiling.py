@@ -166,7 +166,9 @@ def exchanging_rank(out: Path, model_name: str) -> None:
     wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
     wrapped.register_comm_hook(None, exchange)
     batch = {'moments': torch.rand(2, 8, 4, 4), 'caption': torch.randint(49408, (2, 77))}
-    model.loss(wrapped(batch), batch).backward()
+    for _ in range(2):  # in the first step DDP has a single bucket, and learns the order of the gradients
+        events.clear()
+        model.loss(wrapped(batch), batch).backward()
     (out / f'rank{dist.get_global_rank()}').write_text(json.dumps(events))
 
 
@@ -178,7 +180,7 @@ def test_two_ranks_exchange_gradients_while_a_compiled_backward_pass_still_runs(
         events = json.loads((tmp_path / f'rank{rank}').read_text())
         assert events.count('backward') > 4 and events.count('bucket') > 4
         after_the_first_bucket = events[events.index('bucket'):]
-        assert after_the_first_bucket.count('backward') > events.count('backward') / 2
+        assert after_the_first_bucket.count('backward') >= events.count('backward') / 2
 
 
 @pytest.mark.parametrize('flags, devices, blocks', [
