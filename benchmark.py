@@ -10,13 +10,14 @@ if __name__ == '__main__':
     benchmark_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
 
 import argparse
+import contextlib
 import sys
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from composer import Algorithm, Callback, ComposerModel, Evaluator, Trainer
-from composer.callbacks import CheckpointSaver, SpeedMonitor
+from composer.callbacks import SpeedMonitor
 from composer.core import DataSpec
 from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
@@ -26,7 +27,7 @@ from torchmetrics import MeanSquaredError
 from data import SyntheticImageCaptionDataset, build_held_out_loader, build_loader, open_dataset
 from ema import EMA
 from harness.caption_drop import CaptionDrop
-from harness.checkpoints import checkpoints, from_storage, newest_checkpoint
+from harness.checkpoints import WholeCheckpoints, newest_checkpoint, tensors_alone_are_loaded
 from harness.dry_run import dry_run
 from harness.evaluation import LABEL, METRIC, Evaluations
 from harness.initial_weights import load_initial_weights
@@ -38,19 +39,19 @@ from harness.microbatch import largest_microbatch, likely_microbatch
 from harness.optimization import FiniteGradientClipping, build_schedule
 from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
-                               refuse_more_ranks_than_gpus)
+                               refuse_more_ranks_than_gpus, warn_of_what_comes_too_late)
 from harness.progress import Progress
 from harness.ranks import join_ranks
-from harness.record import keep, training_settings
+from harness.record import keep, redacted, training_settings
 from harness.run import Run, conclude, say_how_it_begins, train
-from harness.safeguard import Safeguard
+from harness.safeguard import DATASET, Safeguard
 from harness.sampling import Sampling
 from harness.switches import apply_switches, process_switches, switch_callbacks
 from harness.tracing import build_profiler, tracing_callbacks
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
-from inputs.shards import (LATENTS, number_of_samples, read_index, require_cache_for, require_columns,
+from inputs.shards import (LATENTS, index_hash, number_of_samples, read_index, require_cache_for, require_columns,
                            require_same_origin)
 from models.flops import encoding_flops, peak_tflops, training_flops
 from models.latents import draw_latents, origin_of_latents, vae_moments
@@ -188,6 +189,7 @@ def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
                                                latents=args.use_synth_latents)
         return build_loader(dataset, device_batch, num_workers=0)
     index = read_index(args.remote)
+    args.index_hash = index_hash(index)
     require_columns(args.remote, index)
     require_cache_for(args.remote, index, args.cache_limit)
     require_same_origin(args.remote, index, origin_of_latents(files, args.image_size))
@@ -277,21 +279,28 @@ def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | 
     held_out = None
     if args.eval_remote:
         held_out = open_held_out(args, files, latents)
-    load_path = None
+    resumed = contextlib.nullcontext()
     if args.autoresume:
-        load_path = from_storage(newest_checkpoint, args.save_folder)
-    model = build_model(args, latents)
-    average = None
-    if args.load_weights and not load_path:
-        average = load_initial_weights(args.load_weights, model)
-    algorithms = build_algorithms(args, files, average)
-    if args.microbatch_search:
-        args.device_train_microbatch_size = largest_microbatch(model, data, args, first_microbatch)
-    evaluator = None
-    if held_out is not None:
-        evaluator = build_evaluator(args, files, held_out)
+        resumed = newest_checkpoint(args.save_folder)
+    with resumed as load_path:
+        model = build_model(args, latents)
+        average = None
+        if args.load_weights and not load_path:
+            average = load_initial_weights(args.load_weights, model)
+        algorithms = build_algorithms(args, files, average)
+        if args.microbatch_search:
+            args.device_train_microbatch_size = largest_microbatch(model, data, args, first_microbatch)
+        evaluator = None
+        if held_out is not None:
+            evaluator = build_evaluator(args, files, held_out)
+        return start_run(args, model, data, algorithms, evaluator, load_path)
+
+
+def start_run(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, algorithms: list[Algorithm],
+              evaluator: Evaluator | None, load_path: str | None) -> Run:
+    """The training of a model, at its start or at the checkpoint `load_path`. ValueError: that does not fit it."""
     measurement = Measurement(args.warmup_batches, args.measure_batches)
-    safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
+    safeguard = Safeguard(args.seed, args.on_nan, flags_to_keep(args))
     evaluations = Evaluations()
     progress = Progress()
     callbacks = [measurement, progress, safeguard, *tracing_callbacks(args), evaluations]
@@ -306,8 +315,20 @@ def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | 
         raise ValueError(f'--save_folder {args.save_folder}: {load_path} does not fit this run '
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
     flops_per_image = sum(model.flops_per_image.values())
+    warn_of_what_comes_too_late(args, trainer.state)
     say_how_it_begins(args, trainer.state, load_path)
     return Run(args, model, data, trainer, flops_per_image, measurement, safeguard, progress, evaluations)
+
+
+def flags_to_keep(args: argparse.Namespace) -> dict:
+    """What must be the same when the run resumes, without passwords: flags, and of a dataset the hash of its index."""
+    flags = {}
+    for flag in SAME_ON_RESUME:
+        value = getattr(args, flag)
+        flags[flag] = redacted(value) if isinstance(value, str) else value
+    if args.remote:
+        flags[DATASET] = args.index_hash
+    return flags
 
 
 def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, callbacks: list[Callback],
@@ -316,42 +337,28 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
     """Composer's Trainer, at its start or at the checkpoint `load_path`."""
     window = min(10, args.measure_batches or 10)
     peak_flops = (peak_tflops(args.precision) or 0) * 1e12
-    in_store = '://' in str(args.save_folder)
-    latest_filename = 'latest-rank{rank}.pt'
-    checkpoints_to_keep = args.save_num_checkpoints_to_keep or -1  # all
-    if in_store:
-        latest_filename = None  # Composer waits 30 s for each in a store
-        checkpoints_to_keep = 1  # on the host's disk: the store keeps all
-    trainer = Trainer(
-        model=model,
-        train_dataloader=data,
-        optimizers=build_optimizer(model, args),
-        schedulers=build_schedule(args),
-        algorithms=algorithms,
-        callbacks=[*switch_callbacks(args), SpeedMonitor(window, peak_flops), *callbacks],
-        eval_dataloader=evaluator,
-        progress_bar=False,
-        loggers=build_loggers(args, training_settings(args, model.vae is None)),
-        max_duration=args.max_duration,
-        precision=args.precision,
-        device_train_microbatch_size=args.device_train_microbatch_size,
-        save_folder=args.save_folder,
-        save_interval=args.save_interval,
-        save_latest_filename=latest_filename,
-        save_num_checkpoints_to_keep=checkpoints_to_keep,
-        save_ignore_keys=['rng'],  # Safeguard seeds every batch
-        save_overwrite=True,  # files newer than the one resumed from, which a killed run left
-        load_path=load_path,
-        seed=args.seed,
-        dist_timeout=args.dist_timeout,
-        profiler=build_profiler(args),
-    )
-    if not in_store:
-        for callback in trainer.state.callbacks:
-            if isinstance(callback, CheckpointSaver):
-                # Composer forgets those of earlier processes
-                callback.saved_checkpoints = checkpoints(args.save_folder)
-    return trainer
+    savers = []
+    if args.save_folder:
+        savers.append(WholeCheckpoints(args.save_folder, args.save_interval, args.save_num_checkpoints_to_keep))
+    with tensors_alone_are_loaded():
+        return Trainer(
+            model=model,
+            train_dataloader=data,
+            optimizers=build_optimizer(model, args),
+            schedulers=build_schedule(args),
+            algorithms=algorithms,
+            callbacks=[*switch_callbacks(args), SpeedMonitor(window, peak_flops), *callbacks, *savers],
+            eval_dataloader=evaluator,
+            progress_bar=False,
+            loggers=build_loggers(args, training_settings(args, model.vae is None)),
+            max_duration=args.max_duration,
+            precision=args.precision,
+            device_train_microbatch_size=args.device_train_microbatch_size,
+            load_path=load_path,
+            seed=args.seed,
+            dist_timeout=args.dist_timeout,
+            profiler=build_profiler(args),
+        )
 
 
 def measure_loader(args: argparse.Namespace, data: DataSpec) -> dict:

@@ -21,8 +21,8 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from harness.checkpoints import checkpoints, fetched_for_all, from_storage, load_checkpoint, newest_whole
-from harness.initial_weights import weights_of_checkpoint, with_prefix_removed
+from harness.checkpoints import load_checkpoint
+from harness.initial_weights import checkpoint_in, weights_of_checkpoint, with_prefix_removed
 from inputs.captions import pipeline_tokenizer
 from inputs.errors import one_line
 from models.loading import ModelFiles, build_vae, find_model
@@ -73,25 +73,6 @@ def build_parser() -> argparse.ArgumentParser:
         'because the run trained on latents (default: a random one, which cannot decode)')
     add('--tokenizer', help="folder or hub name (default: that of the run, or CLIP's own)")
     return parser
-
-
-def find_checkpoint(place: str) -> str:
-    """The path of a checkpoint on this machine: `place`, or the newest whole one in it, fetched from its store.
-
-    ValueError: there is none, or it cannot be read or trusted.
-    """
-    found = from_storage(newest_or_itself, place, 'CHECKPOINT')
-    if found is None:
-        raise ValueError(f'CHECKPOINT {place} holds no whole checkpoint; give one, or the --save_folder of a run')
-    return fetched_for_all(found, f'CHECKPOINT {place}')
-
-
-def newest_or_itself(place: str) -> str | None:
-    """The path or URI of a checkpoint: `place`, or the newest whole one in it; None if there is none."""
-    is_checkpoint = place.endswith('.pt') if '://' in place else os.path.isfile(place)
-    if is_checkpoint:
-        return place
-    return newest_whole(checkpoints(place))
 
 
 def read_trained(path: str) -> Trained:
@@ -194,8 +175,11 @@ def summary(args: argparse.Namespace, trained: Trained) -> str:
 def export(args: argparse.Namespace) -> None:
     """Write OUT."""
     disable_progress_bar()  # of transformers 5, for a part that is written in a moment
-    with new_folder(args.out) as folder:
-        trained = read_trained(find_checkpoint(args.checkpoint))
+    with new_folder(args.out) as folder, checkpoint_in(args.checkpoint, 'CHECKPOINT') as path:
+        if path is None:
+            raise ValueError(f'CHECKPOINT {args.checkpoint} holds no whole checkpoint; give one, or the --save_folder '
+                             'of a run')
+        trained = read_trained(path)
         build_pipeline(args, trained).save_pretrained(folder)
     print(summary(args, trained))
 

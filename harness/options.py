@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import difflib
 import os
+import re
 import shlex
 import signal
 import sys
@@ -15,6 +16,9 @@ from models.hub import SD2_BASE
 GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
           'evaluation and drawing', 'logging', 'cost')
 ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention, in the order to try them
+RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')  # that a launcher sets
+TIME_UNITS = {'ba': 'batches', 'ep': 'epochs', 'sp': 'samples', 'dur': 'of the run'}
+LONGEST = 10 ** 15  # of any unit: Composer counts in 64 bits
 COMPILE_MODES = ('max-autotune-no-cudagraphs', 'reduce-overhead')  # of torch.compile, beside its default
 
 
@@ -45,6 +49,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """As argparse does, but for a flag that is none, with which it names the nearest one."""
+        self._refuse_bad_ranks()
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
@@ -58,6 +63,14 @@ class Parser(argparse.ArgumentParser):
         if nearest:
             return f'{flag} is no flag; did you mean {nearest[0]}?'
         return f'{flag} is no flag; see --help'
+
+    def _refuse_bad_ranks(self) -> None:
+        for name in RANK_VARIABLES:
+            text = os.environ.get(name, '1')
+            if not re.fullmatch('[0-9]{1,9}', text) or name.endswith('SIZE') and int(text) == 0:
+                os.environ.pop('RANK', None)  # this process takes itself for the only one, and says it
+                self.error(f'{name}={text} in the environment is no number of processes; unset it, or start this with '
+                           'the launcher, composer')
 
     def error(self, message: str):
         rank = int(os.environ.get('RANK', 0))
@@ -90,6 +103,37 @@ whole_number = number(int, 0, sys.maxsize, 'a whole number')
 share = number(float, 0, 1, 'between 0 and 1')
 amount = number(float, 0, sys.float_info.max, 'an amount')
 positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
+
+
+seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # NumPy takes 32 bits, with the rank on top
+seconds = number(int, 1, 10 ** 6, 'a number of seconds, from 1 to 1,000,000')
+
+
+def split_time(text: str) -> tuple[float, str]:
+    """The number and the unit of a time such as 5000ba, 2ep or 0.5dur. ValueError: it is none."""
+    match = re.fullmatch('([0-9.e+_]+)(' + '|'.join(TIME_UNITS) + ')', text)
+    if not match:
+        raise ValueError(text)
+    return float(match[1]), match[2]
+
+
+def time_in(units: str, example: str, least: int = 1) -> Callable[[str], str]:
+    """An argparse type: a time in one of `units`, from `least` batches or the like, as the text that Composer takes."""
+    def parse(text: str) -> str:
+        try:
+            value, unit = split_time(text)
+        except ValueError:
+            unit = None
+        if unit not in units.split() or value > LONGEST:
+            raise argparse.ArgumentTypeError(f'{text} is not a time such as {example}')
+        if value < 0 or value == 0 and least > 0:
+            raise argparse.ArgumentTypeError(f'{text} is not above 0; use {example}')
+        if unit == 'dur' and value > 1:
+            raise argparse.ArgumentTypeError(f'{text} is longer than the run, which is 1dur; use {example}')
+        if unit != 'dur' and value != int(value):
+            raise argparse.ArgumentTypeError(f'{text} is no whole number of {TIME_UNITS[unit]}; use {example}')
+        return text
+    return parse
 
 
 def attention(text: str) -> str:
@@ -161,8 +205,8 @@ def add_shared_flags(parser: Parser) -> None:
     add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
 
     add = parser.groups['training and checkpoints'].add_argument
-    add('--seed', type=int, default=17, help='of weights, noise and shuffle (default: 17)')
-    add('--dist_timeout', type=count, default=300, help='seconds to wait for the other processes (default: 300)')
+    add('--seed', type=seed, default=17, help='of weights, noise and shuffle (default: 17)')
+    add('--dist_timeout', type=seconds, default=300, help='seconds to wait for the other processes (default: 300)')
 
 
 def add_training_data_flags(group) -> None:
@@ -219,15 +263,16 @@ def add_training_measurement_flags(group) -> None:
 
 def add_training_flags(group) -> None:
     add = group.add_argument
-    add('--max_duration', help='length of the run, such as 5000ba or 2ep (default: warm-up and measured batches)')
+    add('--max_duration', metavar='TIME', type=time_in('ba ep sp', '5000ba or 2ep'), help='length of the run, such as '
+        '5000ba or 2ep (default: warm-up and measured batches)')
     add('--load_weights', metavar='PATH', help='start from the weights, and with --use_ema from their average, of an '
         "earlier run: a checkpoint, a folder's newest, one in an object store, or a diffusers UNet or pipeline folder "
         '(default: random weights)')
     add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss or a gradient that is '
         'not finite, or skip such steps and count them, up to 10 in a row (default: stop)')
     add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
-    add('--save_interval', default='1ep', help='time between checkpoints, such as 1000ba (default: 1ep); one is also '
-        'saved at the end and on Ctrl-C or SIGTERM')
+    add('--save_interval', metavar='TIME', type=time_in('ba ep sp dur', '5000ba or 2ep'), help='time between '
+        'checkpoints, such as 1000ba (default: 1ep); one is also saved at the end and on Ctrl-C or SIGTERM')
     add('--save_num_checkpoints_to_keep', type=count, metavar='N', help='the newest that stay in a folder (default: '
         'all, and one of Stable Diffusion 2 takes 15 GB); an object store keeps all')
     add('--autoresume', action='store_true', help='go on from the newest checkpoint in --save_folder, if there is one '
@@ -237,15 +282,18 @@ def add_training_flags(group) -> None:
 def add_optimizer_flags(group) -> None:
     add = group.add_argument
     add('--learning_rate', type=positive, default=1e-4, help='of AdamW (default: %(default)s)')
-    add('--lr_warmup', metavar='TIME', help='time in which the learning rate rises from 0, such as 10000ba (default: '
+    add('--lr_warmup', metavar='TIME', type=time_in('ba ep dur', '10000ba, 1ep or 0.01dur'),
+        help='time in which the learning rate rises from 0, such as 10000ba (default: '
         'none, it is constant)')
     add('--weight_decay', type=amount, default=0.001, help='of AdamW (default: %(default)s)')
     add('--clip_grad_norm', type=positive, metavar='NORM', help='scale the gradients of a step down to this norm where '
         'it is larger (default: they are left as they are)')
     add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet (default: off)')
-    add('--ema_half_life', metavar='TIME', help="time after which today's weights count half in the average "
+    add('--ema_half_life', metavar='TIME', type=time_in('ba ep', '1000ba or 1ep'),
+        help="time after which today's weights count half in the average "
         '(default: 1000ba)')
-    add('--ema_start', metavar='TIME', help='training before the average starts, such as 5000ba or 0.5dur, half of it '
+    add('--ema_start', metavar='TIME', type=time_in('ba ep dur', '5000ba, 1ep or 0.5dur', least=0),
+        help='training before the average starts, such as 5000ba or 0.5dur, half of it '
         '(default: none)')
 
 
@@ -253,11 +301,13 @@ def add_evaluation_flags(group) -> None:
     add = group.add_argument
     add('--eval_remote', metavar='PATH', help='MDS shards that are held out, a folder or an object store: the loss on '
         'them is calculated with the same noise and timesteps each time (default: no evaluation)')
-    add('--eval_interval', metavar='TIME', help='time between evaluations, in batches or epochs (default: 1000ba); '
+    add('--eval_interval', metavar='TIME', type=time_in('ba ep', '1000ba or 1ep'),
+        help='time between evaluations, in batches or epochs (default: 1000ba); '
         'there is also one at the end')
     add('--sample_prompts', metavar='FILE', help='draw each prompt of this file, one a line, with the averaged weights '
         'where there are any, 50 steps and guidance 7.5; needs --pretrained (default: nothing is drawn)')
-    add('--sample_interval', metavar='TIME', help='time between the drawings, in batches or epochs (default: 1000ba); '
+    add('--sample_interval', metavar='TIME', type=time_in('ba ep', '1000ba or 1ep'),
+        help='time between the drawings, in batches or epochs (default: 1000ba); '
         'the end of the run is also drawn')
     add('--sample_folder', metavar='DIR', default='samples', help='new folder for the drawings, a PNG each time '
         '(default: samples)')

@@ -2,19 +2,21 @@
 import argparse
 import importlib.util
 import os
+import stat
 import sys
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
 
 import torch
-from composer import Time
-from composer.core import TimeUnit
+from composer.core import State
 from composer.utils import dist
 from streaming.base.util import bytes_to_int
 
 from harness.checkpoints import checkpoints, from_storage
 from harness.costs import TRAINING_IMAGES
 from harness.measurement import QUEUES_IN_WINDOW
+from harness.options import split_time
+from harness.progress import total_batches
 from harness.ranks import cores_per_rank
 from harness.sampling import read_prompts
 from harness.tracing import TRACE_WARMUP, TRACED_BATCHES
@@ -23,7 +25,8 @@ from inputs.timed_loader import queued_batches
 HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
 MOST_WORKERS = 8
 MEASURED_BATCHES = 20
-BATCHES_OR_EPOCHS = (TimeUnit.BATCH, TimeUnit.EPOCH)
+BATCHES_OR_EPOCHS = ('ba', 'ep')
+INTERVALS = {'save_interval': '1ep', 'eval_interval': '1000ba', 'sample_interval': '1000ba'}  # unless given
 
 
 def refuse_more_ranks_than_gpus() -> None:
@@ -59,10 +62,10 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
     fill_in_duration(args)
     if args.use_ema:
         args.ema_half_life = args.ema_half_life or '1000ba'
-    if args.eval_remote:
-        args.eval_interval = args.eval_interval or '1000ba'
-    if args.sample_prompts:
-        args.sample_interval = args.sample_interval or '1000ba'
+    for flag, place in (('save_interval', args.save_folder), ('eval_interval', args.eval_remote),
+                        ('sample_interval', args.sample_prompts)):
+        if place and getattr(args, flag) is None:
+            setattr(args, flag, INTERVALS[flag])
     if args.training_images is None and args.model_name != 'tiny':
         args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it
 
@@ -163,6 +166,8 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
     refuse_bad_evaluation(args)
     refuse_bad_save_folder(args)
     refuse_bad_sampling(args)
+    refuse_unusable_folder('tensorboard', args.tensorboard)
+    warn_of_unused_tokenizer(args)
 
 
 def refuse_bad_switches(args: argparse.Namespace) -> None:
@@ -218,10 +223,7 @@ def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None
     if args.cache_limit:
         refuse_bad_cache_limit(args)
     if dist.get_global_rank() == 0:
-        try:
-            open(args.results, 'a').close()  # said before the run, not after it
-        except OSError as error:
-            raise ValueError(f'--results {args.results} cannot be written: {error.strerror}; name another') from None
+        refuse_bad_results(args.results)
 
 
 def refuse_bad_image_size(args: argparse.Namespace) -> None:
@@ -242,26 +244,48 @@ def refuse_bad_cache_limit(args: argparse.Namespace) -> None:
         raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
 
 
-def time_of(args: argparse.Namespace, flag: str, example: str, units: Sequence[TimeUnit] = tuple(TimeUnit)) -> Time:
-    """The value of a flag as a Time. ValueError: it is none, or not in one of `units`."""
-    value = getattr(args, flag)
-    try:
-        time = Time.from_timestring(value)
-    except (ValueError, KeyError):
-        time = None
-    if time is None or time.unit not in units:
-        raise ValueError(f'--{flag} {value} is not a time such as {example}')
-    return time
-
-
 def refuse_bad_duration(args: argparse.Namespace) -> None:
-    """ValueError: a time is none, or the run would end within its warm-up."""
-    duration = time_of(args, 'max_duration', '5000ba or 2ep', (*BATCHES_OR_EPOCHS, TimeUnit.SAMPLE))
-    for flag, time in (('max_duration', duration), ('save_interval', time_of(args, 'save_interval', '5000ba or 2ep'))):
-        if time.value <= 0:
-            raise ValueError(f'--{flag} {getattr(args, flag)} is not above 0; use 5000ba or 2ep')
-    if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
+    """ValueError: the run would end within its warm-up."""
+    duration, unit = split_time(args.max_duration)
+    if unit == 'ba' and duration <= args.warmup_batches:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+
+
+def refuse_unusable_folder(flag: str, folder: str | None) -> None:
+    """ValueError: a folder cannot be made, or nothing can be written in it. Nothing stays of the attempt."""
+    if not folder or '://' in folder or dist.get_global_rank() != 0:
+        return
+    parent = os.path.abspath(folder)
+    try:
+        while not is_there(parent):
+            parent = os.path.dirname(parent)
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except NotADirectoryError:
+        raise ValueError(f'--{flag} {folder} cannot be a folder, because {parent} is a file; name another') from None
+    except OSError as error:
+        raise ValueError(f'--{flag} {folder} cannot be written: {error.strerror}; name another') from None
+
+
+def is_there(path: str) -> bool:
+    """Whether there is something of that name. OSError: that cannot be said."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def refuse_bad_results(path: str) -> None:
+    """ValueError: no record could be appended to a file. It is said before the run, not after it."""
+    try:
+        if not os.path.exists(path):
+            tempfile.TemporaryFile(dir=os.path.dirname(path) or '.').close()  # could one be made there?
+            return
+        if stat.S_ISFIFO(os.stat(path).st_mode):
+            raise ValueError(f'--results {path} is a pipe, and records are appended to a file; name one')
+        open(path, 'a').close()
+    except OSError as error:
+        raise ValueError(f'--results {path} cannot be written: {error.strerror}; name another') from None
 
 
 def refuse_bad_profile(args: argparse.Namespace) -> None:
@@ -271,10 +295,11 @@ def refuse_bad_profile(args: argparse.Namespace) -> None:
     if args.loader_only:
         raise ValueError(f'--profile {args.profile} traces training; leave out --loader_only')
     least = args.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
-    duration = Time.from_timestring(args.max_duration)
-    if duration.unit == TimeUnit.BATCH and duration.value < least:
+    duration, unit = split_time(args.max_duration)
+    if unit == 'ba' and duration < least:
         raise ValueError(f'--profile {args.profile} traces {TRACED_BATCHES} batches up to the {least}th, and the run '
-                         f'has {duration.value}; use --max_duration {least}ba or more')
+                         f'has {duration:.0f}; use --max_duration {least}ba or more')
+    refuse_unusable_folder('profile', args.profile)
     if dist.get_global_rank() == 0 and os.path.isdir(args.profile) and os.listdir(args.profile):
         raise ValueError(f'--profile {args.profile} already holds files; give a new folder')
 
@@ -283,10 +308,7 @@ def refuse_bad_warmup(args: argparse.Namespace) -> None:
     """ValueError: the learning rate cannot rise as asked."""
     if args.lr_warmup is None:
         return
-    warmup = time_of(args, 'lr_warmup', '10000ba, 1ep or 0.01dur', (*BATCHES_OR_EPOCHS, TimeUnit.DURATION))
-    if warmup.value <= 0:
-        raise ValueError(f'--lr_warmup {args.lr_warmup} is no time; leave it out for a constant learning rate')
-    if Time.from_timestring(args.max_duration).unit not in BATCHES_OR_EPOCHS:
+    if split_time(args.max_duration)[1] not in BATCHES_OR_EPOCHS:
         raise ValueError(f'--lr_warmup {args.lr_warmup} needs a --max_duration in batches (ba) or epochs (ep), not '
                          f'{args.max_duration}')
 
@@ -297,35 +319,32 @@ def refuse_bad_average(args: argparse.Namespace) -> None:
         value = getattr(args, flag)
         if value is not None and not args.use_ema:
             raise ValueError(f'--{flag} {value} needs --use_ema')
-    if not args.use_ema:
-        return
-    half_life = time_of(args, 'ema_half_life', '1000ba or 1ep', BATCHES_OR_EPOCHS)
-    if half_life.value <= 0:
-        raise ValueError(f'--ema_half_life {args.ema_half_life} is not above 0; use 1000ba, or leave --use_ema out')
-    if args.ema_start is not None:
-        time_of(args, 'ema_start', '5000ba, 1ep or 0.5dur', (*BATCHES_OR_EPOCHS, TimeUnit.DURATION))
 
 
 def refuse_bad_evaluation(args: argparse.Namespace) -> None:
-    """ValueError: there is nothing to evaluate on, or at no time."""
+    """ValueError: there is nothing to evaluate on."""
     if not args.eval_remote:
         if args.eval_interval is not None:
             raise ValueError(f'--eval_interval {args.eval_interval} needs --eval_remote')
         return
     if args.remote and os.path.realpath(args.eval_remote) == os.path.realpath(args.remote):
         raise ValueError(f'--eval_remote {args.eval_remote} is what the run trains on; give it shards of other samples')
-    if time_of(args, 'eval_interval', '1000ba or 1ep', BATCHES_OR_EPOCHS).value <= 0:
-        raise ValueError(f'--eval_interval {args.eval_interval} is not above 0; use 1000ba')
 
 
 def refuse_bad_save_folder(args: argparse.Namespace) -> None:
     """ValueError: there is nothing to resume from, or a new run would write among the files of another."""
     folder = args.save_folder
-    if args.autoresume:
-        if not folder:
-            raise ValueError('--autoresume needs the --save_folder of the run to resume')
+    for flag in ('save_interval', 'save_num_checkpoints_to_keep'):
+        if getattr(args, flag) is not None and not folder:
+            raise ValueError(f'--{flag} {getattr(args, flag)} needs --save_folder')
+    if args.autoresume and not folder:
+        raise ValueError('--autoresume needs the --save_folder of the run to resume')
+    if not folder:
         return
-    if not folder or dist.get_global_rank() != 0:
+    if '{' in folder or '}' in folder:
+        raise ValueError(f'--save_folder {folder} has a brace in it, for which Composer puts other words; name another')
+    refuse_unusable_folder('save_folder', folder)
+    if args.autoresume or dist.get_global_rank() != 0:
         return
     if '://' in folder:
         occupied = bool(from_storage(checkpoints, folder))
@@ -342,13 +361,48 @@ def refuse_bad_sampling(args: argparse.Namespace) -> None:
         if args.sample_interval is not None:
             raise ValueError(f'--sample_interval {args.sample_interval} needs --sample_prompts')
         return
-    if time_of(args, 'sample_interval', '1000ba or 1ep', BATCHES_OR_EPOCHS).value <= 0:
-        raise ValueError(f'--sample_interval {args.sample_interval} is not above 0; use 1000ba')
     read_prompts(args.sample_prompts)
     if not args.pretrained:
         raise ValueError(f'--sample_prompts {args.sample_prompts} needs a VAE that can decode, and without '
                          '--pretrained it is random; give --model_name FOLDER --pretrained')
+    refuse_unusable_folder('sample_folder', args.sample_folder)
     if args.autoresume or dist.get_global_rank() != 0:
         return
     if any(Path(args.sample_folder).glob('ba*.png')):
         raise ValueError(f'--sample_folder {args.sample_folder} already holds drawings of another run; give a new one')
+
+
+def warn_of_unused_tokenizer(args: argparse.Namespace) -> None:
+    """On rank 0, where --tokenizer does nothing: synthetic captions are tokens already."""
+    uses_it = args.remote or args.caption_drop or args.eval_remote or args.sample_prompts or args.save_folder
+    if args.tokenizer and not uses_it and dist.get_global_rank() == 0:
+        print(f'warning: --tokenizer {args.tokenizer} does nothing here: synthetic captions are tokens already',
+              file=sys.stderr)
+
+
+def warn_of_what_comes_too_late(args: argparse.Namespace, state: State) -> None:
+    """On rank 0, once the length of an epoch is known: what was asked for a time that this run does not reach."""
+    total = total_batches(state)
+    if total is None or dist.get_global_rank() != 0:
+        return
+    for sentence in too_late(args, total, int(state.dataloader_len)):
+        print(f'warning: {sentence}', file=sys.stderr)
+
+
+def too_late(args: argparse.Namespace, total: int, epoch: int) -> list[str]:
+    """A sentence for each flag whose time is beyond the `total` batches of a run, with `epoch` batches in an epoch."""
+    batches = {'ba': 1, 'ep': epoch, 'sp': 1 / args.batch_size, 'dur': total}  # in one of each unit
+
+    def is_too_late(time: str) -> bool:
+        value, unit = split_time(time)
+        return value * batches[unit] > total
+
+    run = f'this run of {total} batches (--max_duration {args.max_duration})'
+    sentences = []
+    if args.use_ema and args.ema_start and is_too_late(args.ema_start):
+        sentences.append(f'--ema_start {args.ema_start} comes after the end of {run}: there will be no average')
+    for flag, deed in (('save_interval', 'saved'), ('eval_interval', 'evaluated'), ('sample_interval', 'drawn')):
+        interval = getattr(args, flag)
+        if interval not in (None, INTERVALS[flag]) and is_too_late(interval):
+            sentences.append(f'--{flag} {interval} is longer than {run}: only its end will be {deed}')
+    return sentences

@@ -29,6 +29,8 @@ TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'e
                   'compile_blocks', 'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup',
                   'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'eval_interval']
 
+# such as ;AccountKey=... in a connection string of Azure
+SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 FEWEST_BATCHES = 20  # a window that is shorter says little
 MUCH_DRIFT = 0.1
@@ -57,12 +59,12 @@ def circumstances(stage: str, args: argparse.Namespace, flags: list[str]) -> dic
     return {
         'stage': stage,
         'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-        'command': redacted(shlex.join(sys.argv)),
+        'command': shlex.join(map(redacted, sys.argv)),
         'git_commit': git_commit(),
         'device': torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name(),
         'num_devices': dist.get_world_size(),
         'num_nodes': dist.get_world_size() // dist.get_local_world_size(),
-        'model_name': args.model_name,
+        'model_name': redacted(args.model_name),
         'image_size': args.image_size,
         **{flag: getattr(args, flag) for flag in flags},
         'versions': versions(),
@@ -83,10 +85,11 @@ def uses_tf32() -> bool | None:
     return torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
 
 
-def redacted(command: str) -> str:
-    """A command without the passwords and signatures that URLs can carry."""
-    without_passwords = re.sub(r'://[^/@\s]+@', '://***@', command)
-    return re.sub(r"\?[^\s']*=[^\s']*", '?***', without_passwords)
+def redacted(text: str) -> str:
+    """A text without the passwords, keys and signatures that addresses and connection strings can carry."""
+    without_users = re.sub(r'://([^/@\s]+|[^/@:\s]*:\S*)@', '://***@', text)  # a password may hold a /
+    without_queries = re.sub(r"\?[^\s']*=[^\s']*", '?***', without_users)
+    return re.sub(SECRET_SETTING, r'\1=***', without_queries)
 
 
 def git_commit() -> str | None:

@@ -18,7 +18,7 @@ from harness.measurement import Measurement, figures
 from harness.options import Parser
 from harness.progress import Progress, batches_in_words, total_batches
 from harness.ranks import failure_of_ranks, wait_for_rank_0
-from harness.record import UNMEASURED, keep, summary, training_settings, uses_tf32
+from harness.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
 from harness.tracing import PROFILED, attention_kernels
 from models.flops import utilization
@@ -77,7 +77,7 @@ def train(run: Run) -> dict[str, str]:
         if run.safeguard.interrupted:  # a worker or a rank was faster to go
             outcome = {'status': 'interrupted'}
         else:
-            outcome = {'status': 'failed', 'error': reason(error, run.microbatch_flag)}
+            outcome = {'status': 'failed', 'error': redacted(reason(error, run.microbatch_flag))}
     ignore_signals()
     run.progress.stop()
     if outcome['status'] != 'complete':
@@ -134,7 +134,7 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
         text = summary(record, args.training_images, args.dollars_per_gpu_hour)
         keep(record, text, args.results, save_state)
     except Exception as error:
-        parser.error(reason(error, run.microbatch_flag))
+        parser.error(redacted(reason(error, run.microbatch_flag)))
     if outcome['status'] == 'interrupted' or dist.get_global_rank() == 0:
         wait_for_rank_0()  # a launcher ends all ranks 30 s after the first
     if outcome['status'] == 'interrupted':

@@ -8,11 +8,13 @@ import torch
 from composer import Callback
 from composer.utils import dist
 
+from harness.record import redacted
 from inputs.streaming_patches import PatchedStreamingDataset
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LEAST_SECONDS_TO_AGREE = 15  # after a signal, for the ranks to reach the end of a batch together
 BATCHES_TO_AGREE = 2  # that may take longer: the one under way, and the next on a rank that heard of it late
+DATASET = 'dataset'  # among the flags of a checkpoint: the hash of the index of its --remote
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
 
 
@@ -130,8 +132,16 @@ class Safeguard(Callback):
     def load_state_dict(self, state: dict) -> None:
         """ValueError: a flag of the run that is resumed had another value."""
         for flag, value in state['flags'].items():
-            if self.flags.get(flag) != value:
-                raise ValueError(f'--{flag} was {value}, and is {self.flags.get(flag)} now')
+            if isinstance(value, str):
+                value = redacted(value)  # earlier versions kept passwords
+            now = self.flags.get(flag)
+            if now == value:
+                continue
+            if flag == DATASET:
+                raise ValueError('the dataset of --remote was made anew since, its order is another: the hash of its '
+                                 f'index was {value}, and is {now} now; give the old one, or a new --save_folder with '
+                                 '--load_weights')
+            raise ValueError(f'--{flag} was {value}, and is {now} now')
 
     def release_signals(self) -> None:
         """Leave SIGNALS to whom they were left to before the run."""

@@ -1,4 +1,5 @@
 """MDS shards and their index.json: the columns that are read here, and what of a dataset can be trusted."""
+import hashlib
 import json
 import os
 import tempfile
@@ -126,6 +127,12 @@ def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--r
         if theirs != ours:
             raise ValueError(f'{flag} {remote} holds latents with {key} {theirs}, and this run has {ours}; use the '
                              '--image_size, --model_name and --pretrained of their encoding')
+
+
+def index_hash(index: dict) -> str:
+    """Sixteen hex digits that tell one dataset from another: sha256 of the canonical JSON of its shards."""
+    shards = json.dumps(index['shards'], sort_keys=True, separators=(',', ':'))
+    return hashlib.sha256(shards.encode()).hexdigest()[:16]
 
 
 def number_of_samples(index: dict) -> int:
