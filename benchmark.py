@@ -29,7 +29,7 @@ from ema import EMA
 from harness.caption_drop import CaptionDrop
 from harness.checkpoints import WholeCheckpoints, newest_checkpoint, tensors_alone_are_loaded
 from harness.dry_run import dry_run
-from harness.evaluation import LABEL, METRIC, Evaluations
+from harness.evaluation import LABEL, METRIC, Evaluations, PatientTrainer
 from harness.initial_weights import load_initial_weights
 from harness.launcher import end_with_launcher
 from harness.loggers import build_loggers
@@ -341,7 +341,7 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
     if args.save_folder:
         savers.append(WholeCheckpoints(args.save_folder, args.save_interval, args.save_num_checkpoints_to_keep))
     with tensors_alone_are_loaded():
-        return Trainer(
+        return PatientTrainer(
             model=model,
             train_dataloader=data,
             optimizers=build_optimizer(model, args),

@@ -111,7 +111,7 @@ seconds = number(int, 1, 10 ** 6, 'a number of seconds, from 1 to 1,000,000')
 
 def split_time(text: str) -> tuple[float, str]:
     """The number and the unit of a time such as 5000ba, 2ep or 0.5dur. ValueError: it is none."""
-    match = re.fullmatch('([0-9.e+_]+)(' + '|'.join(TIME_UNITS) + ')', text)
+    match = re.fullmatch('([-0-9.e+_]+)(' + '|'.join(TIME_UNITS) + ')', text)
     if not match:
         raise ValueError(text)
     return float(match[1]), match[2]

@@ -167,7 +167,9 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
     refuse_bad_save_folder(args)
     refuse_bad_sampling(args)
     refuse_unusable_folder('tensorboard', args.tensorboard)
-    warn_of_unused_tokenizer(args)
+    if dist.get_global_rank() == 0:
+        for sentence in without_effect(args):
+            print(f'warning: {sentence}', file=sys.stderr)
 
 
 def refuse_bad_switches(args: argparse.Namespace) -> None:
@@ -334,9 +336,6 @@ def refuse_bad_evaluation(args: argparse.Namespace) -> None:
 def refuse_bad_save_folder(args: argparse.Namespace) -> None:
     """ValueError: there is nothing to resume from, or a new run would write among the files of another."""
     folder = args.save_folder
-    for flag in ('save_interval', 'save_num_checkpoints_to_keep'):
-        if getattr(args, flag) is not None and not folder:
-            raise ValueError(f'--{flag} {getattr(args, flag)} needs --save_folder')
     if args.autoresume and not folder:
         raise ValueError('--autoresume needs the --save_folder of the run to resume')
     if not folder:
@@ -372,12 +371,16 @@ def refuse_bad_sampling(args: argparse.Namespace) -> None:
         raise ValueError(f'--sample_folder {args.sample_folder} already holds drawings of another run; give a new one')
 
 
-def warn_of_unused_tokenizer(args: argparse.Namespace) -> None:
-    """On rank 0, where --tokenizer does nothing: synthetic captions are tokens already."""
-    uses_it = args.remote or args.caption_drop or args.eval_remote or args.sample_prompts or args.save_folder
-    if args.tokenizer and not uses_it and dist.get_global_rank() == 0:
-        print(f'warning: --tokenizer {args.tokenizer} does nothing here: synthetic captions are tokens already',
-              file=sys.stderr)
+def without_effect(args: argparse.Namespace) -> list[str]:
+    """A sentence for each flag that was given and does nothing in this run."""
+    sentences = []
+    for flag in ('save_interval', 'save_num_checkpoints_to_keep'):
+        if getattr(args, flag) is not None and not args.save_folder:
+            sentences.append(f'--{flag} {getattr(args, flag)} does nothing without --save_folder: nothing is saved')
+    uses_tokenizer = (args.remote, args.caption_drop, args.eval_remote, args.sample_prompts, args.save_folder)
+    if args.tokenizer and not any(uses_tokenizer):
+        sentences.append(f'--tokenizer {args.tokenizer} does nothing here: synthetic captions are tokens already')
+    return sentences
 
 
 def warn_of_what_comes_too_late(args: argparse.Namespace, state: State) -> None:

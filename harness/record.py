@@ -87,7 +87,7 @@ def uses_tf32() -> bool | None:
 
 def redacted(text: str) -> str:
     """A text without the passwords, keys and signatures that addresses and connection strings can carry."""
-    without_users = re.sub(r'://([^/@\s]+|[^/@:\s]*:\S*)@', '://***@', text)  # a password may hold a /
+    without_users = re.sub(r'://([^/@:\s]*:\S*|[^/@\s]+)@', '://***@', text)  # a password may hold a /
     without_queries = re.sub(r"\?[^\s']*=[^\s']*", '?***', without_users)
     return re.sub(SECRET_SETTING, r'\1=***', without_queries)
 

@@ -4,13 +4,13 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 
-from composer import ComposerModel, Event, Trainer
+from composer import ComposerModel, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
 from harness.checkpoints import save_interrupted
 from harness.compiling import compiled_graphs
-from harness.evaluation import Evaluations
+from harness.evaluation import Evaluations, take_live_weights_back
 from harness.failures import reason
 from harness.gpu_monitor import gather_gpu_figures
 from harness.loggers import log_record
@@ -89,10 +89,7 @@ def train(run: Run) -> dict[str, str]:
 
 def leave_evaluation(run: Run) -> None:
     """Where a signal ended the run within an evaluation, the model holds the averages: take the live weights back."""
-    state = run.trainer.state
-    for algorithm in state.algorithms:
-        if getattr(algorithm, 'ema_weights_active', False):
-            algorithm.apply(Event.EVAL_END, state, run.trainer.logger)
+    take_live_weights_back(run.trainer.state, run.trainer.logger)
     run.safeguard.updating = False
 
 

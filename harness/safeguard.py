@@ -8,6 +8,7 @@ import torch
 from composer import Callback
 from composer.utils import dist
 
+from harness.ranks import SECONDS_FOR_A_BATCH, wait_at_most
 from harness.record import redacted
 from inputs.streaming_patches import PatchedStreamingDataset
 
@@ -107,6 +108,8 @@ class Safeguard(Callback):
 
     def batch_end(self, state, logger) -> None:
         self.updating = False
+        if state.timestamp.batch.value == self.first_batch + 1:
+            wait_at_most(SECONDS_FOR_A_BATCH)  # what takes long at a start, such as compiling, is over
         if self._stop:
             raise SystemExit
 

@@ -10,7 +10,7 @@ import report
 from benchmark import main
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
-from harness.record import keep, summary, training_settings
+from harness.record import keep, redacted, summary, training_settings
 from models.loading import SD2_BASE
 from tests.forked_runs import run_program
 from tests.runs import TINY, check_record
@@ -69,6 +69,15 @@ def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', 's3://key:secret@bucket/a?X-Sig=abc&b=c', 'a@b', '?'])
     args = benchmark_parser('').parse_args([])
     assert training_settings(args, latents=False)['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
+
+
+@pytest.mark.parametrize('text', [
+    's3://key:sec/ret@bucket/a', 's3://key:sec@ret@bucket', 'https://secret@host/a', "'s3://key:sec'ret/@bucket'",
+    'DefaultEndpointsProtocol=https;AccountName=x;AccountKey=sec/ret+==;EndpointSuffix=y', 'https://a/b?sig=secret&x=y',
+    'Error at s3://key:sec/ret@bucket: SharedAccessSignature=secret'])
+def test_no_form_of_password_is_left_in_a_text(text):
+    assert 'sec' not in redacted(text) and 'ret' not in redacted(text) and '***' in redacted(text)
+    assert redacted('s3://bucket/path, a@b, key: x, 5 = 6') == 's3://bucket/path, a@b, key: x, 5 = 6'
 
 
 def test_no_secret_of_the_environment_is_written_down(server, tmp_path, shards):
