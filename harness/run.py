@@ -1,9 +1,11 @@
 """A training that is ready to start: how it begins, runs, ends and is recorded. It knows no model of its own."""
 import argparse
+import contextlib
 import sys
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from composer import ComposerModel, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
@@ -68,6 +70,7 @@ def say_how_it_begins(args: argparse.Namespace, state: State, load_path: str | N
 def train(run: Run) -> dict[str, str]:
     """Train; returns how it ended: complete, interrupted (Ctrl-C or SIGTERM) or failed, with the error in one line."""
     outcome = {'status': 'complete'}
+    run.safeguard.when_stuck = partial(conclude_while_stuck, run)
     try:
         run.trainer.fit()
     except (SystemExit, KeyboardInterrupt):
@@ -78,6 +81,7 @@ def train(run: Run) -> dict[str, str]:
             outcome = {'status': 'interrupted'}
         else:
             outcome = {'status': 'failed', 'error': redacted(reason(error, run.microbatch_flag))}
+    run.safeguard.answer_signals()
     ignore_signals()
     run.progress.stop()
     if outcome['status'] != 'complete':
@@ -140,6 +144,24 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
         failed_batch = run.trainer.state.timestamp.batch.value + 1
         parser.error(f'the run failed at batch {failed_batch}: {outcome["error"]}')
     return record
+
+
+def conclude_while_stuck(run: Run) -> None:
+    """In a thread, where a signal came and the main one waits for another rank: keep the record and the checkpoint.
+
+    The weights are those of the last batch, since a step follows what the ranks do together. A GPU's own queue waits,
+    too, so this reads from it in another.
+    """
+    if dist.get_global_rank() != 0:
+        return
+    own_queue = contextlib.nullcontext()
+    if torch.cuda.is_available():
+        own_queue = torch.cuda.stream(torch.cuda.Stream())
+    with own_queue:
+        print('a signal came, and another rank does not answer: ending without it', file=sys.stderr)
+        record = make_record(run, {'status': 'interrupted'})
+        text = summary(record, run.args.training_images, run.args.dollars_per_gpu_hour)
+        keep(record, text, run.args.results, partial(save_where_it_stopped, run))
 
 
 def save_where_it_stopped(run: Run) -> None:

@@ -2,6 +2,7 @@
 import math
 import signal
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from composer.utils import dist
 
 from harness.ranks import SECONDS_FOR_A_BATCH, wait_at_most
 from harness.record import redacted
+from harness.signal_watch import SignalWatch
 from inputs.streaming_patches import PatchedStreamingDataset
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -54,10 +56,14 @@ class Safeguard(Callback):
         self.updating = False  # between two consistent states
         self._stop = False
         self._handlers_before: dict = {}  # of SIGNALS
+        self.when_stuck: Callable[[], None] | None = None  # what to do where a signal cannot be answered otherwise
+        self._watch: SignalWatch | None = None
 
     def fit_start(self, state, logger) -> None:
         """Take the signals over, and let the data go on where the weights are."""
         self._handlers_before = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+        if dist.get_world_size() > 1 and self.when_stuck is not None:
+            self._watch = SignalWatch(SIGNALS, lambda: seconds_to_agree(self._batch_seconds) + 3, self.when_stuck)
         self.first_batch = state.timestamp.batch.value
         dataset = state.train_dataloader.dataset
         if self.first_batch and isinstance(dataset, PatchedStreamingDataset):
@@ -146,8 +152,15 @@ class Safeguard(Callback):
                                  '--load_weights')
             raise ValueError(f'--{flag} was {value}, and is {now} now')
 
+    def answer_signals(self) -> None:
+        """From here on the main thread answers a signal itself, or has."""
+        if self._watch is not None:
+            self._watch.answer()
+            self._watch = None
+
     def release_signals(self) -> None:
         """Leave SIGNALS to whom they were left to before the run."""
+        self.answer_signals()
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
 
