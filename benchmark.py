@@ -2,12 +2,14 @@
 
     composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
-    composer -n 1 benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
+    python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
+from harness.allocator import let_segments_grow
 from harness.options import benchmark_parser
 
 if __name__ == '__main__':
     benchmark_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+    let_segments_grow()
 
 import argparse
 import sys
@@ -33,8 +35,8 @@ from harness.initial_weights import load_initial_weights
 from harness.launcher import end_with_launcher
 from harness.loggers import build_loggers
 from harness.measurement import Measurement, loader_figures
-from harness.memory import build_fake_model, refuse_too_little_memory
-from harness.microbatch import largest_microbatch, likely_microbatch
+from harness.memory import build_outline, refuse_too_little_memory
+from harness.microbatch import largest_microbatch
 from harness.optimization import FiniteGradientClipping, build_schedule
 from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
@@ -52,7 +54,7 @@ from inputs.errors import DataError, one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
 from inputs.shards import (LATENTS, number_of_samples, read_index, require_cache_for, require_columns,
                            require_same_origin)
-from models.flops import encoding_flops, peak_tflops, training_flops
+from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 
@@ -71,15 +73,16 @@ class StableDiffusion(ComposerModel):
         pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet always starts anew.
         encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
         latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
+        files: of `model_name`, where they have been found already.
 
     ValueError: the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
-                 encoder_precision: str = 'fp32', latents: bool = False):
+                 encoder_precision: str = 'fp32', latents: bool = False, files: ModelFiles | None = None):
         super().__init__()
         self.image_size = image_size
-        files = find_model(model_name, pretrained)
+        files = files or find_model(model_name, pretrained)
         self.scaling_factor = files.scaling_factor
         with torch.device('cpu'):  # its small tables go where they are used
             self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
@@ -165,11 +168,8 @@ class StableDiffusion(ComposerModel):
     @cached_property
     def flops_per_image(self) -> dict[str, int]:
         """FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; counted on no data."""
-        flops = training_flops(self.unet.config, self.text_encoder.config, self.image_size // 8)
-        flops['vae'] = 0
-        if self.vae is not None:
-            flops['vae'] = encoding_flops(self.vae.config, self.image_size)
-        return flops
+        vae_config = None if self.vae is None else self.vae.config
+        return flops_of_an_image(self.unet.config, self.text_encoder.config, vae_config, self.image_size)
 
     def flops_per_batch(self, batch: dict[str, torch.Tensor]) -> int:
         """FLOPs of a training batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""
@@ -190,7 +190,8 @@ def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
     index = read_index(args.remote)
     require_columns(args.remote, index)
     require_cache_for(args.remote, index, args.cache_limit)
-    require_same_origin(args.remote, index, origin_of_latents(files, args.image_size))
+    if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
+        require_same_origin(args.remote, index, origin_of_latents(files, args.image_size))
     samples = number_of_samples(index)
     if samples < args.batch_size:
         raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}')
@@ -214,7 +215,8 @@ def open_held_out(args: argparse.Namespace, files: ModelFiles, latents: bool) ->
     flag = '--eval_remote'
     index = read_index(args.eval_remote, flag)
     require_columns(args.eval_remote, index, flag)
-    require_same_origin(args.eval_remote, index, origin_of_latents(files, args.image_size), flag)
+    if 'latents' in index:
+        require_same_origin(args.eval_remote, index, origin_of_latents(files, args.image_size), flag)
     if number_of_samples(index) == 0:
         raise ValueError(f'{flag} {args.eval_remote} holds no samples')
     if latents and 'latents' not in index:
@@ -235,11 +237,13 @@ def build_evaluator(args: argparse.Namespace, files: ModelFiles, held_out: HeldO
                      device_eval_microbatch_size=microbatch)
 
 
-def build_model(args: argparse.Namespace, latents: bool, device: torch.device | None = None) -> StableDiffusion:
+def build_model(args: argparse.Namespace, latents: bool, device: torch.device | None = None,
+                files: ModelFiles | None = None) -> StableDiffusion:
     """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
     torch.manual_seed(args.seed)
     with device or torch.device(get_device()._device):
-        model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision, latents)
+        model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision, latents,
+                                files)
     apply_switches(model, args)
     return model
 
@@ -267,12 +271,12 @@ def build_algorithms(args: argparse.Namespace, files: ModelFiles | None = None,
     return algorithms
 
 
-def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | None = None) -> Run:
-    """The training, at its start or at the checkpoint to resume from; a search begins at `first_microbatch`.
+def build_run(args: argparse.Namespace, data: DataSpec, files: ModelFiles | None = None) -> Run:
+    """The training, at its start or at the checkpoint to resume from; `files` are the model's, if they are found.
 
     ValueError: it cannot be built as asked.
     """
-    files = find_model(args.model_name, args.pretrained)
+    files = files or find_model(args.model_name, args.pretrained)
     latents = data.dataloader.dataset.latents
     held_out = None
     if args.eval_remote:
@@ -280,13 +284,13 @@ def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | 
     load_path = None
     if args.autoresume:
         load_path = from_storage(newest_checkpoint, args.save_folder)
-    model = build_model(args, latents)
+    model = build_model(args, latents, files=files)
     average = None
     if args.load_weights and not load_path:
         average = load_initial_weights(args.load_weights, model)
     algorithms = build_algorithms(args, files, average)
     if args.microbatch_search:
-        args.device_train_microbatch_size = largest_microbatch(model, data, args, first_microbatch)
+        args.device_train_microbatch_size = largest_microbatch(model, data, args)
     evaluator = None
     if held_out is not None:
         evaluator = build_evaluator(args, files, held_out)
@@ -375,10 +379,9 @@ def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
         data = build_data(args, files)
         if args.loader_only:
             return measure_loader(args, data)
-        fake = build_fake_model(args, data.dataloader.dataset.latents, build_model)
-        refuse_too_little_memory(args, fake)
-        first_microbatch = likely_microbatch(args, fake) if args.microbatch_search else None
-        run = build_run(args, data, first_microbatch)
+        outline = build_outline(args, files, data.dataloader.dataset.latents, build_model)
+        refuse_too_little_memory(args, outline)
+        run = build_run(args, data, files)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))
     if run.is_over:

@@ -3,7 +3,6 @@ import argparse
 import contextlib
 import datetime
 import fcntl
-import functools
 import importlib.metadata
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 from composer.utils import dist
+from composer.utils.collect_env import get_cpu_model
 
 from harness.costs import days_to_train, gpu_hours
 from harness.measurement import ASIDE, QUEUES_IN_WINDOW
@@ -99,11 +99,10 @@ def git_commit() -> str | None:
         return None
 
 
-@functools.cache
 def processor_name() -> str:
-    """The model name of the CPU, or its architecture where it has none. It takes a second to find out."""
-    import cpuinfo
-    return cpuinfo.get_cpu_info().get('brand_raw') or platform.machine()
+    """The model name of the CPU, or its architecture where it has none. It takes a second, once for us and Composer."""
+    name = get_cpu_model()
+    return platform.machine() if name == 'CPU' else name
 
 
 def versions() -> dict[str, str | None]:

@@ -100,7 +100,7 @@ def test_the_search_for_a_microbatch_compiles_nothing(graphs):
     args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--compile'])
     fill_in_training_defaults(args)
     model = switched_model('--compile')
-    assert largest_microbatch(model, build_data(args, find_model('tiny')), args, 4) == 4
+    assert largest_microbatch(model, build_data(args, find_model('tiny')), args) == 4
     assert not graphs
     model(batch_of(2))
     assert len(graphs) == 2
