@@ -26,7 +26,7 @@ smoke: $(VENV)/installed
 	if [ $$gpus -gt 0 ]; then \
 	    composer benchmark.py --use_synth_data --use_ema --batch_size $$((64 * gpus)); \
 	else \
-	    composer -n 1 benchmark.py --use_synth_data --use_ema --model_name tiny --image_size 64 --batch_size 4; \
+	    python benchmark.py --use_synth_data --use_ema --model_name tiny --image_size 64 --batch_size 4; \
 	fi
 
 test: $(VENV)/tests-installed

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from composer import ComposerModel
 from composer.utils import dist
+from tqdm import tqdm
 
 from harness.costs import days_to_train, gpu_hours
 from harness.fake_step import FakeModel, StepMemory, build_fake
@@ -79,7 +80,10 @@ def dry_run(args: argparse.Namespace, build_model: Callable) -> dict[str, int | 
         require_columns(args.remote, index)
         latents = 'latents' in index
     files = find_model(args.model_name)  # sizes need no weights
-    estimates = list(estimates_with_each_switch(args, files, latents, build_model))
+    counting = estimates_with_each_switch(args, files, latents, build_model)
+    is_quiet = dist.get_global_rank() > 0 or None  # None: where nobody looks
+    estimates = list(tqdm(counting, 'counting memory', len(SWITCHES) + 2, leave=False, unit='setting',
+                          disable=is_quiet))
     given = estimates[0]
     if dist.get_global_rank() == 0:
         print(title(args, latents), *parts_table(given.model), *memory_table(given), *cards_table(estimates), ACCURACY,

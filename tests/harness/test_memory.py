@@ -1,4 +1,5 @@
 """What a training needs in memory, against published sizes, real tensors and real processes; and who is refused."""
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,6 +98,15 @@ def test_ranks_of_a_host_share_its_memory_and_each_has_buckets(host, monkeypatch
 def test_on_a_gpu_the_batch_stays_on_the_host(monkeypatch):
     args = parsed(['--dry_run', '--use_synth_data', '--model_name', 'tiny'])
     assert 'batch' not in lasting_bytes(args, outline(args), 1)
+
+
+def test_where_there_are_several_gpus_an_outline_does_not_warn_of_their_random_states(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 8)
+    args = parsed(['--dry_run', '--model_name', 'tiny'])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        outline(args)
 
 
 def test_an_outline_has_no_memory_and_leaves_random_state_as_it_was():
