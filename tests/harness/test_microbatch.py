@@ -54,15 +54,21 @@ def model() -> StableDiffusion:
     return StableDiffusion('tiny', 64)
 
 
-@pytest.mark.parametrize('where', ['forward', 'backward'])
-@pytest.mark.parametrize('limit, tried, largest', [
-    (100, [1, 2, 4, 12], 12), (11, [1, 2, 4, 12, 6], 6), (5, [1, 2, 4, 12, 6], 4), (3, [1, 2, 4, 3], 3), (1, [1, 2], 1),
+@pytest.mark.parametrize('share, limit, expected', [
+    (12, 100, [1, 2, 4, 12]), (12, 11, [1, 2, 4, 12, 6]), (12, 5, [1, 2, 4, 12, 6]), (12, 3, [1, 2, 4, 3]),
+    (12, 1, [1, 2]), (12, 0, [1]), (7, 3, [1, 7]), (256, 20, [1, 2, 4, 8, 16, 32]),
 ])
-def test_a_search_begins_with_one_image_and_doubles_before_it_tries_what_lies_between(model, where, limit, tried,
-                                                                                      largest):
-    seen = run_out_of_memory_above(limit, model, where)
-    assert search(model, '--batch_size', '12') == largest
-    assert seen == tried
+def test_a_search_begins_with_one_image_and_doubles_before_it_tries_what_lies_between(share, limit, expected):
+    tried = []
+    largest_that_fits(share, lambda size: tried.append(size) or size <= limit)
+    assert tried == expected
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_the_largest_part_of_the_batch_that_a_model_trains_with_is_found(model, where):
+    seen = run_out_of_memory_above(2, model, where)
+    assert search(model, '--batch_size', '6') == 2
+    assert seen == [1, 2, 6, 3]
 
 
 def test_the_largest_divisor_that_fits_is_found_for_any_share_and_any_memory():
