@@ -19,13 +19,13 @@ def caches(monkeypatch, tmp_path):
 def counted(monkeypatch) -> list[int]:
     """The sizes of which the arithmetic was counted."""
     sizes = []
-    training_flops = flops.training_flops
 
     def count(unet_config, text_config, latent_side):
         sizes.append(latent_side)
-        return training_flops(unet_config, text_config, latent_side)
+        return {'unet': 1000 * latent_side, 'text_encoder': 7}
 
     monkeypatch.setattr(flops, 'training_flops', count)
+    monkeypatch.setattr(flops, 'encoding_flops', lambda vae_config, image_size: image_size)
     return sizes
 
 
