@@ -284,7 +284,7 @@ def build_run(args: argparse.Namespace, data: DataSpec, files: ModelFiles | None
     load_path = None
     if args.autoresume:
         load_path = from_storage(newest_checkpoint, args.save_folder)
-    model = build_model(args, latents, files=files)
+    model = build_model(args, latents, None, files)
     average = None
     if args.load_weights and not load_path:
         average = load_initial_weights(args.load_weights, model)
