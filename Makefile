@@ -16,22 +16,24 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # They start first, so that both processes of `make test` end at about the same time.
 LONGEST_TESTS = tests/harness/test_checkpoints.py tests/harness/test_safeguard.py tests/harness/test_ranks.py \
-                tests/harness/test_compiling.py tests/test_killed_conversions.py tests/test_learning.py
+                tests/harness/test_compiling.py tests/test_killed_conversions.py tests/parts/test_ray.py \
+                tests/test_learning.py
 
-.PHONY: smoke test bench learn report clean
+.PHONY: smoke test test-long bench learn report clean
 
-# Benchmark what is here: Stable Diffusion 2 base on every GPU, or the tiny model on a CPU.
+# Benchmark what is here: Stable Diffusion 2 base on every GPU, by the original's recipe and by the fastest, with the ratio
+# of the two; or the tiny model on a CPU.
 smoke: $(VENV)/installed
-	gpus=$$(python -c 'import torch; print(torch.cuda.device_count())') && \
-	if [ $$gpus -gt 0 ]; then \
-	    composer benchmark.py --use_synth_data --use_ema --batch_size $$((64 * gpus)); \
-	else \
-	    composer -n 1 benchmark.py --use_synth_data --use_ema --model_name tiny --image_size 64 --batch_size 4; \
-	fi
+	python benchmarks/smoke.py
 
+# What a change must not break.
 test: $(VENV)/tests-installed
 	ruff check .
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(LONGEST_TESTS) tests
+	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(LONGEST_TESTS) tests
+
+# The long proofs: trainings and conversions killed at many moments, learning, compiled models, hundreds of fuzzed inputs.
+test-long: $(VENV)/tests-installed
+	python -m pytest -n 2 --dist loadfile -m long tests
 
 # Ratios on the CPU: loader, conversion, EMA and a full step against the original's recipe; needs 22 GB and about 7 minutes.
 bench: $(VENV)/installed

@@ -2,63 +2,73 @@
 
     composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
-    composer -n 1 benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
+    python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
+from harness.allocator import let_segments_grow
+from harness.early_checks import answer_early, refuse_early_training
 from harness.options import benchmark_parser
 
 if __name__ == '__main__':
-    benchmark_parser(__doc__).parse_args()  # a typo is answered before the imports, which take seconds
+    let_segments_grow()
+    answer_early(benchmark_parser(__doc__), refuse_early_training)  # before the imports, which take seconds
 
 import argparse
+import contextlib
 import sys
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from composer import Algorithm, Callback, ComposerModel, Evaluator, Trainer
-from composer.callbacks import CheckpointSaver, SpeedMonitor
+from composer.callbacks import SpeedMonitor
 from composer.core import DataSpec
 from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from tokenizers import Tokenizer
 from torchmetrics import MeanSquaredError
 
-from data import SyntheticImageCaptionDataset, build_held_out_loader, build_loader, open_dataset
+from data import (SyntheticImageCaptionDataset, build_held_out_loader, build_loader, normalize, open_dataset,
+                  say_what_an_epoch_leaves_out)
 from ema import EMA
 from harness.caption_drop import CaptionDrop
-from harness.checkpoints import checkpoints, from_storage, newest_checkpoint
+from harness.checkpoints import (WholeCheckpoints, leave_out_empty_scaler, newest_checkpoint,
+                                 tensors_alone_are_loaded)
 from harness.dry_run import dry_run
-from harness.evaluation import LABEL, METRIC, Evaluations
+from harness.evaluation import LABEL, METRIC, Evaluations, PatientTrainer
+from harness.fake_step import has_no_values
 from harness.initial_weights import load_initial_weights
 from harness.launcher import end_with_launcher
 from harness.loggers import build_loggers
 from harness.measurement import Measurement, loader_figures
-from harness.memory import build_fake_model, refuse_too_little_memory
-from harness.microbatch import largest_microbatch, likely_microbatch
+from harness.memory import build_outline, refuse_too_little_memory
+from harness.microbatch import largest_microbatch
 from harness.optimization import FiniteGradientClipping, build_schedule
 from harness.options import Parser
 from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
-                               refuse_more_ranks_than_gpus)
+                               refuse_more_ranks_than_gpus, warn_of_what_comes_too_late)
 from harness.progress import Progress
+from harness.random_flip import RandomFlip
 from harness.ranks import join_ranks
-from harness.record import keep, training_settings
+from harness.record import keep, redacted, training_settings
 from harness.run import Run, conclude, say_how_it_begins, train
-from harness.safeguard import Safeguard
+from harness.safeguard import DATASET, Safeguard
 from harness.sampling import Sampling
 from harness.switches import apply_switches, process_switches, switch_callbacks
 from harness.tracing import build_profiler, tracing_callbacks
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
-from inputs.shards import (LATENTS, number_of_samples, read_index, require_cache_for, require_columns,
+from inputs.shards import (LATENTS, index_hash, number_of_samples, read_index, require_cache_for, require_columns,
                            require_same_origin)
-from models.flops import encoding_flops, peak_tflops, training_flops
+from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 
 SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
-                  'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'weight_decay', 'clip_grad_norm', 'ema_half_life',
-                  'ema_start', 'caption_drop')
+                  'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay', 'clip_grad_norm',
+                  'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
+
+MOST_BRIGHTNESS = 1.5  # of images in [-1, 1] that a bicubic filter has resized; CLIP's own scaling goes to 2.1
 
 
 class StableDiffusion(ComposerModel):
@@ -71,15 +81,17 @@ class StableDiffusion(ComposerModel):
         pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet always starts anew.
         encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
         latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
+        files: of `model_name`, where they have been found already.
 
     ValueError: the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
-                 encoder_precision: str = 'fp32', latents: bool = False):
+                 encoder_precision: str = 'fp32', latents: bool = False, files: ModelFiles | None = None):
         super().__init__()
         self.image_size = image_size
-        files = find_model(model_name, pretrained)
+        self.range_was_checked = False  # of the images
+        files = files or find_model(model_name, pretrained)
         self.scaling_factor = files.scaling_factor
         with torch.device('cpu'):  # its small tables go where they are used
             self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
@@ -92,6 +104,7 @@ class StableDiffusion(ComposerModel):
         if not latents:
             self.vae = build_vae(files, encoder_precision)
         self.text_encoder = build_text_encoder(files, encoder_precision)
+        self.encoders_attention = contextlib.nullcontext  # makes a context that the frozen encoders run in
 
     @property
     def noise_scheduler(self) -> DDPMScheduler:
@@ -108,8 +121,10 @@ class StableDiffusion(ComposerModel):
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device: `caption` int64 (B, 77)
-        and `image` float (B, 3, H, W) in [-1, 1], or the VAE's `moments` float16 (B, 8, H/8, W/8). In an evaluation
-        the batch brings its draws along: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
+        and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments` float16 (B, 8, H/8, W/8). In an
+        evaluation the batch brings its draws along: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
+
+        ValueError: the images are far outside [-1, 1], or whole numbers of another type.
         """
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
         if NOISE in batch:
@@ -130,15 +145,29 @@ class StableDiffusion(ComposerModel):
         if LATENTS in batch:
             moments = batch[LATENTS]
         else:
-            with self.encoder_autocast(batch['image'].device.type):
-                moments = vae_moments(self.vae, batch['image'])  # (B, 8, H/8, W/8)
+            image = normalize(batch)['image']  # (B, 3, H, W) in [-1, 1]
+            self.refuse_other_range(image)
+            with self.encoder_autocast(image.device.type), self.encoders_attention():
+                moments = vae_moments(self.vae, image)  # (B, 8, H/8, W/8)
         noise = batch[NOISE][:, :4] if NOISE in batch else None  # (B, 4, H/8, W/8)
         return draw_latents(moments, self.scaling_factor, noise), self.text_states(batch['caption'])
+
+    def refuse_other_range(self, image: torch.Tensor) -> None:
+        """ValueError: images (B, 3, H, W) are far outside [-1, 1], as where they were scaled in another way.
+
+        On a GPU only the first batch is looked at: to look is to wait for the device.
+        """
+        if self.range_was_checked or has_no_values(image):
+            return
+        self.range_was_checked = image.device.type != 'cpu'
+        least, most = (float(bound) for bound in image.aminmax())
+        if not -MOST_BRIGHTNESS <= least <= most <= MOST_BRIGHTNESS:
+            raise ValueError(f'images have values from {least:g} to {most:g}; give floats in [-1, 1], or bytes (uint8)')
 
     @torch.no_grad()
     def text_states(self, caption: torch.Tensor) -> torch.Tensor:
         """States of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
-        with self.encoder_autocast(caption.device.type):
+        with self.encoder_autocast(caption.device.type), self.encoders_attention():
             return self.text_encoder(caption)[0].float()
 
     def encoder_autocast(self, device: str) -> torch.autocast:
@@ -165,11 +194,8 @@ class StableDiffusion(ComposerModel):
     @cached_property
     def flops_per_image(self) -> dict[str, int]:
         """FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; counted on no data."""
-        flops = training_flops(self.unet.config, self.text_encoder.config, self.image_size // 8)
-        flops['vae'] = 0
-        if self.vae is not None:
-            flops['vae'] = encoding_flops(self.vae.config, self.image_size)
-        return flops
+        vae_config = None if self.vae is None else self.vae.config
+        return flops_of_an_image(self.unet.config, self.text_encoder.config, vae_config, self.image_size)
 
     def flops_per_batch(self, batch: dict[str, torch.Tensor]) -> int:
         """FLOPs of a training batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""
@@ -188,16 +214,36 @@ def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
                                                latents=args.use_synth_latents)
         return build_loader(dataset, device_batch, num_workers=0)
     index = read_index(args.remote)
+    args.index_hash = index_hash(index)
     require_columns(args.remote, index)
     require_cache_for(args.remote, index, args.cache_limit)
-    require_same_origin(args.remote, index, origin_of_latents(files, args.image_size))
+    if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
+        require_same_origin(args.remote, index, origin_of_latents(files, args.image_size))
     samples = number_of_samples(index)
     if samples < args.batch_size:
-        raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}')
+        raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}; '
+                         f'{batch_for(samples, args)}')
+    if args.random_flip and 'latents' in index:
+        raise ValueError(f'--random_flip mirrors images, and --remote {args.remote} holds latents; leave it out')
     tokenizer = build_fitting_tokenizer(args, files)
     dataset = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
                            cache_limit=args.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=args.seed)
+    if not args.loader_only:
+        say_what_an_epoch_leaves_out(samples, args.batch_size)
     return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
+
+
+def batch_for(samples: int, args: argparse.Namespace) -> str:
+    """What to do where there are only so many samples."""
+    devices = dist.get_world_size()
+    multiple = devices
+    microbatch = args.device_train_microbatch_size
+    if isinstance(microbatch, int) and microbatch < args.batch_size // devices:
+        multiple = devices * microbatch
+    largest = samples // multiple * multiple
+    if largest == 0:
+        return 'use more samples'
+    return f'use --batch_size {largest}'
 
 
 def build_fitting_tokenizer(args: argparse.Namespace, files: ModelFiles) -> Tokenizer:
@@ -214,14 +260,14 @@ def open_held_out(args: argparse.Namespace, files: ModelFiles, latents: bool) ->
     flag = '--eval_remote'
     index = read_index(args.eval_remote, flag)
     require_columns(args.eval_remote, index, flag)
-    require_same_origin(args.eval_remote, index, origin_of_latents(files, args.image_size), flag)
+    if 'latents' in index:
+        require_same_origin(args.eval_remote, index, origin_of_latents(files, args.image_size), flag)
     if number_of_samples(index) == 0:
         raise ValueError(f'{flag} {args.eval_remote} holds no samples')
     if latents and 'latents' not in index:
         raise ValueError(f'{flag} {args.eval_remote} holds images, and the training is on latents, without a VAE; '
                          'encode it, too')
-    images = open_dataset(args.eval_remote, None, flag, image_size=args.image_size, index=index, batch_size=1,
-                          beside_another=bool(args.remote))
+    images = open_dataset(args.eval_remote, None, flag, image_size=args.image_size, index=index, batch_size=1)
     images.captions_as_text = True
     timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
     return HeldOutSamples(images, args.image_size, timesteps, args.seed)
@@ -235,11 +281,13 @@ def build_evaluator(args: argparse.Namespace, files: ModelFiles, held_out: HeldO
                      device_eval_microbatch_size=microbatch)
 
 
-def build_model(args: argparse.Namespace, latents: bool, device: torch.device | None = None) -> StableDiffusion:
+def build_model(args: argparse.Namespace, latents: bool, device: torch.device | None = None,
+                files: ModelFiles | None = None) -> StableDiffusion:
     """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
     torch.manual_seed(args.seed)
     with device or torch.device(get_device()._device):
-        model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision, latents)
+        model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision, latents,
+                                files)
     apply_switches(model, args)
     return model
 
@@ -257,6 +305,8 @@ def build_algorithms(args: argparse.Namespace, files: ModelFiles | None = None,
     if args.caption_drop:
         empty_caption = torch.tensor(build_fitting_tokenizer(args, files).encode('').ids)  # (77,)
         algorithms.append(CaptionDrop(args.caption_drop, args.seed, empty_caption))
+    if args.random_flip:
+        algorithms.append(RandomFlip(args.seed))
     if args.clip_grad_norm:
         algorithms.append(FiniteGradientClipping(args.clip_grad_norm))
     if args.use_ema:
@@ -267,31 +317,38 @@ def build_algorithms(args: argparse.Namespace, files: ModelFiles | None = None,
     return algorithms
 
 
-def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | None = None) -> Run:
-    """The training, at its start or at the checkpoint to resume from; a search begins at `first_microbatch`.
+def build_run(args: argparse.Namespace, data: DataSpec, files: ModelFiles | None = None) -> Run:
+    """The training, at its start or at the checkpoint to resume from; `files` are the model's, if they are found.
 
     ValueError: it cannot be built as asked.
     """
-    files = find_model(args.model_name, args.pretrained)
+    files = files or find_model(args.model_name, args.pretrained)
     latents = data.dataloader.dataset.latents
     held_out = None
     if args.eval_remote:
         held_out = open_held_out(args, files, latents)
-    load_path = None
+    resumed = contextlib.nullcontext()
     if args.autoresume:
-        load_path = from_storage(newest_checkpoint, args.save_folder)
-    model = build_model(args, latents)
-    average = None
-    if args.load_weights and not load_path:
-        average = load_initial_weights(args.load_weights, model)
-    algorithms = build_algorithms(args, files, average)
-    if args.microbatch_search:
-        args.device_train_microbatch_size = largest_microbatch(model, data, args, first_microbatch)
-    evaluator = None
-    if held_out is not None:
-        evaluator = build_evaluator(args, files, held_out)
+        resumed = newest_checkpoint(args.save_folder)
+    with resumed as load_path:
+        model = build_model(args, latents, None, files)
+        average = None
+        if args.load_weights and not load_path:
+            average = load_initial_weights(args.load_weights, model)
+        algorithms = build_algorithms(args, files, average)
+        if args.microbatch_search:
+            args.device_train_microbatch_size = largest_microbatch(model, data, args)
+        evaluator = None
+        if held_out is not None:
+            evaluator = build_evaluator(args, files, held_out)
+        return start_run(args, model, data, algorithms, evaluator, load_path)
+
+
+def start_run(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, algorithms: list[Algorithm],
+              evaluator: Evaluator | None, load_path: str | None) -> Run:
+    """The training of a model, at its start or at the checkpoint `load_path`. ValueError: that does not fit it."""
     measurement = Measurement(args.warmup_batches, args.measure_batches)
-    safeguard = Safeguard(args.seed, args.on_nan, {flag: getattr(args, flag) for flag in SAME_ON_RESUME})
+    safeguard = Safeguard(args.seed, args.on_nan, flags_to_keep(args))
     evaluations = Evaluations()
     progress = Progress()
     callbacks = [measurement, progress, safeguard, *tracing_callbacks(args), evaluations]
@@ -306,8 +363,20 @@ def build_run(args: argparse.Namespace, data: DataSpec, first_microbatch: int | 
         raise ValueError(f'--save_folder {args.save_folder}: {load_path} does not fit this run '
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
     flops_per_image = sum(model.flops_per_image.values())
+    warn_of_what_comes_too_late(args, trainer.state)
     say_how_it_begins(args, trainer.state, load_path)
     return Run(args, model, data, trainer, flops_per_image, measurement, safeguard, progress, evaluations)
+
+
+def flags_to_keep(args: argparse.Namespace) -> dict:
+    """What must be the same when the run resumes, without passwords: flags, and of a dataset the hash of its index."""
+    flags = {}
+    for flag in SAME_ON_RESUME:
+        value = getattr(args, flag)
+        flags[flag] = redacted(value) if isinstance(value, str) else value
+    if args.remote:
+        flags[DATASET] = args.index_hash
+    return flags
 
 
 def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, callbacks: list[Callback],
@@ -316,42 +385,29 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
     """Composer's Trainer, at its start or at the checkpoint `load_path`."""
     window = min(10, args.measure_batches or 10)
     peak_flops = (peak_tflops(args.precision) or 0) * 1e12
-    in_store = '://' in str(args.save_folder)
-    latest_filename = 'latest-rank{rank}.pt'
-    checkpoints_to_keep = args.save_num_checkpoints_to_keep or -1  # all
-    if in_store:
-        latest_filename = None  # Composer waits 30 s for each in a store
-        checkpoints_to_keep = 1  # on the host's disk: the store keeps all
-    trainer = Trainer(
-        model=model,
-        train_dataloader=data,
-        optimizers=build_optimizer(model, args),
-        schedulers=build_schedule(args),
-        algorithms=algorithms,
-        callbacks=[*switch_callbacks(args), SpeedMonitor(window, peak_flops), *callbacks],
-        eval_dataloader=evaluator,
-        progress_bar=False,
-        loggers=build_loggers(args, training_settings(args, model.vae is None)),
-        max_duration=args.max_duration,
-        precision=args.precision,
-        device_train_microbatch_size=args.device_train_microbatch_size,
-        save_folder=args.save_folder,
-        save_interval=args.save_interval,
-        save_latest_filename=latest_filename,
-        save_num_checkpoints_to_keep=checkpoints_to_keep,
-        save_ignore_keys=['rng'],  # Safeguard seeds every batch
-        save_overwrite=True,  # files newer than the one resumed from, which a killed run left
-        load_path=load_path,
-        seed=args.seed,
-        dist_timeout=args.dist_timeout,
-        profiler=build_profiler(args),
-    )
-    if not in_store:
-        for callback in trainer.state.callbacks:
-            if isinstance(callback, CheckpointSaver):
-                # Composer forgets those of earlier processes
-                callback.saved_checkpoints = checkpoints(args.save_folder)
-    return trainer
+    savers = []
+    if args.save_folder:
+        savers.append(WholeCheckpoints(args.save_folder, args.save_interval, args.save_num_checkpoints_to_keep))
+    with tensors_alone_are_loaded():
+        return PatientTrainer(
+            model=model,
+            train_dataloader=data,
+            optimizers=build_optimizer(model, args),
+            schedulers=build_schedule(args),
+            algorithms=algorithms,
+            callbacks=[*switch_callbacks(args), SpeedMonitor(window, peak_flops), *callbacks, *savers],
+            eval_dataloader=evaluator,
+            progress_bar=False,
+            loggers=build_loggers(args, training_settings(args, model.vae is None)),
+            max_duration=args.max_duration,
+            precision=args.precision,
+            device_train_microbatch_size=args.device_train_microbatch_size,
+            load_path=load_path,
+            load_ignore_keys=leave_out_empty_scaler,
+            seed=args.seed,
+            dist_timeout=args.dist_timeout,
+            profiler=build_profiler(args),
+        )
 
 
 def measure_loader(args: argparse.Namespace, data: DataSpec) -> dict:
@@ -368,6 +424,7 @@ def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
         fill_in_training_defaults(args)
         refuse_bad_training(args)
         if args.dry_run is not None:
+            find_model(args.model_name, args.pretrained)  # says what is wrong with it
             return dry_run(args, build_model)
         join_ranks(get_device(), args.dist_timeout)
         agree_on_workers(args)
@@ -375,10 +432,9 @@ def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
         data = build_data(args, files)
         if args.loader_only:
             return measure_loader(args, data)
-        fake = build_fake_model(args, data.dataloader.dataset.latents, build_model)
-        refuse_too_little_memory(args, fake)
-        first_microbatch = likely_microbatch(args, fake) if args.microbatch_search else None
-        run = build_run(args, data, first_microbatch)
+        outline = build_outline(args, files, data.dataloader.dataset.latents, build_model)
+        refuse_too_little_memory(args, outline)
+        run = build_run(args, data, files)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))
     if run.is_over:

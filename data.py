@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from composer.core import DataSpec
 from composer.utils import dist
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
-from inputs.cache import cache_folder, claim_cache
+from inputs.cache import cache_folder, claim_cache, is_read_in_place, say_unused_caches
 from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from inputs.errors import DataError, one_line, unreadable_shard
 from inputs.held_out import HeldOutSamples, collate_held_out
-from inputs.images import decode_image, decode_whole_image, stack_images
-from inputs.shards import LATENTS, fault_of_shard
+from inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
+from inputs.shards import LATENTS, parse_size, read_index
+from inputs.shared_memory import refuse_too_many_samples
 from inputs.streaming_patches import PatchedStreamingDataset
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from models.hub import SD2_BASE
@@ -107,7 +107,7 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
 
     Args:
         remote: folder or object store with the shards. A local folder is read where it is, unless `local` is given.
-        local: folder that caches the shards; default: one for each remote, see `cache_folder`. Without a remote it is
+        local: folder that caches the shards; default: one for each dataset, see `cache_folder`. Without a remote it is
             read where it is.
         split: subfolder of both.
         shuffle: whether each epoch has an order of its own.
@@ -119,6 +119,7 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         batch_size: samples a device.
         image_size: without a transform, larger images are reduced to this many pixels a side.
         index: the index.json of `remote`, if it was read already.
+        cache_limit: bytes, or a text such as 500gb, that the copies may take: the oldest are dropped.
         kwargs: more for `streaming.StreamingDataset`.
 
     ValueError: `local` is the cache of another dataset, or an argument is not one that these shards can have.
@@ -128,7 +129,8 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
                  predownload: int | None = None, download_retry: int = 2, download_timeout: float = 120,
-                 batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None, **kwargs):
+                 batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None,
+                 cache_limit: int | str | None = None, **kwargs):
         if remote is None and local is None:
             raise ValueError('StreamingLAIONDataset needs a remote, or a local folder with shards')
         if not isinstance(split, str | None):
@@ -138,13 +140,18 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         self.tokenizer = None
         if tokenizer_name_or_path != SD2_BASE:
             self.tokenizer = build_tokenizer(tokenizer_name_or_path)
-        self._verified: set[int] = set()  # shards that this process has checked
-        if remote is not None and local is None and os.path.isdir(remote):
-            local, remote = remote, None  # read in place
-        if remote is not None:
-            local = local or cache_folder(remote)
-            claim_cache(local, remote, split, index)
-        super().__init__(remote=remote, local=local, split=split, shuffle=shuffle, predownload=predownload,
+        if split:
+            remote = remote and os.path.join(remote, split)
+            local = local and os.path.join(local, split)
+        if index is None:
+            index = read_index(remote or local, '--remote' if remote else '--local')
+        remote, local = place_of_shards(remote, local, index)
+        if cache_limit is not None:
+            if remote is None:
+                raise ValueError(f'cache_limit {cache_limit} has no cache to bound: {local} is read in place; give '
+                                 'local another folder than remote, or leave the limit out')
+            cache_limit = parse_size(cache_limit)
+        super().__init__(index, remote, local, cache_limit, shuffle=shuffle, predownload=predownload,
                          download_retry=download_retry, download_timeout=download_timeout, batch_size=batch_size,
                          **kwargs)
         if transform and self.latents:
@@ -190,7 +197,6 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         ValueError: the sample is bad; DataError: its shard cannot be had, or is not what index.json says.
         """
         try:
-            self._verify_shard_of(index)
             columns = super().__getitem__(index)
         except DataError:
             raise
@@ -208,22 +214,23 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
             image = decode_image(columns['jpg'], self.image_size)
         return {'image': image, 'caption': columns['caption']}
 
-    def _verify_shard_of(self, index: int) -> None:
-        """Compare the shard of a sample with index.json, once in each process. DataError: it is another or damaged."""
-        shard_id = self.spanner[index][0]
-        shard = self.shards[shard_id]
-        path = os.path.join(shard.dirname, shard.split, shard.raw_data.basename)
-        for _ in range(8):  # a small cache may drop it again before it is read
-            if shard_id in self._verified:
-                return
-            try:
-                fault = fault_of_shard(path, shard.raw_data, shard.samples)
-            except FileNotFoundError:
-                self.prepare_shard(shard_id)
-                continue
-            if fault:
-                raise DataError(f'shard {path} {fault}; put a good copy in its place')
-            self._verified.add(shard_id)
+
+def place_of_shards(remote: str | None, local: str | None, index: dict) -> tuple[str | None, str]:
+    """Where shards come from, None if they are read in place, and the folder that they are read in.
+
+    Of folders, only shards that are not compressed are read in place: the others would be unpacked among them.
+
+    ValueError: `local` is not the cache of this dataset.
+    """
+    only_place = remote or local
+    if (remote is None or local is None) and is_read_in_place(only_place, index):
+        return None, only_place
+    if remote is None or local is None:
+        local = cache_folder(only_place, index)
+        if dist.get_local_rank() == 0:
+            say_unused_caches(only_place, local)
+    claim_cache(local, only_place, index)
+    return only_place, local
 
 
 def bad_sample_line(index: int, reason: str) -> str:
@@ -281,14 +288,21 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
     return batch
 
 
-def normalize(batch: dict[str, torch.Tensor], image_size: int) -> dict[str, torch.Tensor]:
-    """uint8 (B, 3, H, H) as stored to float32 (B, 3, image_size, image_size) in [-1, 1], on the batch's device."""
+def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
+    """Images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1], on their device.
+
+    Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. Those that
+    the batch's `flip` bool (B,) names are mirrored. Moments stay as they are.
+
+    ValueError: the images are whole numbers of another type, so that nothing says what is black and what is white.
+    """
     if LATENTS in batch:
         return batch
-    image = batch['image'].to(torch.float32, memory_format=torch.contiguous_format)
-    if image.shape[-1] != image_size:
-        image = F.interpolate(image, size=(image_size, image_size), mode='bilinear')
-    return {**batch, 'image': image / 127.5 - 1}
+    batch = dict(batch)
+    image = normalize_images(batch['image'], image_size)
+    if FLIP in batch:
+        image = torch.where(batch.pop(FLIP)[:, None, None, None], image.flip(-1), image)
+    return {**batch, 'image': image}
 
 
 def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None,
@@ -302,7 +316,8 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         tokenizer: for the streamed dataset's captions, which it gives as text from here on.
         max_bad_samples: the share that may be bad before the run ends.
 
-    ValueError: the streamed dataset has a transform, where images are scaled on the device here.
+    ValueError: the streamed dataset has a transform, where images are scaled on the device here, or an epoch's order
+    does not fit into the shared memory.
     """
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
@@ -310,6 +325,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     else:
         if dataset.transform:
             raise ValueError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
+        refuse_too_many_samples(dataset.epoch_size)
         dataset.captions_as_text = True
         make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
         loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
@@ -318,6 +334,21 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
                                           pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
+
+
+def say_what_an_epoch_leaves_out(samples: int, batch_size: int) -> None:
+    """On rank 0, where some samples make no whole batch: how many.
+
+    Args:
+        samples: of the dataset.
+        batch_size: over all devices.
+    """
+    devices = dist.get_world_size()
+    batches = math.ceil(samples / devices) // (batch_size // devices)
+    left_out = samples - batches * batch_size
+    if left_out > 0 and dist.get_global_rank() == 0:
+        print(f'each epoch leaves out {left_out:,} of the {samples:,} samples: the others make {batches:,} whole '
+              f'batches of --batch_size {batch_size}')
 
 
 def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, tokenizer: Tokenizer,

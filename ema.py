@@ -65,6 +65,16 @@ class ShadowModel:
     def buffers(self) -> list[torch.Tensor]:
         return list(self.named_buffers_dict.values())
 
+    @torch.no_grad()
+    def copy_to(self, model: torch.nn.Module) -> None:
+        """Put the averages into `model`, in place of its own values. ValueError: it is not the model they are of.
+
+            state = harness.checkpoints.load_checkpoint('checkpoints/latest-rank0.pt')['state']
+            ShadowModel(model, dict(state['algorithms'])['EMA']['ema_model']).copy_to(model)
+        """
+        averages, live = pair_by_name(self, model)
+        torch._foreach_copy_(live, averages)
+
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """The averages as Composer's EMA stores its own."""
         return {'named_parameters_dict': self.named_parameters_dict, 'named_buffers_dict': self.named_buffers_dict}

@@ -7,6 +7,12 @@
 OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
 """
+from harness.early_checks import answer_early, refuse_early_export
+from harness.options import export_parser
+
+if __name__ == '__main__':
+    answer_early(export_parser(__doc__), refuse_early_export)  # before the imports, which take seconds
+
 import argparse
 import contextlib
 import os
@@ -14,15 +20,14 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from harness.checkpoints import checkpoints, fetched_for_all, from_storage, load_checkpoint, newest_whole
-from harness.initial_weights import weights_of_checkpoint, with_prefix_removed
+from harness.checkpoints import load_checkpoint
+from harness.initial_weights import checkpoint_in, weights_of_checkpoint, with_prefix_removed
 from inputs.captions import pipeline_tokenizer
 from inputs.errors import one_line
 from models.loading import ModelFiles, build_vae, find_model
@@ -50,48 +55,6 @@ class Trained:
     averaged: dict[str, torch.Tensor] | None
     vae: dict[str, torch.Tensor] | None
     text_encoder: dict[str, torch.Tensor]
-
-
-def fail(message: str) -> NoReturn:
-    """End with one line."""
-    print('export.py: error:', ' '.join(message.split()), file=sys.stderr)
-    raise SystemExit(2)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser('export.py', description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = fail  # one line, without the usage
-    add = parser.add_argument
-    add('checkpoint', metavar='CHECKPOINT', help='a checkpoint, or a folder or an object store, for its newest')
-    add('out', metavar='OUT', help='new folder for the pipeline')
-    add('--live', action='store_true', help='the live weights of the UNet (default: the averaged ones, where the run '
-        'had --use_ema)')
-    add('--model_name', help='tiny, a diffusers folder or a hub name, for the configuration of each part (default: '
-        'that of the run)')
-    add('--pretrained', action='store_true', help='take the VAE from --model_name where the checkpoint has none, '
-        'because the run trained on latents (default: a random one, which cannot decode)')
-    add('--tokenizer', help="folder or hub name (default: that of the run, or CLIP's own)")
-    return parser
-
-
-def find_checkpoint(place: str) -> str:
-    """The path of a checkpoint on this machine: `place`, or the newest whole one in it, fetched from its store.
-
-    ValueError: there is none, or it cannot be read or trusted.
-    """
-    found = from_storage(newest_or_itself, place, 'CHECKPOINT')
-    if found is None:
-        raise ValueError(f'CHECKPOINT {place} holds no whole checkpoint; give one, or the --save_folder of a run')
-    return fetched_for_all(found, f'CHECKPOINT {place}')
-
-
-def newest_or_itself(place: str) -> str | None:
-    """The path or URI of a checkpoint: `place`, or the newest whole one in it; None if there is none."""
-    is_checkpoint = place.endswith('.pt') if '://' in place else os.path.isfile(place)
-    if is_checkpoint:
-        return place
-    return newest_whole(checkpoints(place))
 
 
 def read_trained(path: str) -> Trained:
@@ -194,21 +157,26 @@ def summary(args: argparse.Namespace, trained: Trained) -> str:
 def export(args: argparse.Namespace) -> None:
     """Write OUT."""
     disable_progress_bar()  # of transformers 5, for a part that is written in a moment
-    with new_folder(args.out) as folder:
-        trained = read_trained(find_checkpoint(args.checkpoint))
+    with new_folder(args.out) as folder, checkpoint_in(args.checkpoint, 'CHECKPOINT') as path:
+        if path is None:
+            raise ValueError(f'CHECKPOINT {args.checkpoint} holds no whole checkpoint; give one, or the --save_folder '
+                             'of a run')
+        trained = read_trained(path)
         build_pipeline(args, trained).save_pretrained(folder)
     print(summary(args, trained))
 
 
 def main(argv: list[str] | None = None) -> None:
     """Export a checkpoint."""
-    args = build_parser().parse_args(argv)
+    parser = export_parser(__doc__)
+    args = parser.parse_args(argv)
     try:
+        refuse_early_export(args)
         export(args)
     except ValueError as error:
-        fail(one_line(error))
+        parser.error(one_line(error))
     except (OSError, SafetensorError) as error:
-        fail(f'OUT {args.out} could not be written: {one_line(error)}')
+        parser.error(f'OUT {args.out} could not be written: {one_line(error)}')
 
 
 if __name__ == '__main__':

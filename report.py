@@ -15,15 +15,17 @@ unrounded: `plan` is the stage of a plan, `inf` stands for never.
 import argparse
 import math
 from functools import partial
+from pathlib import Path
 
 import pandas as pd
 
 from harness.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Assumptions
+from harness.options import Parser
 from reporting.figures import draw
 from reporting.plans import Phase, plan_rows
 from reporting.records import SETTINGS, read_records
-from reporting.tables import (COLUMNS, Table, differing_settings, markdown, settings_as_flags, versions_in_all,
-                            without_packages)
+from reporting.tables import (COLUMNS, Table, differing_settings, identity_that_differs, labels_of_settings, markdown,
+                              nodes_differ, settings_in_words, versions_in_all, without_packages)
 from reporting.throughput import GPUS_PER_NODE, extrapolated_rows, rows_of_setting, with_figures
 
 SHARD_BYTES = 2**26  # Streaming's default
@@ -32,11 +34,11 @@ SHARD_BYTES = 2**26  # Streaming's default
 def main(argv=None):
     parser = build_parser()
     args = parser.parse_args(argv)
-    given = Assumptions(args.training_images, args.dataset_images, args.dollars_per_gpu_hour,
-                        args.dollars_per_tb_month, args.image_bytes)
     try:
-        refuse_to_overwrite_records(args)
-        records = pd.concat([read_records(path) for path in args.records], ignore_index=True)
+        refuse_bad_files(args)
+        given = assumptions(args)
+        files = [read_records(path) for path in args.records]
+        records = pd.concat([records_of_file for records_of_file, _ in files], ignore_index=True)
         in_tables = records[records['stage'] != 'loader'].sort_values('stage', kind='stable')  # one stage after another
         rows = median_rows(in_tables)
         trained = rows[rows['measured'] & (rows['stage'] == 'train')]
@@ -46,27 +48,28 @@ def main(argv=None):
         else:
             tables = tables_of_settings(rows, args.extrapolate, given)
         plans = tables_of_plans(records, trained, args.phase, given)
-        remarks = [*remarks_on_storage(given), *remarks_on_loaders(records, trained)]
+        remarks = [sentence for _, left_out in files for sentence in left_out]
+        remarks += [*remarks_on_costs(in_tables, given), *remarks_on_storage(given)]
+        remarks += remarks_on_loaders(records, trained)
 
         if args.csv:
             write_csv(args.csv, in_tables, tables + plans)
         if args.figure:
-            draw(args.figure, rows_of_tables(tables, in_tables), args.training_images, as_ladder=args.compare)
+            draw(args.figure, rows_of_tables(tables, in_tables), given.training_images, as_ladder=args.compare)
     except ValueError as error:
         parser.error(str(error))
     print(report_text(in_tables, tables + plans, remarks))
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser('report.py', argparse.SUPPRESS, __doc__, allow_abbrev=False,  # errors of one line
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser('report.py', __doc__)
     count = partial(positive_number, kind=int)
     add = parser.add_argument
     add('records', nargs='+', metavar='RECORDS', help='files of JSON lines, or of CSV where the name ends in .csv')
-    add('--training_images', type=count, default=TRAINING_IMAGES, metavar='IMAGES',
-        help='images to train on, repeats counted (default: %(default)s)')
-    add('--dataset_images', type=count, default=DATASET_IMAGES, metavar='IMAGES',
-        help='images of the data set, which an encoding goes through once and a cache holds (default: %(default)s)')
+    add('--training_images', type=count, metavar='IMAGES', help='images to train on, repeats counted (default: '
+        f'{TRAINING_IMAGES}, those of Stable Diffusion 2; for the model tiny no days are shown)')
+    add('--dataset_images', type=count, metavar='IMAGES', help='images of the data set, which an encoding goes through '
+        f'once and a cache holds (default: {DATASET_IMAGES}; for the model tiny no days are shown)')
     add('--dollars_per_gpu_hour', type=positive_number, default=DOLLARS_PER_GPU_HOUR, metavar='DOLLARS',
         help='price of one GPU for an hour, in dollars (default: %(default)s)')
     add('--dollars_per_tb_month', type=partial(positive_number, least=0), default=DOLLARS_PER_TB_MONTH,
@@ -110,10 +113,26 @@ def phase_of_text(text: str) -> Phase:
         raise argparse.ArgumentTypeError(f'{text!r} is not IMAGES@SIZE, such as 1126400000@256') from None
 
 
-def refuse_to_overwrite_records(args: argparse.Namespace) -> None:
-    for flag, path in (('--csv', args.csv), ('--figure', args.figure)):
-        if path in args.records:
+def assumptions(args: argparse.Namespace) -> Assumptions:
+    """What the flags say that days and dollars rest on."""
+    return Assumptions(
+        args.training_images or TRAINING_IMAGES, args.dataset_images or DATASET_IMAGES, args.dollars_per_gpu_hour,
+        args.dollars_per_tb_month, args.image_bytes,
+        counts_tiny=args.training_images is not None or args.dataset_images is not None)
+
+
+def refuse_bad_files(args: argparse.Namespace) -> None:
+    """Raises ValueError if a file to write is a folder or holds the records, or a picture's name says no format."""
+    records = {Path(path).resolve() for path in args.records}
+    for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png')):
+        if path is None:
+            continue
+        if Path(path).resolve() in records:
             raise ValueError(f'{flag} {path} would overwrite the records; give another file')
+        if Path(path).is_dir():
+            raise ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
+    if args.figure and not Path(args.figure).suffix:
+        raise ValueError(f'--figure {args.figure} has no ending that says its format; use {args.figure}.png')
 
 
 def median_rows(records: pd.DataFrame) -> pd.DataFrame:
@@ -131,8 +150,9 @@ def tables_of_settings(rows: pd.DataFrame, gpus_to_predict: list[int], given: As
     tables of the others.
     """
     columns = [key for key in COLUMNS if key != 'speed_over_first']
-    heading_keys = differing_settings(rows)
-    packages = versions_in_all(rows)
+    if not nodes_differ(rows):
+        columns.remove('num_nodes')
+    rows = rows.assign(heading=labels_of_settings(rows))
     why_not = '--extrapolate: no training in the records'
     some_were_predicted = False
     tables = []
@@ -149,7 +169,7 @@ def tables_of_settings(rows: pd.DataFrame, gpus_to_predict: list[int], given: As
             except ValueError as reason:
                 why_not = basis = str(reason)
             remarks.append(basis)
-        heading = heading_of(setting_rows, heading_keys, packages)
+        heading = setting_rows['heading'].iloc[0]
         tables.append(Table(heading, with_figures(setting_rows, given), [*columns, 'notes'], remarks))
     if gpus_to_predict and not some_were_predicted:
         raise ValueError(why_not)
@@ -159,33 +179,30 @@ def tables_of_settings(rows: pd.DataFrame, gpus_to_predict: list[int], given: As
 def tables_of_records(records: pd.DataFrame, given: Assumptions) -> list[Table]:
     """A table for each stage with a row a record, in the order of the records."""
     columns = [key for key in COLUMNS if key != 'scaling_efficiency']
+    if not nodes_differ(records):
+        columns.remove('num_nodes')
     differing = differing_settings(records)
     packages = versions_in_all(records)
     tables = []
     for stage, rows in records.groupby('stage', sort=False):
-        differing_here = differing_settings(rows)
+        differing_here = [*differing_settings(rows), *identity_that_differs(rows)]
         same_here = [key for key in differing if key not in differing_here]
         remarks = []
         if stage == 'encode':
             remarks.append(remark_on_encoding(given))
-        heading = heading_of(rows, same_here, packages)
+        first = rows.iloc[0].copy()
+        first['versions'] = without_packages(first['versions'], packages)
+        heading = ', '.join(settings_in_words(first, same_here))
         tables.append(Table(heading, with_figures(rows, given), [*differing_here, *columns, 'notes'], remarks))
     return tables
-
-
-def heading_of(rows: pd.DataFrame, keys: list[str], packages_in_all: list[str]) -> str:
-    """What tells the rows of this table from those of the others; '' where there is nothing to tell."""
-    if not keys:
-        return ''
-    row = rows.iloc[0].copy()
-    row['versions'] = without_packages(row['versions'], packages_in_all)
-    return settings_as_flags(row, keys)
 
 
 def tables_of_plans(records: pd.DataFrame, trained: pd.DataFrame, phases: list[Phase],
                     given: Assumptions) -> list[Table]:
     """The plan of --phase; or, where there are records of encoding, one for each size that was trained on latents."""
     encodings = records[records['measured'] & (records['stage'] == 'encode')]
+    if not phases and not given.counts_tiny:
+        trained = trained[trained['model_name'] != 'tiny']
     plans = []
     if phases:
         plans = [phases]
@@ -194,6 +211,8 @@ def tables_of_plans(records: pd.DataFrame, trained: pd.DataFrame, phases: list[P
         plans = [[Phase(given.training_images, size)] for size in sorted(sizes)]
     settings = [key for key in differing_settings(trained) if key not in ('device', 'image_size')]
     figures = [key for key in COLUMNS if key not in ('scaling_efficiency', 'speed_over_first')]
+    if not nodes_differ(trained):
+        figures.remove('num_nodes')
     tables = []
     for plan in plans:
         rows = plan_rows(trained, encodings, plan, given, only_with_latents=not phases)
@@ -215,6 +234,17 @@ def tables_of_plans(records: pd.DataFrame, trained: pd.DataFrame, phases: list[P
 def remark_on_encoding(given: Assumptions) -> str:
     return (f'Days, GPU-hours, cost and latents are those of encoding all {given.dataset_images:,} images of the data '
             'set once (--dataset_images); --training_images does not change them.')
+
+
+def remarks_on_costs(records: pd.DataFrame, given: Assumptions) -> list[str]:
+    """Which records have no days or no price."""
+    remarks = []
+    if (records['model_name'] == 'tiny').any() and not given.counts_tiny:
+        remarks.append('The model tiny, which nobody trains for real, has no days and no cost; --training_images asks '
+                       'for them.')
+    if records['on_cpu'].any():
+        remarks.append('Ranks on a CPU have no GPU-hours and no cost.')
+    return remarks
 
 
 def remarks_on_storage(given: Assumptions) -> list[str]:
@@ -263,7 +293,10 @@ def settings_in_common(records: pd.DataFrame) -> str:
     common['versions'] = ', '.join(versions_in_all(records))
     differing = differing_settings(records)
     keys = [key for key in SETTINGS if key == 'versions' or key not in differing]
-    return settings_as_flags(common, keys)
+    words = settings_in_words(common, keys)
+    if len(words) < len(settings_in_words(common, keys, with_defaults=True)):
+        words.append('other settings at the defaults')
+    return ', '.join(words)
 
 
 def rows_of_tables(tables: list[Table], records: pd.DataFrame) -> pd.DataFrame:

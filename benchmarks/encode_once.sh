@@ -25,7 +25,7 @@ while (($#)); do
 done
 train=(--use_ema --results "$out/results.jsonl" "${model[@]}" "${training[@]}")
 python convert.py "$source_files" "$out/images"
-"${launch[@]}" encode.py --remote "$out/images" --out "$out/latents" --results "$out/results.jsonl" "${model[@]}"
+python encode.py --remote "$out/images" --out "$out/latents" --results "$out/results.jsonl" "${model[@]}"
 "${launch[@]}" benchmark.py --remote "$out/images" "${train[@]}"
 "${launch[@]}" benchmark.py --remote "$out/latents" "${train[@]}"
 python report.py "$out/results.jsonl"

@@ -1,4 +1,7 @@
-"""Feed random and damaged input to the image decoder, the record reader and the converter, until one of them breaks.
+"""Feed random and damaged input to the decoder, the record reader and the converter, until one of them breaks.
+
+Beside images, records and tars these are trees of folders with links and odd names, a store that refuses and breaks off
+at random, and command lines.
 
     python benchmarks/fuzz.py --seconds 300 --seed 1     # needs tests/requirements.txt; tests/test_hostile.py checks
 """
@@ -7,6 +10,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import random
 import signal
 import sys
@@ -21,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from PIL import Image
 
 LONG = 'x' * 100_000
+WEIGHTS = {'converter': 1, 'words': 1, 'store': 1}  # these start processes or servers for each input; others are quick
 CAPTIONS = ('a cat', ' \n', '\ufeff', '\0', '\u202eabc\x1b[2J', LONG, '🦜\u0301', '\ud800')
 
 
@@ -69,25 +74,89 @@ def wild_tar(draw: random.Random) -> bytes:
     return damaged(draw, b''.join(parts) + bytes(1024))
 
 
+def tar_of(names: list[str]) -> bytes:
+    """A tar with these members, images and captions that nothing is wrong with."""
+    image = io.BytesIO()
+    Image.new('RGB', (16, 16)).save(image, 'JPEG')
+    parts = []
+    for name in names:
+        member = tarfile.TarInfo(name)
+        data = b'a cat' if name.endswith('.txt') else image.getvalue()
+        member.size = len(data)
+        parts += [member.tobuf(), data, bytes(-len(data) % 512)]
+    return b''.join(parts) + bytes(1024)
+
+
+def wild_tree(draw: random.Random, top: Path) -> Path:
+    """A folder `source` below `top`, of files and folders with odd names and rights, and links of all kinds."""
+    source = top / 'source'
+    folders = [source, top / 'elsewhere']
+    for folder in folders:
+        folder.mkdir()
+    keys = ('a', 'A', 'b.c', 'b.c.d', 'IMG.2020.01', '.hidden', '._a', 'x' * 200, 'two\nlines', '\udcff', ' ', '[*]?')
+    suffixes = ('.jpg', '.JPG', '.jpeg', '.jfif', '.png', '.heic', '.txt', '.TXT', '.json', '.tar', '.tar.gz', '.zip',
+                '.parquet', '_stats.json', '', '.', '.mp4')
+    for _ in range(draw.randrange(40)):
+        path = draw.choice(folders) / (draw.choice(keys) + draw.choice(suffixes))
+        others = [*folders, *draw.choice(folders).iterdir(), Path('nowhere'), Path(path.name), Path('..')]
+        if path.exists() or path.is_symlink():
+            continue
+        kind = draw.choice(('file', 'file', 'file', 'folder', 'link', 'hard link', 'pipe', 'closed'))
+        if kind == 'file':
+            path.write_bytes(draw.choice((b'', tar_of(['a.jpg', 'a.txt']), b'a cat')))
+        elif kind == 'folder':
+            path.mkdir()
+            folders.append(path)
+        elif kind == 'link':
+            path.symlink_to(draw.choice(others))
+        elif kind == 'hard link':
+            other = draw.choice(others)
+            if other.is_file():
+                path.hardlink_to(other)
+        elif kind == 'pipe':
+            os.mkfifo(path)
+        else:
+            path.mkdir()
+            (path / 'a.tar').write_bytes(b'')
+            path.chmod(0)
+    return source
+
+
+def wild_words(draw: random.Random) -> list[str]:
+    """A command line of convert.py: places, flags and values, few of which make sense together."""
+    places = ('x.tar', 'photos', 'gone', 'out', 'photos/out', 'x.tar/out', 'oci://b/a', 's3://', 's3:///a', 'dbfs:/a',
+              '*.tar', '[', 'two\nlines', '\0', 'x' * 300)
+    flags = ('--num_workers', '--size_limit', '--dist_timeout', '--nothing', '-h', '--num')
+    values = ('1', '2', '0', '-1', '1kb', '64mb', '1e400mb', 'infgb', '9' * 20, 'nan', '', 'x')
+    words = [draw.choice(places) for _ in range(draw.randrange(4))]
+    for _ in range(draw.randrange(3)):
+        words += [draw.choice(flags), draw.choice(values)]
+    if draw.random() < 0.5:
+        words += ['x.tar', 'out']
+    return words
+
+
 def main():
     from tests.test_hostile import CHECKS
     parser = argparse.ArgumentParser()
     parser.add_argument('--seconds', type=float, default=60)
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--only', nargs='+', help='names of checks: decoder, records, converter, tree, store, words')
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # Streaming warns of its temporary folders
-    signal.signal(signal.SIGALRM, lambda *_: sys.exit('more than 20 s'))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit('more than 60 s'))
     draw = random.Random(args.seed)
     end = time.monotonic() + args.seconds
+    names = args.only or list(CHECKS)
     counts = Counter()
     memory = []  # resident MiB after each input
     while time.monotonic() < end:
-        [name] = draw.choices(list(CHECKS), (20, 20, 1))  # the converter starts a process for each input
+        [name] = draw.choices(names, [WEIGHTS.get(name, 20) for name in names])
         make_input, check = CHECKS[name]
         data = make_input(draw)
         path = Path(f'broken.{name}')
         path.write_bytes(data)  # before, for what breaks this process
-        signal.alarm(20)
+        signal.alarm(60)
         try:
             counts[name, check(data)] += 1
         except (Exception, SystemExit) as error:

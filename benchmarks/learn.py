@@ -29,7 +29,9 @@ from PIL import Image
 from export import main as export
 from harness.checkpoints import checkpoints
 from harness.grid import labelled_grid
-from inputs.parts import Output, PartWriter, merge_parts
+from parts.merge import merge_parts
+from parts.output import open_output
+from parts.writer import PartWriter
 from inputs.shards import LATENT_COLUMNS, LATENTS
 from models.latents import origin_of_latents
 from models.loading import BUILT_IN, find_model
@@ -77,7 +79,7 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
     """Shards with the moments of the captions' pictures, as encode.py writes them, so many samples of all."""
     size = image_size // 8
     columns = LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{size},{size}'}
-    output = Output(str(folder))
+    output = open_output(str(folder), 'OUT')
     part = PartWriter(output, 0, columns)
     for index in range(samples):
         caption = captions[index % len(captions)]

@@ -2,8 +2,8 @@
 
     python benchmarks/parts.py [PARTS]     # default 100000; takes about 10 minutes and 3 GB, with the server
 
-The store is tests/local_s3.py on loopback, 1000 keys a page. Requests, seconds and the peak of this process's memory
-(with that of its readers, for the merge) are measured; the last columns are the same for the 864,268 shards of LAION,
+The store is tests/local_s3.py on loopback, 1000 keys a page. Requests, seconds and the peak of the process's memory
+are measured; the last columns are the same for the 864,268 shards of LAION,
 in proportion. Server and client share this machine's cores, so that a real store is faster where requests are many.
 """
 import ast
@@ -17,20 +17,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from inputs.parts import Output, claim, finished_parts, merge_parts, part_index
 from inputs.shards import read_index
+from parts.merge import merge_parts
+from parts.output import CLAIM, claim, finished_parts, open_output, part_index
 from tests.local_s3 import environment
 from tests.runs import free_port, wait_until
 
 LAION_SHARDS = 864_268
 MILLISECONDS = 20  # that each request takes
 ONE_BY_ONE = 200  # parts that are read as encode.py once read all
-PROCESSES = 2  # that read parts for the merge
 OUT = 's3://bucket/laion'
 
 
@@ -45,26 +46,21 @@ def part_text(number: int) -> str:
 
 
 def fill(server: str, num_parts: int) -> None:
-    """Put the parts into the store, without its delay."""
+    """Put a claim and the parts into the store, without its delay."""
     connection = http.client.HTTPConnection(server)
+    connection.request('PUT', f'/bucket/laion/{CLAIM}', json.dumps({'program': 'convert.py'}))
+    connection.getresponse().read()
     for number in range(num_parts):
         connection.request('PUT', f'/bucket/laion/{part_index(number)}', part_text(number))
         connection.getresponse().read()
 
 
-def measure(server: str, what: Callable[[], None]) -> tuple[int, float, float, float]:
-    """Requests and seconds of a function, and MiB of it and of a process that it starts, in a process of its own."""
-    def child(results):
-        memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        start = time.perf_counter()
-        what()
-        seconds = time.perf_counter() - start
-        own, readers = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        results.put((seconds, (own - memory_before) / 1024, max(0, readers - memory_before) / 1024))
+def measure(server: str, what: Callable[[], None]) -> tuple[int, float, float]:
+    """Requests and seconds of a function, and the MiB that it adds, in a process of its own."""
     urlopen(f'http://{server}/bucket/requests').read()  # which forgets them
-    context = multiprocessing.get_context('fork')
+    context = multiprocessing.get_context('spawn')  # a client of a store does not survive a fork
     results = context.Queue()
-    process = context.Process(target=child, args=(results,))
+    process = context.Process(target=run_and_measure, args=(what, results))
     process.start()
     process.join()  # what it puts is small enough for the pipe
     if process.exitcode:
@@ -74,38 +70,51 @@ def measure(server: str, what: Callable[[], None]) -> tuple[int, float, float, f
     return sum(counts.values()), *found
 
 
-def show(name: str, measured: tuple[int, float, float, float], times: float) -> None:
+def run_and_measure(what: Callable[[], None], results: multiprocessing.Queue) -> None:
+    """In a process of its own: seconds of a function, and the MiB that it adds."""
+    memory_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    what()
+    seconds = time.perf_counter() - start
+    results.put((seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_before) / 1024))
+
+
+def read_one_by_one() -> None:
+    output = open_output(OUT, 'OUT')
+    for number in range(ONE_BY_ONE):
+        output.read(part_index(number))
+
+
+def look_what_is_done(num_parts: int) -> None:
+    output = open_output(OUT, 'OUT')
+    claim(output, {'program': 'convert.py'})
+    assert finished_parts(output, num_parts) == set(range(num_parts))
+
+
+def merge(num_parts: int) -> None:
+    assert merge_parts(open_output(OUT, 'OUT'), num_parts, {}).samples == 3000 * num_parts
+
+
+def open_dataset(num_parts: int) -> None:
+    assert len(read_index(OUT)['shards']) == num_parts
+
+
+def show(name: str, measured: tuple[int, float, float], times: float) -> None:
     """A row of the table; `times` as many parts are LAION's."""
-    requests, seconds, mib, reader_mib = measured
-    print(f'{name:<24}{requests:>9,}{seconds:>9.1f} s{mib:>7,.0f} MiB{reader_mib:>7,.0f} MiB'
-          f'{requests * times:>13,.0f}{seconds * times / 60:>9.1f} min', flush=True)
+    requests, seconds, mib = measured
+    print(f'{name:<24}{requests:>9,}{seconds:>9.1f} s{mib:>7,.0f} MiB{requests * times:>13,.0f}'
+          f'{seconds * times / 60:>9.1f} min', flush=True)
 
 
 def measure_all(server: str, num_parts: int) -> None:
     """Print the table."""
-    output = Output(OUT)
-
-    def read_one_by_one():
-        for number in range(ONE_BY_ONE):
-            output.read(part_index(number))
-
-    def look_what_is_done():
-        claim(output, {'program': 'convert.py'})
-        assert finished_parts(output, num_parts) == set(range(num_parts))
-
-    def merge():
-        assert merge_parts(output, num_parts, {}, PROCESSES).samples == 3000 * num_parts
-
-    def open_dataset():
-        assert len(read_index(OUT)['shards']) == num_parts
-
     times = LAION_SHARDS / num_parts
     print(f'{num_parts:,} parts, {MILLISECONDS} ms a request; at the right for {LAION_SHARDS:,}\n'
-          f'{"":<24}{"requests":>9}{"seconds":>11}{"memory":>11}{"of readers":>11}{"requests":>13}{"minutes":>13}')
+          f'{"":<24}{"requests":>9}{"seconds":>11}{"memory":>11}{"requests":>13}{"minutes":>13}')
     show(f'{ONE_BY_ONE} one by one', measure(server, read_one_by_one), LAION_SHARDS / ONE_BY_ONE)
-    show('list what is done', measure(server, look_what_is_done), times)
-    show(f'merge, {PROCESSES} processes', measure(server, merge), times)
-    show('read the index', measure(server, open_dataset), times)
+    show('list what is done', measure(server, partial(look_what_is_done, num_parts)), times)
+    show('merge', measure(server, partial(merge, num_parts)), times)
+    show('read the index', measure(server, partial(open_dataset, num_parts)), times)
 
 
 def main() -> None:

@@ -38,7 +38,19 @@ class CaptionDrop(Algorithm):
 
     def dropped(self, batch: int, device_batch: int) -> torch.Tensor:
         """Which captions of this rank's part of a batch are left out, bool (device_batch,)."""
-        seeds = np.random.SeedSequence((self.seed, batch), spawn_key=(DRAWS,))
-        drawn = np.random.default_rng(seeds).random(device_batch * dist.get_world_size())  # of all ranks
-        first = device_batch * dist.get_global_rank()
-        return torch.from_numpy(drawn[first:first + device_batch] < self.share)
+        return torch.from_numpy(draws_of_batch(self.seed, batch, DRAWS, device_batch) < self.share)
+
+
+def draws_of_batch(seed: int, batch: int, stream: int, device_batch: int) -> np.ndarray:
+    """A number from 0 to 1 for each sample of this rank's part of a batch, float64 (device_batch,).
+
+    Args:
+        seed: of the run.
+        batch: its number.
+        stream: draws of different streams have nothing to do with each other.
+        device_batch: samples a device.
+    """
+    seeds = np.random.SeedSequence((seed, batch), spawn_key=(stream,))
+    drawn = np.random.default_rng(seeds).random(device_batch * dist.get_world_size())  # of all ranks
+    first = device_batch * dist.get_global_rank()
+    return drawn[first:first + device_batch]

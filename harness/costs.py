@@ -18,6 +18,7 @@ class Assumptions:
     dollars_per_gpu_hour: float = DOLLARS_PER_GPU_HOUR
     dollars_per_tb_month: float = DOLLARS_PER_TB_MONTH  # of storing latents
     image_bytes: float = 0                              # stored bytes of an average sample; 0: not known
+    counts_tiny: bool = False                           # whether the model tiny has days and dollars, too
 
 
 def days_to_train(images_per_sec: float, num_images: int = TRAINING_IMAGES) -> float:

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 
 from composer import ComposerModel
 from composer.utils import dist
+from tqdm import tqdm
 
 from harness.costs import days_to_train, gpu_hours
-from harness.fake_step import StepMemory
-from harness.memory import (GIB, UNCOUNTED_SHARE, build_fake_model, lasting_bytes, needed_bytes, taken_on_a_gpu,
+from harness.fake_step import FakeModel, StepMemory, build_fake
+from harness.memory import (GIB, UNCOUNTED_SHARE, build_outline, lasting_bytes, needed_bytes, taken_on_a_gpu,
                             trace_training)
 from harness.microbatch import divisors
 from harness.preflight import number_of_devices
 from inputs.shards import read_index, require_columns
+from models.loading import ModelFiles, find_model
 from models.peaks import PEAKS, peak_of
 
 CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
@@ -77,7 +79,11 @@ def dry_run(args: argparse.Namespace, build_model: Callable) -> dict[str, int | 
         index = read_index(args.remote)
         require_columns(args.remote, index)
         latents = 'latents' in index
-    estimates = list(estimates_with_each_switch(args, latents, build_model))
+    files = find_model(args.model_name)  # sizes need no weights
+    counting = estimates_with_each_switch(args, files, latents, build_model)
+    is_quiet = dist.get_global_rank() > 0 or None  # None: where nobody looks
+    estimates = list(tqdm(counting, 'counting memory', len(SWITCHES) + 2, leave=False, unit='setting',
+                          disable=is_quiet))
     given = estimates[0]
     if dist.get_global_rank() == 0:
         print(title(args, latents), *parts_table(given.model), *memory_table(given), *cards_table(estimates), ACCURACY,
@@ -85,22 +91,23 @@ def dry_run(args: argparse.Namespace, build_model: Callable) -> dict[str, int | 
     return {card: given.largest_microbatch(gib) for card, gib in CARDS.items()}
 
 
-def estimates_with_each_switch(args: argparse.Namespace, latents: bool, build_model: Callable) -> Iterator[Estimate]:
+def estimates_with_each_switch(args: argparse.Namespace, files: ModelFiles, latents: bool,
+                               build_model: Callable) -> Iterator[Estimate]:
     """The run as it is, then with each switch turned over, and without a fused kernel for attention."""
-    yield estimate('as given', args, latents, build_model)
+    given = build_fake(build_outline(args, files, latents, build_model))
+    yield estimate('as given', args, given)
     for switch in SWITCHES:
         if switch == 'half_precision_norms' and args.precision == 'fp32':
             continue
         is_on = getattr(args, switch)
         turned = argparse.Namespace(**vars(args) | {switch: not is_on})
-        yield estimate(f'--no-{switch}' if is_on else f'--{switch}', turned, latents, build_model)
-    yield estimate('attention without a fused kernel', args, latents, build_model, fused_attention=False)
+        title = f'--no-{switch}' if is_on else f'--{switch}'
+        yield estimate(title, turned, build_fake(build_outline(turned, files, latents, build_model)))
+    yield estimate('attention without a fused kernel', args, given, fused_attention=False)
 
 
-def estimate(title: str, args: argparse.Namespace, latents: bool, build_model: Callable,
-             fused_attention: bool = True) -> Estimate:
-    """The memory of a device with the switches of `args`."""
-    fake = build_fake_model(args, latents, build_model)
+def estimate(title: str, args: argparse.Namespace, fake: FakeModel, fused_attention: bool = True) -> Estimate:
+    """The memory of a device for a model that is built with the switches of `args`."""
     lasting = lasting_bytes(args, fake.model, number_of_devices(args))
     return Estimate(title, args, fake.model, lasting, trace_training(args, fake, fused_attention))
 

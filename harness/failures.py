@@ -5,10 +5,9 @@ import traceback
 
 import torch
 
-from harness.crew import RankLost
 from harness.record import ResultsError
 from harness.safeguard import NonFiniteStep
-from inputs.errors import DataError, one_line
+from inputs.errors import DataError, ended_worker, one_line
 
 # of torch and CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN where no algorithm's workspace fits
 OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
@@ -22,8 +21,10 @@ def reason(error: Exception, batch_flag: str) -> str:
         batch_flag: the flag that decides how much memory is needed, with its value.
     """
     text = one_line(error)
-    if isinstance(error, (DataError, NonFiniteStep, RankLost, ResultsError)):
+    if isinstance(error, (DataError, NonFiniteStep, ResultsError)):
         return text
+    if ended_worker(error):
+        return ended_worker(error)
     if is_out_of_memory(error):
         return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '
                 '--gradient_checkpointing')

@@ -13,16 +13,23 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from composer import ComposerModel
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from harness.cuda_autocast import cuda_rules
 
 HALF_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
-MICROBATCHES = (2, 4)  # that are traced: with one image some copies are left out, because views will do
+# Images of the step that is traced, a prime that divides the size of nothing else: a storage whose bytes it divides
+# holds something for each image.
+TRACED_IMAGES = 1009
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape alone."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 @dataclass(frozen=True)
@@ -109,28 +116,34 @@ class LiveStorages(TorchDispatchMode):
     def free(self, address: int) -> None:
         self.died[self.serials.pop(address)] = max(0, self.operators - 1)
 
-    def alive(self, items: dict[str, set[int]]) -> np.ndarray:
-        """Bytes int64 (operators, ITEMS) that are alive at each operator; what is in no item is working memory."""
-        change = np.zeros((self.operators + 1, len(ITEMS)), dtype=np.int64)
+    def alive(self, items: dict[str, set[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes that are alive at each operator, whatever the microbatch and for each image of it, both int64
+        (operators, ITEMS); what is in no item is working memory.
+        """
+        fixed = np.zeros((self.operators + 1, len(ITEMS)), dtype=np.int64)
+        per_image = np.zeros_like(fixed)
         for serial, size in enumerate(self.size):
             names = [name for name, serials in items.items() if serial in serials]
             column = ITEMS.index(names[0] if names else 'working memory')
+            change = fixed
+            if size % TRACED_IMAGES == 0:
+                change = per_image
+                size //= TRACED_IMAGES
             change[self.born[serial], column] += size
             if self.died[serial] is not None:
                 change[self.died[serial] + 1, column] -= size
-        return change.cumsum(axis=0)[:-1]
+        return fixed.cumsum(axis=0)[:-1], per_image.cumsum(axis=0)[:-1]
 
 
-def build_fake(build_model: Callable[[], ComposerModel]) -> FakeModel:
-    """What `build_model` makes on the meta device, on a CPU without its memory. Random state stays as it is.
+def build_fake(outline: ComposerModel) -> FakeModel:
+    """A model of the meta device on a CPU without its memory.
 
-    It is made first and faked then, since torch 2.15 changes no type of a fake parameter.
+    It is made there first and faked then, since torch 2.15 changes no type of a fake parameter.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
-    with torch.random.fork_rng():
-        model = build_model().train()
-    with mode:
-        return FakeModel(model.to_empty(device='cpu'), mode)
+    cpu = torch.device('cpu')
+    # what Module.to_empty does, which takes seconds under the mode
+    return FakeModel(outline.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu)), mode)
 
 
 def trace_step(fake: FakeModel, make_batch: Callable[[int], dict[str, torch.Tensor]], precision: str,
@@ -144,18 +157,7 @@ def trace_step(fake: FakeModel, make_batch: Callable[[int], dict[str, torch.Tens
         fused_attention: attention by a kernel that keeps no matrix of all queries and keys. A CPU's stands for a GPU's:
             both keep queries, keys, values, the result and one number a query.
     """
-    few, many = MICROBATCHES
-    with fake.mode:
-        alive_few, alive_many = [trace(fake.model, make_batch(size), precision, fused_attention)
-                                 for size in MICROBATCHES]
-        gradients = sum(weight.nbytes for weight in fake.model.parameters() if weight.requires_grad)
-    assert len(alive_few) == len(alive_many), 'the operators of a step depend on the microbatch'
-    per_image = (alive_many - alive_few) // (many - few)
-    return StepMemory(alive_few - few * per_image, per_image, gradients)
-
-
-def trace(model: ComposerModel, batch: dict[str, torch.Tensor], precision: str, fused_attention: bool) -> np.ndarray:
-    """Bytes int64 (operators, ITEMS) that are alive at each operator of a step with this microbatch."""
+    model = fake.model
     live = LiveStorages(list(model.parameters()))
     kept = set()
 
@@ -164,16 +166,19 @@ def trace(model: ComposerModel, batch: dict[str, torch.Tensor], precision: str, 
         return tensor
 
     backends = [SDPBackend.FLASH_ATTENTION] if fused_attention else [SDPBackend.MATH]
-    with no_collection(), live, sdpa_kernel(backends), torch.compiler.set_stance('force_eager'):
+    with fake.mode, no_collection(), live, sdpa_kernel(backends), torch.compiler.set_stance('force_eager'):
+        batch = make_batch(TRACED_IMAGES)
+        composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
         with cuda_rules(cache=True), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             with torch.autocast('cpu', HALF_DTYPES.get(precision), enabled=precision in HALF_DTYPES):
                 outputs = model(batch)
                 loss = model.loss(outputs, batch)
             loss.backward()
+    del composers_copy
     gradients = {live.serial(weight.grad) for weight in model.parameters() if weight.grad is not None}
-    alive = live.alive({'gradients': gradients, 'cast weights': live.casts, 'activations': kept})
+    fixed, per_image = live.alive({'gradients': gradients, 'cast weights': live.casts, 'activations': kept})
     model.zero_grad(set_to_none=True)
-    return alive
+    return StepMemory(fixed, per_image, sum(weight.nbytes for weight in model.parameters() if weight.requires_grad))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """One picture of many: a grid with a label under each."""
 import math
 import textwrap
+from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -27,7 +28,7 @@ def labelled_grid(pictures: list[Image.Image], labels: list[str], title: str,
     cell_width = max(width, LEAST_WIDTH) + MARGIN
     cell_height = height + MOST_LINES * LINE_HEIGHT + MARGIN
     top = LINE_HEIGHT + 2 * MARGIN
-    font = ImageFont.load_default(FONT_SIZE)
+    font = font_of_labels()
     whole_width = max(columns * cell_width, math.ceil(font.getlength(title)) + MARGIN) + MARGIN
     grid = Image.new('RGB', (whole_width, top + rows * cell_height), 'white')
     draw = ImageDraw.Draw(grid)
@@ -38,6 +39,12 @@ def labelled_grid(pictures: list[Image.Image], labels: list[str], title: str,
         grid.paste(picture, (left, upper))
         draw.text((left, upper + height), wrapped(label, cell_width, font), 'black', font)
     return grid
+
+
+def font_of_labels() -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which comes with matplotlib: Pillow's own font has no letters beyond ASCII, and draws boxes."""
+    import matplotlib
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / 'fonts' / 'ttf' / 'DejaVuSans.ttf', FONT_SIZE)
 
 
 def wrapped(label: str, width: int, font: ImageFont.FreeTypeFont) -> str:

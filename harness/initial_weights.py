@@ -2,18 +2,21 @@
 
 Optimizer, counters, random state and data are those of a new run.
 """
+import contextlib
 import json
 import os
 import pickle
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from composer import ComposerModel
-from composer.utils import dist
 from diffusers import UNet2DConditionModel
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from harness.checkpoints import checkpoints, fetched_for_all, from_storage, load_checkpoint, newest_whole
+from harness.checkpoints import checkpoints, from_storage, load_checkpoint, newest_sound, sound_checkpoint
+from harness.ranks import on_rank_0
 from inputs.errors import one_line
 
 CONFIG = 'config.json'  # of a UNet that diffusers has saved
@@ -31,40 +34,61 @@ def load_initial_weights(path: str, model: ComposerModel) -> dict | None:
 
     Returns the state of the EMA that the checkpoint holds, for its `load_state_dict`; None if there is none.
 
-    ValueError: there is nothing of the kind, or it does not fit this model.
+    ValueError, on all ranks: there is nothing of the kind, or it does not fit this model.
     """
     place = f'--load_weights {path}'
-    found = None
-    if dist.get_global_rank() == 0:
-        found = from_storage(find_weights, path, '--load_weights')
-    found, is_unet_folder = dist.all_gather_object(found)[0]
-    if is_unet_folder:
-        require_same_prediction(Path(found), model, place)
-        load_unet(model.unet, unet_of_folder(found, model, place), place)
+    folder = on_rank_0(partial(unet_folder, path))
+    if folder is not None:
+        require_same_prediction(Path(folder), model, place)
+        load_unet(model.unet, unet_of_folder(folder, model, place), place)
         return None
-    found = fetched_for_all(found, place)
-    weights, average = weights_of_checkpoint(found, place)
+    with checkpoint_in(path, '--load_weights') as found:
+        if found is None:
+            raise ValueError(f'{place} is no checkpoint, and holds neither a whole checkpoint nor a UNet of diffusers; '
+                             'give the --save_folder of an earlier run')
+        return load_from_checkpoint(found, model, place)
+
+
+def unet_folder(path: str) -> str | None:
+    """The folder with the UNet in a folder of diffusers, itself or that of a pipeline; None if it is none."""
+    for folder in (os.path.join(path, 'unet'), path):
+        if os.path.isfile(os.path.join(folder, CONFIG)):
+            return folder
+    return None
+
+
+@contextlib.contextmanager
+def checkpoint_in(place: str, flag: str) -> Iterator[str | None]:
+    """The path of a checkpoint: `place`, or the newest sound one in it, fetched from its store; None if there is none.
+
+    Nothing in `place` is renamed or removed: it is another run's. ValueError, on all ranks: it cannot be read or
+    trusted.
+    """
+    is_checkpoint = on_rank_0(partial(names_one_checkpoint, place))
+    if is_checkpoint:
+        found = sound_checkpoint(place, f'{flag} {place}')
+    else:
+        found = newest_sound(on_rank_0(partial(from_storage, checkpoints, place, flag)), f'{flag} {place}')
+    with found as path:
+        yield path
+
+
+def names_one_checkpoint(place: str) -> bool:
+    """Whether a path or URI names a checkpoint, and not a folder of them."""
+    if '://' in place:
+        return place.endswith('.pt')
+    return os.path.isfile(place)
+
+
+def load_from_checkpoint(path: str, model: ComposerModel, place: str) -> dict | None:
+    """Put the weights of a checkpoint into the UNet of `model`; returns the state of its EMA, None if there is none."""
+    weights, average = weights_of_checkpoint(path, place)
     require_same_encoders(weights, model, place)
     load_unet(model.unet, with_prefix_removed(weights, 'unet.'), place)
     if average:
         require_same_shapes(with_prefix_removed(average['ema_model']['named_parameters_dict'], 'unet.'),
                             dict(model.unet.named_parameters()), f'{place}: its average')
     return average
-
-
-def find_weights(path: str) -> tuple[str, bool]:
-    """The path or URI of a checkpoint, or a folder with a UNet, and whether it is such a folder. ValueError: neither.
-    """
-    if os.path.isfile(path) or path.endswith('.pt') and '://' in path:
-        return path, False
-    for folder in (os.path.join(path, 'unet'), path):
-        if os.path.isfile(os.path.join(folder, CONFIG)):
-            return folder, True
-    newest = newest_whole(checkpoints(path))
-    if newest is None:
-        raise ValueError(f'--load_weights {path} is no checkpoint, and holds neither a whole checkpoint nor a UNet of '
-                         'diffusers; give the --save_folder of an earlier run')
-    return newest, False
 
 
 def weights_of_checkpoint(path: str, place: str) -> tuple[dict[str, torch.Tensor], dict | None]:

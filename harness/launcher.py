@@ -1,7 +1,15 @@
-"""What the launcher of several processes asks of each: to end with it. Nothing here needs torch."""
+"""What a launcher of several processes asks of each, and how a command of one answers it. Nothing here needs torch."""
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
+
+RANK_VARIABLES = ('RANK', 'LOCAL_RANK', 'NODE_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
+
+
+class Stopped(BaseException):
+    """SIGTERM came."""
 
 
 def end_with_launcher() -> None:
@@ -9,3 +17,29 @@ def end_with_launcher() -> None:
     if 'LOCAL_RANK' in os.environ and sys.platform == 'linux':
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def leave_to_first_process(program: str) -> None:
+    """Where a launcher has started several processes of a command that needs one, end all but the first."""
+    if os.environ.get('WORLD_SIZE', '1') == '1':
+        return
+    if os.environ.get('RANK', '0') != '0':
+        raise SystemExit(0)
+    if os.environ.get('WORLD_SIZE', '1') != os.environ.get('LOCAL_WORLD_SIZE', '1'):
+        print(f'{program}: this machine does all of the work; to use several, start a Ray cluster on them and give '
+              '--ray', file=sys.stderr)
+    for name in RANK_VARIABLES:  # its own processes are no ranks
+        os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises Stopped in here, so that what is open is closed."""
+    def stop(number: int, frame) -> None:
+        raise Stopped
+
+    handler_before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler_before)

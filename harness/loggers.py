@@ -3,11 +3,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
+from tqdm import tqdm
 
 from inputs.errors import one_line
 
@@ -44,7 +45,45 @@ def refuse_without_login(args: argparse.Namespace) -> None:
         raise ValueError(f'{wandb_flag(args)}: not logged in to Weights & Biases; {REMEDY}')
 
 
-class OneLineWandBLogger(WandBLogger):
+class GoesOn:
+    """A logger that fails while the run is trained is warned of, once, and the training goes on.
+
+    It stands before Composer's logger among the parents of a class. Only `init` may fail: that is before the run.
+    """
+    _has_failed = False
+
+    def log_metrics(self, *arguments, **named) -> None:
+        self._try(super().log_metrics, *arguments, **named)
+
+    def log_images(self, *arguments, **named) -> None:
+        self._try(super().log_images, *arguments, **named)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self._try(super().batch_end, state, logger)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self._try(super().epoch_end, state, logger)
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        self._try(super().eval_end, state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._try(super().fit_end, state, logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        self._try(super().close, state, logger)
+
+    def _try(self, method: Callable, *arguments, **named) -> None:
+        try:
+            method(*arguments, **named)
+        except Exception as error:  # of the network or the disk, of many kinds
+            if not self._has_failed:
+                tqdm.write(f'warning: {type(self).__name__} failed ({type(error).__name__}: {one_line(error)[:200]}); '
+                           'the training goes on, and what it misses is lost', file=sys.stderr)
+            self._has_failed = True
+
+
+class OneLineWandBLogger(GoesOn, WandBLogger):
     """Composer's logger, whose failure to start is a ValueError of one line.
 
     It alone starts the run: a second start leaves a folder without a run, to which `wandb/latest-run` points.
@@ -74,7 +113,7 @@ class OneLineWandBLogger(WandBLogger):
             wandb.run.summary.update(record)
 
 
-class OneFileTensorboardLogger(TensorboardLogger):
+class OneFileTensorboardLogger(GoesOn, TensorboardLogger):
     """Composer's logger, with settings and record beside the curves, all in one file for each run.
 
     Composer begins another file at each flush, for an upload to an object store that is not used here.
@@ -104,7 +143,7 @@ class OneFileTensorboardLogger(TensorboardLogger):
 
     def close(self, state: State, logger: Logger) -> None:
         if self.writer is not None:
-            self.writer.close()
+            self._try(self.writer.close)
         self.writer = None
 
 

@@ -1,9 +1,10 @@
 """What a training needs in memory, item by item, and what there is; said before anything large is built.
 
-It is counted on a model without memory (harness/fake_step.py), which the switches of the run have been applied to, so
-that a switch changes what is counted by what it does.
+It is counted on a model without memory, which the switches of the run have been applied to, so that a switch changes
+what is counted by what it does. What lasts follows from the parameters; a step is traced (harness/fake_step.py).
 """
 import argparse
+import dataclasses
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -13,60 +14,54 @@ import torch
 from composer import ComposerModel
 from composer.utils import dist
 
-from harness.fake_step import FakeModel, StepMemory, build_fake, trace_step
+from harness.fake_step import FakeModel, StepMemory, trace_step
+from harness.preflight import is_for_gpus
 from inputs.captions import CAPTION_LENGTH
 from inputs.shards import LATENTS
+from models.loading import ModelFiles
 
 GIB = 2 ** 30
 # What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
 UNCOUNTED_SHARE = 0.12
-# More than a step keeps for a pixel of its microbatch: SD2 in float32 keeps 7 KiB. What fits so needs no tracing.
-MOST_BYTES_A_PIXEL = 64 * 1024
+ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 
 
-def build_fake_model(args: argparse.Namespace, latents: bool,
-                     build_model: Callable[[argparse.Namespace, bool, torch.device], ComposerModel]) -> FakeModel:
-    """The model of a run with its switches, without memory.
+def build_outline(args: argparse.Namespace, files: ModelFiles, latents: bool,
+                  build_model: Callable[..., ComposerModel]) -> ComposerModel:
+    """The model of a run with its switches on the meta device: shapes and types alone. Random state stays as it is.
 
     Args:
         args: the flags of benchmark.py, with their defaults filled in.
+        files: of the model.
         latents: the training needs no VAE.
         build_model: makes the real one.
     """
     # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
-    args = argparse.Namespace(**vars(args) | {'pretrained': False, 'attention': 'sdpa'})
-    return build_fake(lambda: build_model(args, latents, torch.device('meta')))
+    args = argparse.Namespace(**vars(args) | {'attention': 'sdpa'})
+    files = dataclasses.replace(files, pretrained=False)
+    with torch.random.fork_rng(devices=[]):
+        return build_model(args, latents, torch.device('meta'), files)
 
 
-def refuse_too_little_memory(args: argparse.Namespace, fake: FakeModel) -> None:
+def refuse_too_little_memory(args: argparse.Namespace, outline: ComposerModel) -> None:
     """ValueError: the training surely needs more memory than its GPU has, or than its ranks find on this host.
 
-    On a GPU nothing is counted that depends on the microbatch, which can be made smaller; nor where it is searched for.
+    Nothing is counted that depends on the microbatch, which can be made smaller.
     """
-    needed = lasting_bytes(args, fake.model, dist.get_world_size())
+    needed = lasting_bytes(args, outline, dist.get_world_size())
     if torch.cuda.is_available():
         there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         place = 'this GPU'
     else:
-        local_ranks = dist.get_local_world_size()
         there = memory_of_host()
         place = 'this machine'
-        if not args.microbatch_search and not surely_fits(args, needed, there // local_ranks):
-            step = trace_training(args, fake)
-            needed = needed_bytes(args, needed, step, args.device_train_microbatch_size, dist.get_world_size())
-        needed = {item: number * local_ranks for item, number in needed.items()}
+        needed = {item: number * dist.get_local_world_size() for item, number in needed.items()}
     total = sum(needed.values())
     if total > there:
         raise ValueError(f'this training needs at least {total / GIB:.1f} GiB of memory ({in_words(needed)}), and '
                          f'{place} has {there / GIB:.1f}; the same with a tiny model runs here: '
-                         f'{tiny_command(args, latents=fake.model.vae is None)}')
-
-
-def surely_fits(args: argparse.Namespace, lasting: dict[str, int], there: int) -> bool:
-    """Whether a step finds room without counting it, which takes a tiny model longer than its training."""
-    most_of_a_step = args.device_train_microbatch_size * args.image_size ** 2 * MOST_BYTES_A_PIXEL
-    return sum(lasting.values()) + most_of_a_step < there
+                         f'{tiny_command(args, latents=outline.vae is None)}')
 
 
 def lasting_bytes(args: argparse.Namespace, model: ComposerModel, num_devices: int) -> dict[str, int]:
@@ -74,7 +69,7 @@ def lasting_bytes(args: argparse.Namespace, model: ComposerModel, num_devices: i
 
     Args:
         args: the flags of benchmark.py, with their defaults filled in.
-        model: a fake one will do.
+        model: one without memory will do.
         num_devices: that share the batch.
     """
     unet = parameter_bytes(model.unet)
@@ -84,13 +79,14 @@ def lasting_bytes(args: argparse.Namespace, model: ComposerModel, num_devices: i
     needed['text encoder'] = parameter_bytes(model.text_encoder)
     if model.vae is not None:
         needed['VAE'] = parameter_bytes(model.vae)
-    needed['batch'] = synthetic_batch_bytes(args, num_devices)
+    if not is_for_gpus(args):  # where a batch stays on the host
+        needed['batch'] = synthetic_batch_bytes(args, num_devices)
     return needed
 
 
 def copies_of_weights(args: argparse.Namespace, num_devices: int) -> dict[str, int]:
     """How many tensors as large as a weight a run holds beside it and its gradient."""
-    copies = {'Adam moments': 2}
+    copies = {'Adam moments': ADAM_MOMENTS}
     if args.use_ema:
         copies['average of the weights'] = 1
     if num_devices > 1:
@@ -103,7 +99,7 @@ def parameter_bytes(module: torch.nn.Module) -> int:
 
 
 def synthetic_batch_bytes(args: argparse.Namespace, num_devices: int) -> int:
-    """Of a device's share of a synthetic batch; a streamed one may be smaller than `image_size`, so that it is 0."""
+    """Of a rank's share of a synthetic batch; a streamed one may be smaller than `image_size`, so that it is 0."""
     device_batch = args.batch_size // num_devices
     if args.use_synth_data:
         return device_batch * 3 * args.image_size ** 2  # uint8
@@ -191,4 +187,4 @@ def tiny_command(args: argparse.Namespace, latents: bool) -> str:
         source = '--use_synth_latents'
     elif args.remote:
         source = f'--remote {shlex.quote(args.remote)}'
-    return f'composer -n 1 benchmark.py --use_ema {source} --model_name tiny --image_size 64 --batch_size 4'
+    return f'python benchmark.py --use_ema {source} --model_name tiny --image_size 64 --batch_size 4'

@@ -4,6 +4,7 @@ Composer's own search, 'auto', works within the run: where memory runs out in a 
 of its exchange of gradients, and every microbatch of a run that searches is synchronised. Here each try stands alone.
 """
 import argparse
+import copy
 import gc
 import re
 from collections.abc import Callable
@@ -14,56 +15,39 @@ from composer.core import DataSpec, get_precision_context
 from composer.utils import dist, get_device
 
 from harness.failures import is_out_of_memory
-from harness.fake_step import FakeModel
-from harness.memory import copies_of_weights, lasting_bytes, needed_bytes, taken_on_a_gpu, trace_training
+from harness.memory import ADAM_MOMENTS, copies_of_weights
 from inputs.captions import CAPTION_LENGTH
 from inputs.shards import LATENTS
 
 SPARE_SHARE = 1 / 32  # of a GPU's memory: the allocator cuts it up a little differently in a long run
+BUCKET_BYTES = 32 * 2 ** 20  # more than DistributedDataParallel sends at once, which is 25 MiB
+
+# What CUDA's libraries say where their handles and workspaces find no memory, and kernels that cannot count so many
+# elements; not of one image, where there is room for all of it
+TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
-def likely_microbatch(args: argparse.Namespace, fake: FakeModel) -> int:
-    """The largest part of a device's share that fits into every rank's GPU by calculation, or the least.
-
-    Where there is no GPU it is the whole share.
-    """
-    sizes = divisors(args.batch_size // dist.get_world_size())
-    if not torch.cuda.is_available():
-        return sizes[0]
-    there = torch.cuda.mem_get_info()[1]
-    lasting = lasting_bytes(args, fake.model, dist.get_world_size())
-    step = trace_training(args, fake)
-    position = 0
-    while position < len(sizes) - 1:
-        needed = needed_bytes(args, lasting, step, sizes[position], dist.get_world_size())
-        if on_all_ranks(taken_on_a_gpu(needed) <= there):
-            break
-        position += 1
-    return sizes[position]
-
-
-def largest_microbatch(model: ComposerModel, data: DataSpec, args: argparse.Namespace, guess: int) -> int:
+def largest_microbatch(model: ComposerModel, data: DataSpec, args: argparse.Namespace) -> int:
     """The largest part of a device's share of the batch that trains within the memory of every rank.
 
-    The result divides the device's share. Where a size fits, all smaller ones do, so that the search may begin
-    anywhere. Each size is tried on all ranks at once, so that none waits for another. A try is a forward and a backward
-    pass beside everything that the run will hold. Weights and random state stay as they are, and there is no optimizer
-    yet.
+    The result divides the device's share. Where a size fits, all smaller ones do. One image comes first, which makes
+    the handles and workspaces of CUDA's libraries while there is room. Each size is tried on all ranks at once, so that
+    none waits for another. A try is what the first two batches of the run do, beside everything that it holds. Weights
+    and random state stay as they are, and there is no optimizer yet.
 
     Args:
         model: with its switches; it is moved to its device. A compiled part runs uncompiled: compiling takes minutes
             for each size, and as a rule a compiled model needs less memory.
         data: what the run will train on.
         args: of benchmark.py, filled in.
-        guess: a divisor of the share, the same on all ranks; the nearer it is, the fewer sizes are tried.
 
     ValueError: not even one image fits.
     """
     get_device().module_to_device(model)
     share = args.batch_size // dist.get_world_size()
-    on_all_ranks(True)  # NCCL takes its own memory when it is first called
+    exchange_a_bucket()
     with random_state_kept(), torch.compiler.set_stance('force_eager'):
-        size = largest_that_fits(divisors(share), guess, lambda size: on_all_ranks(fits(model, data, args, size)))
+        size = largest_that_fits(share, lambda size: on_all_ranks(fits(model, data, args, size)))
     if size is None:
         raise ValueError(f'not even one image of --image_size {args.image_size} fits into the memory of '
                          f'{memory_of_device()}; use --gradient_checkpointing, a smaller image, or a smaller '
@@ -71,17 +55,28 @@ def largest_microbatch(model: ComposerModel, data: DataSpec, args: argparse.Name
     return size
 
 
-def largest_that_fits(sizes: list[int], guess: int, is_fitting: Callable[[int], bool]) -> int | None:
-    """The first of `sizes`, which fall, that fits; tried from `guess` on, down or up. None: not even the last fits."""
-    position = sizes.index(guess)
-    if is_fitting(guess):
-        while position > 0 and is_fitting(sizes[position - 1]):
-            position -= 1
-        return sizes[position]
-    for size in sizes[position + 1:]:
-        if is_fitting(size):
-            return size
-    return None
+def largest_that_fits(share: int, is_fitting: Callable[[int], bool]) -> int | None:
+    """The largest divisor of `share` that fits. None: not even 1 does.
+
+    Each is at least twice as large as the one before until one does not fit; then those between are tried.
+    """
+    sizes = sorted(divisors(share))
+    largest = None
+    too_large = share + 1
+    for size in sizes:
+        if largest is None or size >= 2 * largest:
+            if not is_fitting(size):
+                too_large = size
+                break
+            largest = size
+    if largest is None:
+        return None
+    for size in sizes:
+        if largest < size < too_large:
+            if not is_fitting(size):
+                break
+            largest = size
+    return largest
 
 
 def divisors(number: int) -> list[int]:
@@ -95,6 +90,13 @@ def random_state_kept():
     return torch.random.fork_rng(devices)
 
 
+def exchange_a_bucket() -> None:
+    """A sum over all ranks as large as the run's own: NCCL takes the memory for its channels when it is first called.
+    """
+    if dist.get_world_size() > 1:
+        dist.all_reduce(torch.zeros(BUCKET_BYTES // 4, device=get_device()._device))
+
+
 def on_all_ranks(mine: bool) -> bool:
     """Whether it is so on every rank."""
     agreed = torch.tensor(int(mine), device=get_device()._device)
@@ -105,33 +107,45 @@ def on_all_ranks(mine: bool) -> bool:
 def fits(model: ComposerModel, data: DataSpec, args: argparse.Namespace, size: int) -> bool:
     """Whether `size` images at once can be trained on this rank. Nothing that the try needed is left in memory."""
     try:
-        train_once(model, data, args, size)
+        train_twice(model, data, args, size)
         return True
     except RuntimeError as error:
-        if not is_too_large(error):
+        if not is_too_large(error, size):
             raise
         return False
     finally:  # the error is gone here, and with its traceback the tensors that it held
         free_memory(model)
 
 
-def is_too_large(error: RuntimeError) -> bool:
-    """Whether less than a try's images might do: memory ran out, or a kernel cannot count so many elements."""
-    return is_out_of_memory(error) or re.search('INT_MAX|canUse32BitIndexMath', str(error)) is not None
+def is_too_large(error: RuntimeError, size: int) -> bool:
+    """Whether less than a try's `size` images might do: memory ran out, or a kernel cannot count so many elements."""
+    return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
-def train_once(model: ComposerModel, data: DataSpec, args: argparse.Namespace, size: int) -> None:
-    """Forward and backward of `size` images, beside what a run holds. RuntimeError: they are too many."""
+def train_twice(model: ComposerModel, data: DataSpec, args: argparse.Namespace, size: int) -> None:
+    """Two batches of `size` images, beside what a run holds. RuntimeError: they are too many.
+
+    Adam's moments come between them, as in a run: they go where the activations of the first have left room, and the
+    activations of the second have to find theirs beside them.
+    """
     beside = memory_beside(model, args)
-    batch = blank_batch(data, args)
-    microbatch = data.microbatch_transforms({name: tensor[:size] for name, tensor in batch.items()})
+    forward_and_backward(model, data, args, size)
+    beside += adam_moments(model)
+    forward_and_backward(model, data, args, size)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # a kernel's own error comes late
+    del beside
+
+
+def forward_and_backward(model: ComposerModel, data: DataSpec, args: argparse.Namespace, size: int) -> None:
+    """As Composer's Trainer does it, which keeps a copy of the microbatch."""
+    microbatch = data.microbatch_transforms(blank_microbatch(data, args, size))
+    composers_copy = copy.deepcopy(microbatch)
     with get_precision_context(args.precision):
         outputs = model.train()(microbatch)
         loss = model.loss(outputs, microbatch)
     loss.backward()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # a kernel's own error comes late
-    del beside
+    del composers_copy
 
 
 def free_memory(model: ComposerModel) -> None:
@@ -143,30 +157,42 @@ def free_memory(model: ComposerModel) -> None:
 
 
 def memory_beside(model: ComposerModel, args: argparse.Namespace) -> list[torch.Tensor]:
-    """As much memory as a run holds beside weights and activations; the gradients are put where they belong."""
-    copies = sum(copies_of_weights(args, dist.get_world_size()).values())
+    """As much memory as a run holds from its first batch on, beside weights and activations.
+
+    The gradients are put where they belong: all but the first microbatch of a batch find them there.
+    """
+    copies = sum(copies_of_weights(args, dist.get_world_size()).values()) - ADAM_MOMENTS
     held = []
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)  # all but the first microbatch of a batch find them there
-            held += [torch.empty_like(parameter) for _ in range(copies)]
+    for parameter in trainable(model):
+        parameter.grad = torch.zeros_like(parameter)
+        held += [torch.empty_like(parameter) for _ in range(copies)]
     if torch.cuda.is_available():
         spare = int(torch.cuda.mem_get_info()[1] * SPARE_SHARE)
         held.append(torch.empty(spare, dtype=torch.uint8, device='cuda'))
     return held
 
 
-def blank_batch(data: DataSpec, args: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """This device's share of a batch, on the device: `image` uint8 (B, 3, H, H) or `moments`, and `caption` (B, 77)."""
-    share = args.batch_size // dist.get_world_size()
+def adam_moments(model: ComposerModel) -> list[torch.Tensor]:
+    """As much memory as the optimizer takes in its first step."""
+    return [torch.empty_like(parameter) for parameter in trainable(model) for _ in range(ADAM_MOMENTS)]
+
+
+def trainable(model: ComposerModel) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def blank_microbatch(data: DataSpec, args: argparse.Namespace, size: int) -> dict[str, torch.Tensor]:
+    """Samples on the device: `image` uint8 (B, 3, H, H) or `moments`, and `caption` (B, 77). The batch that they are
+    taken from stays on the host.
+    """
     device = get_device()._device
     side = args.image_size
-    batch = {'caption': torch.zeros(share, CAPTION_LENGTH, dtype=torch.long, device=device)}
+    microbatch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long, device=device)}
     if data.dataloader.dataset.latents:
-        batch[LATENTS] = torch.zeros(share, 8, side // 8, side // 8, dtype=torch.half, device=device)
+        microbatch[LATENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half, device=device)
     else:
-        batch['image'] = torch.zeros(share, 3, side, side, dtype=torch.uint8, device=device)
-    return batch
+        microbatch['image'] = torch.zeros(size, 3, side, side, dtype=torch.uint8, device=device)
+    return microbatch
 
 
 def memory_of_device() -> str:

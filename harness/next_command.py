@@ -1,7 +1,6 @@
-"""The command that trains on what another has just made, so that it runs as it is printed."""
+"""The command that trains on what another has just made, so that it runs as it is printed. Nothing here needs torch."""
+import os
 import shlex
-
-import torch
 
 LARGEST_BATCH = 2048  # the benchmark's own
 
@@ -12,13 +11,25 @@ def training_command(remote: str, samples: int, flags: list[str] = ()) -> str:
     Without a GPU it is the tiny model, unless `flags` name another.
     """
     batch_size = min(LARGEST_BATCH, 1 << (samples.bit_length() - 1))
-    gpus = torch.cuda.device_count()
+    gpus = number_of_gpus()
+    command = ['composer', 'benchmark.py']
     if gpus:
         batch_size = batch_size // gpus * gpus or gpus  # that they can share
-    launcher = ['composer']
-    if not torch.cuda.is_available():
-        launcher += ['-n', '1']
+    else:
+        command = ['python', 'benchmark.py']
         if '--model_name' not in flags:
             flags = ['--model_name', 'tiny', '--image_size', '64', *flags]
-    return shlex.join([*launcher, 'benchmark.py', '--remote', remote, '--use_ema', '--batch_size', str(batch_size),
-                       *flags])
+    return shlex.join([*command, '--remote', remote, '--use_ema', '--batch_size', str(batch_size), *flags])
+
+
+def number_of_gpus() -> int:
+    """NVIDIA's GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible."""
+    visible = os.environ.get('CUDA_VISIBLE_DEVICES')
+    if visible is not None:
+        return len([device for device in visible.split(',') if device.strip() not in ('', '-1')])
+    import pynvml
+    try:
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError:  # no driver
+        return 0

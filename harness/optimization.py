@@ -3,9 +3,17 @@ import argparse
 
 from composer.algorithms import GradientClipping
 from composer.core import Event, State
-from composer.optim import ComposerScheduler, ConstantScheduler, ConstantWithWarmupScheduler
+from composer.optim import (ComposerScheduler, ConstantScheduler, ConstantWithWarmupScheduler,
+                            CosineAnnealingScheduler, CosineAnnealingWithWarmupScheduler, LinearScheduler,
+                            LinearWithWarmupScheduler)
 
 from harness.safeguard import gradients_are_finite
+
+SCHEDULES = {  # without a warm-up, and after one
+    'constant': (ConstantScheduler, ConstantWithWarmupScheduler),
+    'cosine': (CosineAnnealingScheduler, CosineAnnealingWithWarmupScheduler),
+    'linear': (LinearScheduler, LinearWithWarmupScheduler),
+}
 
 
 class FiniteGradientClipping(GradientClipping):
@@ -30,7 +38,8 @@ class FiniteGradientClipping(GradientClipping):
 
 
 def build_schedule(args: argparse.Namespace) -> ComposerScheduler:
-    """The learning rate over time, as a share of --learning_rate."""
+    """The learning rate over time, as a share of --learning_rate: a warm-up or none, then --lr_schedule to the end."""
+    plain, with_warmup = SCHEDULES[args.lr_schedule]
     if args.lr_warmup:
-        return ConstantWithWarmupScheduler(args.lr_warmup)
-    return ConstantScheduler()
+        return with_warmup(args.lr_warmup)
+    return plain()

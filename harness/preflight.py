@@ -1,29 +1,38 @@
-"""Before anything is built: the defaults that depend on this machine, and the refusal of what cannot run."""
+"""Before anything is built: the defaults that depend on this machine, and the refusal of what cannot run on it.
+
+What shows without torch is in harness/early_checks.py.
+"""
 import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
 from pathlib import Path
 
 import torch
-from composer import Time
-from composer.core import TimeUnit
+from composer.core import State
 from composer.utils import dist
-from streaming.base.util import bytes_to_int
 
 from harness.checkpoints import checkpoints, from_storage
 from harness.costs import TRAINING_IMAGES
+from harness.early_checks import number_of_devices, refuse_early_training
 from harness.measurement import QUEUES_IN_WINDOW
+from harness.options import split_time
+from harness.progress import total_batches
 from harness.ranks import cores_per_rank
 from harness.sampling import read_prompts
 from harness.tracing import TRACE_WARMUP, TRACED_BATCHES
+from inputs.sample_size import bytes_of_sample, most_bytes_of_sample
+from inputs.shards import parse_size
+from inputs.shared_memory import free_bytes
 from inputs.timed_loader import queued_batches
 
 HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
 MOST_WORKERS = 8
 MEASURED_BATCHES = 20
-BATCHES_OR_EPOCHS = (TimeUnit.BATCH, TimeUnit.EPOCH)
+FIRST_SOUND_CUDNN = 91501  # 9.15.1; before it, attention over lengths that no 128 divides can give gradients of NaN
+BATCHES_OR_EPOCHS = ('ba', 'ep')
+INTERVALS = {'save_interval': '1ep', 'eval_interval': '1000ba', 'sample_interval': '1000ba'}  # unless given
 
 
 def refuse_more_ranks_than_gpus() -> None:
@@ -31,11 +40,6 @@ def refuse_more_ranks_than_gpus() -> None:
     processes = dist.get_local_world_size()
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise ValueError(f'composer -n {processes} is more than the {torch.cuda.device_count()} GPUs of this machine')
-
-
-def number_of_devices(args: argparse.Namespace) -> int:
-    """How many devices share the batch: those of this run, or those that --dry_run speaks of."""
-    return getattr(args, 'dry_run', None) or dist.get_world_size()
 
 
 def is_for_gpus(args: argparse.Namespace) -> bool:
@@ -57,14 +61,25 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
     fill_in_shared_defaults(args, device_batch, args.precision)
     args.keeps_nothing = bool(args.max_duration) and not args.save_folder
     fill_in_duration(args)
+    if args.compile_blocks is None:
+        args.compile_blocks = compiles_blocks(args)
     if args.use_ema:
         args.ema_half_life = args.ema_half_life or '1000ba'
-    if args.eval_remote:
-        args.eval_interval = args.eval_interval or '1000ba'
-    if args.sample_prompts:
-        args.sample_interval = args.sample_interval or '1000ba'
+    for flag, place in (('save_interval', args.save_folder), ('eval_interval', args.eval_remote),
+                        ('sample_interval', args.sample_prompts)):
+        if place and getattr(args, flag) is None:
+            setattr(args, flag, INTERVALS[flag])
     if args.training_images is None and args.model_name != 'tiny':
         args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it
+
+
+def compiles_blocks(args: argparse.Namespace) -> bool:
+    """Whether --compile goes by blocks unless it is told: where several devices exchange gradients.
+
+    A whole UNet has all its gradients at once, at the end of its backward pass; of blocks those of one travel while
+    those of the next are computed. CUDA graphs stay whole: they are tied to the weights, which blocks differ in.
+    """
+    return bool(args.compile) and args.compile != 'reduce-overhead' and number_of_devices(args) > 1
 
 
 def fill_in_duration(args: argparse.Namespace) -> None:
@@ -77,22 +92,35 @@ def fill_in_duration(args: argparse.Namespace) -> None:
     args.max_duration = args.max_duration or f'{args.warmup_batches + queue + args.measure_batches}ba'
 
 
-def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precision: str) -> None:
-    """Fill in the flags that encode.py has as well, for `device_batch` images at once on each device."""
+def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precision: str, devices: int = 1) -> None:
+    """Fill in the flags that encode.py has as well, for `device_batch` images at once on each device.
+
+    Args:
+        args: of the command line.
+        device_batch: images at once on a device.
+        precision: of the UNet.
+        devices: that this process works for.
+    """
     read_local_in_place(args)
     args.encoder_precision = args.encoder_precision or HALF_PRECISION[precision]
     if args.channels_last is None:
         args.channels_last = is_for_gpus(args)
-    if args.num_workers is None:
+    args.num_workers_by_default = args.num_workers is None
+    if args.num_workers_by_default:
         args.num_workers = 0
         if args.remote and getattr(args, 'dry_run', None) is None:
-            args.num_workers = default_workers(device_batch, args.image_size)
+            args.num_workers = default_workers(device_batch, args.image_size, args.remote, devices)
 
 
-def default_workers(device_batch: int, image_size: int) -> int:
-    """Loader processes of each rank: as many as its cores, unless shared memory holds fewer, which is said."""
-    wanted = min(MOST_WORKERS, cores_per_rank())
-    fitting = workers_that_fit(device_batch, image_size)
+def default_workers(device_batch: int, image_size: int, remote: str, devices: int) -> int:
+    """Loader processes of each rank: as many as its cores, unless shared memory holds fewer, which is said.
+
+    Where this process works for several `devices` of its machine, they share its cores.
+
+    ValueError: it may hold fewer, and `remote`, by which that is decided, cannot be read.
+    """
+    wanted = min(MOST_WORKERS, max(1, cores_per_rank() // devices))
+    fitting = workers_that_fit(wanted, device_batch, image_size, remote)
     if fitting >= wanted:
         return wanted
     if dist.get_global_rank() == 0:
@@ -131,24 +159,37 @@ def best_precision(args: argparse.Namespace) -> str:
     return 'amp_fp16'
 
 
-def workers_that_fit(device_batch: int, image_size: int) -> int:
-    """Workers of each rank whose batches shared memory can hold; where it is full they would die of a bus error."""
-    if not os.path.isdir('/dev/shm'):
+def workers_that_fit(wanted: int, device_batch: int, image_size: int, remote: str) -> int:
+    """Workers of each rank whose batches shared memory can hold; where it is full they would die of a bus error.
+
+    Args:
+        wanted: the number that is asked for.
+        device_batch: samples a device.
+        image_size: that is trained at, in pixels: no image is larger in a batch.
+        remote: the dataset, which is looked at only where the largest images would not fit.
+
+    ValueError: `remote` cannot be read.
+    """
+    free = free_bytes()
+    if free is None:
         return sys.maxsize
-    disk = os.statvfs('/dev/shm')
-    batch_bytes = max(1, device_batch) * 3 * image_size ** 2  # uint8, at most of this size
-    batches = disk.f_bavail * disk.f_frsize // (dist.get_local_world_size() * batch_bytes)
-    return max(0, (batches - 2) // 2)  # each worker prefetches 2, and 2 are in use
+    share = free // (dist.get_local_world_size() * max(1, device_batch))
+    fitting = workers_in(share // most_bytes_of_sample(image_size))
+    if fitting < wanted:
+        fitting = workers_in(share // bytes_of_sample(remote, image_size))
+    return fitting
+
+
+def workers_in(batches: int) -> int:
+    """Workers whose batches are that many: each prefetches 2, and 2 are in use."""
+    return max(0, (batches - 2) // 2)
 
 
 def refuse_bad_training(args: argparse.Namespace) -> None:
     """ValueError, with the flag, its value and the remedy, for flags of benchmark.py that cannot run."""
-    refuse_bad_source(args)
-    refuse_bad_batch(args)
+    refuse_early_training(args)
+    refuse_bad_microbatch(args)
     if args.dry_run is not None:
-        refuse_bad_image_size(args)
-        if args.loader_only:
-            raise ValueError('--dry_run speaks of a training, --loader_only measures a loader; give one of them')
         return
     if args.attention == 'xformers' and not (torch.cuda.is_available() and importlib.util.find_spec('xformers')):
         raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
@@ -163,6 +204,10 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
     refuse_bad_evaluation(args)
     refuse_bad_save_folder(args)
     refuse_bad_sampling(args)
+    refuse_unusable_folder('tensorboard', args.tensorboard)
+    if dist.get_global_rank() == 0:
+        for sentence in without_effect(args):
+            print(f'warning: {sentence}', file=sys.stderr)
 
 
 def refuse_bad_switches(args: argparse.Namespace) -> None:
@@ -170,65 +215,39 @@ def refuse_bad_switches(args: argparse.Namespace) -> None:
     for flag in ('half_precision_norms', 'cast_weights_once'):
         if getattr(args, flag) and args.precision == 'fp32':
             raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
-    if args.cast_weights_once and args.compile:
-        raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights themselves; '
-                         'leave one out')
-    if args.channels_last_norms and not args.channels_last:
-        raise ValueError('--channels_last_norms needs --channels_last')
-    if args.compile_blocks and not args.compile:
-        raise ValueError('--compile_blocks says what --compile compiles; give that as well')
+    if 'cudnn' in args.attention.split(',') and torch.cuda.is_available():
+        refuse_faulty_cudnn(args.attention)
     single_microbatch = args.device_train_microbatch_size == args.batch_size // dist.get_world_size()
     if args.compile == 'reduce-overhead' and not single_microbatch:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          'overwrite; use a --device_train_microbatch_size that is a device\'s whole share of the batch')
 
 
-def refuse_bad_source(args: argparse.Namespace) -> None:
-    """ValueError: the images come from nowhere, or from two places."""
-    given = [args.remote, args.use_synth_data, args.use_synth_latents]
-    if not any(given):
-        raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
-    if sum(map(bool, given)) > 1:
-        raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
+def refuse_bad_microbatch(args: argparse.Namespace) -> None:
+    """ValueError: a microbatch is to be searched for where there is no GPU."""
+    if args.device_train_microbatch_size == 'auto' and not is_for_gpus(args):
+        raise ValueError('--device_train_microbatch_size auto needs a GPU; give a number, such as '
+                         f'{args.batch_size // number_of_devices(args)}')
 
 
-def refuse_bad_batch(args: argparse.Namespace) -> None:
-    """ValueError: the batch does not divide over the devices, or a device's share into microbatches."""
-    world_size = number_of_devices(args)
-    if args.batch_size % world_size:
-        divisible = args.batch_size // world_size * world_size or world_size
-        raise ValueError(f'--batch_size {args.batch_size} does not divide over {world_size} devices; use {divisible}')
-    device_batch = args.batch_size // world_size
-    microbatch = args.device_train_microbatch_size
-    if microbatch == 'auto':
-        if not is_for_gpus(args):
-            raise ValueError('--device_train_microbatch_size auto needs a GPU; give a number')
-    elif not isinstance(microbatch, int) or microbatch == 0 or device_batch % microbatch:
-        raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
-                         f'that each of {world_size} devices gets of --batch_size {args.batch_size}')
+def refuse_faulty_cudnn(attention: str) -> None:
+    """ValueError: --attention names cuDNN, and the one that torch has loaded has faults in its attention."""
+    version = torch.backends.cudnn.version()
+    if version is not None and version < FIRST_SOUND_CUDNN:
+        found = f'{version // 10000}.{version // 100 % 100}.{version % 100}'
+        raise ValueError(f'--attention {attention} needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
+                         f'{found}, whose attention has faults at lengths that no 128 divides; leave cudnn out')
 
 
 def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None:
     """ValueError for the flags that encode.py has as well."""
-    refuse_bad_image_size(args)
-    fitting = workers_that_fit(device_batch, args.image_size)
-    if args.num_workers > fitting:
-        raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its batches; '
-                         f'use at most {fitting}, or make it larger (docker run --shm-size)')
+    if args.remote and args.num_workers:
+        fitting = workers_that_fit(args.num_workers, device_batch, args.image_size, args.remote)
+        if args.num_workers > fitting:
+            raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its '
+                             f'batches; use at most {fitting}, or make it larger (docker run --shm-size)')
     if args.cache_limit:
         refuse_bad_cache_limit(args)
-    if dist.get_global_rank() == 0:
-        try:
-            open(args.results, 'a').close()  # said before the run, not after it
-        except OSError as error:
-            raise ValueError(f'--results {args.results} cannot be written: {error.strerror}; name another') from None
-
-
-def refuse_bad_image_size(args: argparse.Namespace) -> None:
-    """ValueError: the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
-    if args.image_size % 8:
-        multiple = args.image_size // 8 * 8 or 8
-        raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {multiple}')
 
 
 def refuse_bad_cache_limit(args: argparse.Namespace) -> None:
@@ -237,31 +256,40 @@ def refuse_bad_cache_limit(args: argparse.Namespace) -> None:
         raise ValueError(f'--cache_limit {args.cache_limit} has no cache to bound: --remote {args.remote} is read '
                          'in place; give --local a folder, or leave the limit out')
     try:
-        bytes_to_int(args.cache_limit)
+        parse_size(args.cache_limit)
     except ValueError:
         raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
 
 
-def time_of(args: argparse.Namespace, flag: str, example: str, units: Sequence[TimeUnit] = tuple(TimeUnit)) -> Time:
-    """The value of a flag as a Time. ValueError: it is none, or not in one of `units`."""
-    value = getattr(args, flag)
-    try:
-        time = Time.from_timestring(value)
-    except (ValueError, KeyError):
-        time = None
-    if time is None or time.unit not in units:
-        raise ValueError(f'--{flag} {value} is not a time such as {example}')
-    return time
-
-
 def refuse_bad_duration(args: argparse.Namespace) -> None:
-    """ValueError: a time is none, or the run would end within its warm-up."""
-    duration = time_of(args, 'max_duration', '5000ba or 2ep', (*BATCHES_OR_EPOCHS, TimeUnit.SAMPLE))
-    for flag, time in (('max_duration', duration), ('save_interval', time_of(args, 'save_interval', '5000ba or 2ep'))):
-        if time.value <= 0:
-            raise ValueError(f'--{flag} {getattr(args, flag)} is not above 0; use 5000ba or 2ep')
-    if duration.unit == TimeUnit.BATCH and duration.value <= args.warmup_batches:
+    """ValueError: the run would end within its warm-up."""
+    duration, unit = split_time(args.max_duration)
+    if unit == 'ba' and duration <= args.warmup_batches:
         raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+
+
+def refuse_unusable_folder(flag: str, folder: str | None) -> None:
+    """ValueError: a folder cannot be made, or nothing can be written in it. Nothing stays of the attempt."""
+    if not folder or '://' in folder or dist.get_global_rank() != 0:
+        return
+    parent = os.path.abspath(folder)
+    try:
+        while not is_there(parent):
+            parent = os.path.dirname(parent)
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except NotADirectoryError:
+        raise ValueError(f'--{flag} {folder} cannot be a folder, because {parent} is a file; name another') from None
+    except OSError as error:
+        raise ValueError(f'--{flag} {folder} cannot be written: {error.strerror}; name another') from None
+
+
+def is_there(path: str) -> bool:
+    """Whether there is something of that name. OSError: that cannot be said."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def refuse_bad_profile(args: argparse.Namespace) -> None:
@@ -271,10 +299,11 @@ def refuse_bad_profile(args: argparse.Namespace) -> None:
     if args.loader_only:
         raise ValueError(f'--profile {args.profile} traces training; leave out --loader_only')
     least = args.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
-    duration = Time.from_timestring(args.max_duration)
-    if duration.unit == TimeUnit.BATCH and duration.value < least:
+    duration, unit = split_time(args.max_duration)
+    if unit == 'ba' and duration < least:
         raise ValueError(f'--profile {args.profile} traces {TRACED_BATCHES} batches up to the {least}th, and the run '
-                         f'has {duration.value}; use --max_duration {least}ba or more')
+                         f'has {duration:.0f}; use --max_duration {least}ba or more')
+    refuse_unusable_folder('profile', args.profile)
     if dist.get_global_rank() == 0 and os.path.isdir(args.profile) and os.listdir(args.profile):
         raise ValueError(f'--profile {args.profile} already holds files; give a new folder')
 
@@ -283,10 +312,7 @@ def refuse_bad_warmup(args: argparse.Namespace) -> None:
     """ValueError: the learning rate cannot rise as asked."""
     if args.lr_warmup is None:
         return
-    warmup = time_of(args, 'lr_warmup', '10000ba, 1ep or 0.01dur', (*BATCHES_OR_EPOCHS, TimeUnit.DURATION))
-    if warmup.value <= 0:
-        raise ValueError(f'--lr_warmup {args.lr_warmup} is no time; leave it out for a constant learning rate')
-    if Time.from_timestring(args.max_duration).unit not in BATCHES_OR_EPOCHS:
+    if split_time(args.max_duration)[1] not in BATCHES_OR_EPOCHS:
         raise ValueError(f'--lr_warmup {args.lr_warmup} needs a --max_duration in batches (ba) or epochs (ep), not '
                          f'{args.max_duration}')
 
@@ -297,35 +323,29 @@ def refuse_bad_average(args: argparse.Namespace) -> None:
         value = getattr(args, flag)
         if value is not None and not args.use_ema:
             raise ValueError(f'--{flag} {value} needs --use_ema')
-    if not args.use_ema:
-        return
-    half_life = time_of(args, 'ema_half_life', '1000ba or 1ep', BATCHES_OR_EPOCHS)
-    if half_life.value <= 0:
-        raise ValueError(f'--ema_half_life {args.ema_half_life} is not above 0; use 1000ba, or leave --use_ema out')
-    if args.ema_start is not None:
-        time_of(args, 'ema_start', '5000ba, 1ep or 0.5dur', (*BATCHES_OR_EPOCHS, TimeUnit.DURATION))
 
 
 def refuse_bad_evaluation(args: argparse.Namespace) -> None:
-    """ValueError: there is nothing to evaluate on, or at no time."""
+    """ValueError: there is nothing to evaluate on."""
     if not args.eval_remote:
         if args.eval_interval is not None:
             raise ValueError(f'--eval_interval {args.eval_interval} needs --eval_remote')
         return
     if args.remote and os.path.realpath(args.eval_remote) == os.path.realpath(args.remote):
         raise ValueError(f'--eval_remote {args.eval_remote} is what the run trains on; give it shards of other samples')
-    if time_of(args, 'eval_interval', '1000ba or 1ep', BATCHES_OR_EPOCHS).value <= 0:
-        raise ValueError(f'--eval_interval {args.eval_interval} is not above 0; use 1000ba')
 
 
 def refuse_bad_save_folder(args: argparse.Namespace) -> None:
     """ValueError: there is nothing to resume from, or a new run would write among the files of another."""
     folder = args.save_folder
-    if args.autoresume:
-        if not folder:
-            raise ValueError('--autoresume needs the --save_folder of the run to resume')
+    if args.autoresume and not folder:
+        raise ValueError('--autoresume needs the --save_folder of the run to resume')
+    if not folder:
         return
-    if not folder or dist.get_global_rank() != 0:
+    if '{' in folder or '}' in folder:
+        raise ValueError(f'--save_folder {folder} has a brace in it, for which Composer puts other words; name another')
+    refuse_unusable_folder('save_folder', folder)
+    if args.autoresume or dist.get_global_rank() != 0:
         return
     if '://' in folder:
         occupied = bool(from_storage(checkpoints, folder))
@@ -342,13 +362,52 @@ def refuse_bad_sampling(args: argparse.Namespace) -> None:
         if args.sample_interval is not None:
             raise ValueError(f'--sample_interval {args.sample_interval} needs --sample_prompts')
         return
-    if time_of(args, 'sample_interval', '1000ba or 1ep', BATCHES_OR_EPOCHS).value <= 0:
-        raise ValueError(f'--sample_interval {args.sample_interval} is not above 0; use 1000ba')
     read_prompts(args.sample_prompts)
     if not args.pretrained:
         raise ValueError(f'--sample_prompts {args.sample_prompts} needs a VAE that can decode, and without '
                          '--pretrained it is random; give --model_name FOLDER --pretrained')
+    refuse_unusable_folder('sample_folder', args.sample_folder)
     if args.autoresume or dist.get_global_rank() != 0:
         return
     if any(Path(args.sample_folder).glob('ba*.png')):
         raise ValueError(f'--sample_folder {args.sample_folder} already holds drawings of another run; give a new one')
+
+
+def without_effect(args: argparse.Namespace) -> list[str]:
+    """A sentence for each flag that was given and does nothing in this run."""
+    sentences = []
+    for flag in ('save_interval', 'save_num_checkpoints_to_keep'):
+        if getattr(args, flag) is not None and not args.save_folder:
+            sentences.append(f'--{flag} {getattr(args, flag)} does nothing without --save_folder: nothing is saved')
+    uses_tokenizer = (args.remote, args.caption_drop, args.eval_remote, args.sample_prompts, args.save_folder)
+    if args.tokenizer and not any(uses_tokenizer):
+        sentences.append(f'--tokenizer {args.tokenizer} does nothing here: synthetic captions are tokens already')
+    return sentences
+
+
+def warn_of_what_comes_too_late(args: argparse.Namespace, state: State) -> None:
+    """On rank 0, once the length of an epoch is known: what was asked for a time that this run does not reach."""
+    total = total_batches(state)
+    if total is None or dist.get_global_rank() != 0:
+        return
+    for sentence in too_late(args, total, int(state.dataloader_len)):
+        print(f'warning: {sentence}', file=sys.stderr)
+
+
+def too_late(args: argparse.Namespace, total: int, epoch: int) -> list[str]:
+    """A sentence for each flag whose time is beyond the `total` batches of a run, with `epoch` batches in an epoch."""
+    batches = {'ba': 1, 'ep': epoch, 'sp': 1 / args.batch_size, 'dur': total}  # in one of each unit
+
+    def is_too_late(time: str) -> bool:
+        value, unit = split_time(time)
+        return value * batches[unit] > total
+
+    run = f'this run of {total} batches (--max_duration {args.max_duration})'
+    sentences = []
+    if args.use_ema and args.ema_start and is_too_late(args.ema_start):
+        sentences.append(f'--ema_start {args.ema_start} comes after the end of {run}: there will be no average')
+    for flag, deed in (('save_interval', 'saved'), ('eval_interval', 'evaluated'), ('sample_interval', 'drawn')):
+        interval = getattr(args, flag)
+        if interval not in (None, INTERVALS[flag]) and is_too_late(interval):
+            sentences.append(f'--{flag} {interval} is longer than {run}: only its end will be {deed}')
+    return sentences

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a plain line now and then in a log; and how far an encoding is."""
+"""How far a run is: a bar on a terminal, a plain line now and then in a log."""
 import sys
 import time
 
@@ -6,8 +6,6 @@ from composer import Callback
 from composer.core import State, TimeUnit
 from composer.utils import dist
 from tqdm import tqdm
-
-from harness.ranks import SharedCount
 
 SECONDS_TO_FIRST_LINE = 10
 SECONDS_BETWEEN_LINES = 60
@@ -126,29 +124,3 @@ class Progress(Callback):
             return ''
         return f'loss {float(loss):.3f}'
 
-
-class EncodingBar:
-    """A context with a bar of the images that all ranks have done, how many in a second, and the time that is left.
-
-    Rank 0 draws it, and only on a terminal.
-
-    Args:
-        count: of what is done.
-        total: images that there are to do.
-    """
-
-    def __init__(self, count: SharedCount, total: int):
-        self.count = count
-        self.total = total
-
-    def __enter__(self) -> 'EncodingBar':
-        is_silent = None if dist.get_global_rank() == 0 else True  # None: only where there is no terminal
-        self.bar = tqdm(total=self.total, unit=' images', disable=is_silent, dynamic_ncols=True)
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.bar.close()
-
-    def advance(self, images: int) -> None:
-        """This rank has done so many more."""
-        self.bar.update(self.count.add(images) - self.bar.n)

@@ -2,13 +2,18 @@
 import contextlib
 import datetime
 import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from composer.utils import dist
 
 from inputs.errors import one_line
 
-SECONDS_FOR_A_CHECKPOINT = 30 * 60  # once met, a rank may wait for another that writes 15 GB
+SECONDS_FOR_A_START = 30 * 60  # a rank waits so long for another that reads 15 GB, or compiles
+SECONDS_FOR_A_BATCH = 10 * 60  # for one that waits for its data, before its host is taken to be gone
+SECONDS_FOR_A_CHECKPOINT = 30 * 60  # for one that writes 15 GB
+SECONDS_FOR_DRAWINGS = 3 * 60 * 60  # for one that draws 100 prompts
 
 
 def cores_per_rank() -> int:
@@ -25,11 +30,13 @@ def join_ranks(device, timeout: int) -> None:
         place = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
         raise ValueError(f'--dist_timeout {timeout}: the {dist.get_world_size()} processes of this run did not meet at '
                          f'{place} ({one_line(error)[:200]}); check that every node runs, and can reach it') from None
-    wait_at_most(SECONDS_FOR_A_CHECKPOINT)
+    wait_at_most(SECONDS_FOR_A_START)
 
 
 def wait_at_most(seconds: int) -> None:
-    """How long a rank waits for the others from now on."""
+    """How long a rank waits for the others from now on, in whatever they do together."""
+    if not torch.distributed.is_initialized():
+        return
     timeout = datetime.timedelta(seconds=seconds)
     if hasattr(torch.distributed, 'set_timeout'):  # since torch 2.12 or so
         torch.distributed.set_timeout(timeout)
@@ -37,41 +44,61 @@ def wait_at_most(seconds: int) -> None:
         torch.distributed.distributed_c10d._set_pg_timeout(timeout)
 
 
-def patient_group() -> torch.distributed.ProcessGroup:
-    """A group of all ranks, made by all together, in which none gives up waiting; a dead one is noticed all the same.
+@contextlib.contextmanager
+def waiting_at_most(seconds: int, afterwards: int = SECONDS_FOR_A_BATCH) -> Iterator[None]:
+    """A context in which a rank waits so long for the others, and `afterwards` seconds after it."""
+    wait_at_most(seconds)
+    try:
+        yield
+    finally:
+        wait_at_most(afterwards)
+
+
+def on_rank_0(function: Callable[[], Any]) -> Any:
+    """What `function()` returns on rank 0, for all ranks. Its ValueError is raised on all: none is left waiting."""
+    outcome = None
+    if dist.get_global_rank() == 0:
+        outcome = outcome_of(function)
+    value, message = dist.all_gather_object(outcome)[0]
+    if message is not None:
+        raise ValueError(message)
+    return value
+
+
+def on_each_node(function: Callable[[], Any]) -> dict[int, Any]:
+    """What `function()` returns on the first rank of each node, by that rank, for all ranks.
+
+    A ValueError of any of them is raised on all.
     """
-    return torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(days=30))
+    mine = None
+    if dist.get_local_rank() == 0:
+        mine = outcome_of(function)
+    values = {}
+    for rank, outcome in enumerate(dist.all_gather_object(mine)):
+        if outcome is None:
+            continue
+        values[rank], message = outcome
+        if message is not None:
+            raise ValueError(message)
+    return values
 
 
-def gather_patiently(mine: dict) -> list[dict]:
-    """What each rank gives, however much later than the others one comes."""
-    everyone = [None for _ in range(dist.get_world_size())]
-    torch.distributed.all_gather_object(everyone, mine, group=patient_group())
-    return everyone
+def first_rank_of_node() -> int:
+    return dist.get_global_rank() - dist.get_local_rank()
 
 
-class SharedCount:
-    """A number that every rank adds to, without waiting for the others.
+def outcome_of(function: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What a function returns, and None, or None and what its ValueError says."""
+    try:
+        return function(), None
+    except ValueError as error:
+        return None, one_line(error)
 
-    It begins at 0. Make it on all ranks before they last meet, so that none has added to it when another is made.
 
-    Args:
-        name: of the number.
+def patient_group(seconds: int = 30 * 24 * 3600) -> torch.distributed.ProcessGroup:
+    """A group of all ranks, made by all together, in which each waits that long; a dead one is noticed all the same.
     """
-
-    def __init__(self, name: str):
-        self.name = name
-        self._alone = 0
-        self._before = 0
-        self._before = self.add(0)  # of an earlier run in the same processes
-
-    def add(self, number: int) -> int:
-        """The sum over all ranks after `number` is added."""
-        if not torch.distributed.is_initialized():
-            self._alone += number
-            return self._alone
-        store = torch.distributed.distributed_c10d._get_default_store()
-        return store.add(self.name, number) - self._before
+    return torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(seconds=seconds))
 
 
 def failure_of_ranks(mine: str | None) -> str | None:

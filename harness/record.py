@@ -3,32 +3,31 @@ import argparse
 import contextlib
 import datetime
 import fcntl
-import functools
-import importlib.metadata
 import json
 import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from composer.utils import dist
+from composer.utils.collect_env import get_cpu_model
 
 from harness.costs import days_to_train, gpu_hours
 from harness.measurement import ASIDE, QUEUES_IN_WINDOW
+from harness.versions import git_commit, package_versions
 
-PACKAGES = ('torch', 'mosaicml', 'mosaicml-streaming', 'diffusers', 'transformers', 'xformers')
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
                   'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer',
-                  'half_precision_norms', 'channels_last_norms', 'cast_weights_once', 'cudnn_benchmark',
-                  'compile_blocks', 'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup',
-                  'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'eval_interval']
+                  'half_precision_norms', 'cast_weights_once', 'cudnn_benchmark', 'compile_blocks',
+                  'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
+                  'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip', 'eval_interval']
 
+# such as ;AccountKey=... in a connection string of Azure
+SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 FEWEST_BATCHES = 20  # a window that is shorter says little
 MUCH_DRIFT = 0.1
@@ -57,14 +56,16 @@ def circumstances(stage: str, args: argparse.Namespace, flags: list[str]) -> dic
     return {
         'stage': stage,
         'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-        'command': redacted(shlex.join(sys.argv)),
+        'command': shlex.join(map(redacted, sys.argv)),
         'git_commit': git_commit(),
         'device': torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name(),
+        'device_type': 'cuda' if torch.cuda.is_available() else 'cpu',
         'num_devices': dist.get_world_size(),
         'num_nodes': dist.get_world_size() // dist.get_local_world_size(),
-        'model_name': args.model_name,
+        'model_name': redacted(args.model_name),
         'image_size': args.image_size,
         **{flag: getattr(args, flag) for flag in flags},
+        'num_workers_by_default': getattr(args, 'num_workers_by_default', None),
         'versions': versions(),
     }
 
@@ -83,38 +84,22 @@ def uses_tf32() -> bool | None:
     return torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
 
 
-def redacted(command: str) -> str:
-    """A command without the passwords and signatures that URLs can carry."""
-    without_passwords = re.sub(r'://[^/@\s]+@', '://***@', command)
-    return re.sub(r"\?[^\s']*=[^\s']*", '?***', without_passwords)
+def redacted(text: str) -> str:
+    """A text without the passwords, keys and signatures that addresses and connection strings can carry."""
+    without_users = re.sub(r'://([^/@:\s]*:\S*|[^/@\s]+)@', '://***@', text)  # a password may hold a /
+    without_queries = re.sub(r"\?[^\s']*=[^\s']*", '?***', without_users)
+    return re.sub(SECRET_SETTING, r'\1=***', without_queries)
 
 
-def git_commit() -> str | None:
-    """Commit of this program, marked where files differ from it; None outside a git checkout."""
-    command = ['git', 'describe', '--always', '--dirty', '--abbrev=40', '--exclude=*']
-    try:
-        return subprocess.run(command, check=True, cwd=Path(__file__).parent, capture_output=True,
-                              text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-@functools.cache
 def processor_name() -> str:
-    """The model name of the CPU, or its architecture where it has none. It takes a second to find out."""
-    import cpuinfo
-    return cpuinfo.get_cpu_info().get('brand_raw') or platform.machine()
+    """The model name of the CPU, or its architecture where it has none. It takes a second, once for us and Composer."""
+    name = get_cpu_model()
+    return platform.machine() if name == 'CPU' else name
 
 
 def versions() -> dict[str, str | None]:
     """Python, CUDA and the libraries that bear on speed; None where one is not installed."""
-    found = {'python': platform.python_version(), 'cuda': torch.version.cuda}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {'python': platform.python_version(), 'cuda': torch.version.cuda, **package_versions()}
 
 
 def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -> str:
@@ -132,6 +117,7 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     share_of_peak = 'peak of this device not known'
     if record['mfu']:
         share_of_peak = f'{record["mfu"]:.1%} of the peak'
+    caution = caution_sentence(record)
     rows = {
         'images/s': f'{record["images_per_sec"]:.4g} on {devices} x {record["device"]}, '
                     f'{record["images_per_sec_per_device"]:.4g} each',
@@ -143,7 +129,6 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
         'trained': trained_sentence(record),
     }
-    caution = caution_sentence(record)
     if caution:
         rows['caution'] = caution
     if record.get('eval_loss') is not None:
@@ -151,7 +136,9 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     for name in ASIDE:
         if record[f'{name}_seconds'] >= 1:
             rows[name] = f'{record[f"{name}_seconds"]:,.0f} s beside the batches, in no other figure'
-    if num_images:
+    if num_images and (caution or has_not_settled(record['drift'])):
+        rows['full training'] = f'not worked out from a speed to mistrust: see {"caution" if caution else "drift"}'
+    elif num_images:
         rows['full training'] = cost_sentence(record, num_images, dollars_per_gpu_hour)
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
 
@@ -166,6 +153,11 @@ def drift_sentence(drift: float | None) -> str:
     elif drift < -MUCH_DRIFT:
         sentence += ': it has not settled; use more --measure_batches'
     return sentence
+
+
+def has_not_settled(drift: float | None) -> bool:
+    """Whether the speed changed so much within the window that another window would show another speed."""
+    return drift is not None and abs(drift) > MUCH_DRIFT
 
 
 def wait_sentence(wait_fraction: float) -> str:
@@ -234,19 +226,23 @@ def append(line: str, path: str) -> None:
 def keep(record: dict, text: str, path: str, save_state: Callable[[], None] | None = None) -> dict:
     """On rank 0: append the record to `path`, call `save_state`, then print `text` and, last, the record.
 
-    Each is done also where the one before it fails. ResultsError: the record could not be kept.
+    On a terminal, where the record would bury the text, its last line says where the record is instead. Each is done
+    also where the one before it fails. ResultsError: the record could not be kept.
     """
     if dist.get_global_rank() != 0:
         return record
     line = json.dumps(record)
+    lines = [text, line]
     with contextlib.ExitStack() as last_first:  # what fails here does not stop what was put in before
-        last_first.callback(print_and_flush, text, line)
+        last_first.callback(print_and_flush, lines)
         if save_state:
             last_first.callback(save_state)
         append(line, path)
+        if sys.stdout.isatty():
+            lines[-1] = f'{"record":<15} appended to {path}'
     return record
 
 
-def print_and_flush(*lines: str) -> None:
+def print_and_flush(lines: list[str]) -> None:
     with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
         print(*lines, sep='\n', flush=True)

@@ -1,16 +1,18 @@
 """A training that is ready to start: how it begins, runs, ends and is recorded. It knows no model of its own."""
 import argparse
+import contextlib
 import sys
 from dataclasses import dataclass
 from functools import partial
 
-from composer import ComposerModel, Event, Trainer
+import torch
+from composer import ComposerModel, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
 from harness.checkpoints import save_interrupted
 from harness.compiling import compiled_graphs
-from harness.evaluation import Evaluations
+from harness.evaluation import Evaluations, take_live_weights_back
 from harness.failures import reason
 from harness.gpu_monitor import gather_gpu_figures
 from harness.loggers import log_record
@@ -18,7 +20,7 @@ from harness.measurement import Measurement, figures
 from harness.options import Parser
 from harness.progress import Progress, batches_in_words, total_batches
 from harness.ranks import failure_of_ranks, wait_for_rank_0
-from harness.record import UNMEASURED, keep, summary, training_settings, uses_tf32
+from harness.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
 from harness.safeguard import Safeguard, ignore_signals
 from harness.tracing import PROFILED, attention_kernels
 from models.flops import utilization
@@ -68,6 +70,7 @@ def say_how_it_begins(args: argparse.Namespace, state: State, load_path: str | N
 def train(run: Run) -> dict[str, str]:
     """Train; returns how it ended: complete, interrupted (Ctrl-C or SIGTERM) or failed, with the error in one line."""
     outcome = {'status': 'complete'}
+    run.safeguard.when_stuck = partial(conclude_while_stuck, run)
     try:
         run.trainer.fit()
     except (SystemExit, KeyboardInterrupt):
@@ -77,7 +80,8 @@ def train(run: Run) -> dict[str, str]:
         if run.safeguard.interrupted:  # a worker or a rank was faster to go
             outcome = {'status': 'interrupted'}
         else:
-            outcome = {'status': 'failed', 'error': reason(error, run.microbatch_flag)}
+            outcome = {'status': 'failed', 'error': redacted(reason(error, run.microbatch_flag))}
+    run.safeguard.answer_signals()
     ignore_signals()
     run.progress.stop()
     if outcome['status'] != 'complete':
@@ -89,10 +93,7 @@ def train(run: Run) -> dict[str, str]:
 
 def leave_evaluation(run: Run) -> None:
     """Where a signal ended the run within an evaluation, the model holds the averages: take the live weights back."""
-    state = run.trainer.state
-    for algorithm in state.algorithms:
-        if getattr(algorithm, 'ema_weights_active', False):
-            algorithm.apply(Event.EVAL_END, state, run.trainer.logger)
+    take_live_weights_back(run.trainer.state, run.trainer.logger)
     run.safeguard.updating = False
 
 
@@ -134,7 +135,7 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
         text = summary(record, args.training_images, args.dollars_per_gpu_hour)
         keep(record, text, args.results, save_state)
     except Exception as error:
-        parser.error(reason(error, run.microbatch_flag))
+        parser.error(redacted(reason(error, run.microbatch_flag)))
     if outcome['status'] == 'interrupted' or dist.get_global_rank() == 0:
         wait_for_rank_0()  # a launcher ends all ranks 30 s after the first
     if outcome['status'] == 'interrupted':
@@ -143,6 +144,24 @@ def conclude(run: Run, outcome: dict[str, str], parser: Parser) -> dict:
         failed_batch = run.trainer.state.timestamp.batch.value + 1
         parser.error(f'the run failed at batch {failed_batch}: {outcome["error"]}')
     return record
+
+
+def conclude_while_stuck(run: Run) -> None:
+    """In a thread, where a signal came and the main one waits for another rank: keep the record and the checkpoint.
+
+    The weights are those of the last batch, since a step follows what the ranks do together. A GPU's own queue waits,
+    too, so this reads from it in another.
+    """
+    if dist.get_global_rank() != 0:
+        return
+    own_queue = contextlib.nullcontext()
+    if torch.cuda.is_available():
+        own_queue = torch.cuda.stream(torch.cuda.Stream())
+    with own_queue:
+        print('a signal came, and another rank does not answer: ending without it', file=sys.stderr)
+        record = make_record(run, {'status': 'interrupted'})
+        text = summary(record, run.args.training_images, run.args.dollars_per_gpu_hour)
+        keep(record, text, run.args.results, partial(save_where_it_stopped, run))
 
 
 def save_where_it_stopped(run: Run) -> None:

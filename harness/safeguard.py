@@ -2,17 +2,23 @@
 import math
 import signal
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from composer import Callback
+from composer.core import Precision
 from composer.utils import dist
 
+from harness.ranks import SECONDS_FOR_A_BATCH, wait_at_most
+from harness.record import redacted
+from harness.signal_watch import SignalWatch
 from inputs.streaming_patches import PatchedStreamingDataset
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LEAST_SECONDS_TO_AGREE = 15  # after a signal, for the ranks to reach the end of a batch together
 BATCHES_TO_AGREE = 2  # that may take longer: the one under way, and the next on a rank that heard of it late
+DATASET = 'dataset'  # among the flags of a checkpoint: the hash of the index of its --remote
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
 
 
@@ -51,10 +57,14 @@ class Safeguard(Callback):
         self.updating = False  # between two consistent states
         self._stop = False
         self._handlers_before: dict = {}  # of SIGNALS
+        self.when_stuck: Callable[[], None] | None = None  # what to do where a signal cannot be answered otherwise
+        self._watch: SignalWatch | None = None
 
     def fit_start(self, state, logger) -> None:
         """Take the signals over, and let the data go on where the weights are."""
         self._handlers_before = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
+        if dist.get_world_size() > 1 and self.when_stuck is not None:
+            self._watch = SignalWatch(SIGNALS, lambda: seconds_to_agree(self._batch_seconds) + 3, self.when_stuck)
         self.first_batch = state.timestamp.batch.value
         dataset = state.train_dataloader.dataset
         if self.first_batch and isinstance(dataset, PatchedStreamingDataset):
@@ -105,6 +115,8 @@ class Safeguard(Callback):
 
     def batch_end(self, state, logger) -> None:
         self.updating = False
+        if state.timestamp.batch.value == self.first_batch + 1:
+            wait_at_most(SECONDS_FOR_A_BATCH)  # what takes long at a start, such as compiling, is over
         if self._stop:
             raise SystemExit
 
@@ -130,11 +142,26 @@ class Safeguard(Callback):
     def load_state_dict(self, state: dict) -> None:
         """ValueError: a flag of the run that is resumed had another value."""
         for flag, value in state['flags'].items():
-            if self.flags.get(flag) != value:
-                raise ValueError(f'--{flag} was {value}, and is {self.flags.get(flag)} now')
+            if isinstance(value, str):
+                value = redacted(value)  # earlier versions kept passwords
+            now = self.flags.get(flag)
+            if now == value:
+                continue
+            if flag == DATASET:
+                raise ValueError('the dataset of --remote was made anew since, its order is another: the hash of its '
+                                 f'index was {value}, and is {now} now; give the old one, or a new --save_folder with '
+                                 '--load_weights')
+            raise ValueError(f'--{flag} was {value}, and is {now} now')
+
+    def answer_signals(self) -> None:
+        """From here on the main thread answers a signal itself, or has."""
+        if self._watch is not None:
+            self._watch.answer()
+            self._watch = None
 
     def release_signals(self) -> None:
         """Leave SIGNALS to whom they were left to before the run."""
+        self.answer_signals()
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
 
@@ -152,9 +179,12 @@ class Safeguard(Callback):
 
 
 def gradients_are_finite(state) -> torch.Tensor:
-    """Whether the norm of all gradients is finite, on their device; with a GradScaler, which looks itself, true."""
+    """Whether the norm of all gradients is finite, on their device; in fp16, whose GradScaler looks itself, true.
+
+    Composer 0.32.1 makes a GradScaler in every precision, and on a GPU each of them says that it is enabled.
+    """
     gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-    if state.scaler is not None and state.scaler.is_enabled():
+    if state.precision == Precision.AMP_FP16:
         return torch.tensor(True, device=gradients[0].device)
     return torch.isfinite(torch.nn.utils.get_total_norm(gradients))
 

@@ -1,5 +1,6 @@
 """--sample_prompts: what the model draws while it is trained."""
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,14 @@ from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
 from PIL import Image
+from tqdm import tqdm
 
 from harness.grid import labelled_grid
 from harness.measurement import Measurement
-from harness.ranks import patient_group
+from harness.own_files import written_whole
+from harness.ranks import SECONDS_FOR_DRAWINGS, patient_group
 from inputs.captions import build_tokenizer
+from inputs.errors import one_line
 from models.loading import build_vae, find_model
 from models.sampling import GUIDANCE, STEPS, decode, denoise, noise_of, sampling_scheduler
 
@@ -24,8 +28,10 @@ class Sampling(Callback):
     """Draws a picture of each prompt at each interval and at the end of a run: a labelled PNG, which also is logged.
 
     Rank 0 draws between two batches, with the averaged weights where there are any, and from the same noise each time.
-    The other ranks wait for it, however long it takes. Training stays as it is to the bit: nothing here takes from
-    torch's random state, and what is compiled for training is neither run nor compiled anew.
+    The other ranks wait for it. A drawing that fails is warned of, and the training goes on.
+
+    Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
+    is neither run nor compiled anew.
 
     Args:
         args: of benchmark.py, with the flags for sampling.
@@ -45,7 +51,7 @@ class Sampling(Callback):
         self._last_batch = None  # that was drawn after
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._ranks = patient_group()
+        self._ranks = patient_group(SECONDS_FOR_DRAWINGS)
         if dist.get_global_rank() == 0:
             self._prepare(next(self.model.unet.parameters()).device)
 
@@ -72,7 +78,11 @@ class Sampling(Callback):
         self._last_batch = batch
         with self.measurement.aside('sampling'):
             if dist.get_global_rank() == 0:
-                self._draw_and_keep(batch, state.device_train_microbatch_size, logger)
+                try:
+                    self._draw_and_keep(batch, state.device_train_microbatch_size, logger)
+                except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
+                    tqdm.write(f'warning: nothing was drawn at batch {batch} ({type(error).__name__}: '
+                               f'{one_line(error)[:200]}); the training goes on', file=sys.stderr)
             torch.distributed.barrier(self._ranks)
 
     def _draw_and_keep(self, batch: int, microbatch: int, logger: Logger) -> None:
@@ -85,9 +95,8 @@ class Sampling(Callback):
         grid = labelled_grid(pictures, self.prompts, title)
         path = Path(self.args.sample_folder, f'ba{batch}.png')
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix('.tmp')
-        grid.save(unfinished, 'PNG')
-        unfinished.replace(path)
+        with written_whole(path) as file:
+            grid.save(file, 'PNG')
         logger.log_images(np.array(grid), 'samples', channels_last=True, use_table=False)
 
     def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:

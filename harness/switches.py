@@ -6,19 +6,23 @@ from collections.abc import Iterator
 import torch
 from composer import Callback
 from composer.core import State
+from composer.trainer import trainer
 from composer.utils import dist
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from transformers.models.clip.modeling_clip import CLIPEncoder
 
 from harness.compiling import compile_blocks, compile_in_place, compile_mode
 from harness.options import ATTENTION_BACKENDS
 from inputs.errors import one_line
-from models.norms import switch_norms
+from models.norms import switch_norms_to_half
 
 SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
                  'efficient': SDPBackend.EFFICIENT_ATTENTION, 'math': SDPBackend.MATH}
+TORCHS_ORDER = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]  # before anyone changes it
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 
 
@@ -26,7 +30,7 @@ def apply_switches(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Train the same model faster or in less memory.
 
     Args:
-        model: with `unet` and, unless it trains on latents, `vae`.
+        model: a StableDiffusion.
         args: of benchmark.py, filled in.
 
     ValueError: xformers is not built for this torch or this GPU.
@@ -37,7 +41,12 @@ def apply_switches(model: torch.nn.Module, args: argparse.Namespace) -> None:
     if args.channels_last:
         for part in convolutional:
             part.to(memory_format=torch.channels_last)
-    switch_norms(model.unet, args.half_precision_norms, args.channels_last_norms)
+    if args.half_precision_norms:
+        switch_norms_to_half(model.unet)
+        if model.vae is not None:
+            switch_norms_to_half(model.vae.encoder)  # which has five times as many elements in its norms as the UNet
+    if orders_kernels(args.attention):
+        model.encoders_attention = torchs_attention_order
     if args.attention == 'xformers':
         try:
             for part in convolutional:
@@ -51,9 +60,10 @@ def apply_switches(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
 
 def compile_model(model: torch.nn.Module, args: argparse.Namespace) -> None:
-    """Compile the UNet, whole or block by block, and the VAE's encoder."""
+    """Compile the UNet, whole or block by block, the VAE's encoder, and the layers of the text encoder."""
     mode = compile_mode(args)
-    whole = []
+    # the text encoder's masks and embeddings around its layers are made in other ways in each version of transformers
+    whole = [module for module in model.text_encoder.modules() if isinstance(module, CLIPEncoder)]
     if args.compile_blocks:
         compile_blocks(model.unet, UNET_BLOCKS, mode)
     else:
@@ -65,26 +75,63 @@ def compile_model(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def process_switches(args: argparse.Namespace) -> Iterator[None]:
-    """A context with the switches of the whole process: the order of attention's kernels, and cuDNN's search.
+    """A context with the switches of the whole process: attention's kernels, cuDNN's search, and where gradients lie.
 
-    They stay on in backward passes too, where gradient checkpointing computes attention again.
+    They stay on in backward passes too, where gradient checkpointing computes attention again, and must do so by the
+    same kernels. The frozen encoders leave the order alone, by `torchs_attention_order`.
     """
     searched_before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = args.cudnn_benchmark or searched_before
     try:
-        with attention_order(args.attention):
+        with attention_order(args.attention), gradients_in_buckets(args):
             yield
     finally:
         torch.backends.cudnn.benchmark = searched_before
 
 
+def orders_kernels(attention: str) -> bool:
+    """Whether --attention is an order of torch's kernels."""
+    return attention not in ('sdpa', 'xformers')
+
+
 def attention_order(attention: str):
     """A context in which torch tries its kernels of attention in the order of --attention, the others after them."""
-    if attention in ('sdpa', 'xformers'):
+    if not orders_kernels(attention):
         return contextlib.nullcontext()
     first = attention.split(',')
     others = [name for name in ATTENTION_BACKENDS if name not in first]
     return sdpa_kernel([SDPA_BACKENDS[name] for name in first + others], set_priority=True)
+
+
+def torchs_attention_order():
+    """A context in which torch tries its kernels in its own order: for the frozen encoders, whatever --attention says.
+
+    The text encoder attends 77 by 77 with a mask, for which kernels differ from those for the UNet in speed and faults.
+    """
+    return sdpa_kernel(TORCHS_ORDER, set_priority=True)
+
+
+@contextlib.contextmanager
+def gradients_in_buckets(args: argparse.Namespace) -> Iterator[None]:
+    """A context in which Composer's Trainer makes a DDP whose gradients are views of its buckets, if that saves memory.
+
+    It saves a copy of all gradients, 3.2 GiB of Stable Diffusion 2, where a batch is a single microbatch. Where there
+    are several, gradients add up outside the buckets in all but the last. Composer 0.32.1 gives DDP no such argument.
+    Test: test_gradients_lie_in_the_buckets_where_a_batch_is_one_microbatch.
+    """
+    composers_own = trainer.prepare_ddp_module
+
+    def prepare_ddp_module(module: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
+        if args.device_train_microbatch_size != args.batch_size // dist.get_world_size():  # known after the search
+            return composers_own(module, find_unused_parameters)
+        return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters,
+                                       gradient_as_bucket_view=True)
+
+    trainer.prepare_ddp_module = prepare_ddp_module
+    try:
+        yield
+    finally:
+        trainer.prepare_ddp_module = composers_own
 
 
 def switch_callbacks(args: argparse.Namespace) -> list[Callback]:

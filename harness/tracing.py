@@ -54,7 +54,7 @@ class TraceSchedule:
 
 
 class AttentionKernels(Callback):
-    """Which kernels computed attention in the forward pass of the last microbatch of the warm-up.
+    """Which kernels computed attention in the forward pass of a microbatch, the first of the last batch of the warm-up.
 
     torch chooses them by shape, type and GPU, and so do its compiler and xformers; so they are seen when they run. The
     batches that are measured are left alone.
@@ -70,7 +70,7 @@ class AttentionKernels(Callback):
         self._profile: torch.profiler.profile | None = None
 
     def before_forward(self, state: State, logger) -> None:
-        if self._batches == self.last_batch:
+        if self._batches == self.last_batch and self.found is None:  # reading what it saw takes half a second
             self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
             self._profile.start()
 

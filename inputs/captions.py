@@ -25,6 +25,9 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
         padding = {'pad_id': 0, 'pad_token': '!'}
     else:
         loaded = load_transformers_tokenizer(name)
+        if loaded.pad_token_id is None:
+            raise ValueError(f'--tokenizer {name} has no padding token, which brings captions to {CAPTION_LENGTH} '
+                             'tokens; name one as pad_token in its tokenizer_config.json')
         tokenizer = loaded.backend_tokenizer
         padding = {'pad_id': loaded.pad_token_id, 'pad_token': loaded.pad_token}
     tokenizer.enable_truncation(CAPTION_LENGTH)

@@ -1,4 +1,8 @@
 """What is wrong with data, said in one line."""
+import re
+
+# of torch, where a process of a loader is gone
+ENDED_WORKER = r'DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)'
 
 
 class DataError(Exception):
@@ -12,9 +16,26 @@ def one_line(error: BaseException) -> str:
     return last
 
 
-def unreadable_shard(error: BaseException) -> DataError:
-    """A storage client's error as ours, with the remedy where it is known."""
-    text = f'a shard could not be read ({type(error).__name__}: {one_line(error)})'
+def unreadable_shard(error: BaseException, place: str | None = None) -> DataError:
+    """An error of a storage client or a disk as ours, with the remedy where it is known; `place` is the shard's."""
+    which = f'a shard, {place},' if place else 'a shard'
+    text = f'{which} could not be read ({type(error).__name__}: {one_line(error)})'
     if 'No space left' in str(error):
         text += '; free some of the disk, or bound the cache with --cache_limit'
     return DataError(text)
+
+
+def ended_worker(error: BaseException) -> str | None:
+    """Of an error because a process of a loader is gone: which, why, and the remedy. None: it is another error."""
+    match = re.search(ENDED_WORKER, str(error.__cause__))  # which names the signal, where torch has been told
+    match = match or re.search(ENDED_WORKER, str(error))
+    if match is None:
+        return None
+    pids, signal = match.groups()
+    text = f'a loader process, pid {pids}, was killed'
+    if signal:
+        text += f' ({signal})'
+    if signal == 'Bus error':
+        return (f'{text}: the shared memory, /dev/shm, is full; make it larger (docker run --shm-size), or use fewer '
+                '--num_workers')
+    return f'{text}, as is done where memory runs out; use fewer --num_workers'

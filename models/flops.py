@@ -1,13 +1,56 @@
 """How much arithmetic an image takes, what a device can do at most, and the share of it that was reached."""
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from models.peaks import peak_of
+
+
+def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict | None,
+                      image_size: int) -> dict[str, int]:
+    """FLOPs (1 multiply-add = 2) of an image of this side: the UNet forward and backward, the VAE's encoder (None: 0),
+    and the text encoder. To count takes seconds, so that each configuration is counted once and kept.
+    """
+    def count() -> dict[str, int]:
+        flops = training_flops(unet_config, text_config, image_size // 8)
+        flops['vae'] = 0 if vae_config is None else encoding_flops(vae_config, image_size)
+        return flops
+
+    settings = [dict(unet_config), text_config.to_dict(), vae_config and dict(vae_config), image_size]
+    counted_by = [torch.__version__, diffusers.__version__, transformers.__version__, Path(__file__).read_text()]
+    key = json.dumps([settings, counted_by], sort_keys=True, default=str)
+    return kept(kept_folder() / f'{hashlib.sha256(key.encode()).hexdigest()}.json', count)
+
+
+def kept_folder() -> Path:
+    """Where counts are kept: in the user's folder for caches."""
+    caches = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    return Path(caches) / 'diffusion-benchmark' / 'flops'
+
+
+def kept(path: Path, count: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """What `path` holds, or else what is counted, which it holds from then on, where it can be written."""
+    with contextlib.suppress(OSError, ValueError):  # it is not there, or not whole
+        return json.loads(path.read_text())
+    counted = count()
+    with contextlib.suppress(OSError):  # a home that is read-only or full
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile('w', dir=path.parent, delete=False) as file:
+            json.dump(counted, file)
+        os.replace(file.name, path)  # other ranks may read it now
+    return counted
 
 
 def training_flops(unet_config: dict, text_config: CLIPTextConfig, latent_side: int) -> dict[str, int]:

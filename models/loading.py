@@ -1,13 +1,17 @@
 """Find a model by its name, and make its frozen parts: a folder of this package, a diffusers folder, or the hub's."""
+import contextlib
+import functools
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from inputs.errors import one_line
 from models.hub import SD2_BASE, local_folder
 
 # These folders hold no weights: random ones train as fast.
@@ -16,6 +20,11 @@ CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'co
                 'scheduler': 'scheduler_config.json'}
 VAE_WEIGHTS = 'vae/diffusion_pytorch_model.safetensors'
 WEIGHT_FILES = [VAE_WEIGHTS, 'text_encoder/model.safetensors']
+LATENT_CHANNELS = 4
+CAPTION_LENGTH = 77  # tokens
+PIXELS = 64  # along each side of an image that a model is tried with
+MOST_LAYERS = 1000  # of a part: made one by one, more would take hours
+MOST_CHANNELS = 10_000_000  # or tokens, or pixels
 SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
 
@@ -72,34 +81,121 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
         for file in WEIGHT_FILES:
             if not (folder / file).is_file():
                 raise ValueError(f'--model_name {name} lacks {file}; leave out --pretrained for random weights')
-    return ModelFiles(name, folder, configs, pretrained)
+    files = ModelFiles(name, folder, configs, pretrained)
+    if folder not in BUILT_IN.values():
+        require_working_model(name, json.dumps(configs))
+    return files
 
 
 def read_configs(name: str, folder: Path) -> dict[str, dict]:
     """The configuration of each part of the model in `folder`. ValueError: one is missing, or is none."""
+    configs = {}
+    for part, file in CONFIG_FILES.items():
+        try:
+            config = json.loads((folder / part / file).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f'--model_name {name} is not a diffusers model ({one_line(error)[:300]}); it needs the '
+                             'folders unet, vae, text_encoder and scheduler') from None
+        if not isinstance(config, dict):
+            raise ValueError(f'--model_name {name} is not a diffusers model: its {part}/{file} holds no JSON object')
+        configs[part] = config
+    return configs
+
+
+@functools.cache
+def require_working_model(name: str, configs_as_json: str) -> None:
+    """ValueError: the parts cannot be made as they are configured, do not fit each other, or are no model for images.
+
+    They are made and run without memory, on the meta device, once a process: that finds what no list of keys and types
+    would. It takes 3 s for a model of the size of Stable Diffusion 2.
+    """
+    configs = json.loads(configs_as_json)
+    require_reasonable_numbers(name, configs)
+    with described(name, 'scheduler'):
+        require_noise(configs['scheduler'])
+    with torch.device('meta'), torch.no_grad():
+        with described(name, 'vae'):
+            vae = AutoencoderKL.from_config(configs['vae'])
+            moments = vae.encode(torch.empty(1, 3, PIXELS, PIXELS)).latent_dist.parameters  # (1, 8, H/8, W/8)
+            if moments.shape[1] != 2 * LATENT_CHANNELS:
+                raise ValueError(f'its latents have {moments.shape[1] // 2} channels, not {LATENT_CHANNELS}')
+            scaling_factor = configs['vae'].get('scaling_factor', SCALING_FACTOR)
+            if not isinstance(scaling_factor, int | float) or not 0 < scaling_factor < float('inf'):
+                raise ValueError(f'scaling_factor {scaling_factor!r} is not a number above 0')
+        with described(name, 'text_encoder'):
+            text_config = CLIPTextConfig(**configs['text_encoder'])
+            if text_config.vocab_size < 1:
+                raise ValueError(f'vocab_size {text_config.vocab_size} is not above 0')
+            text_encoder = CLIPTextModel(text_config)
+            text = text_encoder(torch.zeros(1, CAPTION_LENGTH, dtype=torch.long))[0]  # (1, 77, D)
+        with described(name, 'unet'):
+            unet = UNet2DConditionModel.from_config(configs['unet'])
+            if unet.config.in_channels != LATENT_CHANNELS or unet.config.out_channels != LATENT_CHANNELS:
+                raise ValueError(f'it takes {unet.config.in_channels} channels and gives {unet.config.out_channels}, '
+                                 f'where latents have {LATENT_CHANNELS}')
+            width = unet.config.cross_attention_dim
+            if isinstance(width, int) and width != text.shape[-1]:
+                raise ValueError(f'cross_attention_dim is {width}, and the text encoder gives states of '
+                                 f'{text.shape[-1]}')
+            latents = moments[:, :LATENT_CHANNELS]  # (1, 4, H/8, W/8)
+            prediction = unet(latents, torch.zeros(1, dtype=torch.long), text).sample
+            if prediction.shape != latents.shape:
+                raise ValueError(f'for latents {tuple(latents.shape)} it predicts {tuple(prediction.shape)}')
+
+
+def require_reasonable_numbers(name: str, configs: dict[str, dict]) -> None:
+    """ValueError: a model of so many layers or channels would take hours, or all memory, only to be made."""
+    for part, config in configs.items():
+        for key, value in config.items():
+            most = MOST_LAYERS if 'layers' in key else MOST_CHANNELS
+            for number in value if isinstance(value, list) else [value]:
+                if isinstance(number, int) and number > most:
+                    raise ValueError(f'--model_name {name}: {part}/{CONFIG_FILES[part]} has {key} '
+                                     f'{str(number)[:20]}, more than {most}')
+            if isinstance(value, list) and len(value) > MOST_LAYERS:
+                raise ValueError(f'--model_name {name}: {part}/{CONFIG_FILES[part]} has {len(value)} values of '
+                                 f'{key}, more than {MOST_LAYERS}')
+
+
+def require_noise(config: dict) -> None:
+    """ValueError: the scheduler's noise is no number, or does not grow from timestep to timestep."""
+    with torch.device('cpu'):
+        scheduler = DDPMScheduler.from_config(config)
+    signal = scheduler.alphas_cumprod  # (timesteps,): the share of the image's variance
+    falls = bool((signal[1:] <= signal[:-1]).all())
+    if not len(signal) or not falls or not 0 <= float(signal[-1]) <= float(signal[0]) <= 1:
+        raise ValueError('its betas make no noise that grows from timestep to timestep')
+
+
+@contextlib.contextmanager
+def described(name: str, part: str) -> Iterator[None]:
+    """What goes wrong while a part is made and run becomes a ValueError of one line, which names its file."""
     try:
-        return {part: dict(json.loads((folder / part / file).read_text())) for part, file in CONFIG_FILES.items()}
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f'--model_name {name} is not a diffusers model ({error}); it needs the folders '
-                         'unet, vae, text_encoder and scheduler') from None
+        yield
+    except Exception as error:  # diffusers, transformers and torch raise nearly anything for a wrong configuration
+        reason = one_line(error)[:300] or type(error).__name__
+        raise ValueError(f'--model_name {name}: {part}/{CONFIG_FILES[part]} describes no {part} that can be '
+                         f'trained with here ({reason}); mend it, or give another model') from None
 
 
 def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
-    """The VAE, frozen, in eval mode, and held in `precision`, one of DTYPES."""
-    if files.pretrained:
-        vae = AutoencoderKL.from_pretrained(files.folder / 'vae', use_safetensors=True)
-    else:
-        vae = AutoencoderKL.from_config(files.configs['vae'])
-    return frozen(vae, precision)
+    """The VAE, frozen, in eval mode, and held in `precision`, one of DTYPES. ValueError: its weights do not load."""
+    if not files.pretrained:
+        return frozen(AutoencoderKL.from_config(files.configs['vae']), precision)
+    with described(files.name, 'vae'):
+        return frozen(AutoencoderKL.from_pretrained(files.folder / 'vae', use_safetensors=True), precision)
 
 
 def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
-    """The CLIP text encoder, frozen, in eval mode, and held in `precision`, one of DTYPES."""
-    if files.pretrained:
+    """The CLIP text encoder, frozen, in eval mode, and held in `precision`, one of DTYPES.
+
+    ValueError: its weights do not load.
+    """
+    if not files.pretrained:
+        return frozen(CLIPTextModel(CLIPTextConfig(**files.configs['text_encoder'])), precision)
+    with described(files.name, 'text_encoder'):
         text_encoder = CLIPTextModel.from_pretrained(files.folder / 'text_encoder', use_safetensors=True)
-    else:
-        text_encoder = CLIPTextModel(CLIPTextConfig(**files.configs['text_encoder']))
-    return frozen(text_encoder, precision)
+        return frozen(text_encoder, precision)
 
 
 def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:

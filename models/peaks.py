@@ -43,7 +43,7 @@ PEAKS = {
     'NVIDIA GeForce RTX 4090': Peak(bf16=165.2, fp16=165.2),
     # NVIDIA RTX Blackwell GPU Architecture whitepaper
     'NVIDIA GeForce RTX 5090': Peak(bf16=209.5, fp16=209.5),
-    # NVIDIA V100 and V100S datasheets
+    # NVIDIA V100 and V100S datasheets. The pinned torch has kernels for them; torch 2.15's begin with the T4
     'Tesla V100-SXM2-16GB': Peak(bf16=None, fp16=125),
     'Tesla V100-SXM2-32GB': Peak(bf16=None, fp16=125),
     'Tesla V100-PCIE-16GB': Peak(bf16=None, fp16=112),

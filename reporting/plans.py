@@ -30,7 +30,7 @@ def plan_rows(trained: pd.DataFrame, encodings: pd.DataFrame, phases: list[Phase
     """
     plans = []
     alike = [key for key in SETTINGS if key not in DIFFER_WITHIN_A_PLAN]
-    for _, runs in trained.groupby(['num_devices', *alike], sort=False):
+    for _, runs in trained.groupby(['num_devices', 'num_nodes', *alike], sort=False):
         by_encoders = {}
         for encoders, same_encoders in runs.groupby('encoders'):  # in_loop comes before text_in_loop
             if {phase.size for phase in phases} <= set(same_encoders['image_size']):
@@ -79,7 +79,7 @@ def latents_plan(by_encoders: dict[str, pd.DataFrame], encodings: pd.DataFrame, 
     storage_usd = latents_tb * given.dollars_per_tb_month * training['days'] / DAYS_PER_MONTH
     row = row.assign(encode_days=encode_days, latents_tb=latents_tb, cost_usd=row['cost_usd'] + storage_usd)
 
-    if 'in_loop' in by_encoders:
+    if 'in_loop' in by_encoders and encode_usd.notna().all():  # a CPU has no price
         in_loop_usd = by_encoders['in_loop']['cost_usd'].iloc[0]
         saved_usd = in_loop_usd - (training['cost_usd'] + storage_usd).iloc[0]  # by all images together
         row['pays_off_images'] = math.inf

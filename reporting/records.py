@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,18 +16,24 @@ SETTINGS = ('device', 'image_size', 'stage', 'model_name', 'batch_size', 'device
             'cast_weights_once', 'cudnn_benchmark', 'compile_blocks', 'allreduce_precision', 'clip_grad_norm',
             'ema_start', 'versions')
 WHOLE_NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size')
+IDENTITY = ('date', 'git_commit')  # what tells runs of one setting apart
 MEASUREMENTS = ('images_per_sec', 'loader_images_per_sec', 'bytes_per_image')
 DEFAULTS = {'stage': 'train', 'status': 'complete', 'extrapolated': False}
 MOST_NOTE_CHARACTERS = 70
+NAMES_OF_CPUS = re.compile(r'\b(CPU|Processor|Xeon|EPYC|Ryzen|Threadripper|Neoverse|Apple M\d+|x86_64|aarch64)\b'
+                           r'|Core\(TM\)')
 
 
-def read_records(path: str) -> pd.DataFrame:
-    """The records of a file of JSON lines, or of a CSV file (*.csv), a row each.
+def read_records(path: str) -> tuple[pd.DataFrame, list[str]]:
+    """The records of a file of JSON lines, or of a CSV file (*.csv), a row each, and a sentence for each line that was
+    left out because it was cut.
 
-    The settings are text, '' where a record does not state one. `num_devices` is an integer; the measurements are
-    floats, NaN where there is none. `notes` says why a record is not `measured`, which means complete and not
-    extrapolated. Raises ValueError, which names file and line, for anything that cannot be calculated with.
+    The settings, `num_nodes` and what tells runs apart are text, '' where a record does not state one. `num_devices` is
+    an integer; the measurements are floats, NaN where there is none. `notes` says why a record is not `measured`, which
+    means complete and not extrapolated. Raises ValueError, which names file and line, for anything that cannot be
+    calculated with.
     """
+    left_out = []
     try:
         lines = Path(path).read_text(encoding='utf-8-sig', errors='replace').split('\n')
     except OSError as error:
@@ -34,7 +41,7 @@ def read_records(path: str) -> pd.DataFrame:
     if path.lower().endswith('.csv'):
         numbered_records = csv_records(path, lines)
     else:
-        numbered_records = json_records(path, lines)
+        numbered_records = json_records(path, lines, left_out)
     records = []
     for number, record in numbered_records:
         try:
@@ -43,20 +50,31 @@ def read_records(path: str) -> pd.DataFrame:
             raise ValueError(f'{path}:{number}: not a record: {error}') from None
     if not records:
         raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
-    dtypes = dict.fromkeys(MEASUREMENTS, float) | {'num_devices': 'int64', 'measured': bool}
-    return pd.DataFrame(records).astype(dtypes)
+    dtypes = dict.fromkeys(MEASUREMENTS, float) | {'num_devices': 'int64', 'measured': bool, 'on_cpu': bool}
+    return pd.DataFrame(records).astype(dtypes), left_out
 
 
-def json_records(path: str, lines: list[str]) -> Iterator[tuple[int, object]]:
-    """The number and the value of each line that is not blank."""
+def json_records(path: str, lines: list[str], left_out: list[str]) -> Iterator[tuple[int, object]]:
+    """The number and the value of each line that is not blank; what was cut goes into `left_out` as a sentence."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if not is_cut(line, error):
+                raise ValueError(f'{path}:{number}: not a record: {error}') from None
+            left_out.append(f'Left out: {path}:{number} is cut, as by a full disk or a killed run.')
+            continue
         except (ValueError, RecursionError) as error:
             raise ValueError(f'{path}:{number}: not a record: {error}') from None
         yield number, record
+
+
+def is_cut(line: str, error: json.JSONDecodeError) -> bool:
+    """Whether a line that is no JSON is the beginning of a record, as a full disk leaves it."""
+    line = line.strip()
+    return line.startswith('{') and (not line.endswith('}') or error.pos >= len(line))
 
 
 def csv_records(path: str, lines: list[str]) -> Iterator[tuple[int, dict]]:
@@ -88,7 +106,13 @@ def checked_record(record) -> dict:
     require_keys(record)
     require_positive_numbers(record)
     checked = {key: one_line_of_text(record.get(key, '')) for key in (*SETTINGS, 'status', 'extrapolated')}
+    if record.get('num_workers_by_default') is True:  # it follows from the machine, and is no setting of the run
+        checked['num_workers'] = 'default'
     checked['num_devices'] = record['num_devices']
+    checked['num_nodes'] = one_line_of_text(record.get('num_nodes', ''))
+    checked['date'] = one_line_of_text(record.get('date', ''))[:19].replace('T', ' ')  # to the second
+    checked['git_commit'] = short_commit(one_line_of_text(record.get('git_commit', '')))
+    checked['on_cpu'] = is_on_cpu(record)
     for key in MEASUREMENTS:
         checked[key] = record.get(key)
     checked['notes'] = why_not_measured(record)
@@ -135,6 +159,18 @@ def require_positive_numbers(record: dict) -> None:
             raise ValueError(f'{key} {repr(value)[:80]} is not {expected}')
 
 
+def short_commit(commit: str) -> str:
+    """The first digits of a commit, with the mark of files that differ from it."""
+    return re.sub(r'^([0-9a-f]{8})[0-9a-f]+', r'\1', commit)
+
+
+def is_on_cpu(record: dict) -> bool:
+    """Whether the devices of a record are processes on a CPU; by its name in records that do not state their kind."""
+    if 'device_type' in record:
+        return record['device_type'] == 'cpu'
+    return NAMES_OF_CPUS.search(str(record['device'])) is not None
+
+
 def why_not_measured(record: dict) -> str:
     """The status and error of a run that is not complete, or that the figure is extrapolated; '' for a measured one."""
     if record['status'] != 'complete':
@@ -152,6 +188,6 @@ def one_line_of_text(value) -> str:
     if value is False:
         return 'no'
     if isinstance(value, dict):
-        value = ', '.join(f'{name} {value[name]}' for name in sorted(value))
+        value = ', '.join(f'{name} {value[name]}' for name in sorted(value) if value[name] is not None)
     line = ' '.join(str(value).split())
     return ''.join(character if character.isprintable() else '\ufffd' for character in line)

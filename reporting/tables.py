@@ -1,16 +1,19 @@
 """Tables as people read them: figures rounded once, settings in words, Markdown."""
 
+import functools
 import math
 from dataclasses import dataclass, field
 
 import pandas as pd
 
-from reporting.records import SETTINGS, one_line_of_text
+from harness.options import benchmark_parser
+from reporting.records import IDENTITY, SETTINGS, one_line_of_text
 
-COLUMNS = {  # key: heading, template and decimals in print
-    'num_devices': ('GPUs', '{}', 0),
+COLUMNS = {  # key: heading, template and decimals in print; {} in a heading stands for the kind of device
+    'num_devices': ('{}s', '{}', 0),
+    'num_nodes': ('nodes', '{}', 0),
     'images_per_sec': ('images/s', '{}', 1),
-    'images_per_sec_per_device': ('images/s per GPU', '{}', 2),
+    'images_per_sec_per_device': ('images/s per {}', '{}', 2),
     'scaling_efficiency': ('efficiency', '{} %', 1),
     'speed_over_first': ('over first', '{} x', 2),
     'encode_days': ('encoding', '{} days', 2),
@@ -22,6 +25,8 @@ COLUMNS = {  # key: heading, template and decimals in print
     'remote_mb_per_sec': ('remote', '{} MB/s', 1),
     'cache_tb_per_node': ('cache', '{} TB', 2),
 }
+ALWAYS_STATED = ('device', 'image_size', 'stage', 'batch_size', 'encoders')  # also where they are at their defaults
+HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
 
 
 @dataclass
@@ -60,12 +65,50 @@ def markdown(rows: pd.DataFrame, columns: list[str]) -> str:
             continue
         if key in COLUMNS:
             heading, _, _ = COLUMNS[key]
+            heading = heading.format(kind_of_device(rows))
             alignment.append('right')
         else:
             heading = key
             alignment.append('left')
         printed[heading] = cells
     return printed.to_markdown(index=False, disable_numparse=True, colalign=alignment)
+
+
+def kind_of_device(rows: pd.DataFrame) -> str:
+    """What one device of these rows is called, with an s for more."""
+    if rows['on_cpu'].all():
+        return 'CPU rank'
+    if rows['on_cpu'].any():
+        return 'device'
+    return 'GPU'
+
+
+def in_devices(rows: pd.DataFrame) -> list[str]:
+    """The devices of each row in words, with its nodes where some number of devices is on several numbers of them."""
+    kinds = rows['on_cpu'].map({True: 'CPU rank', False: 'GPU'})
+    words = [counted(count, kind) for count, kind in zip(rows['num_devices'], kinds, strict=True)]
+    if nodes_differ(rows):
+        words = [f'{text} on {counted(nodes or "?", "node")}'
+                 for text, nodes in zip(words, rows['num_nodes'], strict=True)]
+    return words
+
+
+def counted(count: int | str, name: str) -> str:
+    return f'{count} {name}' if count in (1, '1') else f'{count} {name}s'
+
+
+def nodes_differ(rows: pd.DataFrame) -> bool:
+    """Whether rows of one number of devices are on several numbers of nodes."""
+    return bool((rows.groupby('num_devices')['num_nodes'].nunique() > 1).any())
+
+
+def identity_that_differs(rows: pd.DataFrame) -> list[str]:
+    """Which of date and commit tell rows apart that agree in all settings."""
+    keys = []
+    for key in IDENTITY:
+        if (rows.groupby([*SETTINGS, 'num_devices', 'num_nodes'])[key].nunique() > 1).any():
+            keys.append(key)
+    return keys
 
 
 def differing_settings(rows: pd.DataFrame) -> list[str]:
@@ -86,18 +129,63 @@ def without_packages(versions: str, packages: list[str]) -> str:
     return ', '.join(package for package in versions.split(', ') if package not in packages)
 
 
-def settings_as_flags(row: pd.Series, keys: list[str]) -> str:
-    """The settings of a row that it states, as 'H200, 512 px, compile yes'; or which of them it does not."""
-    stated = []
+@functools.cache
+def defaults() -> dict[str, str]:
+    """The settings of a run without flags, as a record states them, but for those that follow from its machine."""
+    parser = benchmark_parser('')
+    flags = {key: parser.get_default(key) for key in SETTINGS}
+    stated = {key: one_line_of_text(value) for key, value in flags.items() if value is not None}
+    return stated | {'stage': 'train', 'encoders': 'in_loop', 'num_workers': 'default'}
+
+
+def is_at_default(row: pd.Series, key: str) -> bool:
+    """Whether a setting is what a run without this flag would have taken on the same device."""
+    if key == 'encoder_precision':
+        return row[key] == HALF_PRECISION.get(row['precision'])
+    if key == 'channels_last':
+        return row[key] == ('no' if row['on_cpu'] else 'yes')
+    if key == 'precision':
+        return row[key] == ('fp32' if row['on_cpu'] else 'amp_bf16')
+    return row[key] == defaults().get(key)
+
+
+def settings_in_words(row: pd.Series, keys: list[str], with_defaults: bool = False) -> list[str]:
+    """The settings that a row states, as 'H200', '512 px' and 'compile yes', without those at their defaults."""
+    words = []
     for key in keys:
         if not row[key]:
             continue
-        if key == 'device':
-            stated.append(row[key])
+        if is_at_default(row, key) and key not in ALWAYS_STATED and not with_defaults:
+            continue
+        if key in ('device', 'versions'):
+            words.append(row[key])
         elif key == 'image_size':
-            stated.append(f'{row[key]} px')
+            words.append(f'{row[key]} px')
         else:
-            stated.append(f'{key} {row[key]}')
-    if not stated:
-        return f'not stated: {", ".join(keys)}'
-    return ', '.join(stated)
+            words.append(f'{key} {row[key]}')
+    return words
+
+
+def labels_of_settings(rows: pd.DataFrame) -> list[str]:
+    """What tells the settings of each row from those of the others; '' where nothing does.
+
+    Settings at their defaults are named only where two settings would otherwise have one label.
+    """
+    keys = differing_settings(rows)
+    if not keys:
+        return [''] * len(rows)
+    packages = versions_in_all(rows)
+    rows = rows.assign(versions=rows['versions'].map(lambda text: without_packages(text, packages)))
+    labels = [label_of_setting(row, keys) for _, row in rows.iterrows()]
+    if len(set(labels)) < rows.groupby(keys).ngroups:
+        labels = [label_of_setting(row, keys, with_defaults=True) for _, row in rows.iterrows()]
+    return labels
+
+
+def label_of_setting(row: pd.Series, keys: list[str], with_defaults: bool = False) -> str:
+    words = settings_in_words(row, keys, with_defaults)
+    if words:
+        return ', '.join(words)
+    if any(row[key] for key in keys):
+        return 'at the defaults'
+    return f'not stated: {", ".join(keys)}'

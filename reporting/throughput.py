@@ -10,11 +10,11 @@ GPUS_PER_NODE = 8
 
 
 def rows_of_setting(records: pd.DataFrame) -> pd.DataFrame:
-    """A row for each number of devices with the median of its measured runs, and a row for each other record."""
+    """A row for each number of devices and of nodes with the median of its measured runs, and for each other record."""
     rows = [records[~records['measured']]]
-    for _, runs in records[records['measured']].groupby('num_devices'):
+    for _, runs in records[records['measured']].groupby(['num_devices', 'num_nodes']):
         rows.append(median_of_runs(runs))
-    return pd.concat(rows).sort_values(['num_devices', 'measured'], ascending=[True, False])
+    return pd.concat(rows).sort_values(['num_devices', 'measured'], ascending=[True, False], kind='stable')
 
 
 def median_of_runs(runs: pd.DataFrame) -> pd.DataFrame:
@@ -27,8 +27,8 @@ def median_of_runs(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_costs(rows: pd.DataFrame, days: pd.Series, dollars_per_gpu_hour: float) -> pd.DataFrame:
-    """The rows with their days, GPU-hours and dollars."""
-    gpu_hours = days * 24 * rows['num_devices']
+    """The rows with their days and, where they are those of GPUs, GPU-hours and dollars."""
+    gpu_hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
     return rows.assign(days=days, gpu_hours=gpu_hours, cost_usd=gpu_hours * dollars_per_gpu_hour)
 
 
@@ -43,11 +43,13 @@ def with_figures(rows: pd.DataFrame, given: Assumptions) -> pd.DataFrame:
     num_images = given.training_images
     if rows['stage'].iloc[0] == 'encode':
         num_images = given.dataset_images
-    rows = with_costs(rows, days_to_train(speed, num_images), given.dollars_per_gpu_hour).assign(
+    is_counted = given.counts_tiny | (rows['model_name'] != 'tiny')
+    days = days_to_train(speed, num_images).where(is_counted)
+    rows = with_costs(rows, days, given.dollars_per_gpu_hour).assign(
         images_per_sec_per_device=per_device,
         scaling_efficiency=over_first_measured(per_device, rows['measured'], complete),
         speed_over_first=over_first_measured(speed, rows['measured'], complete),
-        latents_tb=(given.dataset_images * rows['bytes_per_image'] / 1e12).where(speed.notna()))
+        latents_tb=(given.dataset_images * rows['bytes_per_image'] / 1e12).where(days.notna()))
     if given.image_bytes:
         nodes = np.ceil(rows['num_devices'] / GPUS_PER_NODE)
         epoch_tb = given.dataset_images * given.image_bytes / 1e12
@@ -84,9 +86,12 @@ def fit_step_seconds(counts: list[int], seconds: list[float]) -> tuple[float, fl
 def extrapolated_rows(rows: pd.DataFrame, counts: list[int]) -> tuple[pd.DataFrame, str]:
     """Rows of one setting predicted for `counts` devices at the same batch, and a sentence that says from what.
 
-    Raises ValueError where the measured rows do not allow a prediction.
+    A number of devices that was measured on several numbers of nodes counts with the fewest nodes. Raises ValueError
+    where the measured rows do not allow a prediction.
     """
     measured = rows[rows['measured']]
+    nodes = pd.to_numeric(measured['num_nodes'], errors='coerce')
+    measured = measured.assign(nodes=nodes).sort_values(['num_devices', 'nodes']).drop_duplicates('num_devices')
     if len(measured) < 3:
         raise ValueError('--extrapolate: a fit needs three numbers of GPUs measured in one setting, '
                          f'not {len(measured)}')
@@ -99,7 +104,7 @@ def extrapolated_rows(rows: pd.DataFrame, counts: list[int]) -> tuple[pd.DataFra
     new_counts = np.array(sorted(set(counts)))
     first_row_repeated = rows.iloc[np.zeros(len(new_counts), dtype=int)]
     predicted = first_row_repeated.assign(
-        num_devices=new_counts, images_per_sec=batch / (a / new_counts + b),
+        num_devices=new_counts, num_nodes='', images_per_sec=batch / (a / new_counts + b),
         status='complete', measured=False, extrapolated='yes', notes='extrapolated')
 
     residuals = batch / (a / measured['num_devices'] + b) / measured['images_per_sec'] - 1

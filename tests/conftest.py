@@ -1,6 +1,7 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +85,18 @@ def smallest_model(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope='session')
+def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
+    """The same with a UNet of two blocks that have attention."""
+    from diffusers import UNet2DConditionModel
+    folder = tmp_path_factory.mktemp('with_attention') / 'model'
+    shutil.copytree(smallest_model, folder)
+    UNet2DConditionModel(sample_size=32, down_block_types=('CrossAttnDownBlock2D',), cross_attention_dim=16,
+                         up_block_types=('CrossAttnUpBlock2D',), mid_block_type=None, block_out_channels=(8,),
+                         layers_per_block=1, norm_num_groups=4, attention_head_dim=2).save_config(folder / 'unet')
+    return str(folder)
+
+
 @pytest.fixture
 def s3(monkeypatch):
     """An S3 server on loopback that checks credentials, with a bucket; the environment has the right ones."""
@@ -92,8 +105,8 @@ def s3(monkeypatch):
         yield server
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='session', autouse=True)
 def server():
-    """Forks processes that have imported the program already."""
+    """Forks processes that have imported the program already, also the workers of the commands."""
     from tests.forked_runs import preloaded_server
     return preloaded_server()

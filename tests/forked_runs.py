@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def preloaded_server():
     os.environ['PYTHONPATH'] = str(ROOT)
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['tests.preloaded'])
+    forkserver.ensure_running()  # before the program sets what is imported
     return context
 
 

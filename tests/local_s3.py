@@ -1,4 +1,5 @@
-"""A small S3 server on loopback: as much as is needed to write, list and read, and to break connections.
+"""A small S3 server on loopback: as much as is needed to write, list and read, to break connections
+and to refuse.
 
     python tests/local_s3.py PORT MILLISECONDS          # benchmarks/parts.py starts it with a delay for each request
 """
@@ -10,12 +11,13 @@ import sys
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from urllib.parse import parse_qs, unquote, urlparse
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 KEYS_A_PAGE = 1000
+NO_TIME = '1970-01-01T00:00:00.000Z'
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -25,7 +27,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer(self, status: int, body: bytes = b'', **headers):
         self.send_response(status)
-        for name, value in {'Content-Length': len(body), 'ETag': '"0"',
+        for name, value in {'Content-Length': len(body), 'ETag': '"0"', **self.server.headers,
                             'Last-Modified': 'Thu, 01 Jan 1970 00:00:00 GMT', **headers}.items():
             self.send_header(name.replace('_', '-'), str(value))
         self.end_headers()
@@ -42,6 +44,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()  # else boto3 waits for a second before it sends the body
         return True
 
+    def is_refused(self) -> bool:
+        """Whether this request gets the next refusal instead of an answer."""
+        self.server.requests.append((self.path, self.headers))
+        with self.server.lock:
+            refusal = self.server.refuse()
+        if refusal is None:
+            return False
+        status, code = refusal
+        self.body()
+        self.answer(status, f'<Error><Code>{code}</Code><Message>none</Message></Error>'.encode())
+        return True
+
     def asked(self) -> tuple[str, str, dict]:
         """Bucket, key and query, after the delay."""
         time.sleep(self.server.delay)
@@ -55,6 +69,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         bucket, key, query = self.asked()
         store = self.server
+        if self.is_refused():
+            return
         if bucket != 'bucket':
             self.missing('NoSuchBucket')
         elif not key and 'list-type' in query:
@@ -69,6 +85,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         elif key == 'delay':  # milliseconds of each request from here on
             store.delay = float(next(iter(query))) / 1000
             self.answer(200)
+        elif key in store.answers:
+            self.answer(store.answers[key], b'<Error><Code>AccessDenied</Code></Error>')
         elif key not in store.objects:
             store.count('get')
             self.missing('NoSuchKey')
@@ -94,17 +112,34 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_PUT(self):
         _, key, query = self.asked()
+        if self.is_refused():
+            return
         body = self.body()
         self.server.count('put')
         if 'uploadId' in query:
             self.server.uploads[key][int(query['partNumber'][0])] = body
+        elif self.headers.get('If-None-Match') == '*' and key in self.server.objects:
+            self.answer(412, b'<Error><Code>PreconditionFailed</Code></Error>')
+            return
         else:
             self.server.put(key, body)
         self.answer(200)
 
+    def delete(self, keys: list[str]):
+        self.server.count('delete')
+        for key in keys:
+            self.server.remove(unescape(key))
+        found = ''.join(f'<Deleted><Key>{key}</Key></Deleted>' for key in keys)
+        self.answer(200, f'<DeleteResult>{found}</DeleteResult>'.encode())
+
     def do_POST(self):
         _, key, query = self.asked()
-        self.body()
+        if self.is_refused():
+            return
+        body = self.body()
+        if 'delete' in query:
+            self.delete(re.findall('<Key>(.*?)</Key>', body.decode()))
+            return
         self.server.count('post')
         if 'uploads' in query:
             self.server.uploads[key] = {}
@@ -136,8 +171,16 @@ class LocalS3(http.server.ThreadingHTTPServer):
         self.order: list[str] = []  # of the writes
         self.uploads: dict[str, dict[int, bytes]] = {}
         self.counts: Counter = Counter()
+        self.answers: dict[str, int] = {}  # the status of requests for some objects
         self.cuts: list[int] = []  # bytes after which the next answers that are pieces of an object break off
+        self.refusals: list[tuple[int, str]] = []  # status and code that the next requests get
+        self.headers: dict[str, str] = {}  # of each answer, beside the usual ones
+        self.requests: deque = deque(maxlen=8)  # path and headers of the last ones
         self.lock = threading.Lock()
+
+    def refuse(self) -> tuple[int, str] | None:
+        """The status and code to refuse a request with, or None to answer it."""
+        return self.refusals.pop(0) if self.refusals else None
 
     def count(self, kind: str):
         self.counts[kind] += 1
@@ -151,6 +194,11 @@ class LocalS3(http.server.ThreadingHTTPServer):
                     self.keys.append(key)
             self.objects[key] = content
             self.order.append(key)
+
+    def remove(self, key: str):
+        with self.lock:
+            if self.objects.pop(key, None) is not None:
+                self.keys.remove(key)
 
     def cut_after(self, length: int) -> int:
         """How much of a piece is sent before the connection breaks."""
@@ -166,8 +214,8 @@ class LocalS3(http.server.ThreadingHTTPServer):
         start = bisect_right(self.keys, after) if after else bisect_left(self.keys, prefix)
         found = [key for key in self.keys[start:start + KEYS_A_PAGE] if key.startswith(prefix)]
         is_cut = len(found) == KEYS_A_PAGE
-        entries = ''.join(f'<Contents><Key>{escape(key)}</Key><Size>{len(self.objects[key])}</Size></Contents>'
-                          for key in found)
+        entries = ''.join(f'<Contents><Key>{escape(key)}</Key><Size>{len(self.objects[key])}</Size>'
+                          f'<LastModified>{NO_TIME}</LastModified></Contents>' for key in found)
         token = f'<NextContinuationToken>{escape(found[-1])}</NextContinuationToken>' if is_cut else ''
         return (f'<ListBucketResult><IsTruncated>{str(is_cut).lower()}</IsTruncated>{token}<KeyCount>{len(found)}'
                 f'</KeyCount>{entries}</ListBucketResult>').encode()
@@ -187,8 +235,10 @@ def local_s3(monkeypatch) -> Iterator[LocalS3]:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         for name, value in environment(server.server_port).items():
             monkeypatch.setenv(name, value)
-        yield server
-        server.shutdown()
+        try:
+            yield server
+        finally:
+            server.shutdown()
 
 
 if __name__ == '__main__':

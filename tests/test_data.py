@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmark import main
-from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader, collate, normalize
+from data import (StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader, collate, normalize,
+                  say_what_an_epoch_leaves_out)
 from inputs.captions import build_tokenizer
 from inputs.images import decode_image
 from tests.runs import TINY, failed
@@ -46,6 +47,15 @@ def test_normalize_agrees_with_torch_interpolation_in_float64():
     torch.testing.assert_close(normalize({'image': image}, 64)['image'].double(), reference, atol=1e-5, rtol=0)
 
 
+def test_normalize_without_a_size_keeps_the_size_and_floats_stay_as_they_are():
+    image = torch.randint(256, (2, 3, 24, 24), dtype=torch.uint8)
+    scaled = normalize({'image': image})
+    torch.testing.assert_close(scaled['image'], image / 127.5 - 1)
+    assert normalize(scaled)['image'] is scaled['image']  # by the type: once is enough
+    with pytest.raises(ValueError, match='images of torch.int64; give bytes'):
+        normalize({'image': image.long()})
+
+
 def test_synthetic_batches_keep_the_contract_and_cost_no_draw():
     dataset = SyntheticImageCaptionDataset(image_size=16, num_samples=10)
     spec = build_loader(dataset, batch_size=4, num_workers=0)
@@ -74,6 +84,18 @@ def test_streamed_batches_hold_every_pair_once(shards, samples, num_workers):
     for sample in samples:
         np.testing.assert_array_equal(seen[tuple(tokenizer.encode(sample['caption']).ids)].numpy(),
                                       pixels(pillow_square(sample['jpg'])))
+
+
+@pytest.mark.parametrize('number, batch_size, left_out', [(21, 16, 5), (24, 4, 0), (23, 4, 3)])
+def test_what_makes_no_whole_batch_is_said(tmp_path, number, batch_size, left_out, capfd):
+    shards = write_shards(tmp_path / 'shards', [good(index) for index in range(number)])
+    dataset = StreamingLAIONDataset(shards, batch_size=batch_size, shuffle=True)
+    say_what_an_epoch_leaves_out(number, batch_size)
+    said = capfd.readouterr().out
+    trained = sum(len(batch['caption']) for batch in build_loader(dataset, batch_size, 0, build_tokenizer()).dataloader)
+    assert number - trained == left_out
+    expected = f'each epoch leaves out {left_out} of the {number} samples: the others make {trained // batch_size} '
+    assert said.startswith(expected) if left_out else said == ''
 
 
 def bomb() -> bytes:

@@ -179,3 +179,21 @@ def test_arguments_that_make_no_sense_are_value_errors(arguments):
         EMA(**arguments)
 
 
+
+
+def test_an_average_is_put_back_into_a_model_by_one_call_also_from_its_state():
+    model = Line()
+    shadow = ShadowModel(model)
+    for average in shadow.parameters():
+        average.add_(1)
+    expected = {name: average.clone() for name, average in shadow.named_parameters()}
+    for source in (shadow, ShadowModel(model, copy.deepcopy(shadow.state_dict()))):
+        other = Line()
+        frozen = other.frozen.weight.clone()
+        source.copy_to(other)
+        assert all(torch.equal(parameter, expected[name]) for name, parameter in other.named_parameters()
+                   if parameter.requires_grad)
+        assert torch.equal(other.frozen.weight, frozen) and other.layer.weight.requires_grad
+        assert other.layer.weight.data_ptr() != dict(source.named_parameters())['layer.weight'].data_ptr()
+    with pytest.raises(ValueError, match='differ in'):
+        shadow.copy_to(torch.nn.Linear(4, 1))

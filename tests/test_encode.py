@@ -4,9 +4,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -19,7 +19,8 @@ from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
 from tests.forked_runs import run_ranks
-from tests.runs import ROOT, TINY, error_line
+from tests.local_s3 import local_s3
+from tests.runs import ROOT, TINY, error_line, wait_until
 from tests.samples import encoded, picture, write_sample_tar, write_shards
 
 
@@ -83,26 +84,49 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
 
 
-def test_a_run_that_was_killed_encodes_only_what_is_missing(tmp_path, shards, model_folder, capfd):
-    out = tmp_path / 'latents'
-    script = ('import encode, os, sys\nreal, calls = encode.moments_of, []\n'
-              'def killed(*arguments):\n    calls.append(1)\n'
-              '    if len(calls) == 4: os.kill(os.getpid(), 9)\n    return real(*arguments)\n'
-              'encode.moments_of = killed\nencode.main(sys.argv[1:])')
-    argv = [*SMALL, '--remote', shards, '--out', out, '--model_name', model_folder, '--pretrained']
-    killed = subprocess.run([sys.executable, '-c', script, *map(str, argv)], cwd=ROOT, capture_output=True)
-    assert killed.returncode == -signal.SIGKILL and not (out / 'index.json').exists()
-    done = {path: path.stat().st_mtime_ns for path in out.glob('*/*')}
-    finished = [path for path in done if path.parent.name == 'parts']
-    assert finished
-    words = f'--remote {out} is not finished: encode.py has begun it'
-    assert words in refusal(capfd, benchmark.main, ['--remote', str(out), *TINY])
-    record = run(shards, out, model_folder)
-    assert captions(out) == captions(shards)
-    kept = sum(json.loads(part.read_text())['shards'][0]['samples'] for part in finished)
-    assert record['samples'] == 24 - kept < 24 and record['stored_samples'] == 24
-    whole = {part.stem for part in finished}
-    assert all(path.stat().st_mtime_ns == done[path] for path in done if {path.stem, path.parent.name} & whole)
+def logged_encoding(log: Path, argv: list[str], environment: dict[str, str]) -> None:
+    """encode.py in this environment, which prints to `log`."""
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(output, number)
+    encode.main(argv)
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob('*') if path.is_file()}
+
+
+@pytest.mark.parametrize('victim', [pytest.param('command', marks=pytest.mark.long), 'worker'])
+def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_path, monkeypatch, shards, latents,
+                                                                  model_folder, victim, capfd):
+    out, log = tmp_path / 'latents', tmp_path / 'log'
+    with local_s3(monkeypatch) as store:
+        for path in Path(shards).iterdir():
+            store.put(f'images/{path.name}', path.read_bytes())
+        argv = [*SMALL, '--remote', 's3://bucket/images', '--out', str(out), '--model_name', model_folder,
+                '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
+        store.delay = 0.3
+        command = server.Process(target=logged_encoding, args=(log, argv, dict(os.environ)))
+        command.start()
+        wait_until(lambda: list(out.glob('parts/*.json')))
+        done = {path: path.stat().st_mtime_ns for part in out.glob('parts/*.json')
+                for path in [part, *out.glob(f'{part.stem}/*')]}
+        workers = [worker for child in psutil.Process(command.pid).children() for worker in child.children()]
+        os.kill(command.pid if victim == 'command' else workers[0].pid, signal.SIGKILL)
+        command.join(60)
+        store.delay = 0
+        if victim == 'command':
+            assert command.exitcode == -signal.SIGKILL and not (out / 'index.json').exists()
+            words = f'--remote {out} is not finished: encode.py has begun it'
+            assert words in refusal(capfd, benchmark.main, ['--remote', str(out), *TINY])
+            record = encode.main(argv)
+            assert record['samples'] < 24 == record['stored_samples']
+        else:
+            assert command.exitcode == 0, log.read_text()
+    if victim == 'command':  # a worker's parts are given away together
+        assert done and all(path.stat().st_mtime_ns == time for path, time in done.items())
+    assert files_of(out) == files_of(Path(latents))
 
 
 def test_a_shard_without_a_good_sample_is_done_once_and_for_all(tmp_path, model_folder, monkeypatch, capfd):
@@ -137,6 +161,19 @@ def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp
     vae.save_pretrained(folder / 'vae')
     line = refusal(capfd, run, shards, tmp_path / 'latents', folder)
     assert 'sample 0 has moments that are not finite in float16' in line
+
+
+def test_a_folder_of_somebodys_files_is_refused_and_stays_as_it_is(tmp_path, shards, model_folder, capfd):
+    home = tmp_path / 'home'
+    for name in ('000000/shard.00000.mds', 'index.json', 'notes.txt'):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text('mine')
+    for out in (home, home / '000000' / '..', ''):
+        line = refusal(capfd, encode.main, [*SMALL, '--remote', shards, '--out', str(out), '--model_name', model_folder,
+                                            '--pretrained', '--results', str(tmp_path / 'results.jsonl')])
+        assert '--out' in line and ('already holds something' in line or out == ''), line
+    assert {path.read_text() for path in home.rglob('*') if path.is_file()} == {'mine'}
+    assert len(list(home.rglob('*'))) == 4
 
 
 def changed(model_folder, folder: Path, part: str) -> Path:
@@ -186,7 +223,7 @@ def test_sd2_base_on_latents_has_no_vae_and_a_third_less_arithmetic():
     assert [flops[part] / 1e9 for part in ('unet', 'vae', 'text_encoder')] == pytest.approx([2408.7, 0, 45.1], abs=0.05)
 
 
-def test_two_ranks_encode_every_sample_once_and_train_on_it(tmp_path, shards, model_folder, server):
+def test_under_a_launcher_one_rank_encodes_and_all_train_on_it(tmp_path, shards, model_folder, server):
     model = ['--model_name', model_folder, '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
     encoding = [*SMALL, *model, '--remote', shards, '--out', str(tmp_path / 'latents')]
     training = [*TINY, *model, '--remote', str(tmp_path / 'latents')]
@@ -195,7 +232,7 @@ def test_two_ranks_encode_every_sample_once_and_train_on_it(tmp_path, shards, mo
         assert run_ranks(server, [log, log], program, [(argv,)] * 2) == [0, 0], log.read_text()
     records = [json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
     assert [(record['stage'], record.get('encoders'), record['num_devices']) for record in records] == [
-        ('encode', None, 2), ('train', 'text_in_loop', 2)]
+        ('encode', None, 1), ('train', 'text_in_loop', 2)]  # the first rank encodes
     assert records[0]['samples'] == 24 and captions(tmp_path / 'latents') == captions(shards)
 
 
@@ -224,7 +261,7 @@ def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
         ('encode', None), ('train', 'in_loop'), ('train', 'text_in_loop')]
     assert records[0]['samples'] == 40 and {record['image_size'] for record in records} == {32}
     printed = capsys.readouterr().out
-    assert 'pays off from' in printed and 'text_in_loop' in printed
+    assert 'text_in_loop' in printed and 'stage encode' in printed
 
 
 def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder, tmp_path, results):

@@ -7,6 +7,13 @@ import torch
 
 import encode
 from data import StreamingLAIONDataset
+from harness.options import encode_parser
+from harness.preflight import fill_in_shared_defaults
+from inputs.shards import read_index
+from parts.encoding import Encoder
+from parts.engine import Part
+from parts.merge import merge_parts
+from parts.output import claim, open_output
 from tests.samples import write_shards
 
 
@@ -27,10 +34,17 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
 
 
 def run(remote: str, out, model_folder: str, *flags: str) -> list[np.ndarray]:
-    """Encode in batches of 4; the moments that were stored."""
-    encode.main(['--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--max_bad_samples', '1', '--remote',
-                 remote, '--out', str(out), '--model_name', model_folder, '--pretrained', '--results', '/dev/null',
-                 *flags])
+    """Encode in batches of 4, in this process; the moments that were stored."""
+    args = encode_parser('').parse_args(['--remote', remote, '--out', str(out), '--model_name', model_folder,
+                                         '--pretrained', '--image_size', '64', '--batch_size', '4', '--num_workers',
+                                         '0', *flags])
+    fill_in_shared_defaults(args, args.batch_size, 'fp32')
+    index = read_index(remote)
+    output = open_output(str(out), '--out')
+    claim(output, {'program': 'encode.py'})
+    encoder = Encoder(output, encode.settings_of(args, index), 0)
+    encoder([Part(number, []) for number in range(len(index['shards']))])
+    merge_parts(output, len(index['shards']), {'latents': {}})
     stored = StreamingLAIONDataset(str(out), image_size=64, batch_size=1)
     return [stored[index]['moments'].numpy() for index in range(stored.num_samples)]
 

@@ -200,9 +200,9 @@ def test_ranks_leave_an_evaluation_together(server, held_out, tmp_path):
 @pytest.mark.parametrize('source, flags, words', [
     (['--remote', 'SHARDS'], ['--eval_remote', 'SHARDS'], 'is what the run trains on'),
     (['--use_synth_data'], ['--eval_interval', '2ba'], '--eval_interval 2ba needs --eval_remote'),
-    (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '2sp'], '--eval_interval 2sp is not a time'),
-    (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '0ba'], '--eval_interval 0ba is not above'),
-    (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere holds no index.json'),
+    (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '2sp'], '--eval_interval: 2sp is not a time'),
+    (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '0ba'], '--eval_interval: 0ba is not above'),
+    (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere is no folder'),
     (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'LATENTS'], 'latents with image_size 64'),
     (['--use_synth_latents'], ['--eval_remote', 'SHARDS'], 'holds images, and the training is on latents'),
 ])
@@ -211,3 +211,14 @@ def test_what_cannot_be_evaluated_is_one_line(source, flags, words, shards, mome
     argv = [places.get(argument, argument) for argument in [*TINY, *source, *flags]]
     line = one_error_line([*argv, '--results', results], capfd)
     assert words in line and '--eval_' in line
+
+
+def test_an_evaluation_that_fails_is_warned_of_and_the_training_stays_the_same(tmp_path, held_out, capfd, monkeypatch):
+    plain, failing = tmp_path / 'plain', tmp_path / 'failing'
+    argv = ['--use_synth_data', *TRAIN, '--results', str(tmp_path / 'results')]
+    main([*argv, '--save_folder', str(plain)])
+    monkeypatch.setattr(StableDiffusion, 'update_metric', lambda *_: 1 / 0)
+    record = main([*argv, '--save_folder', str(failing), '--eval_remote', held_out, '--eval_interval', '2ba'])
+    assert record['status'] == 'complete' and record['evaluations'] == 0
+    assert capfd.readouterr().err.count('failed (ZeroDivisionError: division by zero); the training goes on') == 2
+    assert_same_training(plain, failing)

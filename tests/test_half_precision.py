@@ -13,6 +13,7 @@ from ema import EMA
 from harness.cuda_autocast import cuda_rules
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
+from models.latents import vae_moments
 from models.loading import DTYPES, SD2_BASE, find_model
 from tests.cuda_rules import HALF, Dtypes, Fault, composer_on_a_gpu, one_rank
 from tests.runs import TINY
@@ -65,8 +66,8 @@ def plain(batch):
     (['--precision', 'amp_fp16', '--channels_last', '--gradient_checkpointing'], 0.004),
     (['--precision', 'amp_bf16', '--half_precision_norms'], 0.02),
     (['--precision', 'amp_fp16', '--half_precision_norms'], 0.004),
-    (['--precision', 'amp_bf16', '--half_precision_norms', '--channels_last', '--channels_last_norms'], 0.02),
-    (['--precision', 'amp_fp16', '--channels_last', '--channels_last_norms'], 0.004),
+    (['--precision', 'amp_bf16', '--encoder_precision', 'fp32', '--half_precision_norms'], 0.02),
+    (['--precision', 'amp_fp16', '--encoder_precision', 'fp32', '--half_precision_norms'], 0.004),
 ], ids=str)
 def test_loss_and_gradients_are_near_those_of_float32(batch, plain, argv, tolerance):
     """Tolerances are relative: of the loss, and of all gradients together by their norm."""
@@ -89,13 +90,40 @@ def test_the_unets_norms_run_in_float32_and_its_products_in_half(batch, precisio
     assert dtypes.of('mse_loss') == {torch.float32}
 
 
-def test_with_half_precision_norms_the_unet_computes_them_in_half(batch):
-    for flags in ([], ['--channels_last', '--channels_last_norms']):
-        with Dtypes() as dtypes:
-            loss_and_gradient(batch, '--precision', 'amp_bf16', '--half_precision_norms', *flags, dtypes=dtypes)
-        assert dtypes.of('native_layer_norm', 'native_layer_norm_backward') == {torch.bfloat16}
-        if not flags:
-            assert dtypes.of('native_group_norm', 'native_group_norm_backward') == {torch.bfloat16}
+@pytest.mark.parametrize('encoder_precision', ['bf16', 'fp32'])
+def test_with_half_precision_norms_unet_and_vae_compute_them_in_half(batch, encoder_precision):
+    dtypes = Dtypes()
+    loss_and_gradient(batch, '--precision', 'amp_bf16', '--encoder_precision', encoder_precision,
+                      '--half_precision_norms', dtypes=dtypes)
+    assert dtypes.of('native_group_norm', 'native_group_norm_backward') == {torch.bfloat16}
+    assert dtypes.of('native_layer_norm_backward') == {torch.bfloat16}
+
+
+@pytest.mark.parametrize('precision, tolerance', [('amp_bf16', 0.02), ('amp_fp16', 0.002)])
+def test_norms_in_half_leave_the_moments_of_the_vae_as_near_to_float32_as_autocast_does(batch, precision, tolerance):
+    """By the norm of the moments; and the norms in half precision add no more than autocast's own error."""
+    moments = []
+    for flags in (['fp32'], [precision], [precision, '--half_precision_norms']):
+        args = arguments('--encoder_precision', 'fp32', '--precision', *flags)
+        torch.manual_seed(0)
+        model = StableDiffusion('tiny', 64).train()
+        benchmark.apply_switches(model, args)
+        with cuda_rules(), torch.no_grad():
+            with torch.autocast('cpu', HALF.get(args.precision, torch.bfloat16), enabled=args.precision in HALF):
+                moments.append(vae_moments(model.vae, batch['image']).float())
+    exact, autocast, half = moments
+    assert not torch.equal(half, autocast)
+    assert (half - exact).norm() < tolerance * exact.norm()
+    assert (half - exact).norm() < 2 * (autocast - exact).norm()
+
+
+def test_channels_last_reaches_the_convolutions_of_unet_and_vae(batch):
+    model = StableDiffusion('tiny', 64)
+    benchmark.apply_switches(model, arguments('--channels_last'))
+    for part in (model.unet, model.vae.encoder):
+        weights = [module.weight for module in part.modules() if isinstance(module, torch.nn.Conv2d)]
+        assert len(weights) > 5
+        assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
 
 
 def test_stable_diffusion_2s_unet_computes_as_tiny_does():

@@ -7,6 +7,7 @@ import random
 import tarfile
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,13 @@ import report
 from benchmarks import fuzz
 from data import collate
 from inputs.captions import build_tokenizer
+from inputs.errors import DataError
 from inputs.images import MAX_SCANS, decode_image, resize
+from parts.names import File
+from parts.sources import COMPANIONS, find_files
+from parts.tars import make_sample, read_samples
+from tests.local_s3 import local_s3
+from tests.privileges import without_privileges
 from tests.samples import encoded, picture
 
 RECORD = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}
@@ -71,10 +78,89 @@ def convert_tar(data: bytes) -> str:
         return status
 
 
-CHECKS = {'decoder': (fuzz.damaged, decode), 'records': (wild_records, read), 'converter': (fuzz.wild_tar, convert_tar)}
+def search_tree(data: bytes) -> str:
+    """Every file of a tree is converted or left out with a reason, and reading what is converted ends well."""
+    with tempfile.TemporaryDirectory() as top:
+        source = fuzz.wild_tree(random.Random(data), Path(top))
+        found = without_privileges(find_files, [str(source)])
+        captions = {str(Path(file.name).with_suffix('')) + suffix for file in found.files for suffix in file.captions}
+        accounted = {file.name for file in found.files} | captions | {line['source'] for line in found.left_out}
+        num_counted = 0
+        for folder, subfolders, names in os.walk(source):
+            subfolders[:] = [name for name in subfolders if not os.path.islink(os.path.join(folder, name))]
+            for name in (*subfolders, *names):
+                path = os.path.join(folder, name)
+                is_special = name.startswith('.') or (name in names and name.endswith(COMPANIONS))
+                is_counted = is_special and path not in accounted
+                num_counted += is_counted
+                leads_to_a_folder = os.path.islink(path) and os.path.isdir(path)  # searched, or listed
+                assert is_counted or name in subfolders or leads_to_a_folder or path in accounted, path
+            subfolders[:] = [name for name in subfolders
+                             if not name.startswith('.') and os.path.join(folder, name) not in accounted]
+        assert num_counted <= found.counts['hidden'] + found.counts['a companion of other files']  # more by links
+        for file in found.files:
+            read_all(file)
+    return 'accounted'
 
 
-@pytest.mark.parametrize('name, count', [('decoder', 2500), ('records', 300), ('converter', 40)])
+def read_all(file: File) -> int:
+    """The number of samples of a file; all else has a reason."""
+    count = 0
+    for _, fields in read_samples(file):
+        try:
+            make_sample(fields)
+            count += 1
+        except ValueError as reason:
+            assert str(reason)
+    return count
+
+
+def read_store(data: bytes) -> str:
+    """A store that refuses at random is read whole, or named in one line."""
+    draw = random.Random(data)
+    with pytest.MonkeyPatch.context() as monkeypatch, local_s3(monkeypatch) as store:
+        monkeypatch.setattr('inputs.stores.RETRY_TIMEOUT', timedelta(seconds=draw.choice((0.2, 20))))
+        content = fuzz.tar_of([f'{number}.jpg' for number in range(3)])
+        for number in range(3):
+            store.put(f'tars/{number}.tar', content)
+        refusals = draw.choice(([(503, 'SlowDown')], [(503, 'SlowDown'), (403, 'AccessDenied'), (404, 'NoSuchKey')]))
+        share = draw.choice((0.05, 0.3))
+        monkeypatch.setattr(store, 'refuse', lambda: draw.choice(refusals) if draw.random() < share else None)
+        store.cuts = [draw.randrange(len(content)) for _ in range(draw.randrange(3))]
+        try:
+            found = find_files(['s3://bucket/tars'])
+            samples = [list(read_samples(file)) for file in found.files]
+        except (ValueError, DataError) as error:
+            assert '\n' not in str(error) and 's3://bucket/tars' in str(error) and 'Debug' not in str(error), error
+            return 'named'
+        damaged = [read for read in samples if read[-1][0] is None]
+        assert len(damaged) == 0 or len(refusals) > 1
+        assert all(len(read) == 3 for read in samples if read not in damaged)
+    return 'read'
+
+
+def command_line(data: bytes) -> str:
+    """Any words after convert.py end in a dataset or in one line, and nothing that was there before is touched."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path('x.tar').write_bytes(fuzz.tar_of(['a.jpg', 'a.txt']))
+        Path('photos').mkdir()
+        Path('photos/note.txt').write_text('mine')
+        before = {path: path.read_bytes() for path in Path('.').rglob('*') if path.is_file()}
+        status = run(convert.main, *fuzz.wild_words(random.Random(data)))
+        assert {path: path.read_bytes() for path in before} == before
+        return status
+
+
+def seed(draw: random.Random) -> bytes:
+    return draw.randbytes(8)
+
+
+CHECKS = {'decoder': (fuzz.damaged, decode), 'records': (wild_records, read), 'converter': (fuzz.wild_tar, convert_tar),
+          'tree': (seed, search_tree), 'store': (seed, read_store), 'words': (seed, command_line)}
+
+
+@pytest.mark.parametrize('name, count', [('decoder', 2500), ('records', 300), ('converter', 40), ('tree', 100),
+                                         ('store', 5)])
 def test_any_input_is_taken_or_refused_in_one_line(name, count):
     make, check = CHECKS[name]
     inputs = strategies.integers(0, 1 << 64).map(lambda seed: make(random.Random(seed))) | strategies.binary()
@@ -129,4 +215,5 @@ def test_tar_headers_that_would_take_minutes_or_gigabytes_are_refused(tmp_path, 
         info.size, info.type = len(data), type
         return info.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % 512)
     (tmp_path / 'x.tar').write_bytes(member(b'x', body) * times + member(b'0', b'a') + bytes(1024))
-    assert not [key for key, _ in convert.read_samples(tmp_path / 'x.tar') if key]
+    samples = [fields for key, fields in read_samples(File(str(tmp_path / 'x.tar'), 0)) if key]
+    assert samples in ([], [{'.jpg': 'a sparse file in a tar is not read'}])

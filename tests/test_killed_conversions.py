@@ -1,147 +1,101 @@
-"""Conversions whose ranks are killed at any moment: gone on with, they make what an undisturbed one makes."""
-import multiprocessing
+"""Conversions whose command or workers are killed at any moment end as undisturbed ones do."""
 import os
 import random
 import signal
-import sys
-import time
-from collections import Counter
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 import convert
-from inputs import parts
+from parts.output import open_output
 from tests.local_s3 import LocalS3, local_s3
-from tests.runs import free_port
+from tests.parts.commands import logged_conversion
+from tests.runs import wait_until
 from tests.samples import sample_files, write_tar
 
 NUM_PARTS = 7
-MOMENTS = {1: 130, 2: 80}  # by ranks: about as many as a whole run has on its first rank
 
 
-@pytest.fixture(scope='module')
-def tars(tmp_path_factory) -> Path:
-    """Tars of two samples each, and one that is cut."""
-    folder = tmp_path_factory.mktemp('killed') / 'tars'
+def put_tars(store: LocalS3, folder: Path) -> None:
+    """Tars of two samples each, and one that is cut, in the store."""
     for number in range(NUM_PARTS):
         files = {**sample_files(f'{number}a', 2 * number), **sample_files(f'{number}b', 2 * number + 1)}
-        write_tar(folder / f'{number}.tar', files)
-    whole = (folder / '3.tar').read_bytes()
-    (folder / '3.tar').write_bytes(whole[:5000])
-    return folder
+        content = write_tar(folder / 'x.tar', files).read_bytes()
+        store.put(f'tars/{number}.tar', content[:5000] if number == 3 else content)
 
 
-def rank_process(rank: int, ranks: int, port: int, argv: list[str], trace: Path, kill_at: int | None) -> None:
-    """A rank of a conversion, which kills itself at a moment: before or after any step of it or of its workers."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                      MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
-    log = os.open(trace / 'log', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    sys.stdout = sys.stderr = os.fdopen(log, 'w', buffering=1)  # not where pytest has put them
-    moment = multiprocessing.RawValue('i', 0)
-    main_process = os.getpid()
-
-    def step():
-        moment.value += 1
-        if moment.value == kill_at:
-            os.kill(main_process, signal.SIGKILL)
-            os._exit(1)
-
-    def watched(function):
-        def with_steps(*args, **kwargs):
-            step()
-            result = function(*args, **kwargs)
-            step()
-            return result
-        return with_steps
-
-    for owner, name in ((parts.Output, 'keep'), (parts.Output, 'publish'), (parts.Output, 'read'),
-                        (parts.PartWriter, 'write'), (parts.PartWriter, 'finish'), (parts, 'read_some_parts'),
-                        (convert, 'merge_parts'), (convert, 'begin')):
-        setattr(owner, name, watched(getattr(owner, name)))
-    real_convert_part = convert.convert_part
-
-    def convert_part(slot, number, files):
-        with open(trace / 'started', 'a') as file:
-            print(number, file=file)
-        real_convert_part(slot, number, files)
-    convert_part.__module__, convert_part.__qualname__ = 'convert', 'convert_part'  # so that a pool can pickle it
-    convert.convert_part = convert_part
-    try:
-        status = convert.main(argv)
-    except SystemExit as error:
-        status = error.code
-    os._exit(status)
-
-
-def run(ranks: int, argv: list[str], trace: Path, kill: tuple[int, int] | None = None) -> list[int]:
-    """All ranks, as a launcher runs them: one that dies ends the others. Returns their exit codes."""
-    context = multiprocessing.get_context('fork')
-    port = free_port()
-    processes = []
-    for rank in range(ranks):
-        kill_at = kill[1] if kill and kill[0] == rank else None
-        processes.append(context.Process(target=rank_process, args=(rank, ranks, port, argv, trace, kill_at)))
-        processes[-1].start()
-    end = time.monotonic() + 30
-    while any(process.exitcode is None for process in processes):
-        assert time.monotonic() < end, (trace / 'log').read_text()
-        if any(process.exitcode for process in processes):
-            for process in processes:
-                process.terminate()
-        time.sleep(0.01)
-    return [process.exitcode for process in processes]
-
-
-def contents(out: str, store: LocalS3 | None) -> dict[str, bytes]:
+def contents(out: str, store: LocalS3) -> dict[str, bytes]:
     """All that OUT holds."""
-    if store:
+    if out.startswith('s3://bucket/'):
         prefix = out.removeprefix('s3://bucket/') + '/'
-        return {key.removeprefix(prefix): content for key, content in store.objects.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): content for key, content in list(store.objects.items())
+                if key.startswith(prefix)}
     return {str(path.relative_to(out)): path.read_bytes() for path in Path(out).rglob('*') if path.is_file()}
 
 
-def finished(files: dict[str, bytes]) -> set[int]:
-    return {int(Path(name).stem) for name in files if name.startswith('parts/') and name.endswith('.json')}
+def finished(out: str, store: LocalS3) -> int:
+    """How many parts are done."""
+    if out.startswith('s3://bucket/'):
+        return sum(key.startswith(out.removeprefix('s3://bucket/') + '/parts/') for key in list(store.objects))
+    return len(list(Path(out, 'parts').glob('*.json')))
 
 
-@pytest.mark.parametrize('place, trials', [('folder', 6), ('s3', 2)])
-def test_a_conversion_killed_again_and_again_equals_one_that_never_was(tars, tmp_path, monkeypatch, place, trials):
-    draw = random.Random(17)
-    with local_s3(monkeypatch) as server:
-        store = server if place == 's3' else None
-        root = 's3://bucket' if store else str(tmp_path)
-        common = ['--size_limit', '1kb', '--num_workers', '2']
-        assert convert.main([str(tars), f'{root}/undisturbed', *common]) == 1  # 3.tar is cut
+def workers_of(command: psutil.Process) -> list[psutil.Process]:
+    """The workers of a command: the children of its server, which imports once for all of them."""
+    return [worker for child in command.children() for worker in child.children()]
+
+
+@pytest.fixture(params=['folder', 's3'])
+def undisturbed(request, tmp_path, monkeypatch):
+    """The store, where OUTs are, the arguments of a conversion, and what it makes when nothing disturbs it."""
+    with local_s3(monkeypatch) as store:
+        put_tars(store, tmp_path)
+        root = 's3://bucket' if request.param == 's3' else str(tmp_path)
+        argv = ['s3://bucket/tars', '--size_limit', '1kb', '--num_workers', '2']
+        assert convert.main([*argv, f'{root}/undisturbed']) == 1  # 3.tar is cut
         expected = contents(f'{root}/undisturbed', store)
-        assert finished(expected) == set(range(NUM_PARTS)) and 'index.json' in expected
-        kills = Counter()
-        for trial in range(trials):
-            out, trace = f'{root}/out{trial}', tmp_path / f'trace{trial}'
-            trace.mkdir()
-            ranks = 1 + trial % 2
-            for last in (False, False, True):
-                done = finished(contents(out, store))
-                (trace / 'started').write_text('')
-                kill = None if last else (draw.randrange(ranks), draw.randrange(1, MOMENTS[ranks]))
-                codes = run(ranks, [str(tars), out, *common], trace, kill)
-                started = [int(line) for line in (trace / 'started').read_text().split()]
-                assert len(started) == len(set(started)) and not done & set(started), (codes, done, started)
-                found = contents(out, store)
-                if -signal.SIGKILL in codes:
-                    kills[ranks, 'index.json' in found] += 1
-                elif 'index.json' in found:
-                    break
-                ranks = draw.choice((1, 2))
-            assert contents(out, store) == expected, (trace / 'log').read_text()
-        assert sum(kills.values()) >= trials // 2, kills
+        assert finished(f'{root}/undisturbed', store) == NUM_PARTS and 'index.json' in expected
+        yield store, root, argv, expected
 
 
-def test_the_line_of_a_lost_rank_says_how_to_go_on(tars, tmp_path):
-    for lost, moment in ((0, 20), (1, 2)):  # rank 1 may come too late for any part
-        trace = tmp_path / f'trace{lost}'
-        trace.mkdir()
-        codes = run(2, [str(tars), f'{tmp_path}/out{lost}', '--size_limit', '1kb'], trace, (lost, moment))
-        assert codes[lost] == -signal.SIGKILL and codes[1 - lost] != 0
-        [line] = (trace / 'log').read_text().splitlines()
-        assert line.startswith('convert.py: error: ') and f'what is done stays in OUT {tmp_path}/out{lost}' in line
+def kill_a_worker(before: set[int], is_time: Callable[[], bool]) -> None:
+    """Kill a worker that was not there before, when it is time."""
+    def new_workers() -> list[psutil.Process]:
+        return [worker for worker in workers_of(psutil.Process()) if worker.pid not in before]
+    wait_until(lambda: new_workers() and is_time())
+    random.Random(17).choice(new_workers()).kill()
+
+
+@pytest.mark.parametrize('done', [0, 3])
+def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undisturbed, done):
+    store, root, argv, expected = undisturbed
+    out = f'{root}/out'
+    store.delay = 0.1
+    before = {worker.pid for worker in workers_of(psutil.Process())}
+    args = convert.build_parser().parse_args([*argv, out])
+    conversion = threading.Thread(target=convert.convert, args=(args, open_output(out, 'OUT')))
+    conversion.start()
+    kill_a_worker(before, lambda: finished(out, store) >= done)
+    conversion.join(60)
+    assert contents(out, store) == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('done', [0, 2, 5])
+def test_a_conversion_that_is_killed_and_started_again_equals_one_that_never_was(undisturbed, server, tmp_path, done):
+    store, root, argv, expected = undisturbed
+    out = f'{root}/out'
+    log = tmp_path / 'log'
+    store.delay = 0.1
+    command = server.Process(target=logged_conversion, args=(log, [*argv, out], dict(os.environ)))
+    command.start()
+    wait_until(lambda: workers_of(psutil.Process(command.pid)) and finished(out, store) >= done)
+    os.kill(command.pid, signal.SIGKILL)
+    command.join(30)
+    assert command.exitcode == -signal.SIGKILL and 'index.json' not in contents(out, store)
+    store.delay = 0
+    assert convert.main([*argv, out]) == 1
+    assert contents(out, store) == expected, log.read_text()

@@ -1,10 +1,16 @@
 """Flags that are kept in a file, and the two phases of Stable Diffusion 2 as such files, with a tiny model instead."""
 import json
+import re
+import subprocess
 
 import pytest
+import torch
+from composer.utils import dist
 
+import benchmarks.smoke
 from benchmark import main
 from harness.options import benchmark_parser
+from harness.preflight import fill_in_training_defaults, refuse_bad_switches
 from tests.runs import ROOT
 
 PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}
@@ -59,3 +65,54 @@ def test_a_file_of_flags_that_cannot_be_read_is_one_line(tmp_path, capfd, conten
         parsed(f'@{recipe}')
     line = capfd.readouterr().err
     assert exit.value.code == 2 and words in line and line.count('\n') == 1
+
+
+@pytest.mark.parametrize('gpus', [1, 8])
+def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(monkeypatch, gpus):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: 90501)  # of the pinned stack
+    monkeypatch.setattr(dist, 'get_world_size', lambda: gpus)
+    monkeypatch.setenv('WORLD_SIZE', str(gpus))
+    monkeypatch.chdir(ROOT)
+    runs = benchmarks.smoke.commands(gpus)
+    args = {}
+    for name, command in runs.items():
+        assert ('composer.cli.launcher' in command) == (gpus > 1)
+        args[name] = parsed(*command[command.index('benchmark.py') + 1:])
+        fill_in_training_defaults(args[name])
+        refuse_bad_switches(args[name])
+        assert args[name].batch_size == 64 * gpus and args[name].use_ema
+    original, fastest = args['original'], args['fastest']
+    assert (original.precision, original.device_train_microbatch_size, original.compile) == ('amp_fp16', 4, False)
+    assert fastest.microbatch_search and fastest.compile and fastest.half_precision_norms and fastest.cudnn_benchmark
+    assert fastest.compile_blocks == (gpus > 1) and fastest.attention == 'sdpa'
+
+
+def test_every_flag_of_the_fastest_recipe_says_what_it_should_give_and_the_recipe_for_which_libraries():
+    text = (ROOT / 'recipes' / 'fastest.txt').read_text()
+    flags = [line for line in text.splitlines() if line.startswith('--')]
+    assert len(flags) == 7 and all(' # ' in line for line in flags)
+    pinned = dict(re.findall(r'^(\w+)(?:\[.*\])?==(\S+)', (ROOT / 'requirements.txt').read_text(), re.MULTILINE))
+    for library, name in (('torch', 'torch'), ('mosaicml', 'Composer'), ('diffusers', 'diffusers')):
+        assert f'{name} {pinned[library]}' in text
+
+
+def test_smoke_says_both_speeds_and_their_ratio_and_goes_on_where_one_fails(tmp_path, monkeypatch, capfd):
+    """With a command in the place of each run that leaves a record, or fails."""
+    results = tmp_path / 'results.jsonl'
+    monkeypatch.setattr(benchmarks.smoke, 'RESULTS', results)
+    leave = {name: ['sh', '-c', f"echo '{json.dumps({'images_per_sec': speed})}' >> {results}"]
+             for name, speed in (('original', 20.0), ('fastest', 65.0))}
+    monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus: leave)
+    assert benchmarks.smoke.main() == 0
+    assert '65 images/s, 3.25 times as fast' in capfd.readouterr().out
+    monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus: leave | {'original': ['false']})
+    assert benchmarks.smoke.main() == 1
+    assert len(results.read_text().splitlines()) == 3 and 'times as fast' not in capfd.readouterr().out
+
+
+def test_make_smoke_on_a_cpu_is_one_run_without_the_launcher():
+    [command] = benchmarks.smoke.commands(0).values()
+    assert command[1] == 'benchmark.py' and parsed(*command[2:]).model_name == 'tiny'
+    steps = subprocess.run(['make', '-n', 'smoke'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert 'python benchmarks/smoke.py' in steps and 'composer' not in steps

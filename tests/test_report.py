@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.font_manager import findfont, get_font
 
 import report
 from harness import costs
+from harness.options import benchmark_parser
 from reporting import figures, records, tables, throughput
 
 ROOT = Path(__file__).parents[1]
@@ -27,6 +29,19 @@ def write(tmp_path):
         path.write_text(''.join(json.dumps(MINIMAL | record) + '\n' for record in records))
         return str(path)
     return write
+
+
+@pytest.fixture
+def drawn(capsys, monkeypatch):
+    """Calls report.py with --figure and returns the figure, which is not written."""
+    def draw(*argv):
+        kept = []
+        with monkeypatch.context() as patched:
+            patched.setattr(figures, 'save', lambda figure, path: kept.append(figure))
+            printed(capsys, *argv, '--figure', 'figure.png')
+        figure, = kept
+        return figure
+    return draw
 
 
 def printed(capsys, *argv):
@@ -142,17 +157,89 @@ def test_repeated_runs_are_one_row_with_median_and_spread(capsys, write):
     ('num_workers', 8, 4), ('compile', True, 'reduce-overhead'), ('half_precision_norms', True, False),
     ('channels_last_norms', True, False), ('cast_weights_once', True, False), ('cudnn_benchmark', True, False),
     ('compile_blocks', True, False), ('allreduce_precision', 'bf16', 'fp32')])
-def test_records_of_different_settings_are_separate_tables(capsys, write, key, one, other):
-    text = printed(capsys, write({key: one}, {key: other}))
-    assert [len(table) for table in cells(text)] == [1, 1]
+def test_records_of_different_settings_are_separate_tables_and_those_of_one_share_a_row(capsys, write, key, one, other):
+    text = printed(capsys, write({key: one}, {key: other}, {key: one}))
+    assert sorted(row['notes'] for row, in cells(text) if 'notes' in row) == ['median of 2 runs, 800.0 to 800.0']
     headings = [line for line in text.splitlines() if line.startswith('### ')]
-    assert records.one_line_of_text(one) in headings[0] and records.one_line_of_text(other) in headings[1]
-    assert len(cells(printed(capsys, write({key: one}, {key: one})))[0]) == 1
+    assert len(headings) == 2 and records.one_line_of_text(one) in headings[0]
+    other_is_the_default = tables.defaults().get(key) == records.one_line_of_text(other)
+    if other_is_the_default and key not in tables.ALWAYS_STATED:
+        assert headings[1] == '### at the defaults'
+    else:
+        assert records.one_line_of_text(other) in headings[1]
 
 
-@pytest.mark.parametrize('key', ['num_devices', 'num_nodes', 'date', 'seed', 'command', 'git_commit'])
+@pytest.mark.parametrize('key', ['num_devices', 'date', 'seed', 'command', 'git_commit'])
 def test_records_that_differ_in_no_setting_share_a_table(capsys, write, key):
     assert len(cells(printed(capsys, write({key: 1}, {key: 2})))) == 1
+
+
+def test_gpus_on_fewer_nodes_are_another_row_and_enter_the_fit_alone(capsys, write):
+    runs = [(8, 1, 800.0), (16, 2, 1600.0), (16, 4, 1200.0), (16, 4, 1400.0), (32, 4, 3200.0)]
+    path = write(*({'num_devices': gpus, 'num_nodes': nodes, 'images_per_sec': speed} for gpus, nodes, speed in runs))
+    text = printed(capsys, path, '--extrapolate', 64)
+    table, = cells(text)
+    assert [(row['GPUs'], row['nodes'], row['images/s']) for row in table] == [
+        ('8', '1', '800.0'), ('16', '2', '1,600.0'), ('16', '4', '1,300.0'), ('32', '4', '3,200.0'),
+        ('64', '', '6,400.0')]
+    assert 'fitted on 8, 16, 32 GPUs' in text
+    assert 'nodes' not in cells(printed(capsys, write({}, {'num_devices': 16, 'num_nodes': 2})))[0][0]
+
+
+def test_a_plan_joins_no_runs_on_different_numbers_of_nodes(capsys, write):
+    path = write({'num_devices': 16, 'num_nodes': 2}, {'num_devices': 16, 'num_nodes': 4, 'image_size': 256})
+    assert '256 and 512 px' in refusal(capsys, path, '--phase', '1@256', '--phase', '1@512')
+
+
+def test_workers_that_the_program_chose_are_one_setting_and_others_are_not(capsys, write):
+    runs = [{'num_devices': n, 'num_workers': workers} for n, workers in ((1, 8), (2, 4))]
+    table, = cells(printed(capsys, write(*(run | {'num_workers_by_default': True} for run in runs))))
+    assert [row['efficiency'] for row in table] == ['100.0 %', '50.0 %']
+    assert len(cells(printed(capsys, write(*(run | {'num_workers_by_default': False} for run in runs))))) == 2
+
+
+def test_records_of_one_setting_are_told_apart_by_date_and_commit(capsys, drawn, write):
+    runs = [{'date': f'2026-11-2{day}T10:00:00+00:00', 'git_commit': commit}
+            for day, commit in ((0, 'a' * 40), (1, 'b' * 40 + '-dirty'))]
+    path = write(*runs)
+    table, = cells(printed(capsys, path, '--compare'))
+    assert [(row['date'], row['git_commit']) for row in table] == [
+        ('2026-11-20 10:00:00', 'aaaaaaaa'), ('2026-11-21 10:00:00', 'bbbbbbbb-dirty')]
+    assert labels(drawn(path, '--compare').axes[0]) == [
+        '2026-11-20 10:00:00, aaaaaaaa', '2026-11-21 10:00:00, bbbbbbbb-dirty']
+    compared, = cells(printed(capsys, write(runs[0] | {'use_ema': True}, runs[1] | {'use_ema': False}), '--compare'))
+    assert 'date' not in compared[0]
+
+
+CPU = {'device': 'Intel(R) Xeon(R) Processor @ 2.70GHz', 'num_devices': 1, 'images_per_sec': 8.0}
+
+
+@pytest.mark.parametrize('record, kind, on_cpu', [
+    (CPU, 'CPU rank', True), ({'device': 'X', 'device_type': 'cpu'}, 'CPU rank', True),
+    ({'device': 'X', 'device_type': 'cuda'}, 'GPU', False), ({'device': 'NVIDIA A100 Tensor Core'}, 'GPU', False)])
+def test_a_cpu_has_days_but_no_gpus_gpu_hours_or_dollars(capsys, drawn, write, record, kind, on_cpu):
+    path = write(record)
+    (row,), = cells(printed(capsys, path))
+    assert row[f'{kind}s'] and row[f'images/s per {kind}'] and row['days']
+    assert ('GPU-hours' not in row and 'cost' not in row) == on_cpu
+    assert kind in labels(drawn(path).axes[0])[0]
+
+
+def test_cpus_and_gpus_in_one_table_are_devices(capsys, write):
+    table, = cells(printed(capsys, write({}, CPU), '--compare'))
+    assert [(row['devices'], row['GPU-hours'], row['cost']) for row in table] == [
+        ('8', '7,964', '$15,929'), ('1', '', '')]
+
+
+def test_the_model_tiny_has_no_days_unless_they_are_asked_for(capsys, drawn, write):
+    path = write({'model_name': 'tiny'}, {'model_name': 'tiny', 'num_devices': 16},
+                 ENCODE | {'model_name': 'tiny'}, LATENTS | {'model_name': 'tiny'})
+    text = printed(capsys, path)
+    assert 'days' not in {heading for table in cells(text) for row in table for heading in row} and '$' not in text
+    assert '--training_images asks for them' in text and '### Plan' not in text
+    assert 'days' not in drawn(path).get_suptitle()
+    asked_for = printed(capsys, path, '--training_images', 1_000_000)
+    assert '$' in asked_for and '### Plan' in asked_for and 'asks for them' not in asked_for
 
 
 def test_compare_has_a_row_a_record_what_differs_and_the_speed_over_the_first(capsys, write):
@@ -262,13 +349,6 @@ def test_the_csv_holds_the_rows_unrounded(tmp_path, capsys):
     assert float(rows[3]['scaling_efficiency']) == pytest.approx(912.2 / 64 / (128.2 / 8), rel=1e-14)
 
 
-@pytest.mark.parametrize('records', [
-    [{}], [{}, {'num_devices': 16, 'device': 'H100 $1 $2', 'extrapolated': True}, {'status': 'failed'}]])
-def test_the_figure_is_written(tmp_path, capsys, write, records):
-    printed(capsys, write(*records), '--figure', tmp_path / 'days.png')
-    assert (tmp_path / 'days.png').read_bytes().startswith(b'\x89PNG')
-
-
 def test_the_same_records_give_the_same_report_from_jsonl_and_csv_with_a_byte_order_mark(tmp_path, capsys, write):
     rows = csv.DictReader(Path(PUBLISHED).open())
     lines = write(*({key: records.value_of_csv_cell(cell) for key, cell in row.items()} for row in rows))
@@ -301,10 +381,24 @@ def test_a_bad_record_is_named_by_file_and_line(capsys, write, record, reason):
     ('a.csv', b'device,num_devices\n', ': no records'), ('a.csv', b'device,num_devices\nx,1,2\n', ':2: '),
     ('a.csv', b'device,num_devices,image_size,images_per_sec\nH200,8,512,\n', ':2: not a record: no images_per_sec'),
     ('a.csv', b'device,num_devices,image_size,images_per_sec\nH200,8,512,inf\n', ':2: not a record: images_per_sec'),
-    ('a.jsonl', b'\x89PNG\r\n\x1a\n\xff', ':1: not a record: ')])
+    ('a.jsonl', b'\x89PNG\r\n\x1a\n\xff', ':1: not a record: '), ('a.jsonl', b'{"device": "H2', ': no records')])
 def test_a_bad_file_is_named(tmp_path, capsys, name, content, reason):
     (tmp_path / name).write_bytes(content)
     assert f'{tmp_path / name}{reason}' in refusal(capsys, tmp_path / name)
+
+
+@pytest.mark.parametrize('left', [1, 0.5, 0.8, 0.99])
+def test_a_line_that_was_cut_is_left_out_and_named(tmp_path, capsys, left):
+    whole = json.dumps({'versions': {'torch': '2.7.0'}} | MINIMAL | {'gpu': {'name': 'x'}})
+    cut = whole[:int(left * (len(whole) - 1))]
+    path = tmp_path / 'results.jsonl'
+    for lines in ([whole, cut], [cut, whole]):  # the next run begins a line of its own
+        path.write_text('\n'.join(lines))
+        text = printed(capsys, path)
+        assert f'Left out: {path}:{lines.index(cut) + 1} is cut' in text
+        assert cells(text)[0][0]['images/s'] == '800.0' and len(cells(text)[0]) == 1
+    path.write_text(whole)
+    assert 'Left out' not in printed(capsys, path)
 
 
 @pytest.mark.parametrize('argv, reason', [
@@ -325,9 +419,16 @@ def test_a_bad_file_is_named(tmp_path, capsys, name, content, reason):
     ([PUBLISHED, '--csv', '/missing/table.csv'], "--csv /missing/table.csv cannot be written"),
     ([PUBLISHED, '--figure', '/missing/days.png'], "--figure /missing/days.png cannot be written"),
     ([PUBLISHED, '--figure', 'days.xyz'], "Format 'xyz'"),
-    ([PUBLISHED, '--csv', PUBLISHED], 'would overwrite'), ([PUBLISHED, '--unknown'], '--unknown')])
+    ([PUBLISHED, '--csv', PUBLISHED], 'would overwrite'),
+    ([PUBLISHED, '--figure', str(ROOT / 'tests' / '..' / 'published.csv')], 'would overwrite'),
+    ([PUBLISHED, '--figure', str(ROOT)], f'--figure {ROOT} is a folder; name a file, such as {ROOT}/days.png'),
+    ([PUBLISHED, '--csv', str(ROOT)], f'--csv {ROOT} is a folder; name a file, such as {ROOT}/table.csv'),
+    ([PUBLISHED, '--figure', 'days'], '--figure days has no ending that says its format; use days.png'),
+    ([PUBLISHED, '--figrue', 'days.png'], '--figrue is no flag; did you mean --figure?'),
+    ([PUBLISHED, '--unknown'], '--unknown is no flag')])
 def test_a_bad_argument_is_named(capsys, argv, reason):
     assert reason in refusal(capsys, *argv)
+    assert not ROOT.with_suffix('.png').exists()
 
 
 def test_phases_that_no_number_of_gpus_has_all_of_are_refused(capsys, write):
@@ -462,11 +563,11 @@ def test_what_all_records_have_in_common_is_said_once_and_headings_say_what_diff
     path = write(*(common | {'compile': value, 'versions': {'composer': '0.32.1', 'torch': torch}}
                    for value, torch in ((False, '2.7.0'), (True, '2.11.0'))))
     text = printed(capsys, path)
-    assert text.startswith('All records in the tables: H200, 512 px, stage train, precision amp_bf16, use_ema yes, '
-                           'versions composer 0.32.1\n')
+    assert text.startswith('All records in the tables: H200, 512 px, stage train, use_ema yes, composer 0.32.1, other '
+                           'settings at the defaults\n')
     assert [line for line in text.splitlines() if line.startswith('#')] == [
-        '### compile no, versions torch 2.7.0', '### compile yes, versions torch 2.11.0']
-    assert text.count('amp_bf16') == text.count('0.32.1') == 1
+        '### torch 2.7.0', '### compile yes, torch 2.11.0']
+    assert text.count('0.32.1') == 1
     table, = cells(printed(capsys, path, '--compare'))
     assert [row['versions'] for row in table] == ['torch 2.7.0', 'torch 2.11.0']
 
@@ -476,25 +577,25 @@ def test_a_setting_that_some_records_do_not_state_is_named_in_their_heading(caps
     assert '### use_ema yes\n' in text and '### not stated: use_ema\n' in text
 
 
+def test_settings_at_their_defaults_are_named_where_nothing_else_tells_tables_apart(capsys, write):
+    text = printed(capsys, write({'compile': False}, {'compile': False, 'use_ema': False}, {'use_ema': True}))
+    assert [line for line in text.splitlines() if line.startswith('#')] == [
+        '### compile no', '### use_ema no, compile no', '### use_ema yes']
+
+
+def test_a_record_of_benchmark_py_without_flags_names_no_switch(capsys, write):
+    flags = vars(benchmark_parser('').parse_args(['--use_synth_data']))
+    machine = {'precision': 'amp_bf16', 'encoder_precision': 'bf16', 'channels_last': True, 'dataset': 'synthetic',
+               'num_workers': 0, 'num_workers_by_default': True, 'encoders': 'in_loop', 'batch_size': 64}
+    text = printed(capsys, write(flags | machine | MINIMAL))
+    assert text.startswith('All records in the tables: H200, 512 px, stage train, batch_size 64, encoders in_loop, '
+                           'dataset synthetic, other settings at the defaults\n')
+
+
 def test_a_quoted_cell_of_two_lines_counts_as_two_lines_of_the_file(tmp_path, capsys):
     path = tmp_path / 'a.csv'
     path.write_text('device,num_devices,image_size,images_per_sec\n"H\n200",8,512,5\n\nH200,8,512,x\n')
     assert f'{path}:5: not a record: images_per_sec' in refusal(capsys, path)
-
-
-def drawn(capsys, monkeypatch, tmp_path, *argv):
-    """The figure that report.py saves."""
-    from matplotlib.figure import Figure
-    saved = []
-    save = Figure.savefig
-
-    def remember(figure, *args, **kwargs):
-        saved.append(figure)
-        save(figure, *args, **kwargs)
-    monkeypatch.setattr(Figure, 'savefig', remember)
-    printed(capsys, *argv, '--figure', tmp_path / 'figure.png')
-    figure, = saved
-    return figure
 
 
 def texts(axes):
@@ -502,7 +603,7 @@ def texts(axes):
 
 
 def labels(axes):
-    return [label.get_text().replace('\n', ' ') for label in axes.get_yticklabels()]
+    return [label.get_text().replace('\n', ' ').replace('\u00a0', ' ') for label in axes.get_yticklabels()]
 
 
 SPEEDS = [{'compile': False, 'use_ema': True, 'device_train_microbatch_size': 8},
@@ -512,32 +613,35 @@ SPEEDS = [{'compile': False, 'use_ema': True, 'device_train_microbatch_size': 8}
            'status': 'failed', 'error': 'out of memory'}]
 
 
-def test_the_ladder_is_a_bar_for_each_record_named_in_words_by_what_differs(capsys, monkeypatch, tmp_path, write):
-    axes, = drawn(capsys, monkeypatch, tmp_path, write(*SPEEDS), '--compare').axes
+def test_the_ladder_is_a_bar_for_each_record_named_by_what_differs_and_is_not_at_its_default(drawn, write):
+    axes, = drawn(write(*SPEEDS), '--compare').axes
     assert [bar.get_width() for bar in axes.patches] == [800, 1000, 900, 0] and axes.get_xlim()[0] == 0
-    assert labels(axes) == ['microbatch 8, EMA, not compiled', 'microbatch 16, compiled', 'no EMA', 'microbatch 32']
+    assert labels(axes) == [
+        'device_train_microbatch_size 8, use_ema yes', 'device_train_microbatch_size 16, use_ema yes, compile yes',
+        'device_train_microbatch_size 8', 'device_train_microbatch_size 32, use_ema yes']
     assert texts(axes) == ['800.0   1.00 x', '1,000.0   1.25 x', '900.0   1.12 x', 'failed: out of memory']
     assert axes.yaxis_inverted()  # the first record is on top
 
 
-def test_settings_that_only_some_records_state_are_named_below_the_picture(capsys, monkeypatch, tmp_path, write):
-    path = write({'device': 'A100'}, {'precision': 'amp_bf16'})
-    figure = drawn(capsys, monkeypatch, tmp_path, path, '--compare')
-    assert labels(figure.axes[0]) == ['A100', 'H200']
-    assert 'only some records state it: precision' in figure.get_supxlabel()
-    axes, = drawn(capsys, monkeypatch, tmp_path, write({}, {'precision': 'amp_bf16'}), '--compare').axes
-    assert labels(axes) == ['precision not stated', 'amp_bf16']
+def test_bars_of_tables_of_their_own_have_no_ratio(drawn, write):
+    assert texts(drawn(write(*SPEEDS)).axes[0])[:3] == ['800.0', '1,000.0', '900.0']
+
+
+def test_a_setting_that_a_record_does_not_state_is_named_so_in_its_label(drawn, write):
+    assert labels(drawn(write({}, {'precision': 'fp32'}), '--compare').axes[0]) == [
+        'not stated: precision', 'precision fp32']
 
 
 @pytest.mark.parametrize('more', [[], ['--compare']])
-def test_one_record_is_one_bar(capsys, monkeypatch, tmp_path, write, more):
-    figure = drawn(capsys, monkeypatch, tmp_path, write({}), *more)
+def test_one_record_is_one_bar(drawn, write, more):
+    figure = drawn(write({'num_workers': 1}), *more)
     assert [bar.get_width() for bar in figure.axes[0].patches] == [800] and labels(figure.axes[0]) == ['8 GPUs']
+    assert texts(figure.axes[0]) == ['800.0'] and 'num_workers 1, ' in figure.get_supxlabel()
     assert '2,867,200,000 images take 41.48 days' in figure.get_supxlabel()
 
 
-def test_several_gpu_counts_show_days_beside_efficiency(capsys, monkeypatch, tmp_path):
-    figure = drawn(capsys, monkeypatch, tmp_path, PUBLISHED)
+def test_several_gpu_counts_show_days_beside_efficiency(drawn):
+    figure = drawn(PUBLISHED)
     days, efficiency = figure.axes
     assert texts(days) == ['258.85', '130.65', '68.32', '36.38', '20.50', '12.82']
     assert texts(efficiency) == ['100.0 %', '99.1 %', '94.7 %', '88.9 %', '78.9 %', '63.1 %']
@@ -547,55 +651,70 @@ def test_several_gpu_counts_show_days_beside_efficiency(capsys, monkeypatch, tmp
     assert 'Hollow bars are extrapolated' in figure.get_supxlabel()
 
 
-def test_the_figure_says_what_it_leaves_out(capsys, monkeypatch, tmp_path, write):
+def test_nodes_are_named_where_some_gpus_ran_on_several_numbers_of_them(drawn, write):
+    figure = drawn(write(*({'num_devices': gpus, 'num_nodes': nodes} for gpus, nodes in ((8, 1), (16, 2), (16, 4)))))
+    assert labels(figure.axes[0]) == ['8 GPUs on 1 node', '16 GPUs on 2 nodes', '16 GPUs on 4 nodes']
+
+
+def test_the_figure_says_what_it_leaves_out(drawn, write):
     counts = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16)]
     path = write(*counts, {'status': 'interrupted'}, ENCODE)
-    assert 'Not drawn: 1 runs that did not end.\nNot drawn: 1 rows of encoding.' in drawn(
-        capsys, monkeypatch, tmp_path, path).get_supxlabel()
+    assert 'Not drawn: 1 runs that did not end or have no days.\nNot drawn: 1 rows of encoding.' in drawn(
+        path).get_supxlabel()
     many = write(*({'seed': seed} for seed in range(figures.MOST_BARS + 2)))
-    figure = drawn(capsys, monkeypatch, tmp_path, many, '--compare')
+    figure = drawn(many, '--compare')
     assert len(figure.axes[0].patches) == figures.MOST_BARS
     assert 'Not drawn: the last 2 records.' in figure.get_supxlabel()
     settings = [count | {'seed': 0, 'num_workers': n} for n in range(1, len(figures.COLORS) + 2) for count in counts]
-    assert 'Not drawn: 2 rows of more than 8 settings' in drawn(
-        capsys, monkeypatch, tmp_path, write(*settings)).get_supxlabel()
+    assert 'Not drawn: 2 rows of more than 8 settings' in drawn(write(*settings)).get_supxlabel()
 
 
 def boxes_of_texts(figure):
-    """The boxes of everything written in a figure, and of its axes, in pixels."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
+    """The boxes of everything written in a figure, in pixels."""
+    figure.draw_without_rendering()
     written = [*figure.texts, *(text for legend in figure.legends for text in (legend.get_title(), *legend.texts))]
     for axes in figure.axes:
         written += [axes.xaxis.label, *axes.texts]
         written += [label for label in axes.get_yticklabels() if label.get_visible()]
         written += [label for label in axes.get_xticklabels() if axes.get_xlim()[0] <= label.get_position()[0]
                     <= axes.get_xlim()[1]]
-    return [text.get_window_extent(renderer) for text in written if text.get_text() and text.get_visible()]
+    return [text.get_window_extent() for text in written if text.get_text() and text.get_visible()]
 
 
-LONG = {'model_name': 'an/architecture-with-a-long-name', 'precision': 'amp_bf16', 'encoder_precision': 'bf16',
-        'attention': 'xformers', 'dataset': 'streaming', 'channels_last': True, 'fused_optimizer': True}
+LONG = {'model_name': 'an/architecture-with-a-long-name', 'device': 'H100 $1 $2', 'encoder_precision': 'fp32',
+        'attention': 'xformers', 'dataset': 'streaming', 'channels_last': False, 'fused_optimizer': False}
 SHORT = {'model_name': 'short', 'precision': 'fp32', 'encoder_precision': 'fp32', 'attention': 'sdpa',
          'dataset': 'synthetic', 'channels_last': False, 'fused_optimizer': False}
 
 
 @pytest.mark.parametrize('changes, more', [
-    (SPEEDS, ['--compare']), ([{}], []), ([{}, {'compile': True, 'images_per_sec': 856.0}], []),
     ([SHORT, LONG, *SPEEDS], ['--compare']),
     ([how | {'num_devices': n, 'images_per_sec': speed * factor} for n, speed in IMAGES_PER_SEC.items()
       for how, factor in ((SHORT, 1), (LONG, 1.07))], ['--extrapolate', 512, 1024])])
-def test_no_text_of_a_figure_runs_into_another_or_out_of_it(capsys, monkeypatch, tmp_path, write, changes, more):
-    figure = drawn(capsys, monkeypatch, tmp_path, write(*changes), *more)
+def test_no_text_of_a_figure_runs_into_another_or_out_of_it(drawn, write, changes, more):
+    figure = drawn(write(*changes), *more)
     boxes = boxes_of_texts(figure)
     for index, box in enumerate(boxes):
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
         assert not any(box.overlaps(other) for other in boxes[index + 1:])
-    for axes in figure.axes:
-        for text in axes.texts:
-            assert text.get_window_extent().x1 <= axes.bbox.x1
+
+
+def test_the_figure_is_written_and_letters_that_no_font_has_are_one_warning(tmp_path, capsys, write):
+    path = write({'device': 'Über $1 中文'}, {'num_devices': 16, 'extrapolated': True}, {'status': 'failed'})
+    report.main([path, '--figure', str(tmp_path / 'days.png')])
+    assert (tmp_path / 'days.png').read_bytes().startswith(b'\x89PNG')
+    warned = capsys.readouterr().err
+    if figures.fonts_for(records.read_records(path)[0])[1]:
+        assert warned.count('\n') == 1 and 'shows boxes for 中文, which no font here has' in warned
+    else:
+        assert not warned
+
+
+def test_a_letter_that_the_usual_font_lacks_comes_from_another_installed_one(write):
+    letter = '\u20dd'  # of STIX, which comes with matplotlib
+    rows, _ = records.read_records(write({'device': f'a{letter}'}))
+    (usual, other), missing = figures.fonts_for(rows)
+    assert not missing and usual == 'DejaVu Sans' and ord(letter) in get_font(findfont(other)).get_charmap()
 
 
 def test_neither_torch_nor_matplotlib_is_imported_for_a_table():

@@ -52,7 +52,6 @@ def plain(batch):
 
 @pytest.mark.parametrize('argv, tolerance', [
     (['--channels_last'], 1e-4),
-    (['--channels_last', '--channels_last_norms'], 1e-4),
     (['--gradient_checkpointing'], 1e-5),
     (['--encoder_precision', 'bf16'], 0.05),
     (['--encoder_precision', 'fp16'], 0.01),

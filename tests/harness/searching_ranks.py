@@ -28,7 +28,7 @@ def main(out: str, microbatch_size: str) -> None:
         return model
 
     benchmark.build_model = build_limited_model
-    run = benchmark.build_run(args, benchmark.build_data(args, find_model('tiny')), first_microbatch=8)
+    run = benchmark.build_run(args, benchmark.build_data(args, find_model('tiny')))
     sizes = list(tried[0])
     assert benchmark.train(run) == {'status': 'complete'}
     torch.save({'tried': sizes, 'microbatch': run.trainer.state.device_train_microbatch_size,

@@ -8,7 +8,8 @@ import torch
 
 import benchmark
 from harness.dry_run import CARDS, Estimate, estimate, in_a_row, parts_table, speed_table
-from harness.memory import GIB, taken_on_a_gpu
+from harness.fake_step import FakeModel, build_fake
+from harness.memory import GIB, build_outline, taken_on_a_gpu
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
 from models.loading import find_model
@@ -24,11 +25,20 @@ def arguments(*flags: str) -> argparse.Namespace:
     return args
 
 
+def fake_model(args: argparse.Namespace, latents: bool = False) -> FakeModel:
+    return build_fake(build_outline(args, find_model(args.model_name), latents, benchmark.build_model))
+
+
 @pytest.fixture(scope='module')
-def milabench() -> Estimate:
+def sd2() -> FakeModel:
+    return fake_model(arguments('--dry_run', '1'))
+
+
+@pytest.fixture(scope='module')
+def milabench(sd2) -> Estimate:
     """One H200, 80 images in a single microbatch, encoders in bf16, no average."""
     args = arguments('--dry_run', '1', '--batch_size', '80')
-    return estimate('', args, False, benchmark.build_model)
+    return estimate('', args, sd2)
 
 
 def test_the_estimate_is_a_tenth_below_what_an_h200_took_and_within_what_is_added(milabench):
@@ -50,9 +60,9 @@ def test_each_image_more_takes_what_it_took_there(milabench):
     assert milabench.gib_per_image() == pytest.approx((115.6 - 55) / (80 - 32), rel=0.08)
 
 
-def test_the_originals_microbatch_of_4_fits_40_gb_with_fused_attention_and_without_it_2(milabench):
+def test_the_originals_microbatch_of_4_fits_40_gb_with_fused_attention_and_without_it_2(milabench, sd2):
     args = arguments('--dry_run', '8', '--use_ema')
-    matrices = estimate('', args, False, benchmark.build_model, fused_attention=False)
+    matrices = estimate('', args, sd2, fused_attention=False)
     assert matrices.largest_microbatch(CARDS['40 GB']) == 2
     fused = dataclasses.replace(matrices, step=milabench.step)
     assert fused.largest_microbatch(CARDS['40 GB']) >= 4
@@ -106,7 +116,7 @@ def assert_speeds(lines: list[str], images_per_sec: float) -> None:
 
 def test_latents_need_no_vae():
     args = arguments('--dry_run', *TINY, '--use_synth_latents')
-    needed = estimate('', args, True, benchmark.build_model)
+    needed = estimate('', args, fake_model(args, latents=True))
     assert 'VAE' not in needed.lasting
     assert not [line for line in parts_table(needed.model) if line.startswith('VAE')]
 
@@ -126,7 +136,7 @@ def test_in_float32_nothing_is_said_of_speed():
     (['--dry_run', '0'], '0 is not a whole number above 0'),
     (['--dry_run', '--loader_only'], 'give one of them'),
     (['--dry_run', '--image_size', '100'], 'not a multiple of 8; use 96'),
-    (['--dry_run', '--remote', '/nowhere'], '/nowhere holds no index.json'),
+    (['--dry_run', '--remote', '/nowhere'], '--remote /nowhere is no folder'),
 ])
 def test_flags_that_cannot_run_are_refused_in_one_line(flags, words, capfd):
     assert words in one_error_line([*TINY, *flags], capfd)
@@ -134,7 +144,7 @@ def test_flags_that_cannot_run_are_refused_in_one_line(flags, words, capfd):
 
 def test_a_run_and_its_dry_run_build_the_same_model():
     args = arguments('--dry_run', *TINY, '--gradient_checkpointing')
-    [fake, real] = [estimate('', args, False, benchmark.build_model).model, benchmark.build_model(args, False)]
+    [fake, real] = [fake_model(args).model, benchmark.build_model(args, False)]
     assert fake.unet.is_gradient_checkpointing and real.unet.is_gradient_checkpointing
     sizes = [{name: (weight.shape, weight.dtype) for name, weight in model.state_dict().items()}
              for model in (fake, real)]

@@ -1,5 +1,6 @@
 """What a GPU says of itself during the measured batches, by a fake of NVIDIA's library; nothing of it without a GPU."""
 import json
+import pickle
 import sys
 import threading
 import time
@@ -11,14 +12,12 @@ from composer.core import Time, Timestamp
 
 import benchmark
 from harness import gpu_monitor
-from harness.gpu_monitor import GIB, GpuMonitor, Readings, Sample, gather_gpu_figures, gpu_figures
+from harness.gpu_monitor import GIB, GpuMonitor, Readings, Running, gather_gpu_figures, gpu_figures
 from harness.measurement import Measurement
 
 KEYS = {'gpu_power_watts_mean', 'gpu_power_watts_max', 'gpu_temperature_celsius_mean', 'gpu_temperature_celsius_max',
         'gpu_sm_clock_mhz_mean', 'gpu_sm_clock_mhz_max', 'joules_per_image', 'peak_memory_allocated_gib',
         'allocator_retries', 'allocator_ooms'}
-MINE = '6f2a0e11-0000-1111-2222-333344445555'
-
 
 class FakeNvml(ModuleType):
     """Two GPUs, of which this process sees the second alone. Each value in `watts` is one answer; None is an error."""
@@ -26,8 +25,8 @@ class FakeNvml(ModuleType):
     class NVMLError(Exception):
         pass
 
-    NVML_TEMPERATURE_GPU = 0
-    NVML_CLOCK_SM = 1
+    class NVMLError_DriverNotLoaded(NVMLError):
+        pass
 
     def __init__(self, watts: list[float | None]):
         super().__init__('pynvml')
@@ -38,11 +37,8 @@ class FakeNvml(ModuleType):
     def nvmlInit(self):
         pass
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        handles = {'GPU-aaaaaaaa-0000-1111-2222-333344445555': 'first', f'GPU-{MINE}': 'second'}
-        if uuid not in handles:
-            raise self.NVMLError('not found')
-        return handles[uuid]
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return ('first', 'second')[index]
 
     def nvmlDeviceGetPowerUsage(self, handle):
         assert handle == 'second'
@@ -56,11 +52,11 @@ class FakeNvml(ModuleType):
         return int(watts * 1000)
 
     def nvmlDeviceGetTemperature(self, handle, sensor):
-        assert (handle, sensor) == ('second', self.NVML_TEMPERATURE_GPU)
+        assert (handle, sensor) == ('second', 0)  # the GPU's own
         return 61
 
     def nvmlDeviceGetClockInfo(self, handle, kind):
-        assert (handle, kind) == ('second', self.NVML_CLOCK_SM)
+        assert (handle, kind) == ('second', 1)  # that of its multiprocessors
         return 1755
 
 
@@ -69,13 +65,15 @@ def gpu(monkeypatch):
     """Gives this process a GPU and a fake of NVIDIA's library that answers `watts`; synchronising is an error."""
     stats = {'allocated_bytes.all.peak': 20 * GIB, 'num_alloc_retries': 3, 'num_ooms': 1}
 
-    def set_up(watts: list[float | None], uuid: str = MINE) -> tuple[FakeNvml, dict]:
+    def set_up(watts: list[float | None]) -> tuple[FakeNvml, dict]:
         nvml = FakeNvml(watts)
         monkeypatch.setitem(sys.modules, 'pynvml', nvml)
+        monkeypatch.setattr(torch.cuda, 'pynvml', nvml, raising=False)
+        monkeypatch.setattr(torch.cuda, '_HAS_PYNVML', True)
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '1')
         monkeypatch.setattr(gpu_monitor, 'SECONDS_BETWEEN_SAMPLES', 0.001)
         monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-        monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)  # its only one, whose index NVML does not know
-        monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: SimpleNamespace(uuid=uuid))
+        monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)  # its only one, which NVML counts as 1
         monkeypatch.setattr(torch.cuda, 'memory_stats', lambda: dict(stats))
         monkeypatch.setattr(torch.cuda, 'synchronize', lambda *args: pytest.fail('synchronised'))
         return nvml, stats
@@ -89,39 +87,49 @@ def watched(nvml: FakeNvml) -> Readings:
     return monitor.stop()
 
 
-def test_the_gpu_of_this_rank_is_sampled_by_another_thread(gpu):
+def test_the_gpu_of_this_rank_is_asked_by_another_thread(gpu):
     nvml, _ = gpu([300, 400.5, 350])
     readings = watched(nvml)
-    assert readings.samples[:3] == [Sample(300, 61, 1755), Sample(400.5, 61, 1755), Sample(350, 61, 1755)]
+    assert readings.of['power_watts'] == Running(3, 1050.5, 400.5)
+    assert (readings.of['temperature_celsius'].mean, readings.of['sm_clock_mhz'].maximum) == (61, 1755)
     assert len(nvml.asked_by) == 1 and threading.get_ident() not in nvml.asked_by
 
 
 def test_an_error_in_the_middle_leaves_out_one_value(gpu):
     nvml, _ = gpu([300, None, 350])
-    samples = watched(nvml).samples[:3]
-    assert [sample.power_watts for sample in samples] == [300, None, 350]
-    assert [sample.temperature_celsius for sample in samples] == [61, 61, 61]
-    figures = gpu_figures([Readings(samples)], 10, 1)
+    readings = watched(nvml)
+    assert readings.of['power_watts'] == Running(2, 650, 350)
+    assert readings.of['temperature_celsius'].count >= 3
+    figures = gpu_figures([readings], 10, 1)
     assert (figures['gpu_power_watts_mean'], figures['gpu_power_watts_max']) == (325, 350)
+
+
+def test_a_run_of_days_keeps_as_little_as_one_of_seconds(gpu):
+    nvml, _ = gpu([300.0] * 5000)
+    readings = watched(nvml)
+    assert readings.of['power_watts'] == Running(5000, 5000 * 300, 300)
+    assert len(pickle.dumps(readings)) < 1000
 
 
 def test_nothing_is_sampled_after_the_end(gpu):
     nvml, _ = gpu([300] * 3)
     before = threading.active_count()
     readings = watched(nvml)
-    number = len(readings.samples)
+    number = readings.of['temperature_celsius'].count
     for _ in range(100):
         if threading.active_count() == before:
             break
         time.sleep(0.01)
-    assert threading.active_count() == before and len(readings.samples) == number
+    assert threading.active_count() == before and readings.of['temperature_celsius'].count == number
 
 
-def test_a_gpu_that_the_library_does_not_know_has_no_samples(gpu):
-    gpu([300], uuid='00000000-dead-beef-0000-000000000000')  # as a slice of one
+def test_of_a_gpu_that_the_library_does_not_know_only_the_allocator_is_known(gpu, monkeypatch):
+    gpu([300])
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', 'MIG-00000000-dead-beef-0000-000000000000')  # a slice of one
+    monkeypatch.setattr(torch.cuda, '_raw_device_uuid_nvml', lambda: ['GPU-6f2a0e11-0000-1111-2222-333344445555'])
     monitor = GpuMonitor()
     monitor.start()
-    assert monitor.stop().samples == []
+    assert monitor.stop().of == Readings().of
     assert monitor.stop().peak_memory_allocated_gib == 20
 
 
@@ -131,7 +139,7 @@ def test_without_the_package_only_the_allocator_is_known(gpu, monkeypatch):
     monitor = GpuMonitor()
     monitor.start()
     readings = monitor.stop()
-    assert readings.samples == [] and readings.allocator_retries == 0
+    assert readings.of == Readings().of and readings.allocator_retries == 0
 
 
 def test_the_allocators_counts_are_of_the_measured_batches_alone(gpu):
@@ -163,9 +171,17 @@ def test_the_monitor_runs_from_the_end_of_the_warm_up_to_the_last_measured_batch
     assert events[:2] == [('start', 2), ('stop', 5)] and {event for event, _ in events[2:]} <= {'stop'}
 
 
+def readings_of(watts: list[float], celsius: list[float], megahertz: list[float], *others) -> Readings:
+    of = Readings().of
+    for running, values in zip(of.values(), (watts, celsius, megahertz), strict=True):
+        for value in values:
+            running.add(value)
+    return Readings(of, *others)
+
+
 def test_figures_are_over_all_gpus():
-    ranks = [Readings([Sample(300, 60, 1700), Sample(400, 64, 1800)], 20.0, 1, 0),
-             Readings([Sample(500, 70, 1600)], 22.0, 2, 1)]
+    ranks = [readings_of([300, 400], [60, 64], [1700, 1800], 20.0, 1, 0),
+             readings_of([500], [70], [1600], 22.0, 2, 1)]
     assert gpu_figures(ranks, images_per_sec=17, num_devices=2) == {
         'gpu_power_watts_mean': 400, 'gpu_power_watts_max': 500,
         'gpu_temperature_celsius_mean': pytest.approx(194 / 3), 'gpu_temperature_celsius_max': 70,
@@ -176,7 +192,7 @@ def test_figures_are_over_all_gpus():
 
 
 def test_joules_are_not_told_where_a_gpus_power_is_not_known():
-    ranks = [Readings([Sample(300, 60, 1700)]), Readings([Sample(None, 60, 1700)])]
+    ranks = [readings_of([300], [60], [1700]), readings_of([], [60], [1700])]
     assert gpu_figures(ranks, 10, 2)['joules_per_image'] is None
     assert gpu_figures(ranks[:1], 10, 2)['joules_per_image'] is None  # the other rank is gone
     assert gpu_figures(ranks[:1], None, 1)['joules_per_image'] is None  # nothing was measured
@@ -184,7 +200,7 @@ def test_joules_are_not_told_where_a_gpus_power_is_not_known():
 
 
 def test_the_ranks_are_asked_only_while_they_are_there(monkeypatch):
-    other = Readings([Sample(500, 70, 1600)], 22.0, 2, 1)
+    other = readings_of([500], [70], [1600], 22.0, 2, 1)
     monkeypatch.setattr(gpu_monitor.dist, 'all_gather_object', lambda mine: [mine, other])
     monkeypatch.setattr(gpu_monitor.dist, 'get_world_size', lambda: 2)
     assert gather_gpu_figures(GpuMonitor(), 10)['gpu_power_watts_max'] == 500

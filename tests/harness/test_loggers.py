@@ -3,6 +3,8 @@ import contextlib
 import json
 from pathlib import Path
 
+from torch.utils.tensorboard import SummaryWriter
+
 from benchmark import main
 from harness.loggers import OneFileTensorboardLogger
 from tests.runs import TINY, one_error_line, wait_until
@@ -76,3 +78,13 @@ def test_one_tensorboard_file_holds_the_loss_the_settings_and_the_record(tmp_pat
         [text] = events.Tensors(f'{name}/text_summary')
         shown = json.loads(text.tensor_proto.string_val[0])
         assert shown.items() >= content.items()
+
+
+def test_a_logger_that_fails_while_it_trains_is_warned_of_once_and_the_training_goes_on(results, tmp_path, monkeypatch,
+                                                                                      capfd):
+    def fail(*_, **__):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(SummaryWriter, 'add_scalar', fail)
+    record = main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
+    assert record['status'] == 'complete'
+    assert capfd.readouterr().err.count('warning: OneFileTensorboardLogger failed (OSError: [Errno 28] No space') == 1

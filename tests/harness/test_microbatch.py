@@ -1,4 +1,5 @@
 """The search for the largest microbatch: it finds what fits on every rank, and leaves no trace."""
+import gc
 import json
 import weakref
 
@@ -8,8 +9,8 @@ import torch
 import benchmark
 from benchmark import StableDiffusion, build_data, main
 from harness import microbatch
-from harness.memory import build_fake_model, lasting_bytes, needed_bytes, trace_training
-from harness.microbatch import divisors, largest_microbatch, largest_that_fits, likely_microbatch, memory_beside
+from harness.microbatch import (adam_moments, divisors, forward_and_backward, is_too_large, largest_microbatch,
+                                largest_that_fits, memory_beside)
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults, refuse_bad_training
 from models.loading import find_model
@@ -25,7 +26,8 @@ def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str, erro
         raise error('CUDA out of memory. Tried to allocate 20.00 GiB')
 
     def in_forward(module, inputs, output):
-        tried.append(len(output))
+        if tried[-1:] != [len(output)]:  # once for both batches of a try
+            tried.append(len(output))
         if len(output) > limit and where == 'forward':
             fail()
         if len(output) > limit and where == 'backward':
@@ -41,9 +43,9 @@ def arguments(*argv: str):
     return args
 
 
-def search(model: StableDiffusion, *argv: str, guess: int | None = None) -> int:
+def search(model: StableDiffusion, *argv: str) -> int:
     args = arguments(*argv)
-    return largest_microbatch(model, build_data(args, find_model('tiny')), args, guess or args.batch_size)
+    return largest_microbatch(model, build_data(args, find_model('tiny')), args)
 
 
 @pytest.fixture
@@ -52,43 +54,28 @@ def model() -> StableDiffusion:
     return StableDiffusion('tiny', 64)
 
 
+@pytest.mark.parametrize('share, limit, expected', [
+    (12, 100, [1, 2, 4, 12]), (12, 11, [1, 2, 4, 12, 6]), (12, 5, [1, 2, 4, 12, 6]), (12, 3, [1, 2, 4, 3]),
+    (12, 1, [1, 2]), (12, 0, [1]), (7, 3, [1, 7]), (256, 20, [1, 2, 4, 8, 16, 32]),
+])
+def test_a_search_begins_with_one_image_and_doubles_before_it_tries_what_lies_between(share, limit, expected):
+    tried = []
+    largest_that_fits(share, lambda size: tried.append(size) or size <= limit)
+    assert tried == expected
+
+
 @pytest.mark.parametrize('where', ['forward', 'backward'])
-@pytest.mark.parametrize('limit, tried', [(100, [12]), (5, [12, 6, 4]), (3, [12, 6, 4, 3]), (1, [12, 6, 4, 3, 2, 1])])
-def test_the_largest_divisor_of_the_share_that_fits_is_found(model, where, limit, tried):
-    seen = run_out_of_memory_above(limit, model, where)
-    assert search(model, '--batch_size', '12') == tried[-1]
-    assert seen == tried
+def test_the_largest_part_of_the_batch_that_a_model_trains_with_is_found(model, where):
+    seen = run_out_of_memory_above(2, model, where)
+    assert search(model, '--batch_size', '6') == 2
+    assert seen == [1, 2, 6, 3]
 
 
-@pytest.mark.parametrize('guess, tried', [(4, [4, 6]), (3, [3, 4, 6]), (6, [6, 4]), (1, [1, 2, 3, 4, 6])])
-def test_a_search_that_begins_near_tries_less_and_finds_the_same(model, guess, tried):
-    seen = run_out_of_memory_above(5, model, 'backward')
-    assert search(model, '--batch_size', '12', guess=guess) == 4
-    assert seen == tried
-
-
-def test_a_wrong_guess_changes_nothing_but_the_number_of_tries():
-    for share in (1, 7, 12, 64):
-        sizes = divisors(share)
+def test_the_largest_divisor_that_fits_is_found_for_any_share_and_any_memory():
+    for share in (1, 7, 12, 64, 100):
         for most in range(share + 1):
-            fitting = [size for size in sizes if size <= most]
-            found = {largest_that_fits(sizes, guess, fitting.__contains__) for guess in sizes}
-            assert found == {max(fitting, default=None)}
-
-
-def test_the_guess_is_the_largest_that_fits_by_calculation_with_what_is_added(monkeypatch):
-    args = arguments('--batch_size', '64')
-    fake = build_fake_model(args, False, benchmark.build_model)
-    assert likely_microbatch(args, fake) == 64  # there is no GPU, whose memory could be known
-    lasting, step = lasting_bytes(args, fake.model, 1), trace_training(args, fake)
-    monkeypatch.setattr(microbatch, 'on_all_ranks', bool)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    for size in (64, 8):
-        needed = 1.12 * sum(needed_bytes(args, lasting, step, size, 1).values())
-        monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda needed=needed: (0, needed + 1000))
-        assert likely_microbatch(args, fake) == size
-    monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda: (0, 0))
-    assert likely_microbatch(args, fake) == 1
+            fitting = [size for size in divisors(share) if size <= most]
+            assert largest_that_fits(share, fitting.__contains__) == max(fitting, default=None)
 
 
 def test_moments_are_searched_as_images_are():
@@ -96,17 +83,23 @@ def test_moments_are_searched_as_images_are():
     run_out_of_memory_above(2, model, 'backward')
     args = arguments('--batch_size', '8')
     args.use_synth_data, args.use_synth_latents = False, True
-    assert largest_microbatch(model, build_data(args, find_model('tiny')), args, 8) == 2
+    assert largest_microbatch(model, build_data(args, find_model('tiny')), args) == 2
 
 
 @pytest.mark.parametrize('words', [
     'CUDA error: out of memory', 'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
     'GET was unable to find an engine to execute this computation', 'cuDNN error: CUDNN_STATUS_ALLOC_FAILED',
     'upsample_nearest2d only supports output tensors with less than INT_MAX elements, but got [1, 2]',
+    'CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`',
+    'cuDNN error: CUDNN_STATUS_NOT_INITIALIZED', 'cuDNN error: CUDNN_STATUS_INTERNAL_ERROR',
 ])
-def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(model, words):
-    run_out_of_memory_above(2, model, 'forward', lambda _: RuntimeError(words))
-    assert search(model, '--batch_size', '4') == 2
+def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words):
+    assert is_too_large(RuntimeError(words), 4)
+
+
+def test_a_library_that_does_not_start_for_one_image_is_no_lack_of_memory():
+    assert not is_too_large(RuntimeError('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED'), 1)
+    assert is_too_large(RuntimeError('CUDA error: out of memory'), 1)
 
 
 def test_any_other_error_ends_the_search_as_it_is(model):
@@ -153,14 +146,55 @@ def test_nothing_of_a_try_is_alive_when_the_next_begins(model, monkeypatch, wher
     assert not [tensor for tensor in alive if tensor() is not None]
 
 
-@pytest.mark.parametrize('flags, ranks, copies', [([], 1, 2), (['--use_ema'], 1, 3), ([], 2, 3), (['--use_ema'], 2, 4)])
+@pytest.mark.parametrize('flags, ranks, copies', [([], 1, 0), (['--use_ema'], 1, 1), ([], 2, 1), (['--use_ema'], 2, 2)])
 def test_adams_moments_the_average_and_ddps_buckets_have_their_memory(model, monkeypatch, flags, ranks, copies):
     monkeypatch.setattr(microbatch.dist, 'get_world_size', lambda: ranks)
     held = memory_beside(model, arguments(*flags))
     weights = sum(parameter.nbytes for parameter in model.unet.parameters())
     assert sum(tensor.nbytes for tensor in held) == copies * weights
+    assert sum(tensor.nbytes for tensor in adam_moments(model)) == 2 * weights
     assert sum(parameter.grad.nbytes for parameter in model.unet.parameters()) == weights
     assert all(parameter.grad is None for part in (model.vae, model.text_encoder) for parameter in part.parameters())
+
+
+def test_adams_moments_come_after_a_first_batch_and_stay_beside_a_second(model, monkeypatch):
+    moments = []
+    passes = []  # how many of the moments there were in each
+    model.unet.register_forward_hook(lambda *_: passes.append(sum(tensor() is not None for tensor in moments)))
+
+    def made(model):
+        tensors = adam_moments(model)
+        moments.extend(map(weakref.ref, tensors))
+        return tensors
+
+    monkeypatch.setattr(microbatch, 'adam_moments', made)
+    search(model, '--batch_size', '1')
+    assert passes == [0, 2 * len(list(model.unet.parameters()))]
+    assert not any(tensor() is not None for tensor in moments)
+
+
+def test_a_try_holds_a_copy_of_its_microbatch_as_composer_does_and_no_batch(model, monkeypatch):
+    def images_in_memory() -> list[torch.Tensor]:
+        return [tensor for tensor in gc.get_objects()
+                if isinstance(tensor, torch.Tensor) and tensor.shape[1:] == (3, 64, 64)]
+    gc.collect()
+    of_others = {id(tensor) for tensor in images_in_memory()}
+    images = []
+    model.register_forward_pre_hook(lambda module, inputs: images.extend(
+        [tensor.shape[0], tensor.dtype] for tensor in images_in_memory() if id(tensor) not in of_others))
+    args = arguments('--batch_size', '8')
+    forward_and_backward(model, build_data(args, find_model('tiny')), args, 2)
+    assert images == [[2, torch.float32]] * 2
+
+
+def test_ranks_exchange_as_much_as_a_bucket_before_the_first_try(model, monkeypatch):
+    exchanged = []
+    monkeypatch.setattr(microbatch.dist, 'get_world_size', lambda: 2)
+    monkeypatch.setattr(microbatch.dist, 'all_reduce', lambda tensor, *_: exchanged.append(tensor.nbytes))
+    model.unet.register_forward_hook(lambda *_: exchanged.append('try'))
+    search(model, '--batch_size', '2')
+    assert exchanged.index('try') == 1
+    assert exchanged[0] > 25 * 2 ** 20  # DistributedDataParallel's bucket_cap_mb
 
 
 def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:
@@ -218,7 +252,7 @@ def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path,
         codes = run_ranks(server, [tmp_path / 'log'] * 2, searching_rank, [(tmp_path, microbatch_size)] * 2)
         assert codes == [0, 0], (tmp_path / 'log').read_text()
     searched, told = [[torch.load(tmp_path / f'{size}-rank{rank}.pt') for rank in (0, 1)] for size in ('auto', '2')]
-    assert [rank['tried'] for rank in searched] == [[8, 4, 2]] * 2
+    assert [rank['tried'] for rank in searched] == [[1, 2, 4]] * 2
     assert [rank['microbatch'] for rank in searched] == [2, 2]
     for rank in (0, 1):
         for name, weight in told[rank]['weights'].items():

@@ -29,6 +29,17 @@ class Weights(benchmark.Safeguard):
         super().batch_end(state, logger)
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=['no CUDA', 'CUDA'])
+def scaler(request, monkeypatch):
+    """Composer makes a GradScaler in every precision; where torch finds CUDA, it is enabled in every precision."""
+    monkeypatch.setattr(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: request.param)
+
+
+@pytest.fixture
+def argv(smallest_model, results) -> list[str]:
+    return ['--use_synth_latents', '--use_ema', *TINY, '--model_name', smallest_model, '--results', str(results)]
+
+
 @pytest.fixture
 def weights(monkeypatch):
     monkeypatch.setattr(benchmark, 'Safeguard', Weights)
@@ -36,33 +47,31 @@ def weights(monkeypatch):
     return Weights
 
 
-def test_a_nan_gradient_of_a_finite_loss_ends_the_run_before_it_is_learned(results, weights, capfd):
+def test_a_nan_gradient_of_a_finite_loss_ends_the_run_before_it_is_learned(argv, weights, results, capfd):
     with pytest.raises(SystemExit):
-        benchmark.main(['--use_synth_data', '--use_ema', *TINY, '--results', str(results)])
+        benchmark.main(argv)
     record = json.loads(results.read_text())
     assert record['status'] == 'failed'
     assert record['error'].startswith('a gradient of batch 3 is not finite, at microbatch size 4')
     assert len(weights.seen) == 2 and weights.seen[-1].isfinite().all()
 
 
-def test_on_nan_skip_leaves_the_step_of_a_nan_gradient_out(results, weights):
-    record = benchmark.main(['--use_synth_data', '--use_ema', *TINY, '--max_duration', '5ba', '--on_nan', 'skip',
-                             '--results', str(results)])
+def test_on_nan_skip_leaves_the_step_of_a_nan_gradient_out(argv, weights):
+    record = benchmark.main([*argv, '--max_duration', '5ba', '--on_nan', 'skip'])
     assert (record['status'], record['skipped_batches']) == ('complete', 1)
     assert all(tensor.isfinite().all() for tensor in weights.seen)
 
 
-def test_too_many_skips_in_a_row_end_the_run(results, weights, monkeypatch, capfd):
+def test_too_many_skips_in_a_row_end_the_run(argv, weights, results, monkeypatch, capfd):
     monkeypatch.setattr(weights, 'broken_to', 1000)
     with pytest.raises(SystemExit):
-        benchmark.main(['--use_synth_data', '--use_ema', *TINY, '--max_duration', '50ba', '--on_nan', 'skip',
-                        '--results', str(results)])
+        benchmark.main([*argv, '--max_duration', '50ba', '--on_nan', 'skip'])
     record = json.loads(results.read_text())
     assert f'{MOST_SKIPS_IN_A_ROW} steps before it were left out' in record['error']
     assert len(weights.seen) == 2 + MOST_SKIPS_IN_A_ROW and weights.seen[-1].isfinite().all()
 
 
-def test_skips_that_are_not_in_a_row_do_not_end_the_run(results, weights, monkeypatch):
+def test_skips_that_are_not_in_a_row_do_not_end_the_run(argv, weights, monkeypatch):
     monkeypatch.setattr(safeguard, 'MOST_SKIPS_IN_A_ROW', 1)
     torch_mark = weights.after_train_batch
 
@@ -72,8 +81,7 @@ def test_skips_that_are_not_in_a_row_do_not_end_the_run(results, weights, monkey
             next(state.model.unet.parameters()).grad[0] = float('inf')
         torch_mark(self, state, logger)
     monkeypatch.setattr(weights, 'after_train_batch', every_second)
-    record = benchmark.main(['--use_synth_data', '--use_ema', *TINY, '--max_duration', '8ba', '--on_nan', 'skip',
-                             '--results', str(results)])
+    record = benchmark.main([*argv, '--max_duration', '8ba', '--on_nan', 'skip'])
     assert (record['status'], record['skipped_batches']) == ('complete', 4)
 
 

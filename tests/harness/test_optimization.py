@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer import Callback
-from composer.core import Event
+from composer.core import Event, Precision, Time, Timestamp
 from composer.optim import ConstantScheduler
+from torch.amp import GradScaler
 
 import benchmark
 from benchmark import main
@@ -65,6 +66,24 @@ def test_the_learning_rate_rises_to_its_value_and_stays(run):
     assert sorted(set(rates)) == pytest.approx([0, 0.75e-4, 1.5e-4, 2.25e-4, 3e-4]) and rates[-1] == 3e-4
 
 
+@pytest.mark.parametrize('schedule, shares', [
+    ('constant', [1, 1, 1, 1, 1]), ('linear', [1, 0.75, 0.5, 0.25, 0]),
+    ('cosine', [1, 0.5 + 0.5 ** 1.5, 0.5, 0.5 - 0.5 ** 1.5, 0])])
+@pytest.mark.parametrize('warmup', [0, 4])
+def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule, shares, warmup):
+    flags = ['--use_synth_data', *TINY, '--lr_schedule', schedule]
+    if warmup:
+        flags += ['--lr_warmup', f'{warmup}ba']
+    rate = benchmark.build_schedule(benchmark_parser('').parse_args(flags))
+    state = SimpleNamespace(max_duration=Time.from_batch(warmup + 8), timestamp=Timestamp())
+
+    def rate_at(batch: int) -> float:
+        state.timestamp = Timestamp(batch=batch)
+        return rate(state)
+    assert [rate_at(batch) for batch in range(warmup)] == [batch / 4 for batch in range(warmup)]
+    assert [rate_at(warmup + batch) for batch in (0, 2, 4, 6, 8)] == pytest.approx(shares, abs=1e-9)
+
+
 def test_gradients_are_clipped_before_the_optimizer_takes_them(run):
     assert Witness.norms == pytest.approx([0.25] * 7, rel=1e-4)  # they would be about 1
 
@@ -88,17 +107,25 @@ def test_without_the_flags_all_is_as_in_the_original():
     assert isinstance(benchmark.build_schedule(args), ConstantScheduler)
 
 
-def state_with(*gradients: list[float]) -> SimpleNamespace:
+@pytest.fixture(params=[True, False], ids=['no CUDA', 'CUDA'])
+def scaler(request, monkeypatch) -> GradScaler:
+    """As Composer makes it in every precision; where torch finds CUDA, it is enabled in every precision."""
+    monkeypatch.setattr(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: request.param)
+    return GradScaler()
+
+
+def state_with(scaler: GradScaler, *gradients: list[float], precision: str = 'amp_bf16') -> SimpleNamespace:
     parameters = []
     for gradient in gradients:
         parameter = torch.nn.Parameter(torch.zeros(len(gradient)))
         parameter.grad = torch.tensor(gradient)
         parameters.append(parameter)
-    return SimpleNamespace(model=torch.nn.ParameterList(parameters), scaler=None, fsdp_config_version=0)
+    return SimpleNamespace(model=torch.nn.ParameterList(parameters), scaler=scaler, fsdp_config_version=0,
+                           precision=Precision(precision))
 
 
-def test_clipping_scales_all_gradients_by_their_common_norm():
-    state = state_with([3.0, 0.0], [4.0])
+def test_clipping_scales_all_gradients_by_their_common_norm(scaler):
+    state = state_with(scaler, [3.0, 0.0], [4.0])
     clipping = FiniteGradientClipping(1.0)
     assert clipping.match(Event.AFTER_TRAIN_BATCH, state)
     clipping.apply(Event.AFTER_TRAIN_BATCH, state, None)
@@ -106,11 +133,13 @@ def test_clipping_scales_all_gradients_by_their_common_norm():
 
 
 @pytest.mark.parametrize('gradients', [([3e38], [3e38]), ([float('nan')], [1.0]), ([float('inf')], [1.0])])
-def test_gradients_of_an_infinite_norm_are_not_clipped_to_nothing(gradients):
-    assert not FiniteGradientClipping(1.0).match(Event.AFTER_TRAIN_BATCH, state_with(*gradients))
+def test_gradients_of_an_infinite_norm_are_not_clipped_to_nothing(scaler, gradients):
+    for precision in ('fp32', 'amp_bf16'):
+        state = state_with(scaler, *gradients, precision=precision)
+        assert not FiniteGradientClipping(1.0).match(Event.AFTER_TRAIN_BATCH, state)
 
 
-def test_a_gradient_that_is_too_large_to_measure_ends_a_clipped_run(results, monkeypatch):
+def test_a_gradient_that_is_too_large_to_measure_ends_a_clipped_run(scaler, results, monkeypatch):
     class Huge(benchmark.Safeguard):
         def after_backward(self, state, logger):
             if state.timestamp.batch.value == 2:

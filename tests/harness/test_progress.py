@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 
 import benchmark
-import encode
 from benchmark import main
 from harness.progress import Progress, time_in_words
 from tests.runs import TINY
@@ -68,16 +67,3 @@ def test_times_in_words(seconds, words):
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def test_an_encoding_shows_images_their_rate_and_the_time_left_and_only_on_a_terminal(tmp_path, shards, results, capfd,
-                                                                                      monkeypatch):
-    argv = ['--remote', shards, '--model_name', 'tiny', '--image_size', '64', '--batch_size', '5', '--num_workers', '0',
-            '--results', str(results), '--out']
-    encode.main([*argv, str(tmp_path / 'one')])
-    assert 'images/s]' not in capfd.readouterr().err
-    monkeypatch.setattr(sys, 'stderr', Terminal())
-    encode.main([*argv, str(tmp_path / 'two')])  # in the same process, so that its count begins anew
-    shown = re.findall(r'(\d+)/24 \[\d\d:\d\d<([^,]+), +([^\]]+)', sys.stderr.getvalue())
-    assert shown[0][0] == '0' and shown[-1][0] == '24' and shown[-1][1] == '00:00'
-    assert 'images/s' in shown[-1][2]

@@ -1,6 +1,9 @@
 """The record of a run: whole, printed last, and without secrets."""
+import contextlib
 import json
 import multiprocessing
+import os
+import pty
 import sys
 
 import pytest
@@ -10,7 +13,7 @@ import report
 from benchmark import main
 from harness.options import benchmark_parser
 from harness.preflight import fill_in_training_defaults
-from harness.record import keep, summary, training_settings
+from harness.record import ResultsError, keep, redacted, summary, training_settings
 from models.loading import SD2_BASE
 from tests.forked_runs import run_program
 from tests.runs import TINY, check_record
@@ -46,6 +49,33 @@ def test_a_figure_that_should_not_be_trusted_says_so_with_the_remedy(changed, se
     assert sentence not in summary(measured(), None, 2.0)
 
 
+@pytest.mark.parametrize('doubt, where', [
+    ({'drift': 38.277}, 'drift'), ({'drift': -0.2}, 'drift'), ({'measured_batches': 7}, 'caution'),
+    ({'status': 'profiled'}, 'caution')])
+def test_no_training_is_extrapolated_from_a_figure_that_should_not_be_trusted(doubt, where):
+    last_line = summary(measured(**doubt), 864_000_000, 2.0).splitlines()[-1]
+    assert last_line == f'full training   not worked out from a speed to mistrust: see {where}'
+    assert 'would take 100.0 days' in summary(measured(drift=0.09), 864_000_000, 2.0)
+
+
+def printed_on_a_terminal(path: str) -> list[str]:
+    """The lines that `keep` prints on a terminal."""
+    ours, terminal = pty.openpty()
+    with os.fdopen(ours, 'rb', buffering=0) as screen:
+        with os.fdopen(terminal, 'w') as stdout, contextlib.redirect_stdout(stdout):
+            with contextlib.suppress(ResultsError):
+                keep({'name': 'a'}, 'summary', path)
+            return screen.read(1000).decode().splitlines()
+
+
+def test_a_terminal_is_told_where_the_record_is_and_a_pipe_gets_the_record(results, tmp_path, capsys):
+    assert printed_on_a_terminal(str(results)) == ['summary', f'record          appended to {results}']
+    assert results.read_text() == '{"name": "a"}\n'
+    assert printed_on_a_terminal(str(tmp_path)) == ['summary', '{"name": "a"}'], 'it was kept nowhere else'
+    keep({'name': 'a'}, 'summary', str(results))
+    assert capsys.readouterr().out == 'summary\n{"name": "a"}\n'
+
+
 def append_records(path: str, name: str):
     for index in range(20):
         keep({'name': name, 'index': index, 'text': name * 200_000}, '', path)
@@ -65,10 +95,28 @@ def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, ca
     assert {(record['name'], record['index']) for record in records} == {(n, i) for n in 'abc' for i in range(20)}
 
 
+@pytest.mark.parametrize('flags, by_default', [([], True), (['--num_workers', '0'], False)])
+def test_a_record_says_whether_the_program_chose_its_workers_and_on_what_it_ran(flags, by_default):
+    args = benchmark_parser('').parse_args(['--use_synth_data', *flags])
+    fill_in_training_defaults(args)
+    record = training_settings(args, latents=False)
+    assert (record['num_workers'], record['num_workers_by_default']) == (0, by_default)
+    assert record['device_type'] == ('cuda' if torch.cuda.is_available() else 'cpu')
+
+
 def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', 's3://key:secret@bucket/a?X-Sig=abc&b=c', 'a@b', '?'])
     args = benchmark_parser('').parse_args([])
     assert training_settings(args, latents=False)['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
+
+
+@pytest.mark.parametrize('text', [
+    's3://key:sec/ret@bucket/a', 's3://key:sec@ret@bucket', 'https://secret@host/a', "'s3://key:sec'ret/@bucket'",
+    'DefaultEndpointsProtocol=https;AccountName=x;AccountKey=sec/ret+==;EndpointSuffix=y', 'https://a/b?sig=secret&x=y',
+    'Error at s3://key:sec/ret@bucket: SharedAccessSignature=secret'])
+def test_no_form_of_password_is_left_in_a_text(text):
+    assert 'sec' not in redacted(text) and 'ret' not in redacted(text) and '***' in redacted(text)
+    assert redacted('s3://bucket/path, a@b, key: x, 5 = 6') == 's3://bucket/path, a@b, key: x, 5 = 6'
 
 
 def test_no_secret_of_the_environment_is_written_down(server, tmp_path, shards):

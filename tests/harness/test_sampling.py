@@ -12,6 +12,7 @@ from benchmark import main
 from export import main as export
 from harness.grid import LEAST_WIDTH, LINE_HEIGHT, MARGIN
 from harness.checkpoints import load_checkpoint
+from harness.sampling import Sampling
 from models.sampling import GUIDANCE, STEPS, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
@@ -133,8 +134,25 @@ def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder,
     assert 'cannot be read' in one_error_line([*flags, tmp_path / 'none', '--pretrained'], capfd)
     assert 'holds no prompt' in one_error_line([*flags, nothing, '--pretrained'], capfd)
     assert 'holds 101 prompts' in one_error_line([*flags, many, '--pretrained'], capfd)
-    assert '--sample_interval often' in one_error_line([*flags, prompts, '--sample_interval', 'often'], capfd)
+    assert '--sample_interval: often' in one_error_line([*flags, prompts, '--sample_interval', 'often'], capfd)
     assert 'is not above 0' in one_error_line([*flags, prompts, '--sample_interval', '0ba'], capfd)
     assert 'needs --sample_prompts' in one_error_line([*flags[:-1], '--sample_interval', '5ba'], capfd)
     (tmp_path / 'ba7.png').touch()
     assert 'drawings of another run' in one_error_line([*flags, prompts, '--pretrained'], capfd)
+
+
+def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, smallest_model, prompts, capfd,
+                                                                    monkeypatch):
+    def fail(*_):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(Sampling, 'draw', fail)
+    record = run(tmp_path, smallest_model, '--image_size', '32', '--max_duration', '3ba', '--sample_prompts', prompts)
+    assert record['status'] == 'complete' and record['trained_batches'] == 3
+    assert 'warning: nothing was drawn at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err
+
+
+def test_a_sample_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path, model_folder, prompts, results, capfd):
+    (tmp_path / 'file').touch()
+    argv = ['--use_synth_data', *TINY, '--model_name', model_folder, '--pretrained', '--sample_prompts', prompts]
+    line = one_error_line([*argv, '--sample_folder', tmp_path / 'file' / 'below', '--results', results], capfd)
+    assert f'--sample_folder {tmp_path}/file/below cannot be a folder' in line

@@ -1,19 +1,22 @@
 """The switches of a step and of the process: they do what they say, and leave the process as it was."""
 import contextlib
+import functools
 import json
 
 import pytest
 import torch
 from composer.trainer import trainer as composers_trainer
 from torch.nn.attention import SDPBackend
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
 from harness.options import benchmark_parser
-from harness.preflight import fill_in_training_defaults
+from harness.preflight import fill_in_training_defaults, refuse_bad_switches
 from harness.switches import process_switches
 from harness.tracing import AttentionKernels, kernels_of_attention
 from models.loading import find_model
+from tests.cuda_rules import one_rank
 from tests.forked_runs import run, traced
 from tests.runs import TINY
 
@@ -84,6 +87,56 @@ def test_attention_tries_its_kernels_in_the_order_that_is_asked_for(attention, o
     assert torch._C._get_sdp_priority_order() == before and not torch.backends.cudnn.benchmark
 
 
+@pytest.mark.parametrize('flags', [['--gradient_checkpointing'], ['--gradient_checkpointing', '--compile']], ids=str)
+def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monkeypatch, smallest_with_attention, flags):
+    """Under DDP. Where attention is compiled, its kernels are chosen when its graph is traced."""
+    orders = {'unet': [], 'encoders': []}
+
+    def note(place: str) -> None:
+        [first, *_] = torch._C._get_sdp_priority_order()
+        orders[place].append(SDPBackend(first))
+
+    def backend(graph, inputs):
+        note('unet' if any(tensor.requires_grad for tensor in inputs if torch.is_tensor(tensor)) else 'encoders')
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.nn.Module, 'compile', functools.partialmethod(torch.nn.Module.compile, backend=backend))
+    args = arguments('--attention', 'math,flash', '--model_name', smallest_with_attention, '--image_size', '32', *flags)
+    with process_switches(args), one_rank():
+        model = benchmark.build_model(args, latents=False).train()
+        if not args.compile:
+            for name, module in model.named_modules():
+                if name.endswith(('attn1', 'attn2', 'self_attn')):
+                    place = 'unet' if name.startswith('unet') else 'encoders'
+                    module.register_forward_pre_hook(lambda *_, place=place: note(place))
+        wrapped = DistributedDataParallel(model)
+        batch = {'image': torch.rand(2, 3, 32, 32) * 2 - 1, 'caption': torch.randint(49408, (2, 77))}
+        loss = model.loss(wrapped(batch), batch)
+        in_forward = len(orders['unet'])
+        loss.backward()
+    torch._dynamo.reset()
+    assert set(orders['unet']) == {SDPBackend.MATH}
+    assert set(orders['encoders']) == {SDPBackend.FLASH_ATTENTION}
+    assert args.compile or len(orders['unet']) == 2 * in_forward  # it was computed again
+
+
+@pytest.mark.parametrize('attention, version, words', [
+    ('cudnn', 90501, ['--attention cudnn', '9.15.1', '9.5.1', 'leave cudnn out']), ('flash,cudnn', 91500, ['9.15.0']),
+    ('cudnn,flash', 91501, None), ('cudnn', 92000, None), ('sdpa', 90501, None), ('flash', 90501, None)])
+def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(monkeypatch, attention, version, words):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
+    args = benchmark_parser('').parse_args([*TINY, '--attention', attention, '--precision', 'amp_bf16'])
+    if words is None:
+        refuse_bad_switches(args)
+        return
+    with pytest.raises(ValueError) as refusal:
+        refuse_bad_switches(args)
+    line = str(refusal.value)
+    assert '\n' not in line and all(word in line for word in words)
+
+
 def test_the_record_says_which_kernels_computed_attention(monkeypatch):
     """On a CPU, whose one kernel is known: two attentions in each of the UNet's transformer blocks."""
     kernels = AttentionKernels(last_batch=1)
@@ -104,6 +157,17 @@ def test_the_record_says_which_kernels_computed_attention(monkeypatch):
     assert calls >= len(blocks) > 4  # the text encoder's are counted as well
 
 
+def test_attention_is_profiled_on_one_microbatch_of_a_batch():
+    kernels = AttentionKernels(last_batch=0)
+    query = torch.randn(2, 2, 16, 8)
+    for layers in (3, 2, 1):  # of each microbatch, so that it can be told by their number
+        kernels.before_forward(None, None)
+        for _ in range(layers):
+            torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        kernels.after_forward(None, None)
+    assert kernels.found == {'_scaled_dot_product_flash_attention_for_cpu': 3}
+
+
 def test_kernels_of_attention_are_known_by_their_operators():
     names = ['aten::scaled_dot_product_attention', 'aten::_scaled_dot_product_cudnn_attention', 'aten::mm',
              'aten::_scaled_dot_product_cudnn_attention', 'aten::_scaled_dot_product_attention_math',
@@ -111,6 +175,20 @@ def test_kernels_of_attention_are_known_by_their_operators():
     assert kernels_of_attention(names) == {
         '_scaled_dot_product_cudnn_attention': 2, '_scaled_dot_product_attention_math': 1,
         'xformers_flash3::flash_fwd': 1, 'xformers::efficient_attention_forward_cutlass': 1}
+
+
+@pytest.mark.parametrize('microbatch, are_views', [('4', True), ('2', False)])
+def test_gradients_lie_in_the_buckets_where_a_batch_is_one_microbatch(microbatch, are_views):
+    """DDP as Composer's Trainer makes it. A bucket holds several gradients, so that a view shows by its storage."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    composers_own = composers_trainer.prepare_ddp_module
+    with one_rank(), process_switches(arguments('--device_train_microbatch_size', microbatch)):
+        wrapped = composers_trainer.prepare_ddp_module(model, False)
+        wrapped(torch.randn(4, 8)).sum().backward()
+    assert isinstance(wrapped, DistributedDataParallel)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == (1 if are_views else 4)
+    assert composers_trainer.prepare_ddp_module is composers_own
 
 
 def test_gradients_that_two_ranks_send_in_bf16_train_nearly_as_those_in_float32(server, tmp_path):

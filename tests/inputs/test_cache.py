@@ -1,7 +1,5 @@
 """Where shards are cached, and that each remote has a cache of its own."""
-from benchmark import main
 from data import StreamingLAIONDataset
-from inputs.cache import cache_folder
 from tests.runs import TINY, one_error_line
 from tests.samples import write_shards
 
@@ -14,12 +12,8 @@ def test_a_local_remote_is_read_in_place_and_a_given_cache_is_filled(shards, tmp
     assert (tmp_path / 'cache' / 'index.json').exists()
 
 
-def test_each_remote_has_a_cache_of_its_own():
-    assert cache_folder('s3://a/b') != cache_folder('s3://a/c')
-
-
 def test_a_cache_of_another_remote_is_refused(shards, samples, tmp_path, results, capfd):
     other, cache = write_shards(tmp_path / 'other', samples), tmp_path / 'cache'
-    main(['--remote', shards, *TINY, '--local', str(cache), '--results', str(results)])
+    StreamingLAIONDataset(shards, str(cache), batch_size=1)
     error = one_error_line(['--remote', other, *TINY, '--local', cache, '--results', results], capfd)
     assert f'--local {cache} caches {shards}' in error

@@ -1,10 +1,16 @@
-"""Pixels, against Pillow."""
+"""Pixels, against Pillow, and the memory that they take."""
+import io
+import struct
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
-from inputs.images import decode_image
+from inputs.images import BYTES_A_PIXEL, MOST_BYTES, USUAL_BYTES_A_PIXEL, decode_image, decode_whole_image
+from tests.runs import ROOT
 from tests.samples import encoded, picture, pillow_square, pixels
 
 
@@ -70,3 +76,59 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded():
     bomb = encoded(Image.new('1', (20_000, 20_000)), 'PNG')
     with pytest.raises(ValueError, match='pixels'):
         decode_image(bomb)
+
+
+@pytest.mark.parametrize('orientation', range(1, 10))
+@pytest.mark.parametrize('format', ['PNG', 'WEBP'])
+def test_what_pillow_decodes_is_turned_upright_as_pillow_does(format, orientation):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    data = encoded(picture(5, 60, 40), format, exif=exif, lossless=True)
+    reference = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert('RGB')
+    np.testing.assert_array_equal(decode_whole_image(data).numpy(), pixels(reference))
+
+
+# Prints how many bytes more than before the process held at once while it decoded each file, in kiB.
+PEAKS = '''
+import sys
+from pathlib import Path
+from inputs.images import decode_image
+
+def high_water():
+    return int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])
+
+for path in sys.argv[1:]:
+    data = Path(path).read_bytes()
+    Path('/proc/self/clear_refs').write_text('5')  # the mark starts anew
+    before = high_water()
+    decode_image(data, 512)
+    print(high_water() - before)
+'''
+LARGE = [('I;16', 'PNG'), ('RGBA', 'PNG'), ('F', 'TIFF'), ('RGB', 'WEBP'), ('RGB', 'JPEG2000')]
+
+
+def test_no_file_takes_more_memory_than_its_header_was_let_pass_for(tmp_path):
+    side = 1600
+    paths = []
+    for number, (mode, format) in enumerate(LARGE):
+        paths.append(tmp_path / str(number))
+        paths[-1].write_bytes(encoded(Image.new(mode, (side, side)), format))
+    peaks = subprocess.run([sys.executable, '-c', PEAKS, *paths], cwd=ROOT, check=True, capture_output=True, text=True)
+    for (mode, format), peak in zip(LARGE, peaks.stdout.split(), strict=True):
+        bytes_a_pixel = int(peak) * 1024 / side ** 2
+        assert 0.5 < bytes_a_pixel < BYTES_A_PIXEL.get(format, USUAL_BYTES_A_PIXEL) + 2, (mode, format)  # and its heap
+
+
+def tiff_of_one_tile(side: int) -> bytes:
+    """A TIFF of 16 by 16 grey pixels that says that its only tile has `side` by `side`."""
+    tags = {256: 16, 257: 16, 258: 8, 259: 1, 262: 1, 277: 1, 322: side, 323: side, 324: 8, 325: 256}
+    entries = b''.join(struct.pack('<HHII', tag, 4, 1, value) for tag, value in tags.items())  # type 4: LONG
+    return struct.pack('<2sHIH', b'II', 42, 8, len(tags)) + entries + bytes(4 + 256)
+
+
+def test_a_small_file_whose_header_asks_for_much_memory_is_refused_by_its_header():
+    side = int((MOST_BYTES / BYTES_A_PIXEL['WEBP']) ** 0.5) + 1  # as a PNG it would be taken
+    webp = encoded(Image.new('L', (side, side)), 'WEBP', lossless=True, quality=0, method=0)
+    for data, format in ((webp, 'WEBP'), (tiff_of_one_tile(65520), 'TIFF')):
+        with pytest.raises(ValueError, match=f'pixels are more than the [0-9,]+ of a {format}'):
+            decode_image(data)

@@ -9,7 +9,7 @@ from streaming import MDSWriter
 
 import convert
 from benchmark import main
-from inputs.shards import read_index
+from inputs.shards import index_hash, read_index
 from tests.runs import TINY, failed, one_error_line
 from tests.samples import Hostile, good, write_sample_tar, write_shards
 
@@ -29,6 +29,55 @@ def test_an_index_that_makes_no_sense_is_told(tmp_path, content):
         read_index(str(tmp_path))
 
 
+FILE = {'basename': 'shard.00000.mds', 'bytes': 100, 'hashes': {}}
+ENTRY = {'column_encodings': ['bytes', 'str'], 'column_names': ['jpg', 'caption'], 'column_sizes': [None, None],
+         'compression': None, 'format': 'mds', 'hashes': [], 'raw_data': FILE, 'samples': 2, 'size_limit': 1 << 26,
+         'version': 2, 'zip_data': None}
+
+
+@pytest.mark.parametrize('change, words', [
+    ({'column_sizes': [None]}, '2 column_names, 2 column_encodings and 1 column_sizes'),
+    ({'column_sizes': [None, -1]}, 'column_sizes of a shard is -1'), ({'column_names': ['jpg', 3]}, 'a column of 3'),
+    ({'samples': -2}, 'samples of a shard is -2'), ({'samples': True}, 'samples of a shard is True'),
+    ({'format': 'xsv'}, "the format 'xsv'"), ({'version': 1}, 'version 1'), ({'extra': 1}, "'extra' too much"),
+    ({'raw_data': FILE | {'bytes': 1 << 40}}, 'bytes of a shard is'), ({'raw_data': {}}, 'a file of {}'),
+    ({'raw_data': FILE | {'hashes': {'crc7': ''}}}, "the algorithm 'crc7'"), ({'size_limit': '1e400mb'}, 'is endless'),
+    ({'compression': 'rar', 'zip_data': FILE}, "compressed by 'rar'"), ({'zip_data': FILE}, 'compressed by None'),
+])
+def test_an_entry_that_streaming_could_not_take_is_one_line(tmp_path, change, words):
+    def write(entry):
+        (tmp_path / 'index.json').write_text(json.dumps({'version': 2, 'shards': [entry]}))
+    write(ENTRY)
+    assert read_index(str(tmp_path))['shards'] == [ENTRY]
+    write(ENTRY | change)
+    with pytest.raises(ValueError, match='index.json that is not one of MDS shards') as error:
+        read_index(str(tmp_path))
+    assert words in str(error.value) and '\n' not in str(error.value)
+
+
+def test_a_remote_that_is_not_there_is_told_from_one_without_a_dataset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match='^--remote phtos-mds is no folder here, and no address'):
+        read_index('phtos-mds')
+    (tmp_path / 'phtos-mds').mkdir()
+    with pytest.raises(ValueError, match='^--remote phtos-mds holds no index.json'):
+        read_index('phtos-mds')
+
+
+def test_the_hash_of_an_index_changes_with_the_dataset_alone(tmp_path):
+    one = read_index(str(write_hashed(tmp_path / 'one', 4)))
+    again = read_index(str(write_hashed(tmp_path / 'again', 4)))
+    other = read_index(str(write_hashed(tmp_path / 'other', 5)))
+    assert index_hash(one) == index_hash(again) != index_hash(other)
+    assert index_hash(dict(reversed(one.items()))) == index_hash(one)
+
+
+@pytest.mark.parametrize('limit', ['infgb', '1e400mb', '-1e400gb'])
+def test_a_cache_without_an_end_is_one_line(shards, tmp_path, limit, capfd):
+    error = one_error_line(['--remote', shards, '--local', tmp_path / 'cache', f'--cache_limit={limit}', *TINY], capfd)
+    assert f'--cache_limit {limit} is not a size such as 500gb' in error
+
+
 def write_hashed(folder: Path, number: int) -> Path:
     with MDSWriter(out=str(folder), columns={'jpg': 'bytes', 'caption': 'str'}, hashes=['xxh64'],
                    size_limit=1 << 14) as writer:
@@ -38,7 +87,7 @@ def write_hashed(folder: Path, number: int) -> Path:
 
 
 @pytest.mark.parametrize('fault, words', [('cut', 'is cut short'), ('flipped', 'fails its xxh64 hash'),
-                                          ('other', 'is not the one of index.json'), ('gone', 'could not be read')])
+                                          ('other', 'is not the one of index.json'), ('gone', 'is not there')])
 def test_faults_of_shards_are_told_apart(tmp_path, results, capfd, fault, words):
     shards = write_hashed(tmp_path / 'shards', 24)
     first = shards / 'shard.00000.mds'

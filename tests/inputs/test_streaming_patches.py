@@ -4,24 +4,19 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-from composer.utils import dist, get_device
-from streaming.base.shared import prefix
+import pytest
 
 from benchmark import main
 from data import StreamingLAIONDataset, build_loader
-from harness.ranks import join_ranks
-from inputs import streaming_patches
+from inputs import shared_memory
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError
-from inputs.streaming_patches import starting_alone
-from tests.forked_runs import RUN, run, run_ranks, traced
+from tests.forked_runs import RUN, run, traced
 from tests.runs import ROOT, TINY
 from tests.samples import encoded, good, picture, write_shards
 
@@ -63,71 +58,28 @@ def test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_
         assert len(failures) == number_of_failures
 
 
-def test_a_run_chooses_its_shared_memory_when_no_other_does(shards):
-    reader = threading.Thread(target=StreamingLAIONDataset, args=(shards,), kwargs={'batch_size': 1}, daemon=True)
-    with starting_alone():
-        reader.start()
-        reader.join(1)
-        assert reader.is_alive()
-    reader.join(30)
-    assert not reader.is_alive()
+def test_a_sample_after_a_failure_says_what_failed(shards, tmp_path):
+    shutil.copytree(shards, tmp_path / 'remote')
+    dataset = StreamingLAIONDataset(str(tmp_path / 'remote'), str(tmp_path / 'cache'), batch_size=1)
+    for shard in (tmp_path / 'remote').glob('*.mds'):
+        shard.unlink()
+    with pytest.raises(DataError, match=r'remote/shard\.0000\d\.mds, could not be read \(FileNotFoundError'):
+        list(dataset)
+    for read in (list, lambda dataset: dataset.sample(0)):
+        with pytest.raises(DataError, match='could not be read'):
+            read(dataset)
 
 
-def hold_dataset(shards: str, connection) -> None:
-    """Say when a dataset is there, and keep it until told to go."""
+def test_an_epoch_too_large_for_the_shared_memory_is_a_sentence(shards, monkeypatch):
     dataset = StreamingLAIONDataset(shards, batch_size=1)
-    connection.send(len(dataset))
-    connection.recv()
-
-
-def test_a_run_that_starts_leaves_the_shared_memory_of_another_alone(server, shards, monkeypatch):
-    ours, theirs = server.Pipe()
-    other = server.Process(target=hold_dataset, args=(shards, theirs), daemon=True)
-    other.start()
-    assert ours.recv() == 24
-    cleaned = []
-    monkeypatch.setattr(streaming_patches, 'clean_stale_shared_memory', lambda: cleaned.append('all'))
-    StreamingLAIONDataset(shards, batch_size=1)
-    assert not cleaned
-    ours.send('go')
-    other.join(60)
-    assert other.exitcode == 0
-
-
-def open_while_another_run_starts(shards: str) -> None:
-    """On rank 1, look for a number after another run has taken one more."""
-    join_ranks(get_device(), 60)
-    if dist.get_local_rank() == 1:
-        find = prefix._check_and_find
-        prefix._check_and_find = lambda *args: find(*args) + 1
-    assert StreamingLAIONDataset(shards, batch_size=1).num_samples == 24
-
-
-def test_ranks_take_one_number_though_another_run_starts_meanwhile(server, shards, tmp_path):
-    log = tmp_path / 'log'
-    codes = run_ranks(server, [log, log], open_while_another_run_starts, [(shards,)] * 2)
-    assert codes == [0, 0], log.read_text()
-
-
-def test_what_killed_runs_left_is_removed_wherever_it_is(monkeypatch):
-    """Streaming itself stops to look at the first number that has no shared memory, which any earlier run leaves."""
-    left = [*(SharedMemory(f'{number:06}_{name}', create=True, size=4)
-              for number in (800_003, 800_007) for name in ('locals', 'epoch_data'))]
-    others = SharedMemory('800003_of_another_program', create=True, size=4)
-    lock_file = Path(tempfile.gettempdir(), '800007_barrier_filelock')
-    lock_file.touch()
-    monkeypatch.setattr(streaming_patches.fcntl, 'lockf', lambda *args: None)  # no other run streams
-    monkeypatch.setattr(streaming_patches, 'STALE_NUMBERS', '80000[0-9]')  # those of other tests are in use
-    monkeypatch.setattr(streaming_patches, 'clean_stale_shared_memory', lambda: None)
-    try:
-        streaming_patches.clean_shared_memory()
-        assert [path.name for path in Path('/dev/shm').glob('80000*')] == ['800003_of_another_program']
-        assert not lock_file.exists()
-    finally:
-        for memory in (*left, others):
-            memory.close()
-            with contextlib.suppress(FileNotFoundError):
-                memory.unlink()
+    monkeypatch.setattr(shared_memory, 'free_bytes', lambda: 24 * 8 - 1)
+    words = 'the order of the 24 samples of an epoch takes 192 bytes .* /dev/shm has 191 free; .*--shm-size'
+    with pytest.raises(DataError, match=words):
+        list(dataset)
+    with pytest.raises(ValueError, match=words):
+        build_loader(dataset, 1, 0, build_tokenizer())
+    monkeypatch.setattr(shared_memory, 'free_bytes', lambda: 24 * 8)
+    build_loader(dataset, 1, 0, build_tokenizer())
 
 
 def folder_size(folder: Path) -> int:
@@ -171,7 +123,8 @@ def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(s3, tmp
     s3.kill()
     _, errors = run.communicate(timeout=120)
     [line] = [line for line in errors.splitlines() if 'error' in line.lower()]
-    assert line.startswith('benchmark.py: error: the run failed at batch') and 'a shard could not be read' in line
+    assert line.startswith('benchmark.py: error: the run failed at batch')
+    assert 'a shard, s3://bucket/many/' in line and 'could not be read' in line
     record = json.loads(results.read_text())
     assert run.returncode == 2 and record['status'] == 'failed' and record['error'] in line
 

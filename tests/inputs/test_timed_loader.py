@@ -1,4 +1,7 @@
 """What a loader says of itself: how long it was waited for, and what lies ready."""
+import os
+import re
+import signal
 import time
 
 import pytest
@@ -6,6 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from data import StreamingLAIONDataset, build_loader
+from harness.failures import reason
 from inputs import timed_loader
 from inputs.captions import build_tokenizer
 from inputs.timed_loader import CountedCollate, TimedDataLoader
@@ -72,3 +76,14 @@ def test_the_streamed_loader_is_timed_and_counted(shards):
     wait_for(lambda: loader.ready_batches == 4)
     list(batches)
     loader._iterator._shutdown_workers()
+
+
+@pytest.mark.parametrize('number, words', [
+    (signal.SIGKILL, r'was killed \(Killed\), as is done where memory runs out; use fewer --num_workers$'),
+    (signal.SIGBUS, r'was killed \(Bus error\): the shared memory, /dev/shm, is full; .*--shm-size.*--num_workers$')])
+def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words, capfd):
+    loader = TimedDataLoader(Numbers(), 2, num_workers=1, collate_fn=lambda _: os.kill(os.getpid(), number))
+    with pytest.raises(RuntimeError) as error:
+        list(loader)
+    assert re.fullmatch(rf'a loader process, pid \d+, {words}', reason(error.value, ''))
+    assert 'Traceback' not in capfd.readouterr().err

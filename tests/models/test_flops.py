@@ -3,18 +3,72 @@ import pytest
 import torch
 
 from benchmark import StableDiffusion
+from models import flops
 from models.flops import peak_tflops
 from models.loading import SD2_BASE
+
+
+@pytest.fixture(autouse=True)
+def caches(monkeypatch, tmp_path):
+    """A folder for caches that is new."""
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[int]:
+    """The sizes of which the arithmetic was counted."""
+    sizes = []
+
+    def count(unet_config, text_config, latent_side):
+        sizes.append(latent_side)
+        return {'unet': 1000 * latent_side, 'text_encoder': 7}
+
+    monkeypatch.setattr(flops, 'training_flops', count)
+    monkeypatch.setattr(flops, 'encoding_flops', lambda vae_config, image_size: image_size)
+    return sizes
+
+
+def flops_of(image_size: int, latents: bool = False) -> dict[str, int]:
+    with torch.device('meta'):
+        return StableDiffusion('tiny', image_size, latents=latents).flops_per_image
+
+
+def test_a_configuration_is_counted_once_and_kept(counted):
+    first = flops_of(64)
+    assert flops_of(64) == first and counted == [8]
+    assert flops_of(128) != first and counted == [8, 16]
+    assert flops_of(64, latents=True) == first | {'vae': 0} and counted == [8, 16, 8]
+
+
+def test_a_count_of_another_torch_is_not_taken(counted, monkeypatch):
+    flops_of(64)
+    monkeypatch.setattr(torch, '__version__', '3.0.0')
+    flops_of(64)
+    assert counted == [8, 8]
+
+
+def test_a_kept_count_that_is_not_whole_is_counted_again(counted, caches):
+    first = flops_of(64)
+    [file] = [path for path in caches.rglob('*') if path.is_file()]
+    file.write_text(file.read_text()[:9])
+    assert flops_of(64) == first and counted == [8, 8]
+    assert flops_of(64) == first and counted == [8, 8]
+
+
+def test_where_nothing_can_be_kept_it_is_counted_each_time(counted, caches):
+    (caches / 'diffusion-benchmark').write_text('no folder')
+    assert flops_of(64) == flops_of(64) and counted == [8, 8]
 
 
 @pytest.mark.parametrize('image_size, unet, vae, total', [(512, 2408.7, 1116.7, 3570.5), (256, 539.3, 272.7, 857.2)])
 def test_flops_of_an_image_are_the_published_ones(image_size, unet, vae, total):
     with torch.device('meta'):
         model = StableDiffusion(SD2_BASE, image_size)
-    flops = model.flops_per_image
-    assert flops['unet'] / 1e9 == pytest.approx(unet, abs=0.1)
-    assert flops['vae'] / 1e9 == pytest.approx(vae, abs=0.1)
-    assert flops['text_encoder'] / 1e9 == pytest.approx(45.1, abs=0.1)
+    of_parts = model.flops_per_image
+    assert of_parts['unet'] / 1e9 == pytest.approx(unet, abs=0.1)
+    assert of_parts['vae'] / 1e9 == pytest.approx(vae, abs=0.1)
+    assert of_parts['text_encoder'] / 1e9 == pytest.approx(45.1, abs=0.1)
     stored = {'image': torch.empty(3, 3, 256, 256, device='meta'), 'caption': torch.empty(3, 77, device='meta')}
     assert model.flops_per_batch(stored) / 1e9 == pytest.approx(3 * total, abs=0.3)
 

@@ -1,0 +1,56 @@
+"""Images with captions become a part of a dataset: what a worker of convert.py does."""
+import torch
+
+from inputs.errors import DataError
+from inputs.shards import MDS_COLUMNS
+from parts.engine import Part
+from parts.output import CLAIM, Output
+from parts.tars import Damage, make_sample, read_samples
+from parts.writer import PartWriter
+
+
+class Converter:
+    """A worker that makes parts out of tars and images.
+
+    Args:
+        output: where to.
+        shard_bytes: the most that a shard takes.
+        place: of this worker among those of its machine.
+
+    Raises DataError if this machine does not see the same OUT as the one that gives it parts.
+    """
+
+    def __init__(self, output: Output, shard_bytes: int, place: int):
+        torch.set_num_threads(1)  # the workers are the parallelism
+        self.output = output
+        self.shard_bytes = shard_bytes
+        if output.read(CLAIM) is None:
+            raise DataError(f'{output.place} is not the same folder on every machine; use a shared one or a store')
+
+    def __call__(self, parts: list[Part]) -> list[dict]:
+        return [convert_part(part, self.output, self.shard_bytes) for part in parts]
+
+
+def convert_part(part: Part, output: Output, shard_bytes: int) -> dict:
+    """Write the shards of a part's files, and with their index what was skipped and which files are damaged.
+
+    Returns its number, its images, its bytes and the damaged files.
+    """
+    writer = PartWriter(output, part.number, MDS_COLUMNS, shard_bytes, part.attempt)
+    images = 0
+    skipped = []
+    damaged = []
+    for file in part.files:
+        for key, fields in read_samples(file):
+            try:
+                sample = make_sample(fields)
+            except ValueError as reason:
+                skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
+                if isinstance(fields, Damage):
+                    damaged.append({'name': file.name, 'reason': str(reason)})
+                continue
+            writer.write(sample)
+            images += 1
+    writer.finish(skipped=skipped, damaged=damaged)
+    return {'number': part.number, 'images': images, 'bytes': sum(file.size for file in part.files),
+            'damaged': damaged}

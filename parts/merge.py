@@ -1,0 +1,94 @@
+"""The parts of a dataset become one: their indexes are joined into OUT/index.json."""
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from inputs.errors import DataError
+from parts.output import INDEX, SKIPPED, Output, part_index
+
+READERS = 64  # of part indexes, at once
+PARTS_AT_ONCE = 1000  # whose indexes are held
+
+
+@dataclass
+class Merged:
+    """What all parts together hold."""
+    shards: int = 0
+    samples: int = 0
+    bytes: int = 0  # of the shards
+    skipped: Counter = field(default_factory=Counter)  # what was left out, by reason
+    damaged: list[dict] = field(default_factory=list)  # the files that could not be read to their end
+
+
+def merge_parts(output: Output, num_parts: int, about: dict, left_out: Iterable[dict] = (),
+                counts: Counter | None = None) -> Merged:
+    """Write OUT/index.json, the index of all parts with `about` beside them, unless they hold no sample.
+
+    What was left out is listed in OUT/skipped.jsonl, if anything was. The entries pass through one by one, so that
+    memory stays flat.
+
+    Args:
+        output: in which every part is done.
+        num_parts: of the dataset.
+        about: more entries for the index.
+        left_out: more lines for the list of what was left out.
+        counts: of these, by reason.
+
+    Raises DataError if a part is not there or damaged.
+    """
+    merged = Merged(skipped=Counter(counts))
+    with tempfile.TemporaryFile() as index, tempfile.TemporaryFile() as skipped:
+        for line in left_out:
+            skipped.write(json.dumps(line).encode() + b'\n')
+        index.write(b'{"version": 2, ')
+        for key, value in about.items():
+            index.write(f'{json.dumps(key)}: {json.dumps(value)}, '.encode())
+        index.write(b'"shards": [')
+        for number, part in enumerate(read_parts(output, num_parts)):
+            for shard in part['shards']:
+                index.write(b', ' if merged.shards else b'')
+                index.write(json.dumps(shard).encode())
+                merged.shards += 1
+                merged.samples += shard['samples']
+                merged.bytes += shard['raw_data']['bytes']
+            for line in part.get('skipped', ()):
+                skipped.write(json.dumps(line).encode() + b'\n')
+                merged.skipped[line['reason'].partition(':')[0]] += 1  # without the particulars
+            merged.damaged += [{'part': number, **file} for file in part.get('damaged', ())]
+        index.write(b']}')
+        publish(output, merged, index, skipped)
+    return merged
+
+
+def publish(output: Output, merged: Merged, index: BinaryIO, skipped: BinaryIO) -> None:
+    """Bring what a merge has made to OUT, the index last."""
+    index.seek(0)
+    skipped.seek(0)
+    if merged.skipped:
+        output.write(SKIPPED, skipped)
+    else:
+        output.remove([SKIPPED])
+    if merged.samples:
+        output.write(INDEX, index)
+
+
+def read_parts(output: Output, num_parts: int) -> Iterator[dict]:
+    """The index of each part, in their order, many at once. Raises DataError if one is not there or damaged."""
+    def read(number: int) -> dict:
+        content = output.read(part_index(number))
+        try:
+            return json.loads(content)
+        except (TypeError, ValueError):
+            state = 'is gone' if content is None else 'is damaged'
+            raise DataError(f'{part_index(number)} of {output.place} {state}; remove it, if it is there, and run the '
+                            'same command again') from None
+
+    with ThreadPoolExecutor(READERS) as readers:
+        for start in range(0, num_parts, PARTS_AT_ONCE):
+            numbers = range(start, min(start + PARTS_AT_ONCE, num_parts))
+            yield from readers.map(read, numbers)
+

@@ -1,0 +1,106 @@
+"""Parts on a Ray cluster of two machines: what a lost worker or machine was at is made elsewhere, to the same bytes."""
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+import convert
+import encode
+from parts.output import open_output
+from tests.local_s3 import local_s3
+from tests.runs import wait_until
+from tests.samples import sample_files, write_tar
+
+NUM_TARS = 12
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """All files of a dataset by their names."""
+    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob('*')) if path.is_file()}
+
+
+def finished(out: Path) -> int:
+    """How many parts are done."""
+    return len(list(out.glob('parts/*.json')))
+
+
+def actors() -> list[psutil.Process]:
+    """The processes in which Ray runs our workers."""
+    return [process for process in psutil.process_iter(['cmdline'])
+            if 'Answering' in ' '.join(process.info['cmdline'] or ())]
+
+
+@pytest.fixture(scope='module')
+def store():
+    """A store on loopback; it is there before the cluster, whose processes get the environment of this one."""
+    with pytest.MonkeyPatch.context() as monkeypatch, local_s3(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture(scope='module')
+def cluster(store):
+    """Two machines with a core each, as far as Ray knows."""
+    os.environ['RAY_USAGE_STATS_ENABLED'] = '0'
+    from ray.cluster_utils import Cluster
+    cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 1, 'object_store_memory': 1 << 27,
+                                                              'include_dashboard': False})
+    cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
+    yield cluster
+    cluster.shutdown()
+
+
+def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
+    """A call beside this one, and the list that gets what it returns."""
+    returned = []
+    thread = threading.Thread(target=lambda: returned.append(function(*arguments)))
+    thread.start()
+    return thread, returned
+
+
+def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path):
+    for number in range(NUM_TARS):
+        store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
+    argv = ['s3://bucket/tars', '--size_limit', '1kb']
+    assert convert.main([*argv, str(tmp_path / 'undisturbed')]) == 0
+    out = tmp_path / 'out'
+    args = convert.build_parser().parse_args([*argv, str(out), '--ray', cluster.address])
+    store.delay = 0.3
+    conversion, merged = in_thread(convert.convert, args, open_output(str(out), 'OUT'))
+    wait_until(lambda: finished(out) >= 1 and len(actors()) == 2)
+    cluster.remove_node(cluster.second_node, allow_graceful=False)
+    wait_until(lambda: len(actors()) == 1)
+    cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
+    wait_until(lambda: len(actors()) == 2 or not conversion.is_alive())  # a machine that comes later gets work, too
+    store.delay = 0
+    conversion.join(120)
+    assert merged and merged[0].samples == NUM_TARS
+    assert contents(out) == contents(tmp_path / 'undisturbed')
+
+
+def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, shards, model_folder, tmp_path):
+    argv = ['--remote', shards, '--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--model_name',
+            model_folder, '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
+    assert encode.main([*argv, '--out', str(tmp_path / 'undisturbed')])['num_devices'] == 1
+    out = tmp_path / 'out'
+    killed = []
+
+    def kill_one():
+        wait_until(lambda: actors() or finished(out))
+        for actor in actors()[:1]:
+            actor.kill()
+            killed.append(actor.pid)
+    killer, _ = in_thread(kill_one)
+    record = encode.main([*argv, '--out', str(out), '--ray', cluster.address])
+    killer.join()
+    assert killed and record['samples'] == 24 and record['status'] == 'complete'
+    assert contents(out) == contents(tmp_path / 'undisturbed')
+
+
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
+    write_tar(tmp_path / 'x.tar', sample_files('x', 1))
+    with pytest.raises(SystemExit) as stop:
+        convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out'), '--ray', '127.0.0.1:1'])
+    [line] = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and '--ray 127.0.0.1:1' in line and 'ray start --head' in line

@@ -1,0 +1,83 @@
+"""What a run does before its first batch, and what it does only once."""
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import benchmark
+from harness import allocator
+from harness.allocator import let_segments_grow
+from harness.options import benchmark_parser
+from harness.preflight import fill_in_training_defaults
+from models.loading import ModelFiles, find_model
+from tests.runs import ROOT, TINY, one_error_line
+
+
+def test_a_run_finds_its_model_once_and_gives_it_memory_once(monkeypatch, capfd):
+    found = []
+    devices = []
+
+    class Built(benchmark.StableDiffusion):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            devices.append(next(self.parameters()).device.type)
+
+    def stop(*_):
+        raise ValueError('enough')
+
+    find = benchmark.find_model
+    monkeypatch.setattr(benchmark, 'find_model', lambda *args: found.append(args) or find(*args))
+    monkeypatch.setattr(benchmark, 'StableDiffusion', Built)
+    monkeypatch.setattr(benchmark, 'build_trainer', stop)
+    assert 'enough' in one_error_line(['--use_synth_data', *TINY, '--results', os.devnull], capfd)
+    assert found == [('tiny', False)]
+    assert devices == ['meta', 'cpu']
+
+
+def test_images_need_no_hash_of_the_vae(monkeypatch, shards, model_folder):
+    monkeypatch.setattr(ModelFiles, 'vae_sha256', lambda self: pytest.fail('the VAE was hashed'))
+    flags = ['--remote', shards, '--eval_remote', shards, '--num_workers', '0', *TINY, '--model_name', model_folder,
+             '--pretrained']
+    args = benchmark_parser('').parse_args(flags)
+    fill_in_training_defaults(args)
+    files = find_model(model_folder, pretrained=True)
+    assert benchmark.build_data(args, files).dataloader.dataset.latents is False
+    assert len(benchmark.open_held_out(args, files, latents=False)) == 24
+
+
+@pytest.mark.parametrize('version, variable', [
+    ('2.7.0', 'PYTORCH_CUDA_ALLOC_CONF'), ('2.11.0+cu130', 'PYTORCH_ALLOC_CONF'),
+])
+def test_segments_grow_unless_the_user_has_set_something(monkeypatch, version, variable):
+    monkeypatch.setattr(os, 'environ', {})
+    monkeypatch.setattr(allocator.importlib.metadata, 'version', lambda package: version)
+    let_segments_grow()
+    assert os.environ == {variable: 'expandable_segments:True'}
+    for theirs in ({'PYTORCH_CUDA_ALLOC_CONF': 'max_split_size_mb:512'}, {'PYTORCH_ALLOC_CONF': ''}):
+        monkeypatch.setattr(os, 'environ', dict(theirs))
+        let_segments_grow()
+        assert os.environ == theirs
+
+
+def test_it_is_said_before_torch_is_imported():
+    program = """
+import os, runpy, sys
+
+class Watch:
+    def find_spec(self, name, *_):
+        if name == 'torch':
+            print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])
+            sys.exit(7)
+
+sys.meta_path.insert(0, Watch())
+sys.argv = ['benchmark.py', '--use_synth_data']
+runpy.run_path('benchmark.py', run_name='__main__')
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in allocator.VARIABLES}
+    if tuple(map(int, torch.__version__.split('.')[:2])) >= allocator.NEW_NAME_SINCE:
+        program = program.replace('PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF')
+    done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, env=environment | {'PYTHONPATH': str(ROOT)},
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (7, 'expandable_segments:True\n'), done.stderr
