@@ -92,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument('--ray', metavar='ADDRESS', default=os.environ.get('RAY_ADDRESS'), help='convert on the '
                         'machines of this Ray cluster, such as auto (default: RAY_ADDRESS of the environment; without '
                         'it, on this machine)')
+    parser.add_argument('--dist_timeout', help=argparse.SUPPRESS)  # of earlier versions; nothing waits for ranks now
     return parser
 
 
