@@ -24,7 +24,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 BEFORE = 'f7cfb2d'
-NUM_TARS = 8
+NUM_TARS = 20
 SAMPLES_A_TAR = 1500
 PICTURES = 50  # that differ
 
@@ -46,11 +46,14 @@ def photographs() -> list[bytes]:
 
 
 def write_tars(folder: Path) -> None:
-    """Tars as img2dataset writes them, and one of a single image beside their folder."""
+    """Tars as img2dataset writes them, and beside their folder another, of a tar of one image for each core."""
     pictures = photographs()
     folder.mkdir()
-    with tarfile.open(folder.parent / 'one.tar', 'w') as tar:
-        add_sample(tar, '0', pictures[0])
+    ones = folder.with_name('ones')
+    ones.mkdir()
+    for number in range(os.cpu_count()):
+        with tarfile.open(ones / f'{number:05}.tar', 'w') as tar:
+            add_sample(tar, '0', pictures[0])
     for number in range(NUM_TARS):
         with tarfile.open(folder / f'{number:05}.tar', 'w') as tar:
             for sample in range(SAMPLES_A_TAR):
@@ -66,9 +69,9 @@ def add_sample(tar: tarfile.TarFile, key: str, picture: bytes) -> None:
 
 
 def images_per_sec(program: Path, tars: Path, out: Path, *flags: str) -> float:
-    """Of a whole run, less the seconds that the program takes to start: those of a conversion of one image."""
+    """Of a whole run, less the seconds that its workers take to start: those of a conversion of an image for each."""
     start = time.perf_counter()
-    convert(program, tars.parent / 'one.tar', out.with_name(f'{out.name}-one'), *flags)
+    convert(program, tars.parent / 'ones', out.with_name(f'{out.name}-ones'), '--size_limit', '1kb', *flags)
     started = time.perf_counter()
     printed = convert(program, tars, out, *flags)
     seconds = time.perf_counter() - started - (started - start)
