@@ -1,5 +1,4 @@
 """What a run says of how far it is, and an encoding, on a terminal and in a log."""
-import io
 import re
 import sys
 from functools import partial
@@ -62,8 +61,3 @@ def test_a_terminal_has_one_bar_for_all_epochs(monkeypatch, shards, results, cap
                                             (7500, '2 h 5 min'), (100_000, '1 d 4 h'), (172_700, '2 d 0 h')])
 def test_times_in_words(seconds, words):
     assert time_in_words(seconds) == words
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
