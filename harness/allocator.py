@@ -14,6 +14,9 @@ def let_segments_grow() -> None:
     """
     if any(variable in os.environ for variable in VARIABLES):
         return
-    major, minor = importlib.metadata.version('torch').split('.')[:2]
+    try:
+        major, minor = importlib.metadata.version('torch').split('.')[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return  # the import of torch says which environment to activate
     is_new = (int(major), int(minor)) >= NEW_NAME_SINCE
     os.environ[VARIABLES[0] if is_new else VARIABLES[1]] = 'expandable_segments:True'
