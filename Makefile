@@ -15,8 +15,8 @@ endif
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # They start first, so that both processes of `make test` end at about the same time.
-LONGEST_TESTS = tests/harness/test_checkpoints.py tests/harness/test_safeguard.py tests/harness/test_ranks.py \
-                tests/harness/test_compiling.py tests/test_killed_conversions.py tests/parts/test_ray.py \
+LONGEST_TESTS = tests/training/test_checkpoints.py tests/training/test_safeguard.py tests/training/test_ranks.py \
+                tests/fitting/test_compiling.py tests/test_killed_conversions.py tests/parts/test_ray.py \
                 tests/test_learning.py
 
 .PHONY: smoke test test-long bench learn report clean

@@ -4,9 +4,9 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
-from harness.allocator import let_segments_grow
-from harness.early_checks import answer_early, refuse_early_training
-from harness.options import benchmark_parser
+from cli.early_checks import answer_early, refuse_early_training
+from cli.options import benchmark_parser
+from fitting.allocator import let_segments_grow
 
 if __name__ == '__main__':
     let_segments_grow()
@@ -27,42 +27,53 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from tokenizers import Tokenizer
 from torchmetrics import MeanSquaredError
 
-from data import (SyntheticImageCaptionDataset, build_held_out_loader, build_loader, normalize, open_dataset,
-                  say_what_an_epoch_leaves_out)
+from cli.checks import refuse_bad_training, refuse_more_ranks_than_gpus, warn_of_what_comes_too_late
+from cli.defaults import agree_on_workers, fill_in_training_defaults
+from cli.launcher import end_with_launcher
+from cli.options import Parser
+from data import (
+    SyntheticImageCaptionDataset,
+    build_held_out_loader,
+    build_loader,
+    normalize,
+    open_dataset,
+    say_what_an_epoch_leaves_out,
+)
 from ema import EMA
-from harness.caption_drop import CaptionDrop
-from harness.checkpoints import (WholeCheckpoints, leave_out_empty_scaler, newest_checkpoint,
-                                 tensors_alone_are_loaded)
-from harness.dry_run import dry_run
-from harness.evaluation import LABEL, METRIC, Evaluations, PatientTrainer
-from harness.fake_step import has_no_values
-from harness.initial_weights import load_initial_weights
-from harness.launcher import end_with_launcher
-from harness.loggers import build_loggers
-from harness.measurement import Measurement, loader_figures
-from harness.memory import build_outline, refuse_too_little_memory
-from harness.microbatch import largest_microbatch
-from harness.optimization import FiniteGradientClipping, build_schedule
-from harness.options import Parser
-from harness.preflight import (agree_on_workers, fill_in_training_defaults, refuse_bad_training,
-                               refuse_more_ranks_than_gpus, warn_of_what_comes_too_late)
-from harness.progress import Progress
-from harness.random_flip import RandomFlip
-from harness.ranks import join_ranks
-from harness.record import keep, redacted, training_settings
-from harness.run import Run, conclude, say_how_it_begins, train
-from harness.safeguard import DATASET, Safeguard
-from harness.sampling import Sampling
-from harness.switches import apply_switches, process_switches, switch_callbacks
-from harness.tracing import build_profiler, tracing_callbacks
+from fitting.dry_run import dry_run
+from fitting.fake_step import has_no_values
+from fitting.memory import build_outline, refuse_too_little_memory
+from fitting.microbatch import largest_microbatch
+from fitting.switches import apply_switches, process_switches, switch_callbacks
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
-from inputs.shards import (LATENTS, index_hash, number_of_samples, read_index, require_cache_for, require_columns,
-                           require_same_origin)
+from inputs.shards import (
+    LATENTS,
+    index_hash,
+    number_of_samples,
+    read_index,
+    require_cache_for,
+    require_columns,
+    require_same_origin,
+)
+from measuring.measurement import Measurement, loader_figures
+from measuring.record import keep, redacted, training_settings
+from measuring.tracing import build_profiler, tracing_callbacks
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
+from training.augmentation import CaptionDrop, RandomFlip
+from training.checkpoints import WholeCheckpoints, leave_out_empty_scaler, newest_checkpoint, tensors_alone_are_loaded
+from training.evaluation import LABEL, METRIC, Evaluations, PatientTrainer
+from training.initial_weights import load_initial_weights
+from training.loggers import build_loggers
+from training.optimization import FiniteGradientClipping, build_schedule
+from training.progress import Progress
+from training.ranks import join_ranks
+from training.run import Run, RunFailed, conclude, say_how_it_begins, train
+from training.safeguard import DATASET, Safeguard
+from training.sampling import Sampling
 
 SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
                   'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay', 'clip_grad_norm',
@@ -444,7 +455,9 @@ def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
         sys.exit(0)
     try:
         outcome = train(run)
-        return conclude(run, outcome, parser)
+        return conclude(run, outcome)
+    except RunFailed as error:
+        parser.error(str(error))
     finally:
         run.safeguard.release_signals()
 

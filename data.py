@@ -21,12 +21,12 @@ from inputs.cache import cache_folder, claim_cache, is_read_in_place, say_unused
 from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from inputs.errors import DataError, one_line, unreadable_shard
 from inputs.held_out import HeldOutSamples, collate_held_out
+from inputs.hub import SD2_BASE
 from inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
 from inputs.shards import LATENTS, parse_size, read_index
 from inputs.shared_memory import refuse_too_many_samples
 from inputs.streaming_patches import PatchedStreamingDataset
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
-from models.hub import SD2_BASE
 
 MOST_STAND_INS = 1000  # samples that may be bad in a row
 LONGEST_CAPTION = 10_000  # characters: 77 tokens are over long before, and a megabyte would take a second and 200 MB

@@ -69,7 +69,7 @@ class ShadowModel:
     def copy_to(self, model: torch.nn.Module) -> None:
         """Put the averages into `model`, in place of its own values. ValueError: it is not the model they are of.
 
-            state = harness.checkpoints.load_checkpoint('checkpoints/latest-rank0.pt')['state']
+            state = training.checkpoints.load_checkpoint('checkpoints/latest-rank0.pt')['state']
             ShadowModel(model, dict(state['algorithms'])['EMA']['ema_model']).copy_to(model)
         """
         averages, live = pair_by_name(self, model)

@@ -8,9 +8,9 @@ training draws a latent anew each time) and the caption. Every GPU of this machi
 Ray cluster. A run that was stopped, when started again with the same command, encodes only what is missing.
 OUT/index.json comes last.
 """
-from harness.early_checks import answer_early, refuse_early_encoding
-from harness.launcher import Stopped, leave_to_first_process, sigterm_raises
-from harness.options import encode_parser
+from cli.early_checks import answer_early, refuse_early_encoding
+from cli.launcher import Stopped, leave_to_first_process, sigterm_raises
+from cli.options import encode_parser
 
 PROGRAM = 'encode.py'
 
@@ -26,15 +26,15 @@ from functools import partial
 
 import torch
 
+from cli.checks import refuse_bad_shared_flags
+from cli.defaults import best_precision, fill_in_shared_defaults
+from cli.next_command import training_command
 from data import BadSamples
-from harness.compiling import compile_mode
-from harness.failures import reason
-from harness.next_command import training_command
-from harness.preflight import best_precision, fill_in_shared_defaults, refuse_bad_shared_flags
-from harness.record import UNMEASURED, circumstances, keep
+from fitting.compiling import compile_mode
 from inputs.errors import DataError, one_line
 from inputs.shards import index_hash, read_index, require_cache_for, require_columns
 from inputs.stores import streaming_address
+from measuring.record import UNMEASURED, circumstances, keep
 from models.flops import encoding_flops, utilization
 from models.latents import origin_of_latents
 from models.loading import find_model
@@ -44,6 +44,7 @@ from parts.merge import Merged, merge_parts
 from parts.output import Output, claim, finished_parts, open_output, refuse_finished, release
 from parts.progress import progress_bar
 from parts.workers import make_encoder
+from training.failures import reason
 
 FLAGS_IN_RECORD = ['pretrained', 'batch_size', 'num_workers', 'encoder_precision', 'channels_last', 'compile', 'seed']
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead

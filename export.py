@@ -7,8 +7,8 @@
 OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
 """
-from harness.early_checks import answer_early, refuse_early_export
-from harness.options import export_parser
+from cli.early_checks import answer_early, refuse_early_export
+from cli.options import export_parser
 
 if __name__ == '__main__':
     answer_early(export_parser(__doc__), refuse_early_export)  # before the imports, which take seconds
@@ -26,13 +26,13 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from harness.checkpoints import load_checkpoint
-from harness.initial_weights import checkpoint_in, weights_of_checkpoint, with_prefix_removed
 from inputs.captions import pipeline_tokenizer
 from inputs.errors import one_line
 from models.loading import ModelFiles, build_vae, find_model
 from models.sampling import sampling_scheduler
 from models.trained import text_encoder_of, unet_of, vae_of
+from training.checkpoints import load_checkpoint
+from training.initial_weights import checkpoint_in, weights_of_checkpoint, with_prefix_removed
 
 PIXELS_PER_LATENT = 8  # along each side
 

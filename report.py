@@ -19,13 +19,23 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Assumptions
-from harness.options import Parser
+from cli.options import Parser
+from measuring.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Assumptions
 from reporting.figures import draw
 from reporting.plans import Phase, plan_rows
 from reporting.records import SETTINGS, read_records
-from reporting.tables import (COLUMNS, Table, differing_settings, identity_that_differs, labels_of_settings, markdown,
-                              nodes_differ, settings_in_words, versions_in_all, without_packages)
+from reporting.tables import (
+    COLUMNS,
+    Table,
+    differing_settings,
+    identity_that_differs,
+    labels_of_settings,
+    markdown,
+    nodes_differ,
+    settings_in_words,
+    versions_in_all,
+    without_packages,
+)
 from reporting.throughput import GPUS_PER_NODE, extrapolated_rows, rows_of_setting, with_figures
 
 SHARD_BYTES = 2**26  # Streaming's default

@@ -27,14 +27,14 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from export import main as export
-from harness.checkpoints import checkpoints
-from harness.grid import labelled_grid
-from parts.merge import merge_parts
-from parts.output import open_output
-from parts.writer import PartWriter
 from inputs.shards import LATENT_COLUMNS, LATENTS
 from models.latents import origin_of_latents
 from models.loading import BUILT_IN, find_model
+from parts.merge import merge_parts
+from parts.output import open_output
+from parts.writer import PartWriter
+from training.checkpoints import checkpoints
+from training.grid import labelled_grid
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1

@@ -6,7 +6,7 @@ import os
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from models.hub import local_folder
+from inputs.hub import local_folder
 
 CAPTION_LENGTH = 77  # tokens: the text encoder's positions
 CLIP_VOCABULARY = 49408  # token ids

@@ -1,8 +1,11 @@
-"""What is wrong with data, said in one line."""
+"""What is wrong with data, and what errors of the libraries mean, in one line. Nothing here needs torch."""
 import re
 
 # of torch, where a process of a loader is gone
 ENDED_WORKER = r'DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)'
+
+# of torch and CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN where no algorithm's workspace fits
+OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
 
 
 class DataError(Exception):
@@ -39,3 +42,8 @@ def ended_worker(error: BaseException) -> str | None:
         return (f'{text}: the shared memory, /dev/shm, is full; make it larger (docker run --shm-size), or use fewer '
                 '--num_workers')
     return f'{text}, as is done where memory runs out; use fewer --num_workers'
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch's allocator has an error of its own for it, CUDA and its libraries have not."""
+    return type(error).__name__ == 'OutOfMemoryError' or re.search(OUT_OF_MEMORY, str(error)) is not None

@@ -1,7 +1,7 @@
 """Every place where Streaming 0.13.0 is made to do otherwise: what goes wrong without it, and the test that shows it.
 
 When Streaming mends one of these, its part here can be deleted. The tests are in tests/inputs/test_streaming_patches.py
-and tests/harness/test_checkpoints.py. inputs/shared_memory.py holds one more.
+and tests/training/test_checkpoints.py. inputs/shared_memory.py holds one more.
 """
 import os
 import weakref

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from inputs.errors import one_line
-from models.hub import SD2_BASE, local_folder
+from inputs.hub import SD2_BASE, local_folder
 
 # These folders hold no weights: random ones train as fast.
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', 'tiny': Path(__file__).parent / 'tiny'}

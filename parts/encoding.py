@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch.utils.data import DataLoader, Dataset
 
-from harness.compiling import compile_in_place
+from fitting.compiling import compile_in_place
 from inputs.errors import DataError
 from inputs.images import decode_image, normalize_images, stack_images
 from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index

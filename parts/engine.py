@@ -25,7 +25,7 @@ from parts.output import ATTEMPTS
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_CONNECT = 20
-ROOMS = ('harness', 'inputs', 'models', 'parts')  # what a worker is made of
+ROOMS = ('fitting', 'inputs', 'models', 'parts')  # what a worker is made of
 ROOT = Path(__file__).parent.parent
 # What the machines of a cluster need to know to reach a store, and is no secret; they have credentials of their own.
 SETTINGS_OF_STORES = ('S3_ENDPOINT_URL', 'AWS_REGION', 'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AZURE_ACCOUNT_NAME')

@@ -10,8 +10,16 @@ import warnings
 import pandas as pd
 
 from reporting.records import SETTINGS
-from reporting.tables import (COLUMNS, differing_settings, identity_that_differs, in_devices, labels_of_settings,
-                              printed_figure, settings_in_words, versions_in_all)
+from reporting.tables import (
+    COLUMNS,
+    differing_settings,
+    identity_that_differs,
+    in_devices,
+    labels_of_settings,
+    printed_figure,
+    settings_in_words,
+    versions_in_all,
+)
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b')  # one a setting
 MOST_BARS = 60

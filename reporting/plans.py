@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from harness.costs import DAYS_PER_MONTH, Assumptions, days_to_train
+from measuring.costs import DAYS_PER_MONTH, Assumptions, days_to_train
 from reporting.records import SETTINGS
 from reporting.tables import printed_figure
 from reporting.throughput import with_costs

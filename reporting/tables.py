@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from harness.options import benchmark_parser
+from cli.options import benchmark_parser
 from reporting.records import IDENTITY, SETTINGS, one_line_of_text
 
 COLUMNS = {  # key: heading, template and decimals in print; {} in a heading stands for the kind of device

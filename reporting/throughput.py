@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from harness.costs import Assumptions, days_to_train
+from measuring.costs import Assumptions, days_to_train
 
 GPUS_PER_NODE = 8
 

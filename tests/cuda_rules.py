@@ -3,7 +3,7 @@
     with cuda_rules(), torch.autocast('cpu', torch.bfloat16):   # casts as torch.autocast('cuda', torch.bfloat16) does
         loss = model.loss(model(batch), batch)
 
-The rules are those of harness/cuda_autocast.py, which are tested in tests/test_cuda_rules.py. What they cannot show:
+The rules are those of fitting/cuda_autocast.py, which are tested in tests/test_cuda_rules.py. What they cannot show:
 TF32, the kernels of cuDNN and cuBLAS and their order of summation, and the memory of a GPU.
 
 `Dtypes` tells what was computed in which precision, whoever cast it. `composer_on_a_gpu` lets Composer's Trainer run
@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.cuda_autocast import cuda_rules
+from fitting.cuda_autocast import cuda_rules
 
 HALF = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 

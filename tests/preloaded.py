@@ -1,7 +1,7 @@
 """What a server of processes imports and finds out once, before it forks: the name of the CPU alone takes a second."""
 from composer.utils.collect_env import get_composer_env_dict
 
-from harness.record import processor_name
+from measuring.record import processor_name
 from parts import conversion, encoding  # noqa: F401
 from tests import forked_runs  # noqa: F401
 

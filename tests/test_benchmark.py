@@ -8,10 +8,11 @@ from composer import Trainer
 
 import benchmark
 from benchmark import StableDiffusion, main
+from cli.checks import refuse_bad_training
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
 from data import SyntheticImageCaptionDataset, build_loader
-from harness.measurement import Measurement
-from harness.options import benchmark_parser
-from harness.preflight import fill_in_training_defaults, refuse_bad_training
+from measuring.measurement import Measurement
 from models.loading import find_model
 from tests.runs import TINY, check_record
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import bfloat16, float16, float32, float64
 
-from harness.cuda_autocast import cuda_lists, cuda_rules, registered
+from fitting.cuda_autocast import cuda_lists, cuda_rules, registered
 from tests.cuda_rules import Dtypes, Fault
 
 CONVOLUTION = torch.nn.Conv2d(4, 8, 3)

@@ -8,8 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmark import main
-from data import (StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader, collate, normalize,
-                  say_what_an_epoch_leaves_out)
+from data import (
+    StreamingLAIONDataset,
+    SyntheticImageCaptionDataset,
+    build_loader,
+    collate,
+    normalize,
+    say_what_an_epoch_leaves_out,
+)
 from inputs.captions import build_tokenizer
 from inputs.images import decode_image
 from tests.runs import TINY, failed

@@ -23,7 +23,6 @@ from tests.local_s3 import local_s3
 from tests.runs import ROOT, TINY, error_line, wait_until
 from tests.samples import encoded, picture, write_sample_tar, write_shards
 
-
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--max_bad_samples', '1']
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import encode
+from cli.defaults import fill_in_shared_defaults
+from cli.options import encode_parser
 from data import StreamingLAIONDataset
-from harness.options import encode_parser
-from harness.preflight import fill_in_shared_defaults
 from inputs.shards import read_index
 from parts.encoding import Encoder
 from parts.engine import Part

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 import benchmark
 from benchmark import StableDiffusion, main
 from ema import EMA
-from harness.checkpoints import checkpoints, load_checkpoint
 from inputs.captions import build_tokenizer
 from inputs.shards import LATENTS
 from models.latents import origin_of_latents
 from models.loading import find_model
 from tests.forked_runs import run_ranks
-from tests.harness.test_checkpoints import assert_equal
 from tests.runs import TINY, one_error_line
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
+from tests.training.test_checkpoints import assert_equal
+from training.checkpoints import checkpoints, load_checkpoint
 
 TRAIN = [*TINY, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
          '--max_duration', '4ba']

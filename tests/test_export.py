@@ -10,10 +10,10 @@ from diffusers import StableDiffusionPipeline
 
 from benchmark import main
 from export import main as export
-from harness.checkpoints import load_checkpoint
 from inputs.captions import build_tokenizer
 from tests.runs import TINY
 from tests.samples import Hostile
+from training.checkpoints import load_checkpoint
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
             'the end <|endoftext|> is not here', 'a\x00b \u200b c']

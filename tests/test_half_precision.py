@@ -9,10 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import benchmark
 from benchmark import StableDiffusion
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
 from ema import EMA
-from harness.cuda_autocast import cuda_rules
-from harness.options import benchmark_parser
-from harness.preflight import fill_in_training_defaults
+from fitting.cuda_autocast import cuda_rules
 from models.latents import vae_moments
 from models.loading import DTYPES, SD2_BASE, find_model
 from tests.cuda_rules import HALF, Dtypes, Fault, composer_on_a_gpu, one_rank

@@ -11,9 +11,10 @@ from composer.utils import dist
 
 from benchmarks import ladder
 from benchmarks.ladder import BEST, EAGER, ORIGINAL, PLAIN, Machine, climb, launcher, recorded, rungs
-from harness.early_checks import refuse_bad_batch, refuse_bad_modes, refuse_flags_alone
-from harness.options import benchmark_parser
-from harness.preflight import fill_in_training_defaults, refuse_bad_switches
+from cli.checks import refuse_bad_switches
+from cli.defaults import fill_in_training_defaults
+from cli.early_checks import refuse_bad_batch, refuse_bad_modes, refuse_flags_alone
+from cli.options import benchmark_parser
 
 GPU = 'NVIDIA A100-SXM4-40GB'
 

@@ -146,7 +146,7 @@ def test_the_command_block_runs_as_it_stands_and_leaves_its_record(tmp_path):
 
 
 def test_the_second_example_and_the_rest_of_the_comments_hold_once_uncommented(tmp_path, caplog):
-    from harness.options import benchmark_parser
+    from cli.options import benchmark_parser
     copy = edited(tmp_path, r'# (?=composer |--wandb|S3_ENDPOINT_URL|cluster:)', '')
     config, complaints = parse(copy, caplog)
     assert complaints == []

@@ -9,8 +9,9 @@ from composer.utils import dist
 
 import benchmarks.smoke
 from benchmark import main
-from harness.options import benchmark_parser
-from harness.preflight import fill_in_training_defaults, refuse_bad_switches
+from cli.checks import refuse_bad_switches
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
 from tests.runs import ROOT
 
 PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.font_manager import findfont, get_font
 
 import report
-from harness import costs
-from harness.options import benchmark_parser
+from cli.options import benchmark_parser
+from measuring import costs
 from reporting import figures, records, tables, throughput
 
 ROOT = Path(__file__).parents[1]

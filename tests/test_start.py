@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import benchmark
-from harness import allocator
-from harness.allocator import let_segments_grow
-from harness.options import benchmark_parser
-from harness.preflight import fill_in_training_defaults
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
+from fitting import allocator
+from fitting.allocator import let_segments_grow
 from models.loading import ModelFiles, find_model
 from tests.runs import ROOT, TINY, one_error_line
 

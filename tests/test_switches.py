@@ -4,9 +4,9 @@ import torch
 
 import benchmark
 from benchmark import StableDiffusion, apply_switches
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
 from data import collate, normalize
-from harness.options import benchmark_parser
-from harness.preflight import fill_in_training_defaults
 from inputs.captions import build_tokenizer
 from inputs.images import decode_image
 

@@ -10,11 +10,11 @@ from composer.utils import dist, get_device
 from streaming import StreamingDataset
 
 from data import StreamingLAIONDataset
-from harness.ranks import join_ranks
 from inputs import shared_memory
 from inputs.shared_memory import MOST_NUMBERS, owner, remove_what_nobody_holds
 from tests.forked_runs import run_ranks
 from tests.samples import good, write_shards
+from training.ranks import join_ranks
 
 
 def captions(dataset) -> list[str]:

@@ -9,10 +9,10 @@ import torch
 from torch.utils.data import Dataset
 
 from data import StreamingLAIONDataset, build_loader
-from harness.failures import reason
 from inputs import timed_loader
 from inputs.captions import build_tokenizer
 from inputs.timed_loader import CountedCollate, TimedDataLoader
+from training.failures import reason
 
 
 class Numbers(Dataset):

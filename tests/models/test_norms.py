@@ -8,6 +8,7 @@ from models.loading import find_model
 from models.norms import HalfGroupNorm, HalfLayerNorm, switch_norms_to_half
 from tests.cuda_rules import cuda_rules
 
+
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('kind, base, size', [
     (HalfGroupNorm, torch.nn.GroupNorm, (8, 64)), (HalfLayerNorm, torch.nn.LayerNorm, (16,))])

@@ -1,0 +1,163 @@
+"""The flags that were not given, filled in by what this machine is."""
+import argparse
+import os
+import sys
+
+import torch
+from composer.utils import dist
+
+from cli.early_checks import number_of_devices
+from inputs.sample_size import bytes_of_sample, most_bytes_of_sample
+from inputs.shared_memory import free_bytes
+from inputs.timed_loader import queued_batches
+from measuring.costs import TRAINING_IMAGES
+from measuring.measurement import QUEUES_IN_WINDOW
+from training.ranks import cores_per_rank
+
+HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
+MOST_WORKERS = 8
+MEASURED_BATCHES = 20
+INTERVALS = {'save_interval': '1ep', 'eval_interval': '1000ba', 'sample_interval': '1000ba'}  # unless given
+
+
+def is_for_gpus(args: argparse.Namespace) -> bool:
+    """Whether the run is on GPUs, or --dry_run speaks of them."""
+    return torch.cuda.is_available() or getattr(args, 'dry_run', None) is not None
+
+
+def fill_in_training_defaults(args: argparse.Namespace) -> None:
+    """Fill in the flags of benchmark.py that were not given."""
+    if args.dry_run is not None and not (args.remote or args.local or args.use_synth_latents):
+        args.use_synth_data = True
+    device_batch = args.batch_size // number_of_devices(args)
+    if not args.device_train_microbatch_size:
+        args.device_train_microbatch_size = 'auto' if is_for_gpus(args) else device_batch
+    elif args.device_train_microbatch_size.isdecimal():
+        args.device_train_microbatch_size = int(args.device_train_microbatch_size)
+    args.microbatch_search = args.device_train_microbatch_size == 'auto'  # by fitting/microbatch.py
+    args.precision = args.precision or best_precision(args)
+    fill_in_shared_defaults(args, device_batch, args.precision)
+    args.keeps_nothing = bool(args.max_duration) and not args.save_folder
+    fill_in_duration(args)
+    if args.compile_blocks is None:
+        args.compile_blocks = compiles_blocks(args)
+    if args.use_ema:
+        args.ema_half_life = args.ema_half_life or '1000ba'
+    for flag, place in (('save_interval', args.save_folder), ('eval_interval', args.eval_remote),
+                        ('sample_interval', args.sample_prompts)):
+        if place and getattr(args, flag) is None:
+            setattr(args, flag, INTERVALS[flag])
+    if args.training_images is None and args.model_name != 'tiny':
+        args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it
+
+
+def compiles_blocks(args: argparse.Namespace) -> bool:
+    """Whether --compile goes by blocks unless it is told: where several devices exchange gradients.
+
+    A whole UNet has all its gradients at once, at the end of its backward pass; of blocks those of one travel while
+    those of the next are computed. CUDA graphs stay whole: they are tied to the weights, which blocks differ in.
+    """
+    return bool(args.compile) and args.compile != 'reduce-overhead' and number_of_devices(args) > 1
+
+
+def fill_in_duration(args: argparse.Namespace) -> None:
+    """Without --max_duration the run is as long as the measurement; with it, all after the warm-up is measured."""
+    if args.max_duration and not args.loader_only:
+        return
+    queue = queued_batches(args.num_workers) if args.remote else 0
+    if args.measure_batches is None:
+        args.measure_batches = max(MEASURED_BATCHES, QUEUES_IN_WINDOW * queue)
+    args.max_duration = args.max_duration or f'{args.warmup_batches + queue + args.measure_batches}ba'
+
+
+def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precision: str, devices: int = 1) -> None:
+    """Fill in the flags that encode.py has as well, for `device_batch` images at once on each device.
+
+    Args:
+        args: of the command line.
+        device_batch: images at once on a device.
+        precision: of the UNet.
+        devices: that this process works for.
+    """
+    read_local_in_place(args)
+    args.encoder_precision = args.encoder_precision or HALF_PRECISION[precision]
+    if args.channels_last is None:
+        args.channels_last = is_for_gpus(args)
+    args.num_workers_by_default = args.num_workers is None
+    if args.num_workers_by_default:
+        args.num_workers = 0
+        if args.remote and getattr(args, 'dry_run', None) is None:
+            args.num_workers = default_workers(device_batch, args.image_size, args.remote, devices)
+
+
+def default_workers(device_batch: int, image_size: int, remote: str, devices: int) -> int:
+    """Loader processes of each rank: as many as its cores, unless shared memory holds fewer, which is said.
+
+    Where this process works for several `devices` of its machine, they share its cores.
+
+    ValueError: it may hold fewer, and `remote`, by which that is decided, cannot be read.
+    """
+    wanted = min(MOST_WORKERS, max(1, cores_per_rank() // devices))
+    fitting = workers_that_fit(wanted, device_batch, image_size, remote)
+    if fitting >= wanted:
+        return wanted
+    if dist.get_global_rank() == 0:
+        print(f'warning: --num_workers is {fitting} instead of {wanted}, because the shared memory, /dev/shm, holds '
+              'the batches of no more; loading will be slower; make it larger (docker run --shm-size)', file=sys.stderr)
+    return fitting
+
+
+def read_local_in_place(args: argparse.Namespace) -> None:
+    """Where --local is the only place that is given, it is the data. ValueError: it is no folder."""
+    is_synthetic = getattr(args, 'use_synth_data', False) or getattr(args, 'use_synth_latents', False)
+    if args.remote or is_synthetic or not args.local:
+        return
+    if not os.path.isdir(args.local):
+        raise ValueError(f'--local {args.local} is no folder, and there is no --remote to fill it from; give --remote')
+    args.remote = args.local
+    args.local = None
+
+
+def agree_on_workers(args: argparse.Namespace) -> None:
+    """Once the ranks have met: as many loader processes on each as the poorest host allows, and what follows from them.
+
+    Ranks whose loaders differ would train and measure for different numbers of batches.
+    """
+    mine = (args.num_workers, args.measure_batches or 0, args.max_duration)
+    args.num_workers, measure_batches, args.max_duration = min(dist.all_gather_object(mine))
+    args.measure_batches = measure_batches or None
+
+
+def best_precision(args: argparse.Namespace) -> str:
+    """amp_bf16 on a GPU that has it, amp_fp16 on another, fp32 on a CPU. --dry_run speaks of a GPU that has it."""
+    if not torch.cuda.is_available():
+        return 'amp_bf16' if is_for_gpus(args) else 'fp32'
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return 'amp_bf16'
+    return 'amp_fp16'
+
+
+def workers_that_fit(wanted: int, device_batch: int, image_size: int, remote: str) -> int:
+    """Workers of each rank whose batches shared memory can hold; where it is full they would die of a bus error.
+
+    Args:
+        wanted: the number that is asked for.
+        device_batch: samples a device.
+        image_size: that is trained at, in pixels: no image is larger in a batch.
+        remote: the dataset, which is looked at only where the largest images would not fit.
+
+    ValueError: `remote` cannot be read.
+    """
+    free = free_bytes()
+    if free is None:
+        return sys.maxsize
+    share = free // (dist.get_local_world_size() * max(1, device_batch))
+    fitting = workers_in(share // most_bytes_of_sample(image_size))
+    if fitting < wanted:
+        fitting = workers_in(share // bytes_of_sample(remote, image_size))
+    return fitting
+
+
+def workers_in(batches: int) -> int:
+    """Workers whose batches are that many: each prefetches 2, and 2 are in use."""
+    return max(0, (batches - 2) // 2)

@@ -1,0 +1,393 @@
+"""The command lines of benchmark.py, encode.py and export.py: every flag, by subject. Nothing here needs torch.
+
+`Parser` serves every command.
+"""
+import argparse
+import contextlib
+import difflib
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from fitting.switch_table import ATTENTION_BACKENDS, COMPILE_MODES
+from inputs.hub import SD2_BASE
+from measuring.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from measuring.versions import git_commit, package_versions
+
+GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
+          'evaluation and drawing', 'logging', 'cost')
+LR_SCHEDULES = ('constant', 'cosine', 'linear')
+RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')  # that a launcher sets
+TIME_UNITS = {'ba': 'batches', 'ep': 'epochs', 'sp': 'samples', 'dur': 'of the run'}
+LONGEST = 10 ** 15  # of any unit: Composer counts in 64 bits
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, once: on rank 0, unless another rank is alone in its error.
+
+    An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
+    What follows a # there is a comment. A flag that is none, or short for several, is answered with those that it may
+    mean. `--version` is there in every command.
+
+    Args:
+        prog: name of the command.
+        description: for the help.
+        groups: subjects that the flags are shown by in the help; `groups[name]` is argparse's group.
+        options: more for ArgumentParser.
+    """
+
+    def __init__(self, prog: str, description: str, groups: Sequence[str] = (), **options):
+        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         fromfile_prefix_chars='@', **options)
+        self.groups = {name: self.add_argument_group(name) for name in groups}
+        self.add_argument('--version', action=ShowVersion)
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """The arguments on one line of a file."""
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as error:  # a quotation that does not end on its line
+            self.error(f'{error} in a file of flags: {arg_line.strip()}')
+
+    def parse_known_args(self, args=None, namespace=None):
+        try:
+            return super().parse_known_args(args, namespace)
+        except UnicodeDecodeError:
+            self.error('a file of flags, named by @FILE, is no text')
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """As argparse does, but for a flag that is none, with which it names the nearest one."""
+        self._refuse_bad_ranks()
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return known
+
+    def _unknown(self, argument: str) -> str:
+        flag = argument.partition('=')[0]
+        if not flag.startswith('--'):
+            return f'{argument} belongs to no flag; see --help'
+        nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        if nearest:
+            return f'{flag} is no flag; did you mean {nearest[0]}?'
+        return f'{flag} is no flag; see --help'
+
+    def _get_option_tuples(self, option_string: str) -> list:
+        """argparse's candidates for a flag that is cut short; it has no public way to say which they are.
+
+        argparse itself names only those that begin so: --ema is not short for --use_ema, but may be meant for it.
+        """
+        candidates = super()._get_option_tuples(option_string)
+        if len(candidates) > 1:
+            flag = option_string.partition('=')[0]
+            word = flag.removeprefix('--')
+            meant = [name for name in self._option_string_actions if word in name.removeprefix('--').split('_')]
+            begin_so = [candidate[1] for candidate in candidates]
+            names = dict.fromkeys([*sorted(meant, key=len), *begin_so])
+            self.error(f'{flag} is short for no single flag; did you mean {" or ".join(names)}?')
+        return candidates
+
+    def _refuse_bad_ranks(self) -> None:
+        for name in RANK_VARIABLES:
+            text = os.environ.get(name, '1')
+            if not re.fullmatch('[0-9]{1,9}', text) or name.endswith('SIZE') and int(text) == 0:
+                os.environ.pop('RANK', None)  # this process takes itself for the only one, and says it
+                self.error(f'{name}={text} in the environment is no number of processes; unset it, or start this with '
+                           'the launcher, composer')
+
+    def error(self, message: str):
+        rank = os.environ.get('RANK', '0')
+        if rank.isdecimal() and int(rank):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how a launcher ends this rank when rank 0 has spoken
+            time.sleep(10)
+            message = f'rank {rank}: {message}'
+        self.end(2, message)
+
+    def end(self, status: int, message: str):
+        """End with one line and this exit status."""
+        print(f'{self.prog}: error: {message}', file=sys.stderr)
+        sys.exit(status)
+
+    def format_help(self) -> str:
+        """The help, without the groups that this command has no flag of."""
+        self._action_groups = [group for group in self._action_groups if group._group_actions]
+        return super().format_help()
+
+
+class ShowVersion(argparse.Action):
+    """Print the commit of this program, and the libraries that bear on what it does, and end."""
+
+    def __init__(self, option_strings, dest):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS,
+                         help='show the commit of this program and the versions of its libraries')
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        known = {name: version for name, version in package_versions().items() if version}
+        libraries = ', '.join(f'{name} {version}' for name, version in known.items())
+        print(f'{parser.prog} {git_commit() or "outside a git checkout"}, with {libraries or "no libraries"}')
+        parser.exit()
+
+
+def number(kind: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
+    """An argparse type: an int or a float from `least` to `most`, which errors call `name`."""
+    def parse(text: str) -> int | float:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if least <= value <= most:
+                return value
+        raise argparse.ArgumentTypeError(f'{text} is not {name}')
+    return parse
+
+
+count = number(int, 1, sys.maxsize, 'a whole number above 0')
+whole_number = number(int, 0, sys.maxsize, 'a whole number')
+share = number(float, 0, 1, 'between 0 and 1')
+amount = number(float, 0, sys.float_info.max, 'an amount')
+positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
+
+
+seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # NumPy takes 32 bits, with the rank on top
+seconds = number(int, 1, 10 ** 6, 'a number of seconds, from 1 to 1,000,000')
+
+
+def split_time(text: str) -> tuple[float, str]:
+    """The number and the unit of a time such as 5000ba, 2ep or 0.5dur. ValueError: it is none."""
+    match = re.fullmatch('([-0-9.e+_]+)(' + '|'.join(TIME_UNITS) + ')', text)
+    if not match:
+        raise ValueError(text)
+    return float(match[1]), match[2]
+
+
+def time_in(units: str, example: str, least: int = 1) -> Callable[[str], str]:
+    """An argparse type: a time in one of `units`, from `least` batches or the like, as the text that Composer takes."""
+    def parse(text: str) -> str:
+        try:
+            value, unit = split_time(text)
+        except ValueError:
+            unit = None
+        if unit not in units.split() or value > LONGEST:
+            raise argparse.ArgumentTypeError(f'{text} is not a time such as {example}')
+        if value < 0 or value == 0 and least > 0:
+            raise argparse.ArgumentTypeError(f'{text} is not above 0; use {example}')
+        if unit == 'dur' and value > 1:
+            raise argparse.ArgumentTypeError(f'{text} is longer than the run, which is 1dur; use {example}')
+        if unit != 'dur' and value != int(value):
+            raise argparse.ArgumentTypeError(f'{text} is no whole number of {TIME_UNITS[unit]}; use {example}')
+        return text
+    return parse
+
+
+def attention(text: str) -> str:
+    """An argparse type: sdpa, xformers, or some of torch's kernels in an order of one's own, such as cudnn,flash."""
+    names = text.split(',')
+    if text not in ('sdpa', 'xformers') and (not set(names) <= set(ATTENTION_BACKENDS) or len(set(names)) < len(names)):
+        raise argparse.ArgumentTypeError(f'{text} is not sdpa, xformers, or a list such as '
+                                         f'{",".join(ATTENTION_BACKENDS)}')
+    return text
+
+
+def benchmark_parser(description: str) -> Parser:
+    """The command line of benchmark.py."""
+    parser = Parser('benchmark.py', description, GROUPS)
+    add_shared_flags(parser)
+    add_training_data_flags(parser.groups['data'])
+    add_training_speed_flags(parser.groups['speed'])
+    add_training_measurement_flags(parser.groups['measurement'])
+    add_training_flags(parser.groups['training and checkpoints'])
+    add_optimizer_flags(parser.groups['optimizer and average'])
+    add_evaluation_flags(parser.groups['evaluation and drawing'])
+    add_logging_flags(parser.groups['logging'])
+    add_cost_flags(parser.groups['cost'])
+    return parser
+
+
+def encode_parser(description: str) -> Parser:
+    """The command line of encode.py."""
+    parser = Parser('encode.py', description, GROUPS)
+    add_shared_flags(parser)
+    add = parser.groups['data'].add_argument
+    add('--out', help='new folder or object store for the latents (needed)')
+    add('--batch_size', type=count, default=32, help='images at once on each device (default: 32)')
+    add('--ray', metavar='ADDRESS', default=os.environ.get('RAY_ADDRESS'), help='encode on the machines of this Ray '
+        'cluster, such as auto (default: RAY_ADDRESS of the environment; without it, on this machine)')
+    return parser
+
+
+def export_parser(description: str) -> Parser:
+    """The command line of export.py."""
+    parser = Parser('export.py', description)
+    add = parser.add_argument
+    add('checkpoint', metavar='CHECKPOINT', help='a checkpoint, or a folder or an object store, for its newest')
+    add('out', metavar='OUT', help='new folder for the pipeline')
+    add('--live', action='store_true', help='the live weights of the UNet (default: the averaged ones, where the run '
+        'had --use_ema)')
+    add('--model_name', help='tiny, a diffusers folder or a hub name, for the configuration of each part (default: '
+        'that of the run)')
+    add('--pretrained', action='store_true', help='take the VAE from --model_name where the checkpoint has none, '
+        'because the run trained on latents (default: a random one, which cannot decode)')
+    add('--tokenizer', help="folder or hub name (default: that of the run, or CLIP's own)")
+    return parser
+
+
+def add_shared_flags(parser: Parser) -> None:
+    """The flags that benchmark.py and encode.py have in common."""
+    add = parser.groups['data'].add_argument
+    add('--remote', help='MDS shards, a folder or an object store: images and captions as convert.py writes them, or '
+        'latents as encode.py does (default: none)')
+    add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in '
+        'place); without --remote, the folder with the shards')
+    add('--cache_limit', metavar='SIZE', help='most that this cache may hold, such as 500gb (default: no limit)')
+    add('--max_bad_samples', type=share, default=0.01, help='share of samples that may be bad before the run ends '
+        '(default: 0.01)')
+    add('--num_workers', type=whole_number, help='processes that decode, per device (default: up to 8 of its CPU '
+        'cores)')
+
+    add = parser.groups['model'].add_argument
+    add('--model_name', default=SD2_BASE, help='tiny, a diffusers folder or a hub name (default: '
+        f'{SD2_BASE}, whose architecture is built in)')
+    add('--pretrained', action='store_true', help='load the weights of the VAE and the text encoder from --model_name '
+        '(default: random weights, which train as fast)')
+    add('--image_size', type=count, default=512, help='height and width in pixels (default: 512)')
+
+    add = parser.groups['speed'].add_argument
+    add('--encoder_precision', choices=['bf16', 'fp16', 'fp32'], help='of the frozen encoders; in training, fp32 '
+        'holds their weights in float32 and computes in --precision (default: the half precision of --precision)')
+    add('--channels_last', action=argparse.BooleanOptionalAction, help='memory format of the convolutions (default: on '
+        'where there is a GPU)')
+    add('--compile', nargs='?', const=True, default=False, choices=COMPILE_MODES, metavar='MODE', help='compile the '
+        "UNet, the VAE's encoder and the text encoder, which takes minutes at the start, in torch's default mode or in "
+        f'one of {", ".join(COMPILE_MODES)} (default: off)')
+    add('--no-compile', dest='compile', action='store_const', const=False, help='compile nothing (the default)')
+
+    add = parser.groups['measurement'].add_argument
+    add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
+    add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
+
+    add = parser.groups['training and checkpoints'].add_argument
+    add('--seed', type=seed, default=17, help='of weights, noise and shuffle (default: 17)')
+    add('--dist_timeout', type=seconds, default=300, help='seconds to wait for the other processes (default: 300)')
+
+
+def add_training_data_flags(group) -> None:
+    add = group.add_argument
+    add('--use_synth_data', action='store_true', help='train on random images that cost nothing to load (default: off)')
+    add('--use_synth_latents', action='store_true', help='train on random latents, as if encode.py had made them '
+        '(default: off)')
+    add('--batch_size', type=count, default=2048, help='images in a step, over all devices (default: 2048)')
+    add('--tokenizer', help="folder or hub name (default: CLIP's own, from the package open_clip_torch)")
+    add('--random_flip', action='store_true', help='mirror every image with a chance of one half, drawn anew in each '
+        'epoch (default: off)')
+    add('--caption_drop', type=share, default=0.0, metavar='SHARE', help='share of the captions that the empty one '
+        'replaces, such as 0.1, so that images can be drawn with classifier-free guidance (default: 0)')
+
+
+def add_training_speed_flags(group) -> None:
+    add = group.add_argument
+    switch = argparse.BooleanOptionalAction
+    add('--device_train_microbatch_size', metavar='N', help="images that go through the model at once; must divide the "
+        "device's share of the batch (default: auto, the largest that fits, found by trying before the run; on a CPU "
+        'the whole share)')
+    add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; on GPUs since the A100 fp32 '
+        'multiplies as TF32, which keeps 10 bits of the fraction (default: amp_bf16 on a GPU that has it, amp_fp16 on '
+        'another GPU, fp32 on a CPU)')
+    add('--attention', type=attention, default='sdpa', metavar='WHICH', help="sdpa, torch's attention; a list of its "
+        f'kernels in the order to try them in the UNet, of {",".join(ATTENTION_BACKENDS)}, the others after them; or '
+        'xformers, that of the package (default: sdpa)')
+    add('--half_precision_norms', action=switch, default=False, help="compute the norms of the UNet and of the "
+        "VAE's encoder in the half precision of --precision instead of float32 (default: off)")
+    add('--cast_weights_once', action=switch, default=False, help="cast the UNet's weights to half precision once for "
+        'a batch instead of for each microbatch (default: off)')
+    add('--cudnn_benchmark', action=switch, default=False, help='let cuDNN try its algorithms for each new shape and '
+        'keep the fastest (default: off)')
+    add('--compile_blocks', action=switch, help="with --compile: compile each kind of the UNet's blocks once instead "
+        'of the whole UNet, for a shorter start, and so that devices exchange the gradients of one while those of the '
+        'next are computed (default: on with --compile on several devices, unless in the mode reduce-overhead)')
+    add('--allreduce_precision', choices=['fp32', 'bf16'], default='fp32', help='in which GPUs exchange gradients '
+        '(default: fp32)')
+    add('--gradient_checkpointing', action=switch, default=False, help='less memory for about a third more arithmetic '
+        '(default: off)')
+    add('--fused_optimizer', action=switch, default=True, help='AdamW in one kernel (default: on)')
+
+
+def add_training_measurement_flags(group) -> None:
+    add = group.add_argument
+    add('--measure_batches', type=count, help='batches measured after the warm-up (default: with --max_duration to the '
+        "end of the run; else 20, or with streamed data five times the loader's queue if that is more)")
+    add('--dry_run', nargs='?', type=count, const=0, metavar='GPUS', help='train nothing: say what memory each '
+        'microbatch needs, which fits on which card, and how fast so many GPUs could be at most; needs no GPU '
+        "(default: off; without a number, as many GPUs as the launcher starts processes)")
+    add('--loader_only', action='store_true', help='measure the loader alone, without a model (default: off)')
+    add('--profile', metavar='DIR', help='trace 3 batches after the warm-up and write them to this new folder, for '
+        'Perfetto and TensorBoard; no report counts the record of such a run (default: none)')
+
+
+def add_training_flags(group) -> None:
+    add = group.add_argument
+    add('--max_duration', metavar='TIME', type=time_in('ba ep sp', '5000ba or 2ep'), help='length of the run, such as '
+        '5000ba or 2ep (default: warm-up and measured batches)')
+    add('--load_weights', metavar='PATH', help='start from the weights, and with --use_ema from their average, of an '
+        "earlier run: a checkpoint, a folder's newest, one in an object store, or a diffusers UNet or pipeline folder "
+        '(default: random weights)')
+    add('--on_nan', choices=['stop', 'skip'], default='stop', help='end the run at a loss or a gradient that is '
+        'not finite, or skip such steps and count them, up to 10 in a row (default: stop)')
+    add('--save_folder', help='save checkpoints to this new folder or object store (default: none are saved)')
+    add('--save_interval', metavar='TIME', type=time_in('ba ep sp dur', '5000ba or 2ep'), help='time between '
+        'checkpoints, such as 1000ba (default: 1ep); one is also saved at the end and on Ctrl-C or SIGTERM')
+    add('--save_num_checkpoints_to_keep', type=count, metavar='N', help='the newest that stay in a folder (default: '
+        'all, and one of Stable Diffusion 2 takes 15 GB); an object store keeps all')
+    add('--autoresume', action='store_true', help='go on from the newest checkpoint in --save_folder, if there is one '
+        '(default: off)')
+
+
+def add_optimizer_flags(group) -> None:
+    add = group.add_argument
+    add('--learning_rate', type=positive, default=1e-4, help='of AdamW (default: %(default)s)')
+    add('--lr_warmup', metavar='TIME', type=time_in('ba ep dur', '10000ba, 1ep or 0.01dur'),
+        help='time in which the learning rate rises from 0, such as 10000ba (default: none)')
+    add('--lr_schedule', choices=LR_SCHEDULES, default='constant', help='how the learning rate goes on after the '
+        'warm-up: it stays, or falls to 0 at the end of --max_duration along a cosine or a line (default: constant)')
+    add('--weight_decay', type=amount, default=0.001, help='of AdamW (default: %(default)s)')
+    add('--clip_grad_norm', type=positive, metavar='NORM', help='scale the gradients of a step down to this norm where '
+        'it is larger (default: they are left as they are)')
+    add('--use_ema', action='store_true', help='keep an exponential moving average of the UNet (default: off)')
+    add('--ema_half_life', metavar='TIME', type=time_in('ba ep', '1000ba or 1ep'),
+        help="time after which today's weights count half in the average "
+        '(default: 1000ba)')
+    add('--ema_start', metavar='TIME', type=time_in('ba ep dur', '5000ba, 1ep or 0.5dur', least=0),
+        help='training before the average starts, such as 5000ba or 0.5dur, half of it '
+        '(default: none)')
+
+
+def add_evaluation_flags(group) -> None:
+    add = group.add_argument
+    add('--eval_remote', metavar='PATH', help='MDS shards that are held out, a folder or an object store: the loss on '
+        'them is calculated with the same noise and timesteps each time (default: no evaluation)')
+    add('--eval_interval', metavar='TIME', type=time_in('ba ep', '1000ba or 1ep'),
+        help='time between evaluations, in batches or epochs (default: 1000ba); '
+        'there is also one at the end')
+    add('--sample_prompts', metavar='FILE', help='draw each prompt of this file, one a line, with the averaged weights '
+        'where there are any, 50 steps and guidance 7.5; needs --pretrained (default: nothing is drawn)')
+    add('--sample_interval', metavar='TIME', type=time_in('ba ep', '1000ba or 1ep'),
+        help='time between the drawings, in batches or epochs (default: 1000ba); '
+        'the end of the run is also drawn')
+    add('--sample_folder', metavar='DIR', default='samples', help='new folder for the drawings, a PNG each time '
+        '(default: samples)')
+
+
+def add_logging_flags(group) -> None:
+    add = group.add_argument
+    add('--wandb_name', help='log to Weights & Biases under this name (default: W&B is not used)')
+    add('--wandb_project', help='log to this project of Weights & Biases (default: W&B is not used)')
+    add('--tensorboard', metavar='DIR', help='log to TensorBoard files in this folder (default: none)')
+
+
+def add_cost_flags(group) -> None:
+    add = group.add_argument
+    add('--training_images', type=count, help='images of the whole training, for its cost (default: '
+        f'{TRAINING_IMAGES}, those of Stable Diffusion 2; for the model tiny no cost is shown)')
+    add('--dollars_per_gpu_hour', type=amount, default=DOLLARS_PER_GPU_HOUR, help='price in dollars, for the cost '
+        '(default: %(default)s)')

@@ -1,0 +1,225 @@
+"""--dry_run: what a run would need and could reach, on any machine, before a GPU is rented. Nothing is trained.
+
+Parameters and arithmetic are counted by torch, memory as fitting/fake_step.py does it, and speed follows from NVIDIA's
+peaks (models/peaks.py). So the memory is an estimate, and the speed at 100 % of the peak is a bound, no forecast.
+"""
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from composer import ComposerModel
+from composer.utils import dist
+from tqdm import tqdm
+
+from fitting.fake_step import FakeModel, StepMemory, build_fake
+from fitting.memory import (
+    GIB,
+    UNCOUNTED_SHARE,
+    build_outline,
+    lasting_bytes,
+    needed_bytes,
+    taken_on_a_gpu,
+    trace_training,
+)
+from fitting.microbatch import divisors
+from inputs.shards import read_index, require_columns
+from measuring.costs import days_to_train, gpu_hours
+from models.loading import ModelFiles, find_model
+from models.peaks import PEAKS, peak_of
+
+CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
+SHARES_OF_PEAK = (1, 0.5, 0.3)
+SWITCHES = ('gradient_checkpointing', 'half_precision_norms')  # that bear on memory, each shown with and without
+ACCURACY = f"""\
+Memory is counted from the tensors of a step, at its peak. CUDA, its libraries and its allocator take more: an H200 took
+9 to 11 % more than is counted (milabench: 55 GiB at 32 images, 115.6 at 80). So {UNCOUNTED_SHARE:.0%} is added, and a
+microbatch is said to fit where that is within the card. --compile is not counted; as a rule it needs less."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of a device with one set of switches.
+
+    Attributes:
+        title: the switches, for people.
+        args: the flags of benchmark.py, filled in, with these switches.
+        model: a fake one.
+        lasting: bytes by item that do not depend on the microbatch.
+        step: bytes of a step.
+    """
+    title: str
+    args: argparse.Namespace
+    model: ComposerModel
+    lasting: dict[str, int]
+    step: StepMemory
+
+    def needed(self, microbatch: int) -> dict[str, int]:
+        """Bytes by item at the peak of a step."""
+        return needed_bytes(self.args, self.lasting, self.step, microbatch, self.args.dry_run)
+
+    def largest_microbatch(self, gib: float) -> int | None:
+        """The largest that fits into so much memory; None: not even one image does."""
+        for microbatch in microbatches(self.args):
+            if taken_on_a_gpu(self.needed(microbatch)) <= gib * GIB:
+                return microbatch
+        return None
+
+    def gib_per_image(self) -> float:
+        """What each image more in a microbatch takes."""
+        few, many = (sum(self.step.peak(microbatch, accumulated=True).values()) for microbatch in (64, 128))
+        return (many - few) / 64 / GIB
+
+
+def dry_run(args: argparse.Namespace, build_model: Callable) -> dict[str, int | None]:
+    """Print what the run would need and could reach; returns the largest microbatch for each of CARDS.
+
+    Args:
+        args: the flags of benchmark.py, filled in.
+        build_model: makes the model that the run would train.
+
+    ValueError: the model or the remote is not there.
+    """
+    latents = args.use_synth_latents
+    if args.remote:
+        index = read_index(args.remote)
+        require_columns(args.remote, index)
+        latents = 'latents' in index
+    files = find_model(args.model_name)  # sizes need no weights
+    counting = estimates_with_each_switch(args, files, latents, build_model)
+    is_quiet = dist.get_global_rank() > 0 or None  # None: where nobody looks
+    estimates = list(tqdm(counting, 'counting memory', len(SWITCHES) + 2, leave=False, unit='setting',
+                          disable=is_quiet))
+    given = estimates[0]
+    if dist.get_global_rank() == 0:
+        print(title(args, latents), *parts_table(given.model), *memory_table(given), *cards_table(estimates), ACCURACY,
+              *speed_table(args, sum(given.model.flops_per_image.values())), sep='\n')
+    return {card: given.largest_microbatch(gib) for card, gib in CARDS.items()}
+
+
+def estimates_with_each_switch(args: argparse.Namespace, files: ModelFiles, latents: bool,
+                               build_model: Callable) -> Iterator[Estimate]:
+    """The run as it is, then with each switch turned over, and without a fused kernel for attention."""
+    given = build_fake(build_outline(args, files, latents, build_model))
+    yield estimate('as given', args, given)
+    for switch in SWITCHES:
+        if switch == 'half_precision_norms' and args.precision == 'fp32':
+            continue
+        is_on = getattr(args, switch)
+        turned = argparse.Namespace(**vars(args) | {switch: not is_on})
+        title = f'--no-{switch}' if is_on else f'--{switch}'
+        yield estimate(title, turned, build_fake(build_outline(turned, files, latents, build_model)))
+    yield estimate('attention without a fused kernel', args, given, fused_attention=False)
+
+
+def estimate(title: str, args: argparse.Namespace, fake: FakeModel, fused_attention: bool = True) -> Estimate:
+    """The memory of a device for a model that is built with the switches of `args`."""
+    lasting = lasting_bytes(args, fake.model, args.dry_run)
+    return Estimate(title, args, fake.model, lasting, trace_training(args, fake, fused_attention))
+
+
+def microbatches(args: argparse.Namespace) -> list[int]:
+    """Those that a device's share of the batch can be taken in, the largest first."""
+    return divisors(args.batch_size // args.dry_run)
+
+
+def title(args: argparse.Namespace, latents: bool) -> str:
+    devices = args.dry_run
+    settings = [f'{args.image_size} pixels', args.precision, f'text encoder in {args.encoder_precision}']
+    if latents:
+        settings.append('latents that are encoded already')
+    else:
+        settings[-1] = f'encoders in {args.encoder_precision}'
+    if args.use_ema:
+        settings.append('EMA')
+    return (f'{args.model_name}: {", ".join(settings)}; {args.batch_size // devices} images a step on each of '
+            f'{devices} GPUs')
+
+
+def parts_table(model: ComposerModel) -> list[str]:
+    """Parameters and arithmetic of each part."""
+    flops = model.flops_per_image
+    modules = {'unet': ('UNet, forward and backward', model.unet), 'text_encoder': ('text encoder', model.text_encoder)}
+    if model.vae is not None:
+        modules['vae'] = ('VAE, its encoder at work', model.vae)
+    rows = [['', 'parameters', 'GFLOP an image']]
+    for key, (name, module) in modules.items():
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        rows.append([name, f'{parameters:,}', f'{flops[key] / 1e9:,.1f}'])
+    rows.append(['together', '', f'{sum(flops.values()) / 1e9:,.1f}'])
+    return ['', *aligned(rows)]
+
+
+def memory_table(given: Estimate) -> list[str]:
+    """GiB of a device by item, for each microbatch up to the first that no card holds."""
+    sizes = []
+    for size in reversed(microbatches(given.args)):
+        sizes.append(size)
+        if taken_on_a_gpu(given.needed(size)) > max(CARDS.values()) * GIB:
+            break
+    needs = [given.needed(size) for size in sizes]
+    items = dict.fromkeys(item for needed in needs for item in needed)
+    rows = [['GiB by microbatch', *map(str, sizes)]]
+    for item in items:
+        rows.append([item, *(f'{needed.get(item, 0) / GIB:.2f}' for needed in needs)])
+    rows.append(['counted', *(f'{sum(needed.values()) / GIB:.1f}' for needed in needs)])
+    rows.append([f'with {UNCOUNTED_SHARE:.0%} more', *(f'{taken_on_a_gpu(needed) / GIB:.1f}' for needed in needs)])
+    return ['', *aligned(rows)]
+
+
+def cards_table(estimates: list[Estimate]) -> list[str]:
+    """The largest microbatch on each card, with each of the switches."""
+    rows = [['largest microbatch on', *CARDS, 'GiB an image']]
+    for each in estimates:
+        fitting = [each.largest_microbatch(gib) for gib in CARDS.values()]
+        rows.append([each.title, *(str(size or 'none') for size in fitting), f'{each.gib_per_image():.2f}'])
+    return ['', *aligned(rows), '']
+
+
+def speed_table(args: argparse.Namespace, flops_per_image: int) -> list[str]:
+    """Images/s on each card whose peak is known, at three shares of it, and what the whole training would take."""
+    devices = args.dry_run
+    shares = ' / '.join(f'{share:.0%}' for share in SHARES_OF_PEAK)
+    heads = [f'of the peak of {devices} GPUs', 'TFLOP/s each', f'images/s at {shares}']
+    if args.training_images:
+        heads += ['days', 'dollars']
+    rows = [heads]
+    for card in PEAKS:
+        peak = peak_of(card, args.precision)
+        if peak is None:
+            continue
+        speeds = [share * devices * peak * 1e12 / flops_per_image for share in SHARES_OF_PEAK]
+        row = [card, f'{peak:g}', in_a_row(speeds)]
+        if args.training_images:
+            hours = [gpu_hours(speed, devices, args.training_images) for speed in speeds]
+            row.append(in_a_row([days_to_train(speed, args.training_images) for speed in speeds]))
+            row.append(in_a_row([each * args.dollars_per_gpu_hour for each in hours], '$'))
+        rows.append(row)
+    if len(rows) == 1:
+        return ['', f'No peak is known in {args.precision}, so nothing is said of speed.']
+    lines = ['', *aligned(rows)]
+    if args.training_images:
+        lines.append(f'Days and dollars are for {args.training_images:,} images at ${args.dollars_per_gpu_hour:g} a '
+                     'GPU-hour, whichever the GPU (--dollars_per_gpu_hour).')
+    return lines
+
+
+def in_a_row(figures: list[float], sign: str = '') -> str:
+    """Figures with three significant digits, or whole."""
+    def printed(figure: float) -> str:
+        if figure == 0:
+            return f'{sign}0'
+        decimals = max(0, 2 - math.floor(math.log10(figure)))
+        return f'{sign}{figure:,.{decimals}f}'
+    return ' / '.join(map(printed, figures))
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, all others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append('  '.join(cells))
+    return lines

@@ -1,0 +1,189 @@
+"""What a training needs in memory, item by item, and what there is; said before anything large is built.
+
+It is counted on a model without memory, which the switches of the run have been applied to, so that a switch changes
+what is counted by what it does. What lasts follows from the parameters; a step is traced (fitting/fake_step.py).
+"""
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+from composer import ComposerModel
+from composer.utils import dist
+
+from fitting.fake_step import FakeModel, StepMemory, trace_step
+from inputs.captions import CAPTION_LENGTH
+from inputs.shards import LATENTS
+from models.loading import ModelFiles
+
+GIB = 2 ** 30
+# What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
+# allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
+UNCOUNTED_SHARE = 0.12
+ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
+
+
+def build_outline(args: argparse.Namespace, files: ModelFiles, latents: bool,
+                  build_model: Callable[..., ComposerModel]) -> ComposerModel:
+    """The model of a run with its switches on the meta device: shapes and types alone. Random state stays as it is.
+
+    Args:
+        args: the flags of benchmark.py, with their defaults filled in.
+        files: of the model.
+        latents: the training needs no VAE.
+        build_model: makes the real one.
+    """
+    # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
+    args = argparse.Namespace(**vars(args) | {'attention': 'sdpa'})
+    files = dataclasses.replace(files, pretrained=False)
+    with torch.random.fork_rng(devices=[]):
+        return build_model(args, latents, torch.device('meta'), files)
+
+
+def refuse_too_little_memory(args: argparse.Namespace, outline: ComposerModel) -> None:
+    """ValueError: the training surely needs more memory than its GPU has, or than its ranks find on this host.
+
+    Nothing is counted that depends on the microbatch, which can be made smaller.
+    """
+    needed = lasting_bytes(args, outline, dist.get_world_size())
+    if torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        place = 'this GPU'
+    else:
+        there = memory_of_host()
+        place = 'this machine'
+        needed = {item: number * dist.get_local_world_size() for item, number in needed.items()}
+    total = sum(needed.values())
+    if total > there:
+        raise ValueError(f'this training needs at least {total / GIB:.1f} GiB of memory ({in_words(needed)}), and '
+                         f'{place} has {there / GIB:.1f}; the same with a tiny model runs here: '
+                         f'{tiny_command(args, latents=outline.vae is None)}')
+
+
+def lasting_bytes(args: argparse.Namespace, model: ComposerModel, num_devices: int) -> dict[str, int]:
+    """Bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
+
+    Args:
+        args: the flags of benchmark.py, with their defaults filled in.
+        model: one without memory will do.
+        num_devices: that share the batch.
+    """
+    unet = parameter_bytes(model.unet)
+    needed = {'weights': unet, 'gradients': unet}
+    for item, copies in copies_of_weights(args, num_devices).items():
+        needed[item] = copies * unet
+    needed['text encoder'] = parameter_bytes(model.text_encoder)
+    if model.vae is not None:
+        needed['VAE'] = parameter_bytes(model.vae)
+    if not torch.cuda.is_available() and args.dry_run is None:  # where a batch stays on the host
+        needed['batch'] = synthetic_batch_bytes(args, num_devices)
+    return needed
+
+
+def copies_of_weights(args: argparse.Namespace, num_devices: int) -> dict[str, int]:
+    """How many tensors as large as a weight a run holds beside it and its gradient."""
+    copies = {'Adam moments': ADAM_MOMENTS}
+    if args.use_ema:
+        copies['average of the weights'] = 1
+    if num_devices > 1:
+        copies['gradient buckets'] = 1  # DistributedDataParallel's, beside the gradients themselves
+    return copies
+
+
+def parameter_bytes(module: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def synthetic_batch_bytes(args: argparse.Namespace, num_devices: int) -> int:
+    """Of a rank's share of a synthetic batch; a streamed one may be smaller than `image_size`, so that it is 0."""
+    device_batch = args.batch_size // num_devices
+    if args.use_synth_data:
+        return device_batch * 3 * args.image_size ** 2  # uint8
+    if args.use_synth_latents:
+        return device_batch * 8 * (args.image_size // 8) ** 2 * 2  # float16
+    return 0
+
+
+def trace_training(args: argparse.Namespace, fake: FakeModel, fused_attention: bool = True) -> StepMemory:
+    """The memory of a step of the run, encoders included, on a device, for any microbatch."""
+    def make_batch(size: int) -> dict[str, torch.Tensor]:
+        batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long)}
+        side = args.image_size
+        if fake.model.vae is None:
+            batch[LATENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half)
+        else:
+            batch['image'] = torch.zeros(size, 3, side, side)
+        return batch
+    return trace_step(fake, make_batch, args.precision, fused_attention)
+
+
+def needed_bytes(args: argparse.Namespace, lasting: dict[str, int], step: StepMemory, microbatch: int,
+                 num_devices: int) -> dict[str, int]:
+    """Bytes of a device, by item, at the peak of a step: within a microbatch, or while the optimizer works.
+
+    Args:
+        args: the flags of benchmark.py, with their defaults filled in.
+        lasting: of `lasting_bytes`.
+        step: of `trace_training`.
+        microbatch: images that go through the model at once.
+        num_devices: that share the batch.
+    """
+    accumulated = microbatch < args.batch_size // num_devices
+    within = lasting | step.peak(microbatch, accumulated)
+    updating = dict(lasting)
+    if not args.fused_optimizer:
+        updating['working memory'] = lasting['weights']  # what Adam divides by, of all weights at once
+    return max(within, updating, key=lambda items: sum(items.values()))
+
+
+def taken_on_a_gpu(needed: dict[str, int]) -> float:
+    """Bytes that a GPU needs for these items, with what cannot be counted."""
+    return sum(needed.values()) * (1 + UNCOUNTED_SHARE)
+
+
+def memory_of_host(cgroups: Path = Path('/sys/fs/cgroup'), membership: Path = Path('/proc/self/cgroup')) -> int:
+    """Bytes that the processes of this host may take: its memory, or less where a control group limits them."""
+    return min([psutil.virtual_memory().total, *cgroup_limits(cgroups, membership)])
+
+
+def cgroup_limits(cgroups: Path, membership: Path) -> list[int]:
+    """The limits of memory, in bytes, of this process's control groups, as containers and SLURM set them.
+
+    Args:
+        cgroups: where the control groups are mounted.
+        membership: names this process's groups, a line `id:controllers:path` each, without controllers in version 2.
+    """
+    if not membership.is_file():
+        return []
+    limits = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(':', 2)
+        if not controllers:
+            root, name = cgroups, 'memory.max'
+        elif 'memory' in controllers.split(','):
+            root, name = cgroups / 'memory', 'memory.limit_in_bytes'
+        else:
+            continue
+        group = root / path.lstrip('/')
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root) and (folder / name).is_file():
+                limits.append((folder / name).read_text().strip())
+    return [int(limit) for limit in limits if limit != 'max']
+
+
+def in_words(needed: dict[str, int]) -> str:
+    """The items in GiB; what is less than a tenth of one is left out."""
+    return ', '.join(f'{item} {number / GIB:.1f}' for item, number in needed.items() if number >= 0.05 * GIB)
+
+
+def tiny_command(args: argparse.Namespace, latents: bool) -> str:
+    """The command that trains the tiny model on the same data; latents are another model's, and drawn instead."""
+    source = '--use_synth_data'
+    if latents:
+        source = '--use_synth_latents'
+    elif args.remote:
+        source = f'--remote {shlex.quote(args.remote)}'
+    return f'python benchmark.py --use_ema {source} --model_name tiny --image_size 64 --batch_size 4'

@@ -1,0 +1,136 @@
+"""Flags, and the help that explains them."""
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cli.options import benchmark_parser
+from measuring.versions import git_commit
+from tests.runs import ROOT
+
+# Runs a command as its file alone: this Python looks for no installed packages.
+AS_SCRIPT = '''
+import runpy, sys
+del sys.argv[0]
+sys.path.insert(0, '')
+runpy.run_path(sys.argv[0], run_name='__main__')
+'''
+
+
+def test_every_flag_has_a_help_line_with_its_default_in_a_group_of_its_subject():
+    parser = benchmark_parser('')
+    for action in parser._actions[2:]:  # the first are --help and --version
+        assert 'default' in action.help, action.dest
+    grouped = [action for group in parser.groups.values() for action in group._group_actions]
+    assert grouped and {id(action) for action in grouped} == {id(action) for action in parser._actions[2:]}
+
+
+@pytest.mark.parametrize('argv, value', [
+    ([], False), (['--compile'], True), (['--compile', '--use_ema'], True), (['--compile', '--no-compile'], False),
+    (['--no-compile', '--compile'], True), (['--compile', 'reduce-overhead'], 'reduce-overhead')])
+def test_compiling_takes_a_mode_or_none(argv, value):
+    assert benchmark_parser('').parse_args(argv).compile == value
+
+
+@pytest.mark.parametrize('argument, line', [
+    ('--batchsize', '--batchsize is no flag; did you mean --batch_size?'),
+    ('--batchsize=4', '--batchsize is no flag; did you mean --batch_size?'),
+    ('--qqq', '--qqq is no flag; see --help'),
+    ('64', '64 belongs to no flag; see --help'),
+    ('--ema', '--ema is short for no single flag; did you mean --use_ema or --ema_start or --ema_half_life?'),
+])
+def test_a_flag_that_is_none_is_one_line_with_the_nearest(argument, line, capsys):
+    with pytest.raises(SystemExit) as exit:
+        benchmark_parser('').parse_args(['--use_synth_data', argument])
+    assert exit.value.code == 2 and capsys.readouterr().err == f'benchmark.py: error: {line}\n'
+
+
+def test_a_flag_may_be_cut_short_where_that_is_one_flag_alone():
+    assert benchmark_parser('').parse_args(['--batch', '4']).batch_size == 4
+
+
+SYNTHETIC = ['benchmark.py', '--use_synth_data']
+HEAVY = {'torch', 'composer', 'numpy', 'diffusers', 'streaming', 'transformers'}
+
+
+@pytest.mark.parametrize('argv, line', [
+    ([*SYNTHETIC, '--batchsize', '4'], '--batchsize is no flag; did you mean --batch_size?'),
+    (['benchmark.py'], 'give one of --remote, --use_synth_data and --use_synth_latents'),
+    (['benchmark.py', '--remote', 'nowhere'], '--remote nowhere is no folder'),
+    ([*SYNTHETIC, '--image_size', '65'], '--image_size 65 is not a multiple of 8; use 64'),
+    ([*SYNTHETIC, '--batch_size', '4', '--device_train_microbatch_size', '3'],
+     '--device_train_microbatch_size 3 does not divide the 4 images that each of 1 devices gets of --batch_size 4; use '
+     '2'),
+    ([*SYNTHETIC, '--ema_start', '9ba'], '--ema_start 9ba needs --use_ema'),
+    ([*SYNTHETIC, '--cast_weights_once', '--compile'], '--cast_weights_once does nothing with --compile'),
+    ([*SYNTHETIC, '--results', 'tests'], '--results tests cannot be written: Is a directory'),
+    ([*SYNTHETIC, '--results', 'FIFO'], 'is a pipe, which would wait for a reader; name a file'),
+    (['encode.py'], 'give both --remote and --out'),
+    (['encode.py', '--remote', 'tests', '--out', 'x', '--image_size', '65'], '--image_size 65'),
+    (['export.py'], 'the following arguments are required: CHECKPOINT, OUT'),
+    (['export.py', 'a', 'b', '--lives'], '--lives is no flag; did you mean --live?'),
+    (['export.py', 'nowhere', 'out'], 'CHECKPOINT nowhere is not there'),
+    (['export.py', 'tests', 'tests'], 'OUT tests already exists'),
+])
+def test_what_shows_without_torch_is_answered_before_anything_heavy_is_imported(argv, line, tmp_path):
+    pipe = tmp_path / 'pipe'
+    os.mkfifo(pipe)
+    argv = [str(pipe) if argument == 'FIFO' else argument for argument in argv]
+    run = subprocess.run([sys.executable, '-X', 'importtime', *argv], cwd=ROOT, capture_output=True, text=True)
+    imported = {line.rpartition('|')[2].strip() for line in run.stderr.splitlines() if line.startswith('import time:')}
+    [error] = [line for line in run.stderr.splitlines() if not line.startswith('import time:')]
+    assert run.returncode == 2 and error.startswith(f'{argv[0]}: error: ') and line in error
+    assert 'argparse' in imported and not imported & HEAVY
+
+
+@pytest.mark.parametrize('command', ['benchmark.py', 'encode.py', 'export.py'])
+def test_the_version_is_the_commit_and_the_libraries(command):
+    run = subprocess.run([sys.executable, command, '--version'], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.startswith(f'{command} {git_commit()}, with torch ') and run.stdout.count('\n') == 1
+
+
+@pytest.mark.parametrize('argv', [SYNTHETIC, ['encode.py', '--remote', 'tests', '--out', 'x'],
+                                  ['export.py', 'tests', 'x']])
+def test_without_the_environment_one_line_says_how_to_activate_it(argv, tmp_path):
+    results = [] if argv[0] == 'export.py' else ['--results', tmp_path / 'results']
+    run = subprocess.run([sys.executable, '-I', '-S', '-c', AS_SCRIPT, *argv, *results], cwd=ROOT, capture_output=True,
+                         text=True)
+    assert run.returncode == 2 and run.stderr.count('\n') == 1, run.stderr
+    assert 'has no package torch; activate the environment with: source .venv/bin/activate' in run.stderr
+
+
+@pytest.mark.parametrize('flag, value, words', [
+    ('max_duration', 'long', '5000ba'), ('max_duration', '0ep', 'not above 0'), ('max_duration', '1000tok', '5000ba'),
+    ('max_duration', 'infba', 'is not a time'), ('max_duration', 'nanba', 'is not a time'),
+    ('max_duration', '0.5ep', 'no whole number of epochs'), ('max_duration', '1e400ba', 'is not a time'),
+    ('max_duration', '0.5dur', 'is not a time'), ('save_interval', '0.5ep', 'no whole number of epochs'),
+    ('save_interval', 'often', '5000ba'), ('lr_warmup', '0.5ep', 'whole number'),
+    ('lr_warmup', '0ba', 'not above 0'), ('lr_warmup', '2dur', 'longer than the run'), ('lr_warmup', '9sp', '10000ba'),
+    ('ema_half_life', '0.5ep', 'whole number'), ('ema_half_life', '9sp', '1000ba'), ('ema_start', '0.5ep', 'whole'),
+    ('ema_start', 'late', '0.5dur'), ('eval_interval', '0.5ep', 'whole number'), ('sample_interval', '0.5ep', 'whole'),
+    ('seed', '-1', 'a whole number up to'), ('seed', '1' * 20, 'a whole number up to'),
+    ('dist_timeout', '9' * 20, 'a number of seconds'),
+])
+def test_a_time_or_a_number_that_cannot_be_is_one_line_that_names_its_flag(flag, value, words, capsys):
+    with pytest.raises(SystemExit):
+        benchmark_parser('').parse_args([f'--{flag}', value])
+    error = capsys.readouterr().err
+    assert error.startswith(f'benchmark.py: error: argument --{flag}: {value} is') and words in error, error
+    assert error.count('\n') == 1
+
+
+@pytest.mark.parametrize('flag, value', [
+    ('max_duration', '3e4ba'), ('max_duration', '90sp'), ('save_interval', '0.25dur'), ('ema_start', '0ba'),
+    ('lr_warmup', '0.01dur'), ('seed', '4000000000')])
+def test_a_time_stays_as_it_was_given(flag, value):
+    assert str(getattr(benchmark_parser('').parse_args([f'--{flag}', value]), flag)) == value
+
+
+@pytest.mark.parametrize('name, value', [('RANK', 'abc'), ('RANK', '-1'), ('WORLD_SIZE', '0'), ('LOCAL_RANK', '')])
+def test_a_rank_that_is_none_is_one_line(name, value, monkeypatch, capsys):
+    monkeypatch.setenv('RANK', '0')
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        benchmark_parser('').parse_args([])
+    assert capsys.readouterr().err.startswith(f'benchmark.py: error: {name}={value} in the environment is no number')

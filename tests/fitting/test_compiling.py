@@ -1,0 +1,193 @@
+"""--compile: whole graphs under DDP, an error where torch would stop compiling, and a count in the record."""
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from composer.utils import dist, get_device
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmark import StableDiffusion, apply_switches, build_data, main
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
+from fitting.compiling import compile_in_place, compiled_graphs
+from fitting.microbatch import largest_microbatch
+from fitting.switches import UNET_BLOCKS
+from models.loading import find_model
+from tests.cuda_rules import one_rank
+from tests.forked_runs import run_ranks
+from tests.runs import TINY
+from training.failures import reason
+from training.ranks import join_ranks
+
+
+@pytest.fixture(autouse=True)
+def dynamo():
+    """A compiler that has seen nothing yet, as in a process of its own."""
+    settings = torch._dynamo.config.save_config()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.config.load_config(settings)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
+    """The graphs that a backend is given, which then run as they are."""
+    given = []
+
+    def backend(graph, inputs):
+        given.append(graph)
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
+
+    compile_with = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(torch.nn.Module, 'compile', compile_with)
+    return given
+
+
+def batch_of(number: int) -> dict[str, torch.Tensor]:
+    return {'image': torch.rand(number, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (number, 77))}
+
+
+def switched_model(*argv: str) -> StableDiffusion:
+    args = benchmark_parser('').parse_args([*TINY, *argv])
+    torch.manual_seed(0)
+    model = StableDiffusion('tiny', 64).train()
+    apply_switches(model, args)
+    return model
+
+
+@pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
+def test_ddp_does_not_cut_the_unet(graphs, flags):
+    expected = switched_model(*flags)
+    model = switched_model('--compile', *flags)
+    losses = []
+    with one_rank():
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)  # several, as the real one has
+        for each in (expected, wrapped):
+            torch.manual_seed(1)
+            loss = model.loss(each(batch_of(2)), {})
+            loss.backward()
+            losses.append(loss)
+    assert len(graphs) == compiled_graphs() == 3  # the UNet, the VAE's encoder and the text encoder's layers
+    torch.testing.assert_close(*losses)
+    for name, parameter in expected.unet.named_parameters():
+        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capfd):
+    class Half(torch.nn.Module):
+        def forward(self, tensor):
+            return tensor / 2
+
+    layer = Half()
+    compile_in_place([layer])
+    limit = torch._dynamo.config.recompile_limit
+    with pytest.raises(Exception) as caught:
+        for size in range(1, 3 * limit):
+            layer(torch.ones(size, 3))
+    assert len(graphs) == limit == 8
+    line = reason(caught.value, '')
+    assert '--compile' in line and '8 times' in line and '--no-compile' in line
+    assert not capfd.readouterr().err.count('Traceback')
+
+
+@pytest.mark.parametrize('flags, expected', [([], 0), (['--compile'], 3)], ids=str)
+def test_the_record_says_how_many_graphs_were_compiled(graphs, results, flags, expected):
+    record = main(['--use_synth_data', *TINY, '--results', str(results), *flags])
+    assert (record['compile'], record['compiled_graphs']) == (bool(flags), expected)
+    assert len(graphs) == expected
+
+
+def test_the_search_for_a_microbatch_compiles_nothing(graphs):
+    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--compile'])
+    fill_in_training_defaults(args)
+    model = switched_model('--compile')
+    assert largest_microbatch(model, build_data(args, find_model('tiny')), args) == 4
+    assert not graphs
+    model(batch_of(2))
+    assert len(graphs) == 3
+
+
+def test_blocks_of_one_kind_and_size_share_a_graph(graphs):
+    expected = switched_model()
+    model = switched_model('--compile', '--compile_blocks')
+    losses = []
+    for each in (expected, model):
+        torch.manual_seed(1)
+        loss = model.loss(each(batch_of(2)), {})
+        loss.backward()
+        losses.append(loss)
+    blocks = [module for module in model.unet.modules() if type(module) in UNET_BLOCKS]
+    assert 2 < compiled_graphs() - 2 < len(blocks)  # two are the encoders'
+    assert len(graphs) == compiled_graphs()
+    torch.testing.assert_close(*losses)
+    for name, parameter in expected.unet.named_parameters():
+        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode=None: modes.append(mode))
+    switched_model('--compile')
+    switched_model('--compile', 'max-autotune-no-cudagraphs')
+    switched_model('--compile', 'reduce-overhead', '--compile_blocks')
+    assert set(modes[:3]) == {None} and set(modes[3:6]) == {'max-autotune-no-cudagraphs'}
+    assert set(modes[6:]) == {'reduce-overhead'} and len(modes) > 10
+
+
+def exchanging_rank(out: Path, model_name: str) -> None:
+    """One of two ranks, a step of a compiled model: in which order backward graphs ran and buckets were sent."""
+    events = []
+
+    def noting(graph, inputs):
+        def run(*arguments):
+            events.append('backward')
+            return graph(*arguments)
+        return make_boxed_func(run)
+
+    def exchange(process_group, bucket):
+        events.append('bucket')
+        return allreduce_hook(process_group, bucket)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=noting,
+                           partition_fn=min_cut_rematerialization_partition)
+    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--compile'])
+    fill_in_training_defaults(args)
+    join_ranks(get_device(), args.dist_timeout)
+    model = StableDiffusion(model_name, 32, latents=True).train()
+    apply_switches(model, args)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
+    wrapped.register_comm_hook(None, exchange)
+    batch = {'moments': torch.rand(2, 8, 4, 4), 'caption': torch.randint(49408, (2, 77))}
+    for _ in range(2):  # in the first step DDP has a single bucket, and learns the order of the gradients
+        events.clear()
+        model.loss(wrapped(batch), batch).backward()
+    (out / f'rank{dist.get_global_rank()}').write_text(json.dumps(events))
+
+
+def test_two_ranks_exchange_gradients_while_a_compiled_backward_pass_still_runs(server, tmp_path,
+                                                                                smallest_with_attention):
+    codes = run_ranks(server, [tmp_path / 'log'] * 2, exchanging_rank, [(tmp_path, smallest_with_attention)] * 2)
+    assert codes == [0, 0], (tmp_path / 'log').read_text()
+    for rank in (0, 1):
+        events = json.loads((tmp_path / f'rank{rank}').read_text())
+        assert events.count('backward') > 4 and events.count('bucket') > 4
+        after_the_first_bucket = events[events.index('bucket'):]
+        assert after_the_first_bucket.count('backward') >= events.count('backward') / 2
+
+
+@pytest.mark.parametrize('flags, devices, blocks', [
+    ([], 8, False), (['--compile'], 1, False), (['--compile'], 8, True), (['--compile', 'reduce-overhead'], 8, False),
+    (['--compile', '--no-compile_blocks'], 8, False), (['--compile', '--compile_blocks'], 1, True)], ids=str)
+def test_several_devices_compile_blocks_unless_they_are_told(monkeypatch, flags, devices, blocks):
+    monkeypatch.setenv('WORLD_SIZE', str(devices))
+    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--batch_size', '8', *flags])
+    fill_in_training_defaults(args)
+    assert args.compile_blocks is blocks

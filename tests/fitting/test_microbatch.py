@@ -1,0 +1,267 @@
+"""The search for the largest microbatch: it finds what fits on every rank, and leaves no trace."""
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+
+import benchmark
+from benchmark import StableDiffusion, build_data, main
+from cli.checks import refuse_bad_training
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
+from fitting import microbatch
+from fitting.microbatch import (
+    adam_moments,
+    divisors,
+    forward_and_backward,
+    is_too_large,
+    largest_microbatch,
+    largest_that_fits,
+    memory_beside,
+)
+from models.loading import find_model
+from tests.forked_runs import run_ranks
+from tests.runs import TINY
+
+
+def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str, error=torch.OutOfMemoryError) -> list[int]:
+    """Let every pass of more than `limit` images fail in the middle of the UNet; returns the sizes that were tried."""
+    tried = []
+
+    def fail(*_):
+        raise error('CUDA out of memory. Tried to allocate 20.00 GiB')
+
+    def in_forward(module, inputs, output):
+        if tried[-1:] != [len(output)]:  # once for both batches of a try
+            tried.append(len(output))
+        if len(output) > limit and where == 'forward':
+            fail()
+        if len(output) > limit and where == 'backward':
+            output.register_hook(fail)
+
+    model.unet.mid_block.register_forward_hook(in_forward)
+    return tried
+
+
+def arguments(*argv: str):
+    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', '/dev/null', *argv])
+    fill_in_training_defaults(args)
+    return args
+
+
+def search(model: StableDiffusion, *argv: str) -> int:
+    args = arguments(*argv)
+    return largest_microbatch(model, build_data(args, find_model('tiny')), args)
+
+
+@pytest.fixture
+def model() -> StableDiffusion:
+    torch.manual_seed(0)
+    return StableDiffusion('tiny', 64)
+
+
+@pytest.mark.parametrize('share, limit, expected', [
+    (12, 100, [1, 2, 4, 12]), (12, 11, [1, 2, 4, 12, 6]), (12, 5, [1, 2, 4, 12, 6]), (12, 3, [1, 2, 4, 3]),
+    (12, 1, [1, 2]), (12, 0, [1]), (7, 3, [1, 7]), (256, 20, [1, 2, 4, 8, 16, 32]),
+])
+def test_a_search_begins_with_one_image_and_doubles_before_it_tries_what_lies_between(share, limit, expected):
+    tried = []
+    largest_that_fits(share, lambda size: tried.append(size) or size <= limit)
+    assert tried == expected
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_the_largest_part_of_the_batch_that_a_model_trains_with_is_found(model, where):
+    seen = run_out_of_memory_above(2, model, where)
+    assert search(model, '--batch_size', '6') == 2
+    assert seen == [1, 2, 6, 3]
+
+
+def test_the_largest_divisor_that_fits_is_found_for_any_share_and_any_memory():
+    for share in (1, 7, 12, 64, 100):
+        for most in range(share + 1):
+            fitting = [size for size in divisors(share) if size <= most]
+            assert largest_that_fits(share, fitting.__contains__) == max(fitting, default=None)
+
+
+def test_moments_are_searched_as_images_are():
+    model = StableDiffusion('tiny', 64, latents=True)
+    run_out_of_memory_above(2, model, 'backward')
+    args = arguments('--batch_size', '8')
+    args.use_synth_data, args.use_synth_latents = False, True
+    assert largest_microbatch(model, build_data(args, find_model('tiny')), args) == 2
+
+
+@pytest.mark.parametrize('words', [
+    'CUDA error: out of memory', 'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
+    'GET was unable to find an engine to execute this computation', 'cuDNN error: CUDNN_STATUS_ALLOC_FAILED',
+    'upsample_nearest2d only supports output tensors with less than INT_MAX elements, but got [1, 2]',
+    'CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`',
+    'cuDNN error: CUDNN_STATUS_NOT_INITIALIZED', 'cuDNN error: CUDNN_STATUS_INTERNAL_ERROR',
+])
+def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words):
+    assert is_too_large(RuntimeError(words), 4)
+
+
+def test_a_library_that_does_not_start_for_one_image_is_no_lack_of_memory():
+    assert not is_too_large(RuntimeError('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED'), 1)
+    assert is_too_large(RuntimeError('CUDA error: out of memory'), 1)
+
+
+def test_any_other_error_ends_the_search_as_it_is(model):
+    run_out_of_memory_above(2, model, 'forward', lambda _: RuntimeError('expected scalar type Half but found Float'))
+    with pytest.raises(RuntimeError, match='expected scalar type Half'):
+        search(model, '--batch_size', '4')
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_the_search_leaves_weights_gradients_and_random_state_as_they_were(model, where):
+    run_out_of_memory_above(2, model, where)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(5)
+    torch.manual_seed(3)
+    search(model)
+    assert torch.equal(torch.rand(5), expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_nothing_of_a_try_is_alive_when_the_next_begins(model, monkeypatch, where):
+    alive = []  # of earlier tries: the gradients, the batch and the activations
+    left = []
+
+    def beside(*args):
+        left.extend(tensor for tensor in alive if tensor() is not None)
+        held = memory_beside(*args)
+        alive.extend(map(weakref.ref, held))
+        alive.extend(weakref.ref(parameter.grad) for parameter in model.unet.parameters())
+        return held
+
+    def remember(module, inputs, output):
+        cycle = [output]
+        cycle.append(cycle)  # as an error and the frame that keeps it can be
+        alive.append(weakref.ref(output))
+
+    monkeypatch.setattr(microbatch, 'memory_beside', beside)
+    model.unet.mid_block.register_forward_hook(remember)
+    run_out_of_memory_above(1, model, where)
+    assert search(model) == 1
+    assert len(alive) > 3 and not left
+    assert not [tensor for tensor in alive if tensor() is not None]
+
+
+@pytest.mark.parametrize('flags, ranks, copies', [([], 1, 0), (['--use_ema'], 1, 1), ([], 2, 1), (['--use_ema'], 2, 2)])
+def test_adams_moments_the_average_and_ddps_buckets_have_their_memory(model, monkeypatch, flags, ranks, copies):
+    monkeypatch.setattr(microbatch.dist, 'get_world_size', lambda: ranks)
+    held = memory_beside(model, arguments(*flags))
+    weights = sum(parameter.nbytes for parameter in model.unet.parameters())
+    assert sum(tensor.nbytes for tensor in held) == copies * weights
+    assert sum(tensor.nbytes for tensor in adam_moments(model)) == 2 * weights
+    assert sum(parameter.grad.nbytes for parameter in model.unet.parameters()) == weights
+    assert all(parameter.grad is None for part in (model.vae, model.text_encoder) for parameter in part.parameters())
+
+
+def test_adams_moments_come_after_a_first_batch_and_stay_beside_a_second(model, monkeypatch):
+    moments = []
+    passes = []  # how many of the moments there were in each
+    model.unet.register_forward_hook(lambda *_: passes.append(sum(tensor() is not None for tensor in moments)))
+
+    def made(model):
+        tensors = adam_moments(model)
+        moments.extend(map(weakref.ref, tensors))
+        return tensors
+
+    monkeypatch.setattr(microbatch, 'adam_moments', made)
+    search(model, '--batch_size', '1')
+    assert passes == [0, 2 * len(list(model.unet.parameters()))]
+    assert not any(tensor() is not None for tensor in moments)
+
+
+def test_a_try_holds_a_copy_of_its_microbatch_as_composer_does_and_no_batch(model, monkeypatch):
+    def images_in_memory() -> list[torch.Tensor]:
+        return [tensor for tensor in gc.get_objects()
+                if isinstance(tensor, torch.Tensor) and tensor.shape[1:] == (3, 64, 64)]
+    gc.collect()
+    of_others = {id(tensor) for tensor in images_in_memory()}
+    images = []
+    model.register_forward_pre_hook(lambda module, inputs: images.extend(
+        [tensor.shape[0], tensor.dtype] for tensor in images_in_memory() if id(tensor) not in of_others))
+    args = arguments('--batch_size', '8')
+    forward_and_backward(model, build_data(args, find_model('tiny')), args, 2)
+    assert images == [[2, torch.float32]] * 2
+
+
+def test_ranks_exchange_as_much_as_a_bucket_before_the_first_try(model, monkeypatch):
+    exchanged = []
+    monkeypatch.setattr(microbatch.dist, 'get_world_size', lambda: 2)
+    monkeypatch.setattr(microbatch.dist, 'all_reduce', lambda tensor, *_: exchanged.append(tensor.nbytes))
+    model.unet.register_forward_hook(lambda *_: exchanged.append('try'))
+    search(model, '--batch_size', '2')
+    assert exchanged.index('try') == 1
+    assert exchanged[0] > 25 * 2 ** 20  # DistributedDataParallel's bucket_cap_mb
+
+
+def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:
+    """Let main() search as it does on a GPU, with memory for `limit` images at once."""
+    def refuse_then_search(args):
+        refuse_bad_training(args)
+        args.microbatch_search, args.device_train_microbatch_size = True, 'auto'
+
+    def build_limited_model(*args):
+        model = build_model(*args)
+        run_out_of_memory_above(limit, model, where)
+        return model
+
+    build_model = benchmark.build_model
+    monkeypatch.setattr(benchmark, 'refuse_bad_training', refuse_then_search)
+    monkeypatch.setattr(benchmark, 'build_model', build_limited_model)
+
+
+def test_a_run_that_searched_has_the_losses_of_one_that_was_told(monkeypatch, results):
+    flags = ['--use_synth_data', *TINY, '--results', str(results)]
+    told = main([*flags, '--device_train_microbatch_size', '2'])
+    search_on_a_cpu(monkeypatch, limit=3)
+    found = main(flags)
+    assert found['loss'] == told['loss']
+    assert [told['device_train_microbatch_size'], told['microbatch_search']] == [2, False]
+    assert [found['device_train_microbatch_size'], found['microbatch_search']] == [2, True]
+    assert json.loads(results.read_text().splitlines()[-1])['microbatch_search'] is True
+
+
+def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, capfd, results):
+    search_on_a_cpu(monkeypatch, limit=0)
+    with pytest.raises(SystemExit):
+        main(['--use_synth_data', *TINY, '--results', str(results)])
+    [line] = capfd.readouterr().err.splitlines()
+    assert 'not even one image of --image_size 64 fits' in line and '--gradient_checkpointing' in line
+
+
+def test_a_gpu_searches_unless_a_number_is_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda **_: True)
+    for argv, searches in ([], True), (['auto'], True), (['2'], False):
+        flag = ['--device_train_microbatch_size', *argv] if argv else []
+        assert arguments(*flag).microbatch_search == searches
+
+
+def searching_rank(*arguments) -> None:
+    """In a process of its own, which imports what imports this file."""
+    from tests.fitting import searching_ranks
+    searching_ranks.main(*arguments)
+
+
+def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path, server):
+    """Two processes: rank 0 runs out above 4 images in a forward pass, rank 1 above 2 in a backward pass."""
+    for microbatch_size in ('auto', '2'):
+        codes = run_ranks(server, [tmp_path / 'log'] * 2, searching_rank, [(tmp_path, microbatch_size)] * 2)
+        assert codes == [0, 0], (tmp_path / 'log').read_text()
+    searched, told = [[torch.load(tmp_path / f'{size}-rank{rank}.pt') for rank in (0, 1)] for size in ('auto', '2')]
+    assert [rank['tried'] for rank in searched] == [[1, 2, 4]] * 2
+    assert [rank['microbatch'] for rank in searched] == [2, 2]
+    for rank in (0, 1):
+        for name, weight in told[rank]['weights'].items():
+            assert torch.equal(searched[rank]['weights'][name], weight)

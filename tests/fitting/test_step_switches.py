@@ -1,0 +1,208 @@
+"""The switches of a step and of the process: they do what they say, and leave the process as it was."""
+import contextlib
+import functools
+import json
+
+import pytest
+import torch
+from composer.trainer import trainer as composers_trainer
+from torch.nn.attention import SDPBackend
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import benchmark
+from cli.checks import refuse_bad_switches
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
+from fitting.switches import process_switches
+from measuring.tracing import AttentionKernels, kernels_of_attention
+from models.loading import find_model
+from tests.cuda_rules import one_rank
+from tests.forked_runs import run, traced
+from tests.runs import TINY
+
+
+def arguments(*argv: str):
+    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', '/dev/null', *argv])
+    fill_in_training_defaults(args)
+    return args
+
+
+class WeightCasts(TorchDispatchMode):
+    """How often a float32 weight of a model was cast."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.weights = {parameter.data_ptr() for parameter in model.parameters()}
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.weights:
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def trained_in_bf16(monkeypatch, *argv: str) -> tuple[int, list[torch.Tensor]]:
+    """Two batches of two microbatches under torch's own autocast: how often weights were cast, and the weights."""
+    @contextlib.contextmanager
+    def autocast(precision, *_, **__):
+        with torch.autocast('cpu', torch.bfloat16):
+            yield
+
+    monkeypatch.setattr(composers_trainer, '_validate_precision', lambda precision, device: None)
+    monkeypatch.setattr(composers_trainer, 'get_precision_context', autocast)
+    args = arguments('--precision', 'amp_bf16', '--device_train_microbatch_size', '2', '--max_duration', '2ba', *argv)
+    run = benchmark.build_run(args, benchmark.build_data(args, find_model('tiny')))
+    try:
+        with WeightCasts(run.model.unet) as casts:
+            assert benchmark.train(run) == {'status': 'complete'}
+    finally:
+        run.safeguard.release_signals()
+    return casts.count, [weight.detach() for weight in run.model.unet.parameters()]
+
+
+def test_weights_are_cast_once_a_batch_and_learn_the_same(monkeypatch):
+    for_each_microbatch, expected = trained_in_bf16(monkeypatch)
+    once, weights = trained_in_bf16(monkeypatch, '--cast_weights_once')
+    assert once == for_each_microbatch / 2 > 50
+    assert all(map(torch.equal, weights, expected))
+    assert torch.autocast_increment_nesting() == 1 and torch.autocast_decrement_nesting() == 0  # none was left open
+
+
+@pytest.mark.parametrize('attention, order', [
+    ('sdpa', None), ('cudnn', ['CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH']),
+    ('math,flash', ['MATH', 'FLASH_ATTENTION', 'CUDNN_ATTENTION', 'EFFICIENT_ATTENTION'])])
+def test_attention_tries_its_kernels_in_the_order_that_is_asked_for(attention, order):
+    before = torch._C._get_sdp_priority_order()
+    query = torch.randn(2, 2, 16, 8)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    with process_switches(arguments('--attention', attention, '--cudnn_benchmark')):
+        tried = torch._C._get_sdp_priority_order()
+        found = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        assert torch.backends.cudnn.benchmark
+    torch.testing.assert_close(found, expected)
+    if order is None:
+        assert tried == before
+    else:
+        assert [SDPBackend(number).name for number in tried[:4]] == order
+    assert torch._C._get_sdp_priority_order() == before and not torch.backends.cudnn.benchmark
+
+
+@pytest.mark.parametrize('flags', [['--gradient_checkpointing'], ['--gradient_checkpointing', '--compile']], ids=str)
+def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monkeypatch, smallest_with_attention, flags):
+    """Under DDP. Where attention is compiled, its kernels are chosen when its graph is traced."""
+    orders = {'unet': [], 'encoders': []}
+
+    def note(place: str) -> None:
+        [first, *_] = torch._C._get_sdp_priority_order()
+        orders[place].append(SDPBackend(first))
+
+    def backend(graph, inputs):
+        note('unet' if any(tensor.requires_grad for tensor in inputs if torch.is_tensor(tensor)) else 'encoders')
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.nn.Module, 'compile', functools.partialmethod(torch.nn.Module.compile, backend=backend))
+    args = arguments('--attention', 'math,flash', '--model_name', smallest_with_attention, '--image_size', '32', *flags)
+    with process_switches(args), one_rank():
+        model = benchmark.build_model(args, latents=False).train()
+        if not args.compile:
+            for name, module in model.named_modules():
+                if name.endswith(('attn1', 'attn2', 'self_attn')):
+                    place = 'unet' if name.startswith('unet') else 'encoders'
+                    module.register_forward_pre_hook(lambda *_, place=place: note(place))
+        wrapped = DistributedDataParallel(model)
+        batch = {'image': torch.rand(2, 3, 32, 32) * 2 - 1, 'caption': torch.randint(49408, (2, 77))}
+        loss = model.loss(wrapped(batch), batch)
+        in_forward = len(orders['unet'])
+        loss.backward()
+    torch._dynamo.reset()
+    assert set(orders['unet']) == {SDPBackend.MATH}
+    assert set(orders['encoders']) == {SDPBackend.FLASH_ATTENTION}
+    assert args.compile or len(orders['unet']) == 2 * in_forward  # it was computed again
+
+
+@pytest.mark.parametrize('attention, version, words', [
+    ('cudnn', 90501, ['--attention cudnn', '9.15.1', '9.5.1', 'leave cudnn out']), ('flash,cudnn', 91500, ['9.15.0']),
+    ('cudnn,flash', 91501, None), ('cudnn', 92000, None), ('sdpa', 90501, None), ('flash', 90501, None)])
+def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(monkeypatch, attention, version, words):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
+    args = benchmark_parser('').parse_args([*TINY, '--attention', attention, '--precision', 'amp_bf16'])
+    if words is None:
+        refuse_bad_switches(args)
+        return
+    with pytest.raises(ValueError) as refusal:
+        refuse_bad_switches(args)
+    line = str(refusal.value)
+    assert '\n' not in line and all(word in line for word in words)
+
+
+def test_the_record_says_which_kernels_computed_attention(monkeypatch):
+    """On a CPU, whose one kernel is known: two attentions in each of the UNet's transformer blocks."""
+    kernels = AttentionKernels(last_batch=1)
+    monkeypatch.setattr(benchmark, 'tracing_callbacks', lambda args: [kernels])
+    blocks = []
+    build_model = benchmark.build_model
+
+    def counted(*args):
+        model = build_model(*args)
+        blocks[:] = [name for name, _ in model.unet.named_modules() if name.endswith(('attn1', 'attn2'))]
+        return model
+
+    monkeypatch.setattr(benchmark, 'build_model', counted)
+    record = benchmark.main(['--use_synth_latents', *TINY, '--warmup_batches', '2', '--device_train_microbatch_size',
+                             '2', '--results', '/dev/null'])
+    [(name, calls)] = record['attention_kernels'].items()
+    assert name == '_scaled_dot_product_flash_attention_for_cpu'
+    assert calls >= len(blocks) > 4  # the text encoder's are counted as well
+
+
+def test_attention_is_profiled_on_one_microbatch_of_a_batch():
+    kernels = AttentionKernels(last_batch=0)
+    query = torch.randn(2, 2, 16, 8)
+    for layers in (3, 2, 1):  # of each microbatch, so that it can be told by their number
+        kernels.before_forward(None, None)
+        for _ in range(layers):
+            torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        kernels.after_forward(None, None)
+    assert kernels.found == {'_scaled_dot_product_flash_attention_for_cpu': 3}
+
+
+def test_kernels_of_attention_are_known_by_their_operators():
+    names = ['aten::scaled_dot_product_attention', 'aten::_scaled_dot_product_cudnn_attention', 'aten::mm',
+             'aten::_scaled_dot_product_cudnn_attention', 'aten::_scaled_dot_product_attention_math',
+             'xformers_flash3::flash_fwd', 'xformers::efficient_attention_forward_cutlass', 'aten::linear']
+    assert kernels_of_attention(names) == {
+        '_scaled_dot_product_cudnn_attention': 2, '_scaled_dot_product_attention_math': 1,
+        'xformers_flash3::flash_fwd': 1, 'xformers::efficient_attention_forward_cutlass': 1}
+
+
+@pytest.mark.parametrize('microbatch, are_views', [('4', True), ('2', False)])
+def test_gradients_lie_in_the_buckets_where_a_batch_is_one_microbatch(microbatch, are_views):
+    """DDP as Composer's Trainer makes it. A bucket holds several gradients, so that a view shows by its storage."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    composers_own = composers_trainer.prepare_ddp_module
+    with one_rank(), process_switches(arguments('--device_train_microbatch_size', microbatch)):
+        wrapped = composers_trainer.prepare_ddp_module(model, False)
+        wrapped(torch.randn(4, 8)).sum().backward()
+    assert isinstance(wrapped, DistributedDataParallel)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == (1 if are_views else 4)
+    assert composers_trainer.prepare_ddp_module is composers_own
+
+
+def test_gradients_that_two_ranks_send_in_bf16_train_nearly_as_those_in_float32(server, tmp_path):
+    losses = {}
+    for precision in ('fp32', 'bf16'):
+        folder = tmp_path / precision
+        folder.mkdir()
+        argv = ['--use_synth_data', *TINY, '--max_duration', '4ba', '--allreduce_precision', precision]
+        assert run(server, 2, argv, folder) == [0, 0], (folder / 'log').read_text()
+        record = json.loads((folder / 'results.jsonl').read_text())
+        assert (record['allreduce_precision'], record['num_devices']) == (precision, 2)
+        batches = [sorted(batch.items()) for batch in traced(folder, 2)]
+        losses[precision] = [[float.fromhex(json.loads(seen)[0]) for _, [seen] in rank] for rank in batches]
+    for exact, rounded in zip(losses['fp32'], losses['bf16'], strict=True):
+        assert rounded[0] == exact[0] and rounded[1:] != exact[1:]  # the first comes before any gradient
+        assert rounded == pytest.approx(exact, rel=1e-3)

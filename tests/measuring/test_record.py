@@ -1,0 +1,189 @@
+"""The record of a run: whole, printed last, and without secrets."""
+import contextlib
+import json
+import multiprocessing
+import os
+import pty
+import sys
+
+import pytest
+import torch
+
+import report
+from benchmark import main
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
+from measuring.record import ResultsError, keep, redacted, summary, training_settings
+from models.loading import SD2_BASE
+from tests.forked_runs import run_program
+from tests.runs import TINY, check_record
+
+
+def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
+    for runs in (1, 2):
+        main(['--use_synth_data', '--use_ema', *TINY, '--results', str(results)])
+        lines = capfd.readouterr().out.strip().splitlines()
+        assert results.read_text().splitlines()[-1] == lines[-1] and len(results.read_text().splitlines()) == runs
+    record = json.loads(lines[-1])
+    check_record(record)
+    assert (record['dataset'], record['use_ema'], record['num_devices'], record['mfu']) == ('synthetic', True, 1, None)
+    assert lines[-3] == f'trained         4 batches; loss {record["loss"]:.3g}, mean of the measured batches ' \
+                        f'{record["loss_mean"]:.3g}'
+    assert lines[-2] == 'caution         3 measured batches are too few to rely on; use --measure_batches 20 or more'
+    assert 'GPU' not in ''.join(lines[-9:-1])  # nobody trains tiny for real
+
+
+@pytest.mark.parametrize('changed, sentence', [
+    ({'drift': 0.465}, '+46.5% in speed from the first to the last third: the start was slow; use more '
+                       '--warmup_batches'),
+    ({'drift': -0.2}, '-20.0% in speed from the first to the last third: it has not settled; use more '
+                      '--measure_batches'),
+    ({'data_wait_fraction': 0.23}, '23.0% of the time; use more --num_workers, smaller images, or latents (encode.py)'),
+    ({'measured_batches': 7}, '7 measured batches are too few to rely on; use --measure_batches 20 or more'),
+    ({'measured_batches': 30, 'queue_batches': 16}, 'so few batches show the 16 that lay ready'),
+    ({'first_batch': 1200, 'trained_batches': 2000, 'trained_epochs': 10},
+     '2,000 batches, 10 whole epochs, 1,200 of them before this run resumed; loss 0.5, mean'),
+])
+def test_a_figure_that_should_not_be_trusted_says_so_with_the_remedy(changed, sentence):
+    assert sentence in summary(measured(**changed), None, 2.0)
+    assert sentence not in summary(measured(), None, 2.0)
+
+
+@pytest.mark.parametrize('doubt, where', [
+    ({'drift': 38.277}, 'drift'), ({'drift': -0.2}, 'drift'), ({'measured_batches': 7}, 'caution'),
+    ({'status': 'profiled'}, 'caution')])
+def test_no_training_is_extrapolated_from_a_figure_that_should_not_be_trusted(doubt, where):
+    last_line = summary(measured(**doubt), 864_000_000, 2.0).splitlines()[-1]
+    assert last_line == f'full training   not worked out from a speed to mistrust: see {where}'
+    assert 'would take 100.0 days' in summary(measured(drift=0.09), 864_000_000, 2.0)
+
+
+def printed_on_a_terminal(path: str) -> list[str]:
+    """The lines that `keep` prints on a terminal."""
+    ours, terminal = pty.openpty()
+    with os.fdopen(ours, 'rb', buffering=0) as screen:
+        with os.fdopen(terminal, 'w') as stdout, contextlib.redirect_stdout(stdout):
+            with contextlib.suppress(ResultsError):
+                keep({'name': 'a'}, 'summary', path)
+            return screen.read(1000).decode().splitlines()
+
+
+def test_a_terminal_is_told_where_the_record_is_and_a_pipe_gets_the_record(results, tmp_path, capsys):
+    assert printed_on_a_terminal(str(results)) == ['summary', f'record          appended to {results}']
+    assert results.read_text() == '{"name": "a"}\n'
+    assert printed_on_a_terminal(str(tmp_path)) == ['summary', '{"name": "a"}'], 'it was kept nowhere else'
+    keep({'name': 'a'}, 'summary', str(results))
+    assert capsys.readouterr().out == 'summary\n{"name": "a"}\n'
+
+
+def append_records(path: str, name: str):
+    for index in range(20):
+        keep({'name': name, 'index': index, 'text': name * 200_000}, '', path)
+
+
+def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, capfd):
+    results.write_text('{"cut by a full di')
+    context = multiprocessing.get_context('fork')
+    writers = [context.Process(target=append_records, args=(str(results), name)) for name in 'abc']
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    cut, *lines = results.read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert cut == '{"cut by a full di' and len(records) == 60
+    assert {(record['name'], record['index']) for record in records} == {(n, i) for n in 'abc' for i in range(20)}
+
+
+@pytest.mark.parametrize('flags, by_default', [([], True), (['--num_workers', '0'], False)])
+def test_a_record_says_whether_the_program_chose_its_workers_and_on_what_it_ran(flags, by_default):
+    args = benchmark_parser('').parse_args(['--use_synth_data', *flags])
+    fill_in_training_defaults(args)
+    record = training_settings(args, latents=False)
+    assert (record['num_workers'], record['num_workers_by_default']) == (0, by_default)
+    assert record['device_type'] == ('cuda' if torch.cuda.is_available() else 'cpu')
+
+
+def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
+    monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', 's3://key:secret@bucket/a?X-Sig=abc&b=c', 'a@b', '?'])
+    args = benchmark_parser('').parse_args([])
+    assert training_settings(args, latents=False)['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
+
+
+@pytest.mark.parametrize('text', [
+    's3://key:sec/ret@bucket/a', 's3://key:sec@ret@bucket', 'https://secret@host/a', "'s3://key:sec'ret/@bucket'",
+    'DefaultEndpointsProtocol=https;AccountName=x;AccountKey=sec/ret+==;EndpointSuffix=y', 'https://a/b?sig=secret&x=y',
+    'Error at s3://key:sec/ret@bucket: SharedAccessSignature=secret'])
+def test_no_form_of_password_is_left_in_a_text(text):
+    assert 'sec' not in redacted(text) and 'ret' not in redacted(text) and '***' in redacted(text)
+    assert redacted('s3://bucket/path, a@b, key: x, 5 = 6') == 's3://bucket/path, a@b, key: x, 5 = 6'
+
+
+def test_no_secret_of_the_environment_is_written_down(server, tmp_path, shards):
+    secrets = {'WANDB_API_KEY': 'f' * 40, 'AWS_ACCESS_KEY_ID': 'AKIASECRETSECRET', 'AWS_SECRET_ACCESS_KEY': 'w0nder'}
+    argv = ['--remote', shards, *TINY, '--wandb_name', 'x', '--tensorboard', 'board', '--save_folder', 'checkpoints',
+            '--results', 'results.jsonl']
+    folder = tmp_path / 'run'
+    code, _, errors = run_program(server, folder, main, argv, WANDB_MODE='offline', **secrets)
+    assert code == 0, errors
+    written = [path.read_bytes() for path in folder.rglob('*') if path.is_file()]  # what was printed is among them
+    assert len(written) > 6 and (folder / 'wandb').is_dir()
+    for secret in secrets.values():
+        assert not any(secret.encode() in content for content in written)
+
+
+def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be_reported(results, capfd):
+    flags = ['--use_synth_data', *TINY, '--results', str(results)]
+    main(flags)
+    argv = [*flags, '--max_duration', '1sp', '--measure_batches', '1']
+    record = main(argv)
+    assert (record['status'], record['images_per_sec']) == ('unmeasured', None)
+    assert 'no batch was measured: the run was over within --warmup_batches 1' in capfd.readouterr().out
+    report.main([str(results), '--compare'])
+    assert 'unmeasured' in capfd.readouterr().out
+
+
+def measured(**changes) -> dict:
+    """A record as `summary` takes it: 20 batches at 100 images/s."""
+    return {'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0, 'num_devices': 2, 'device': 'X', 'drift': 0.0,
+            'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1, 'batch_seconds_p90': 0.1, 'measured_batches': 20,
+            'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0, 'device_train_microbatch_size': 4, 'mfu': None,
+            'tflops_per_sec_per_device': 1.0, 'checkpoint_seconds': 0.0, 'evaluation_seconds': 0.0,
+            'sampling_seconds': 0.0, 'queue_batches': 0, 'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0,
+            'loss': 0.5, 'loss_mean': 0.6} | changes
+
+
+@pytest.mark.parametrize('gpu, last_line', [
+    (False, 'full training   training on 864,000,000 images would take 100.0 days on this CPU'),
+    (True, 'full training   training on 864,000,000 images would take 100.0 days on these 2 GPUs, 4,800 GPU-hours, '
+           '$9,600')])
+def test_a_cpu_has_no_price_in_gpu_hours(monkeypatch, gpu, last_line):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpu)
+    assert summary(measured(), 864_000_000, 2.0).splitlines()[-1] == last_line
+
+
+@pytest.mark.parametrize('model, flags, images', [
+    ('tiny', [], None), ('tiny', ['--training_images', '5'], 5), (SD2_BASE, [], 2_867_200_000),
+    ('a/b', ['--training_images', '5'], 5)])
+def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for(model, flags, images):
+    args = benchmark_parser('').parse_args(['--use_synth_data', '--model_name', model, *flags])
+    fill_in_training_defaults(args)
+    assert args.training_images == images
+
+
+@pytest.mark.parametrize('queue, caution', [(0, False), (4, False), (5, True)])
+def test_a_window_that_shows_the_queue_says_so(queue, caution):
+    text = summary(measured(queue_batches=queue), None, 2.0)
+    assert ('--measure_batches 25' in text) == caution
+
+
+@pytest.mark.parametrize('name', ['checkpoint', 'evaluation', 'sampling'])
+def test_what_stood_aside_is_named_beside_the_other_figures(name):
+    text = summary(measured(**{f'{name}_seconds': 40.2}), None, 2.0)
+    assert f'{name:<15} 40 s beside the batches' in text and text.count('beside the batches') == 1
+
+
+def test_the_loss_on_held_out_samples_is_named_where_there_is_one():
+    text = summary(measured(eval_loss=0.12345, eval_batch=2000), None, 2.0)
+    assert 'held-out loss   0.1235 after batch 2,000' in text
+    assert 'held-out' not in summary(measured(eval_loss=None, eval_batch=None), None, 2.0)

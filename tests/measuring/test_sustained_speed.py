@@ -1,0 +1,169 @@
+"""The clock shows the speed that lasts: not the loader's queue, not checkpoints, not the beginning of a long run."""
+import heapq
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from composer.core import Time, Timestamp
+
+from measuring import measurement as measuring
+from measuring.measurement import Measurement, figures
+
+
+class SimulatedLoader:
+    """A loader of several processes, each of which makes a batch in `seconds`, on a clock of its own.
+
+    The reference for what a queue does: a process is given a batch to make when one is taken.
+    """
+
+    def __init__(self, clock, workers: int, seconds: float):
+        self.clock, self.seconds, self.workers = clock, seconds, workers
+        self.queue_length = 2 * workers
+        self.free_at = [0.0] * workers
+        self.finished = []  # when each batch that was asked for is ready, in the order of being ready
+        self.taken = 0
+        self.waited = 0.0
+        for _ in range(self.queue_length):
+            self._ask()
+
+    def _ask(self) -> None:
+        start = max(self.clock.now, heapq.heappop(self.free_at))
+        heapq.heappush(self.free_at, start + self.seconds)
+        heapq.heappush(self.finished, start + self.seconds)
+
+    def take(self) -> None:
+        ready = heapq.heappop(self.finished)
+        wait = max(0.0, ready - self.clock.now)
+        self.waited += wait
+        self.clock.now += wait
+        self.taken += 1
+        self._ask()
+
+    def begin_epoch(self) -> None:
+        """All that lay ready is of the epoch before: the processes begin anew."""
+        self.finished.clear()
+        self.free_at = [self.clock.now] * self.workers
+        for _ in range(self.queue_length):
+            self._ask()
+
+    def seconds_waited(self) -> float:
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    @property
+    def ready_batches(self) -> int:
+        return sum(time <= self.clock.now for time in self.finished)
+
+
+class Clock:
+    now = 0.0
+
+
+def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, first_step=20.0, batches=99,
+                  measure_batches=None, warmup=3, checkpoint_every=None, checkpoint_seconds=5.0, epoch=10**6,
+                  evaluate=0.0, sample=0.0) -> dict:
+    """The figures of a run of batches of 4 images, in which nothing but a clock is real."""
+    clock = Clock()
+    monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
+    loader = SimulatedLoader(clock, workers, batch_seconds)
+    state = SimpleNamespace(train_dataloader=loader, dataloader_len=epoch, max_duration=Time.from_batch(batches),
+                            timestamp=Timestamp(), previous_timestamp=Timestamp(),
+                            total_loss_dict={'loss/train/total': 0.5})
+    measurement = Measurement(warmup, measure_batches)
+    measurement.fit_start(state, None)
+    for batch in range(batches):
+        measurement.before_dataloader(state, None)
+        loader.take()
+        clock.now += first_step if batch == 0 else step_seconds
+        state.previous_timestamp = state.timestamp
+        state.timestamp = state.timestamp.to_next_batch(4)
+        measurement.batch_end(state, None)
+        if (batch + 1) % epoch == 0:
+            state.timestamp = state.timestamp.to_next_epoch()
+            loader.begin_epoch()
+        is_to_save = checkpoint_every and (batch + 1) % checkpoint_every == 0
+        if is_to_save and evaluate:
+            measurement.eval_before_all(state, None)
+            clock.now += evaluate
+            measurement.eval_after_all(state, None)
+        measurement.batch_checkpoint(state, None)
+        if is_to_save:
+            with measurement.aside('sampling'):  # by another callback, before Composer's saver or after it
+                clock.now += sample
+            clock.now += checkpoint_seconds
+    return figures(measurement.window) | {'turnover': measurement.turnover_batches}
+
+
+@pytest.mark.parametrize('batch_seconds, true_speed', [
+    (0.8, 4 * 8 / 0.8),  # half of what the model needs
+    (0.48, 4 * 8 / 0.48),  # five sixths: the queue of the first step lasts longest
+    (1.6, 4 * 8 / 1.6), (6.4, 4 * 8 / 6.4), (0.1, 4 / 0.05)])  # the last is faster than the model
+def test_batches_that_lay_ready_are_not_counted_as_the_loaders_speed(monkeypatch, batch_seconds, true_speed):
+    shown = simulated_run(monkeypatch, batch_seconds=batch_seconds)
+    assert shown['images_per_sec'] == pytest.approx(true_speed, rel=0.05)
+    assert shown['turnover'] == 16 and shown['measured_batches'] == 80  # a queue, and five of them
+
+
+@pytest.mark.parametrize('batch_seconds', [0.8, 1.6])
+def test_the_wait_is_that_of_the_steady_state(monkeypatch, batch_seconds):
+    shown = simulated_run(monkeypatch, batch_seconds=batch_seconds, batches=400)
+    assert shown['data_wait_fraction'] == pytest.approx(1 - 0.05 / (batch_seconds / 8), abs=0.05)
+
+
+def test_a_short_run_is_measured_all_the_same(monkeypatch):
+    shown = simulated_run(monkeypatch, batches=23, measure_batches=20)
+    assert (shown['turnover'], shown['measured_batches']) == (0, 20)
+    assert shown['images_per_sec'] <= 32 * 1.1  # 8 processes make 32 images a second
+
+
+def test_checkpoints_are_counted_apart(monkeypatch):
+    plain = simulated_run(monkeypatch, batch_seconds=0.01)
+    saving = simulated_run(monkeypatch, batch_seconds=0.01, checkpoint_every=10)
+    assert saving['images_per_sec'] == pytest.approx(plain['images_per_sec'])
+    assert (plain['checkpoint_seconds'], saving['checkpoint_seconds']) == (0, 5 * 8)
+    assert saving['batch_seconds_p90'] == pytest.approx(0.05)
+
+
+def test_evaluation_sampling_and_checkpoints_are_counted_apart_from_all_else_and_from_each_other(monkeypatch):
+    plain = simulated_run(monkeypatch, batch_seconds=0.01)
+    aside = simulated_run(monkeypatch, batch_seconds=0.01, checkpoint_every=10, evaluate=2.0, sample=3.0)
+    spent = {'checkpoint_seconds': 5 * 8, 'evaluation_seconds': 2 * 8, 'sampling_seconds': 3 * 8}
+    assert {name: aside[name] for name in spent} == pytest.approx(spent)
+    for name in plain.keys() - spent.keys():
+        assert aside[name] == pytest.approx(plain[name]), name
+
+
+def test_what_stands_aside_pauses_the_gpus_monitor_until_its_end():
+    measurement = Measurement(1, None)
+    with measurement.aside('sampling'):
+        assert measurement.gpu.paused
+    assert not measurement.gpu.paused
+    measurement.batch_checkpoint(None, None)
+    with measurement.aside('sampling'):
+        assert measurement.gpu.paused
+    assert measurement.gpu.paused  # the checkpoint goes on
+    measurement.before_dataloader(None, None)
+    assert not measurement.gpu.paused
+    with pytest.raises(ValueError), measurement.aside('sampling'):
+        raise ValueError
+    assert not measurement.gpu.paused
+
+
+def test_a_checkpoint_that_one_rank_writes_is_no_slow_batch_of_the_others(monkeypatch):
+    waiting = measuring.Window([1.0, 6.0, 1.0], [0.0] * 3, [0.0, 0.0, 0.0], samples=30)
+    of_the_writer = iter([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # aside; its batches; aside by name
+    monkeypatch.setattr(measuring, 'highest_of_ranks',
+                        lambda values, all_ranks: np.maximum(values, next(of_the_writer)))
+    shown = figures(waiting)
+    assert shown['checkpoint_seconds'] == 5 and shown['images_per_sec'] == 10
+
+
+def test_a_queue_that_has_yet_to_fill_at_an_epochs_start_is_not_the_loaders_slowness(monkeypatch):
+    within = simulated_run(monkeypatch, batch_seconds=0.1, batches=99)
+    at_the_start = simulated_run(monkeypatch, batch_seconds=0.1, batches=99, epoch=98)
+    assert at_the_start['images_per_sec'] == pytest.approx(within['images_per_sec'], rel=0.05)
+
+
+def test_all_of_a_long_run_is_measured(monkeypatch):
+    shown = simulated_run(monkeypatch, batch_seconds=0.01, batches=500)
+    assert shown['measured_batches'] == 500 - 3 - 16

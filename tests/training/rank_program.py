@@ -1,0 +1,71 @@
+"""Three real training steps on a rank, in float64, which leaves what it saw and learned in OUT/rankN.pt."""
+from pathlib import Path
+
+import torch
+from composer import Callback
+from composer.utils import dist, get_device
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+import benchmark
+from cli.checks import refuse_bad_training
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
+from ema import EMA
+from models.loading import find_model
+
+
+class BySample(benchmark.StableDiffusion):
+    """Draws noise and timesteps from each sample's caption, so that they are the same on any number of ranks."""
+
+    def forward(self, batch):
+        outputs = []
+        for image, caption in zip(batch['image'], batch['caption'], strict=True):
+            torch.manual_seed(int(caption.sum()))
+            outputs.append(super().forward({'image': image[None], 'caption': caption[None]}))
+        return tuple(map(torch.cat, zip(*outputs, strict=True)))
+
+    def encode(self, batch):
+        latents, text = super().encode(batch)
+        return latents.double(), text.double()
+
+    def loss(self, outputs, batch):
+        return torch.nn.functional.mse_loss(*outputs)
+
+
+class Witness(Callback):
+    """Captions that the rank saw, and how often its gradients were synchronised."""
+
+    def __init__(self):
+        self.captions, self.synchronised = [], 0
+
+    def fit_start(self, state, logger):
+        def count_and_reduce(process_group, bucket):
+            self.synchronised += bucket.is_last()
+            return allreduce_hook(process_group, bucket)
+        if dist.get_world_size() > 1:
+            state.model.register_comm_hook(None, count_and_reduce)
+
+    def batch_start(self, state, logger):
+        self.captions += state.batch['caption'].tolist()
+
+
+def main(out: str | Path, *argv: str) -> None:
+    """The steps, with the flags of benchmark.py."""
+    args = benchmark_parser('').parse_args(argv)
+    fill_in_training_defaults(args)
+    refuse_bad_training(args)
+    benchmark.join_ranks(get_device(), args.dist_timeout)
+    torch.manual_seed(0)
+    model = BySample('tiny', args.image_size)
+    model.unet.double()
+    data = benchmark.build_data(args, find_model('tiny'))
+    witness = Witness()
+    trainer = benchmark.build_trainer(args, model, data,
+                                      [benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed), witness],
+                                      benchmark.build_algorithms(args))
+    trainer.fit()
+    [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
+    torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},
+                'average': ema.ema_model.named_parameters_dict, 'captions': witness.captions,
+                'synchronised': witness.synchronised, 'random': torch.initial_seed(),
+                'seed': trainer.state.seed}, Path(out) / f'rank{dist.get_global_rank()}.pt')

@@ -1,0 +1,90 @@
+"""The curves of a run, at Weights & Biases and in TensorBoard's files."""
+import contextlib
+import json
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from benchmark import main
+from tests.runs import TINY, one_error_line, wait_until
+from training.loggers import OneFileTensorboardLogger
+
+
+def test_wandb_is_not_touched_without_one_of_its_flags(results, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(['--use_synth_data', *TINY, '--results', str(results)])
+    assert not (tmp_path / 'wandb').exists()
+
+
+def read_wandb(path: Path) -> tuple[set, dict, dict]:
+    """Keys of the history, the config and the summary in an offline run's file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+    store, history, config, summary = DataStore(), set(), {}, {}
+    store.open_for_scan(str(path))
+    while data := store.scan_data():
+        entry = Record()
+        entry.ParseFromString(data)
+        history |= {item.key or '/'.join(item.nested_key) for item in entry.history.item}
+        for found, updates in ((summary, (entry.summary.update, entry.run.summary.update)),
+                               (config, (entry.config.update, entry.run.config.update))):
+            for update in updates:
+                found |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
+    return history, config, summary
+
+
+def test_wandb_offline_holds_the_curves_the_settings_and_the_record(tmp_path, results, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = main(['--use_synth_data', '--use_ema', *TINY, '--measure_batches', '8', '--wandb_name', 'tiny',
+                   '--wandb_project', 'test', '--results', str(results)])
+    [file] = tmp_path.glob('wandb/offline-run-*/*.wandb')
+
+    def written():  # by a process of W&B's own, which may be at it still
+        with contextlib.suppress(AssertionError):
+            return 'images_per_sec' in read_wandb(file)[2]
+    wait_until(written)
+    history, config, summary = read_wandb(file)
+    assert {'loss/train/total', 'throughput/samples_per_sec', 'throughput/device/flops_per_sec'} <= history
+    assert (config['model_name'], config['batch_size'], config['use_ema']) == ('tiny', 4, True)
+    assert summary['images_per_sec'] == record['images_per_sec'] and summary['loss'] == record['loss']
+
+
+def test_a_logger_that_fails_does_not_take_the_record_with_it(results, tmp_path, monkeypatch, capfd):
+    def fail(*_):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(OneFileTensorboardLogger, 'keep_record', fail)
+    record = main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
+    assert json.loads(results.read_text()) == record and record['status'] == 'complete'
+    assert 'OneFileTensorboardLogger did not take the record' in capfd.readouterr().err
+
+
+def test_wandb_without_login_is_one_line(results, capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv('WANDB_MODE', 'online')
+    monkeypatch.setenv('NETRC', str(tmp_path / 'none'))
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.delenv('WANDB_API_KEY', raising=False)
+    error = one_error_line(['--use_synth_data', *TINY, '--wandb_name', 'x', '--results', results], capfd)
+    assert '--wandb_name x' in error and 'wandb login' in error
+
+
+def test_one_tensorboard_file_holds_the_loss_the_settings_and_the_record(tmp_path, shards, results):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    record = main(['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration', '2ep',
+                   '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
+    [file] = tmp_path.glob('board/**/events*')
+    events = EventAccumulator(str(file)).Reload()
+    assert len(events.Scalars('loss/train/total')) == 6
+    for name, content in (('settings', {'batch_size': 8, 'image_size': 64}), ('record', record)):
+        [text] = events.Tensors(f'{name}/text_summary')
+        shown = json.loads(text.tensor_proto.string_val[0])
+        assert shown.items() >= content.items()
+
+
+def test_a_logger_that_fails_while_it_trains_is_warned_of_once_and_the_training_goes_on(results, tmp_path, monkeypatch,
+                                                                                      capfd):
+    def fail(*_, **__):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(SummaryWriter, 'add_scalar', fail)
+    record = main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
+    assert record['status'] == 'complete'
+    assert capfd.readouterr().err.count('warning: OneFileTensorboardLogger failed (OSError: [Errno 28] No space') == 1

@@ -1,0 +1,151 @@
+"""The optimizer, its schedule, the clipping of gradients and the average: as asked, in a run and in its checkpoint."""
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from composer import Callback
+from composer.core import Event, Precision, Time, Timestamp
+from composer.optim import ConstantScheduler
+from torch.amp import GradScaler
+
+import benchmark
+from benchmark import main
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
+from tests.runs import TINY
+from training.checkpoints import load_checkpoint
+from training.optimization import FiniteGradientClipping
+
+FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4ba', '--use_ema', '--ema_half_life',
+         '3ba', '--ema_start', '2ba', '--clip_grad_norm', '0.25']
+
+
+class Witness(Callback):
+    """The learning rate of each step, the norm of its gradients and whether there was an average after it."""
+    rates, norms, averaged, weights = [], [], [], []
+
+    def after_train_batch(self, state, logger):
+        self.rates.append(state.optimizers[0].param_groups[0]['lr'])
+        self.norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in state.model.unet.parameters()])))
+
+    def batch_end(self, state, logger):
+        [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, benchmark.EMA)]
+        self.averaged.append(ema.ema_started)
+        self.weights.append(state.model.unet.conv_in.bias.detach().clone())
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    """What a run of 7 batches with all flags did, its record and its checkpoint."""
+    folder = tmp_path_factory.mktemp('optimization')
+    build_trainer = benchmark.build_trainer
+
+    def with_witness(args, model, data, callbacks, *others):
+        return build_trainer(args, model, data, [*callbacks, Witness()], *others)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, 'build_trainer', with_witness)
+        record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--results', str(folder / 'results'),
+                       '--save_folder', str(folder / 'kept')])
+    return SimpleNamespace(record=record, state=load_checkpoint(folder / 'kept' / 'latest-rank0.pt')['state'])
+
+
+def test_the_flags_are_in_the_record_and_in_the_checkpoint(run):
+    expected = {'learning_rate': 3e-4, 'weight_decay': 0.02, 'lr_warmup': '4ba', 'ema_half_life': '3ba',
+                'ema_start': '2ba', 'clip_grad_norm': 0.25}
+    assert {flag: run.record[flag] for flag in expected} == expected
+    [group] = run.state['optimizers']['AdamW']['param_groups']
+    assert (group['initial_lr'], group['weight_decay']) == (3e-4, 0.02)
+    flags = dict(run.state['callbacks'])['Safeguard']['flags']
+    assert {flag: flags[flag] for flag in expected} == expected
+
+
+def test_the_learning_rate_rises_to_its_value_and_stays(run):
+    rates = Witness.rates
+    assert rates[0] == 0 and all(later >= earlier for earlier, later in zip(rates, rates[1:], strict=False))
+    assert sorted(set(rates)) == pytest.approx([0, 0.75e-4, 1.5e-4, 2.25e-4, 3e-4]) and rates[-1] == 3e-4
+
+
+@pytest.mark.parametrize('schedule, shares', [
+    ('constant', [1, 1, 1, 1, 1]), ('linear', [1, 0.75, 0.5, 0.25, 0]),
+    ('cosine', [1, 0.5 + 0.5 ** 1.5, 0.5, 0.5 - 0.5 ** 1.5, 0])])
+@pytest.mark.parametrize('warmup', [0, 4])
+def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule, shares, warmup):
+    flags = ['--use_synth_data', *TINY, '--lr_schedule', schedule]
+    if warmup:
+        flags += ['--lr_warmup', f'{warmup}ba']
+    rate = benchmark.build_schedule(benchmark_parser('').parse_args(flags))
+    state = SimpleNamespace(max_duration=Time.from_batch(warmup + 8), timestamp=Timestamp())
+
+    def rate_at(batch: int) -> float:
+        state.timestamp = Timestamp(batch=batch)
+        return rate(state)
+    assert [rate_at(batch) for batch in range(warmup)] == [batch / 4 for batch in range(warmup)]
+    assert [rate_at(warmup + batch) for batch in (0, 2, 4, 6, 8)] == pytest.approx(shares, abs=1e-9)
+
+
+def test_gradients_are_clipped_before_the_optimizer_takes_them(run):
+    assert Witness.norms == pytest.approx([0.25] * 7, rel=1e-4)  # they would be about 1
+
+
+def test_the_average_starts_when_it_is_told_and_moves_by_its_half_life(run):
+    assert Witness.averaged == [False, True, True, True, True, True, True]
+    average = Witness.weights[1]  # a copy of the weights of the second batch
+    for weights in Witness.weights[2:]:
+        average = average + (weights - average) * (1 - 2 ** (-1 / 3))
+    kept = dict(run.state['algorithms'])['EMA']['ema_model']['named_parameters_dict']['unet.conv_in.bias']
+    torch.testing.assert_close(kept, average, atol=1e-7, rtol=1e-5)
+
+
+def test_without_the_flags_all_is_as_in_the_original():
+    args = benchmark_parser('').parse_args(['--use_synth_data', '--use_ema', *TINY])
+    fill_in_training_defaults(args)
+    [ema] = benchmark.build_algorithms(args)
+    assert ema.smoothing == 2 ** (-1 / 1000) and ema.ema_start.value == 0
+    [group] = benchmark.build_optimizer(benchmark.StableDiffusion('tiny', 64), args).param_groups
+    assert (group['lr'], group['weight_decay']) == (1e-4, 0.001)
+    assert isinstance(benchmark.build_schedule(args), ConstantScheduler)
+
+
+@pytest.fixture(params=[True, False], ids=['no CUDA', 'CUDA'])
+def scaler(request, monkeypatch) -> GradScaler:
+    """As Composer makes it in every precision; where torch finds CUDA, it is enabled in every precision."""
+    monkeypatch.setattr(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: request.param)
+    return GradScaler()
+
+
+def state_with(scaler: GradScaler, *gradients: list[float], precision: str = 'amp_bf16') -> SimpleNamespace:
+    parameters = []
+    for gradient in gradients:
+        parameter = torch.nn.Parameter(torch.zeros(len(gradient)))
+        parameter.grad = torch.tensor(gradient)
+        parameters.append(parameter)
+    return SimpleNamespace(model=torch.nn.ParameterList(parameters), scaler=scaler, fsdp_config_version=0,
+                           precision=Precision(precision))
+
+
+def test_clipping_scales_all_gradients_by_their_common_norm(scaler):
+    state = state_with(scaler, [3.0, 0.0], [4.0])
+    clipping = FiniteGradientClipping(1.0)
+    assert clipping.match(Event.AFTER_TRAIN_BATCH, state)
+    clipping.apply(Event.AFTER_TRAIN_BATCH, state, None)
+    torch.testing.assert_close(torch.cat([p.grad for p in state.model]), torch.tensor([0.6, 0.0, 0.8]))
+
+
+@pytest.mark.parametrize('gradients', [([3e38], [3e38]), ([float('nan')], [1.0]), ([float('inf')], [1.0])])
+def test_gradients_of_an_infinite_norm_are_not_clipped_to_nothing(scaler, gradients):
+    for precision in ('fp32', 'amp_bf16'):
+        state = state_with(scaler, *gradients, precision=precision)
+        assert not FiniteGradientClipping(1.0).match(Event.AFTER_TRAIN_BATCH, state)
+
+
+def test_a_gradient_that_is_too_large_to_measure_ends_a_clipped_run(scaler, results, monkeypatch):
+    class Huge(benchmark.Safeguard):
+        def after_backward(self, state, logger):
+            if state.timestamp.batch.value == 2:
+                state.model.unet.conv_in.bias.grad[:2] = 3e38
+
+    monkeypatch.setattr(benchmark, 'Safeguard', Huge)
+    with pytest.raises(SystemExit):
+        main(['--use_synth_data', *TINY, '--clip_grad_norm', '1', '--results', str(results)])
+    assert json.loads(results.read_text())['error'].startswith('a gradient of batch 3 is not finite')

@@ -1,0 +1,95 @@
+"""What a run puts somewhere for a while goes with it, or with a later run; what lives or is another's stays."""
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from training import own_files
+from training.own_files import PrivateFolder, remove_unfinished, written_whole
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+    return tmp_path
+
+
+def killed_child(act) -> int:
+    """Fork a process that calls `act(ready)`, and kill it once it has called `ready()`; its number."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        act(lambda: os.write(writer, b'1'))
+        os._exit(0)
+    os.read(reader, 1)
+    return child
+
+
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def write_for_ever(folder: Path, ready) -> None:
+    with written_whole(folder / 'ep0-ba1-rank0.pt') as file:
+        file.write(b'half')
+        file.flush()
+        ready()
+        signal.pause()
+
+
+def test_a_file_that_a_killed_run_was_writing_is_removed_and_one_that_is_being_written_is_not(tmp_path):
+    for name in ('ep0-ba1-rank0.pt.tmp', 'x.sd-benchmark-1.tmp', f'sd-benchmark-{"a" * 32}.tmp'):
+        (tmp_path / name).touch()  # not ours
+    others = set(os.listdir(tmp_path))
+    child = killed_child(lambda ready: write_for_ever(tmp_path, ready))
+    [name] = set(os.listdir(tmp_path)) - others
+    assert remove_unfinished(str(tmp_path)) == [] and (tmp_path / name).read_bytes() == b'half'
+    end(child)
+    assert remove_unfinished(str(tmp_path)) == [name]
+    assert set(os.listdir(tmp_path)) == others
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path):
+    path = tmp_path / 'x'
+    path.write_text('before')
+    with pytest.raises(SystemExit), written_whole(path) as file:
+        file.write(b'half')
+        raise SystemExit
+    assert path.read_text() == 'before' and os.listdir(tmp_path) == ['x']
+    with written_whole(path) as file:
+        file.write(b'after')
+    assert path.read_text() == 'after' and os.listdir(tmp_path) == ['x']
+
+
+def test_a_private_folder_of_a_killed_run_goes_with_the_next_and_that_of_a_living_one_stays(temporary):
+    (temporary / 'sd-benchmark-other').mkdir(mode=0o700)  # without a lock: perhaps one that is just being made
+
+    def live(ready):
+        folder = PrivateFolder()
+        Path(folder.name, 'checkpoint.pt').touch()
+        ready()
+        signal.pause()
+
+    child = killed_child(live)
+    [its] = set(os.listdir(temporary)) - {'sd-benchmark-other'}
+    with PrivateFolder() as mine:
+        assert os.stat(mine).st_mode & 0o777 == 0o700 and its in os.listdir(temporary)
+    end(child)
+    with PrivateFolder():
+        assert its not in os.listdir(temporary)
+    assert os.listdir(temporary) == ['sd-benchmark-other']
+
+
+def test_what_is_not_private_or_is_a_link_is_left_alone(temporary, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp('elsewhere')
+    for folder in (elsewhere, temporary / 'sd-benchmark-open'):
+        folder.mkdir(exist_ok=True)
+        (folder / own_files.LOCK).touch()
+    elsewhere.chmod(0o700)
+    (temporary / 'sd-benchmark-link').symlink_to(elsewhere)
+    with PrivateFolder():
+        pass
+    assert (elsewhere / own_files.LOCK).exists() and (temporary / 'sd-benchmark-open' / own_files.LOCK).exists()

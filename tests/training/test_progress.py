@@ -1,0 +1,63 @@
+"""What a run says of how far it is, and an encoding, on a terminal and in a log."""
+import re
+import sys
+from functools import partial
+
+import pytest
+
+import benchmark
+from benchmark import main
+from tests.runs import TINY
+from training.progress import Progress, time_in_words
+
+
+@pytest.fixture
+def every_batch(monkeypatch):
+    """A log with a line for each batch."""
+    monkeypatch.setattr(benchmark, 'Progress', partial(Progress, 0, 0))
+
+
+def test_a_log_says_batch_loss_speed_and_time_left(every_batch, results, capfd):
+    record = main(['--use_synth_data', *TINY, '--results', str(results)])
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith('batch ')]
+    assert len(lines) == 4
+    for number, line in enumerate(lines[:3], start=1):
+        assert re.fullmatch(rf'batch {number} of 4: loss \d\.\d{{3}}, \S+ images/s, \d+ s left', line), line
+    assert re.fullmatch(rf'batch 4 of 4: loss {record["loss"]:.3f}, \S+ images/s', lines[3])
+
+
+def test_a_short_run_leaves_one_line_in_a_log(results, capfd):
+    main(['--use_synth_data', *TINY, '--results', str(results)])
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith('batch 4 of 4: loss ')
+
+
+@pytest.mark.parametrize('first, second, lines', [
+    ('2ba', '4ba', ['batch 3 of 4', 'batch 4 of 4']),
+    ('2ba', '12sp', ['batch 3']),
+])
+def test_a_resumed_run_says_from_where_and_counts_to_its_own_end(every_batch, tmp_path, results, capfd, first, second,
+                                                                 lines):
+    folder = tmp_path / 'checkpoints'
+    argv = ['--use_synth_data', *TINY, '--save_folder', str(folder), '--autoresume', '--results', str(results),
+            '--max_duration']
+    main([*argv, first])
+    assert f'--save_folder {folder} holds no checkpoint yet: starting anew' in capfd.readouterr().out
+    record = main([*argv, second])
+    out, err = capfd.readouterr()
+    assert f'resuming from {folder}/ep0-ba2-rank0.pt, {lines[0].replace("3", "2")}\n' in out
+    assert [line.partition(':')[0] for line in err.splitlines() if line.startswith('batch')] == lines
+    assert (record['first_batch'], record['trained_batches']) == (2, 2 + len(lines))
+
+
+def test_a_terminal_has_one_bar_for_all_epochs(monkeypatch, shards, results, capfd):
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True, raising=False)
+    main(['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration', '2ep', '--results',
+          str(results)])
+    assert re.findall(r'(\d+/[\d?]+) \[', capfd.readouterr().err)[-1] == '6/6'
+
+
+@pytest.mark.parametrize('seconds, words', [(12.4, '12 s'), (89, '89 s'), (180, '3 min'), (3570, '1 h 0 min'),
+                                            (7500, '2 h 5 min'), (100_000, '1 d 4 h'), (172_700, '2 d 0 h')])
+def test_times_in_words(seconds, words):
+    assert time_in_words(seconds) == words

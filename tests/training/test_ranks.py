@@ -1,0 +1,122 @@
+"""Several real processes over gloo: ranks on one node, and nodes on one machine."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import benchmark
+from tests import runs
+from tests.forked_runs import run_program, run_ranks
+from tests.runs import ROOT, check_record, free_port
+from tests.training import rank_program
+
+TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
+        '--measure_batches', '2', '--num_workers', '0']
+
+
+def launch(*arguments, wrapper=(), **environment) -> subprocess.Popen:
+    command = [*wrapper, sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT), **environment}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(*runs: subprocess.Popen) -> list[tuple[str, str]]:
+    outputs = [run.communicate(timeout=180) for run in runs]
+    for run, output in zip(runs, outputs, strict=True):
+        assert run.returncode == 0, output
+    return outputs
+
+
+def node(rank: int, port: int) -> dict[str, str]:
+    """The environment that a launcher gives to one of two nodes of one process each."""
+    return {'RANK': str(rank), 'LOCAL_RANK': '0', 'NODE_RANK': str(rank), 'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '1',
+            'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory, shards, server) -> dict[int, list[dict]]:
+    """What each rank of a run on one and on two ranks saw and learned in an epoch of three batches of 8."""
+    folders = {ranks: tmp_path_factory.mktemp(f'ranks{ranks}') for ranks in (1, 2)}
+    for ranks, folder in folders.items():
+        arguments = (folder, '--remote', shards, *TINY, '--results', '/dev/null', '--device_train_microbatch_size', '2')
+        codes = run_ranks(server, [folder / 'log'] * ranks, rank_program.main, [arguments] * ranks)
+        assert codes == [0] * ranks, (folder / 'log').read_text()
+    return {ranks: [torch.load(folder / f'rank{rank}.pt') for rank in range(ranks)]
+            for ranks, folder in folders.items()}
+
+
+def test_two_ranks_learn_what_one_learns_from_the_same_batches(trained):
+    [one], (first, second) = trained[1], trained[2]
+    for part in ('weights', 'average'):
+        for name, expected in one[part].items():
+            torch.testing.assert_close(first[part][name], expected, atol=1e-9, rtol=1e-6)
+            assert torch.equal(first[part][name], second[part][name])
+
+
+def test_the_ranks_split_an_epoch_without_overlap(trained):
+    [one], (first, second) = trained[1], trained[2]
+    seen = [tuple(caption) for caption in first['captions'] + second['captions']]
+    assert len(seen) == len(set(seen)) == 24 and set(seen) == {tuple(caption) for caption in one['captions']}
+
+
+def test_noise_differs_between_ranks(trained):
+    assert trained[2][0]['seed'] != trained[2][1]['seed']
+
+
+def test_only_the_last_microbatch_synchronises_gradients(trained):
+    assert [rank['synchronised'] for rank in trained[2]] == [3, 3]  # 3 batches, of 2 microbatches each
+
+
+def test_two_processes_make_one_record_of_both(results, shards):
+    run = subprocess.run([sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'benchmark.py', '--remote', shards,
+                          '--use_ema', *runs.TINY, '--results', str(results)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    [line] = results.read_text().splitlines()
+    check_record(json.loads(line))
+    assert json.loads(line)['num_devices'] == 2 and line in run.stdout
+
+
+def test_two_nodes_of_two_ranks_leave_one_record(tmp_path, server):
+    results = tmp_path / 'results.jsonl'
+    logs = [tmp_path / f'log{rank}' for rank in range(4)]
+    argv = ['--use_synth_data', *TINY, '--results', str(results)]
+    codes = run_ranks(server, logs, benchmark.main, [(argv,)] * 4, nodes=2)
+    assert codes == [0] * 4, [log.read_text() for log in logs]
+    [line] = results.read_text().splitlines()
+    assert (json.loads(line)['num_devices'], json.loads(line)['num_nodes']) == (4, 2)
+    assert [line in log.read_text() for log in logs] == [True, False, False, False]
+
+
+def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):
+    own_shm = ['unshare', '--mount', 'sh', '-c', 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', 'sh']
+    if subprocess.run([*own_shm, 'true'], capture_output=True).returncode:
+        pytest.skip('two nodes need a /dev/shm each, and this user may not mount one')
+    port, runs = free_port(), []
+    for rank in (0, 1):
+        (tmp_path / f'tmp{rank}').mkdir()
+        flags = ['--remote', shards, *TINY, '--local', tmp_path / f'cache{rank}', '--results', tmp_path / 'records']
+        environment = node(rank, port) | {'TMPDIR': str(tmp_path / f'tmp{rank}')}
+        runs.append(launch('benchmark.py', *flags, wrapper=own_shm, **environment))
+    finish(*runs)
+    assert json.loads((tmp_path / 'records').read_text())['num_nodes'] == 2
+    for rank in (0, 1):
+        assert list((tmp_path / f'cache{rank}').rglob('*.mds'))
+
+
+def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):
+    argv = ['--use_synth_data', *TINY, '--dist_timeout', '3', '--results', '/dev/null']
+    code, _, errors = run_program(server, tmp_path / 'run', benchmark.main, argv, **node(0, free_port()))
+    [line] = errors.splitlines()
+    assert code == 2 and line.startswith('benchmark.py: error: --dist_timeout 3') and '2 processes' in line
+
+
+def test_bad_input_is_one_line_on_rank_0(server, tmp_path):
+    logs = [tmp_path / f'log{rank}' for rank in range(2)]
+    argv = ['--use_synth_data', *TINY, '--batch_size', '9']
+    codes = run_ranks(server, logs, benchmark.main, [(argv,)] * 2)
+    assert 2 in codes
+    assert logs[0].read_text() == 'benchmark.py: error: --batch_size 9 does not divide over 2 devices; use 8\n'
+    assert 'error' not in logs[1].read_text()

@@ -1,0 +1,141 @@
+"""What keeps a run from harm: losses that are not finite, and the signals that end it."""
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+import benchmark
+from benchmark import main
+from ema import EMA
+from tests.runs import ROOT, TINY, failed, wait_until
+from training.checkpoints import checkpoints, load_checkpoint
+from training.safeguard import SIGNALS, Safeguard
+
+
+class Weights(benchmark.Safeguard):
+    """What the weights and their average are when each batch ends."""
+
+    def batch_end(self, state, logger):
+        [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
+        tensors = (*state.model.unet.parameters(), *ema.ema_model.parameters())
+        self.seen = [*getattr(self, 'seen', ()), [tensor.clone() for tensor in tensors]]
+        super().batch_end(state, logger)
+
+
+@pytest.fixture
+def loss_at_batch_2_is(monkeypatch):
+    """The training's own loss, but for the third batch."""
+    def put(value: float):
+        calls, loss = [], benchmark.StableDiffusion.loss
+
+        def broken(self, outputs, batch):
+            calls.append(1)
+            return loss(self, outputs, batch) * (value if len(calls) == 3 else 1)
+        kept = []
+        monkeypatch.setattr(benchmark.StableDiffusion, 'loss', broken)
+        monkeypatch.setattr(benchmark, 'Safeguard', lambda *args: kept.append(Weights(*args)) or kept[-1])
+        return kept
+    return put
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_learned(results, capfd, loss_at_batch_2_is, value):
+    kept = loss_at_batch_2_is(value)
+    line = failed(['--use_synth_data', '--use_ema', *TINY], results, capfd)
+    assert 'the run failed at batch 3: the loss of batch 3 is not finite, at microbatch size 4' in line
+    assert len(kept[0].seen) == 2 and json.loads(results.read_text())['loss'] > 0
+
+
+def test_on_nan_skip_leaves_the_step_out_and_counts_it(results, loss_at_batch_2_is):
+    kept = loss_at_batch_2_is(float('nan'))
+    record = main(['--use_synth_data', '--use_ema', *TINY, '--on_nan', 'skip',
+                   '--max_duration', '5ba', '--results', str(results)])
+    assert (record['status'], record['skipped_batches']) == ('complete', 1) and record['loss'] > 0
+    weights = kept[0].seen
+    half = len(weights[0]) // 2
+    assert all(map(torch.equal, weights[1][:half], weights[2][:half]))
+    assert not all(map(torch.equal, weights[2][:half], weights[3][:half]))
+    assert all(tensor.isfinite().all() for tensor in weights[4])
+
+
+def start_and_train(results, *flags) -> subprocess.Popen:
+    """A run of two ranks under the launcher that has trained for some batches."""
+    log = results.with_name('log')
+    command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'tests/training/talking_run.py',
+               '--use_synth_data', *TINY, '--measure_batches', '100000', '--results', str(results), *flags]
+    environment = os.environ | {'PYTHONPATH': str(ROOT)}
+    with open(log, 'w') as file:
+        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
+    while not re.search(r'^batch ([6-9]|\d\d+) of 100001', log.read_text(), re.MULTILINE):
+        assert run.poll() is None, log.read_text()
+        time.sleep(0.05)
+    return run
+
+
+def group_is_gone(group: int) -> bool:
+    """Whether no process of it is left but dead ones."""
+    for process in psutil.process_iter(['status']):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info['status'] != psutil.STATUS_ZOMBIE:
+                return False
+    return True
+
+
+def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results):
+    run = start_and_train(results)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
+    run.wait(timeout=60)
+    wait_until(lambda: group_is_gone(run.pid))
+    record = json.loads(results.read_text())
+    assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
+    stopped = f'stopped at batch {record["trained_batches"]} of 100001; without --save_folder nothing was saved'
+    assert stopped in results.with_name('log').read_text().splitlines()
+
+
+def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
+    folder = results.with_name('checkpoints')
+    run = start_and_train(results, '--use_ema', '--save_folder', str(folder))
+    os.kill(run.pid, signal.SIGTERM)  # to it alone, which passes it on to its ranks
+    run.wait(timeout=60)
+    wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
+    record = json.loads(results.read_text())
+    assert record['status'] == 'interrupted'
+    [checkpoint] = checkpoints(folder)
+    assert f'saved {checkpoint}; the same command with --autoresume goes on' in results.with_name('log').read_text()
+    done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']
+    assert done >= record['measured_batches'] + 1
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--max_duration', f'{done + 3}ba', '--save_folder', str(folder)]
+    resumed = main([*argv, '--autoresume', '--results', str(results)])
+    assert (resumed['status'], resumed['first_batch'], resumed['measured_batches']) == ('complete', done, 2)
+
+
+def test_signals_that_come_together_are_answered_once(monkeypatch):
+    """A launcher passes Ctrl-C on as SIGTERM: Python would say `Signal 15 ignored due to race condition`."""
+    complaints = []
+    monkeypatch.setattr(sys, 'unraisablehook', complaints.append)
+    safeguard = Safeguard(17)
+    safeguard.updating = True  # else it ends this process
+    before = {number: signal.signal(number, safeguard._interrupt) for number in SIGNALS}
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        assert safeguard.interrupted and not complaints
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_run_leaves_the_signals_as_they_were(results):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    main(['--use_synth_data', *TINY, '--results', str(results)])
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -1,0 +1,158 @@
+"""What a run draws is what diffusers' own pipeline draws, and the run trains as if it had drawn nothing."""
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+
+from benchmark import main
+from export import main as export
+from models.sampling import GUIDANCE, STEPS, noise_of
+from tests.forked_runs import RUN
+from tests.forked_runs import run as run_ranks
+from tests.runs import TINY, one_error_line
+from training.checkpoints import load_checkpoint
+from training.grid import LEAST_WIDTH, LINE_HEIGHT, MARGIN
+from training.sampling import Sampling
+
+PROMPTS = ['a red square', 'Wow! a blue one', 'a long caption that needs more than one line under its picture']
+
+
+@pytest.fixture(scope='module')
+def prompts(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp('prompts') / 'prompts.txt'
+    path.write_text('\n'.join([PROMPTS[0], '', *PROMPTS[1:], '']))
+    return str(path)
+
+
+def run(folder: Path, model_folder: str, *flags) -> dict:
+    return main(['--use_synth_data', *TINY, '--model_name', model_folder, '--pretrained', '--sample_folder',
+                 str(folder / 'drawn'), '--results', str(folder / 'results'), *map(str, flags)])
+
+
+def kept(folder: Path) -> list[str]:
+    return ['--use_ema', '--save_folder', str(folder / 'kept'), '--save_interval', '3ba']
+
+
+def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
+    """Those in the grid of three prompts, int (size, size, 3)."""
+    grid = np.asarray(Image.open(path), dtype=int)
+    cell = LEAST_WIDTH + MARGIN
+    row = (grid.shape[0] - LINE_HEIGHT - 2 * MARGIN) // 2
+    corners = [(LINE_HEIGHT + 2 * MARGIN + row * (index // 2), MARGIN + cell * (index % 2)) for index in range(3)]
+    return [grid[top:top + size, left:left + size] for top, left in corners]
+
+
+def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
+    """The prompts by an exported pipeline, from the same noise."""
+    pipeline = StableDiffusionPipeline.from_pretrained(str(out))
+    pipeline.set_progress_bar_config(disable=True)
+    drawn = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=STEPS, guidance_scale=GUIDANCE)
+    return [np.asarray(picture, dtype=int) for picture in drawn.images]
+
+
+def trained(folder: Path) -> dict:
+    state = load_checkpoint(f'{folder}/kept/ep0-ba6-rank0.pt')['state']
+    return {'model': state['model'], 'optimizers': state['optimizers'], 'average': dict(state['algorithms'])['EMA']}
+
+
+def assert_equal(one, other):
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    else:
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp_path, model_folder, prompts):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    whole, drawing = tmp_path / 'whole', tmp_path / 'drawing'
+    whole.mkdir(), drawing.mkdir()
+    record = run(whole, model_folder, *kept(whole), '--max_duration', '6ba')
+    assert record['sampling_seconds'] == 0 and not (whole / 'drawn').exists()
+    flags = [*kept(drawing), '--sample_prompts', prompts, '--sample_interval', '3ba', '--autoresume']
+    run(drawing, model_folder, *flags, '--max_duration', '3ba')
+    record = run(drawing, model_folder, *flags, '--max_duration', '6ba', '--tensorboard', tmp_path / 'board')
+    assert record['first_batch'] == 3
+    assert_equal(trained(drawing), trained(whole))
+    names = sorted(path.name for path in (drawing / 'drawn').iterdir())
+    assert names == ['ba3.png', 'ba6.png']
+    [file] = tmp_path.glob('board/**/events*')
+    [image] = EventAccumulator(str(file)).Reload().Images('samples')
+    assert image.step == 6 and (image.width, image.height) == Image.open(drawing / 'drawn' / 'ba6.png').size
+
+    # and what it drew is what diffusers' pipeline draws, by the average and not by the live weights
+    for flags in ([], ['--live']):
+        out = tmp_path / f'out{len(flags)}'
+        export([str(drawing / 'kept'), str(out), *flags])
+        pairs = zip(pictures_in(drawing / 'drawn' / 'ba6.png'), drawn_by_diffusers(out), strict=True)
+        differences = [np.abs(ours - theirs).max() for ours, theirs in pairs]
+        assert (max(differences) <= 1) == (not flags), differences
+
+
+def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, prompts):
+    flags = ['--image_size', '32', '--compile', '--channels_last', '--max_duration', '4ba']
+    torch._dynamo.utils.counters.clear()
+    plain = run(tmp_path, smallest_model, *flags)
+    torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()
+    record = run(tmp_path, smallest_model, *flags, '--sample_prompts', prompts, '--sample_interval', '1ba')
+    assert record['compiled_graphs'] == plain['compiled_graphs'] and record['loss'] == plain['loss']
+    assert record['sampling_seconds'] > 0 and len(list((tmp_path / 'drawn').iterdir())) == 4
+
+
+def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts):
+    latents = tmp_path / 'latents'
+    record = main(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
+                   '--sample_prompts', prompts, '--sample_folder', str(latents), '--results', str(tmp_path / 'r'),
+                   '--save_folder', str(tmp_path / 'kept-latents')])
+    assert record['encoders'] == 'text_in_loop'
+    export([str(tmp_path / 'kept-latents'), str(tmp_path / 'out'), '--pretrained'])
+    for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
+        assert np.abs(ours - theirs).max() <= 1
+
+
+def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompts):
+    argv = [*RUN, '--use_synth_data', '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
+            '--sample_prompts', prompts, '--sample_interval', '2ba', '--sample_folder', tmp_path / 'drawn']
+    assert run_ranks(server, 2, argv, tmp_path) == [0, 0], (tmp_path / 'log').read_text()
+    assert sorted(path.name for path in (tmp_path / 'drawn').iterdir()) == ['ba2.png', 'ba3.png']
+    record = json.loads((tmp_path / 'results.jsonl').read_text())
+    assert record['num_devices'] == 2 and record['sampling_seconds'] > 0
+
+
+def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder, prompts, results, capfd):
+    many, nothing = tmp_path / 'many', tmp_path / 'nothing'
+    many.write_text('a cat\n' * 101)
+    nothing.write_text(' \n\n')
+    flags = ['--use_synth_data', *TINY, '--results', results, '--sample_folder', tmp_path, '--sample_prompts']
+    assert 'give --model_name FOLDER --pretrained' in one_error_line([*flags, prompts], capfd)
+    assert 'cannot be read' in one_error_line([*flags, tmp_path / 'none', '--pretrained'], capfd)
+    assert 'holds no prompt' in one_error_line([*flags, nothing, '--pretrained'], capfd)
+    assert 'holds 101 prompts' in one_error_line([*flags, many, '--pretrained'], capfd)
+    assert '--sample_interval: often' in one_error_line([*flags, prompts, '--sample_interval', 'often'], capfd)
+    assert 'is not above 0' in one_error_line([*flags, prompts, '--sample_interval', '0ba'], capfd)
+    assert 'needs --sample_prompts' in one_error_line([*flags[:-1], '--sample_interval', '5ba'], capfd)
+    (tmp_path / 'ba7.png').touch()
+    assert 'drawings of another run' in one_error_line([*flags, prompts, '--pretrained'], capfd)
+
+
+def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, smallest_model, prompts, capfd,
+                                                                    monkeypatch):
+    def fail(*_):
+        raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(Sampling, 'draw', fail)
+    record = run(tmp_path, smallest_model, '--image_size', '32', '--max_duration', '3ba', '--sample_prompts', prompts)
+    assert record['status'] == 'complete' and record['trained_batches'] == 3
+    assert 'warning: nothing was drawn at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err
+
+
+def test_a_sample_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path, model_folder, prompts, results, capfd):
+    (tmp_path / 'file').touch()
+    argv = ['--use_synth_data', *TINY, '--model_name', model_folder, '--pretrained', '--sample_prompts', prompts]
+    line = one_error_line([*argv, '--sample_folder', tmp_path / 'file' / 'below', '--results', results], capfd)
+    assert f'--sample_folder {tmp_path}/file/below cannot be a folder' in line

@@ -1,0 +1,380 @@
+"""Checkpoints as Composer writes them: found, checked, loaded, and saved whole."""
+import contextlib
+import datetime
+import io
+import os
+import pickle
+import re
+import stat
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.core import State
+from composer.loggers import Logger
+from composer.utils import checkpoint as composer_checkpoint
+from composer.utils import dist, get_file, maybe_create_object_store_from_uri, parse_uri
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.torch_version import TorchVersion
+
+from inputs.errors import one_line
+from training.own_files import PrivateFolder, remove_unfinished, temporary_files_in, written_whole
+from training.ranks import SECONDS_FOR_A_CHECKPOINT, first_rank_of_node, on_each_node, on_rank_0, waiting_at_most
+
+PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints beside tensors and Python's own types
+NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
+CHECKPOINT_NAME = re.compile(r'\bep(\d+)-ba(\d+)-rank0\.pt$')
+LATEST = 'latest-rank{rank}.pt'
+ZIP_START = b'PK\x03\x04'
+
+
+def from_storage(function: Callable[[str], Any], folder: str, flag: str = '--save_folder'):
+    """`function(folder)`, with what any storage client raises as a ValueError of one line, which names `flag`."""
+    try:
+        return function(folder)
+    except ValueError:
+        raise
+    except OSError as error:
+        raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name and your permissions, '
+                         'or try again when its file system has recovered') from None
+    except Exception as error:  # every storage client has its own exceptions
+        raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name and your '
+                         'credentials') from None
+
+
+def checkpoints(folder: str) -> list[str]:
+    """Paths or URIs of Composer's checkpoints in a folder or an object store, by batch, the oldest first.
+
+    OSError, or what a storage client raises: the folder is there and cannot be read.
+    """
+    store = maybe_create_object_store_from_uri(str(folder))
+    if store:
+        prefix = os.path.join(parse_uri(folder)[2], '')
+        names = [store.get_uri(name) for name in store.list_objects(prefix) if '/' not in name[len(prefix):]]
+    else:
+        names = [os.path.join(folder, name) for name in names_in(folder)]
+    found = []
+    for name in names:
+        match = CHECKPOINT_NAME.search(name)
+        if match:
+            epoch, batch = map(int, match.groups())
+            found.append((batch, epoch, name))
+    return [name for _, _, name in sorted(found)]
+
+
+def names_in(folder: str | os.PathLike) -> list[str]:
+    """Of the files in a folder; none if it is not there. OSError: it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+@contextlib.contextmanager
+def newest_checkpoint(folder: str) -> Iterator[str | None]:
+    """The path of the newest sound checkpoint of a --save_folder; None if there is none.
+
+    A damaged one that is newer is set aside, under the name NAME.damaged, and in a store left where it is. What killed
+    runs left unfinished in the folder is removed. One from a store is downloaded, and removed at the context's end.
+
+    ValueError, on all ranks: one cannot be read, it cannot be trusted, or other nodes do not see it.
+    """
+    found = on_rank_0(partial(from_storage, tidied_checkpoints, folder))
+    with newest_sound(found, f'--save_folder {folder}', set_aside=True) as path:
+        yield path
+
+
+def tidied_checkpoints(folder: str) -> list[str]:
+    """As `checkpoints`; what killed runs left unfinished beside them is removed, and said."""
+    if '://' not in folder and os.path.isdir(folder):
+        for name in remove_unfinished(folder):
+            print(f'removed {os.path.join(folder, name)}, which a killed run left unfinished', file=sys.stderr)
+    return checkpoints(folder)
+
+
+@contextlib.contextmanager
+def newest_sound(found: list[str], place: str, set_aside: bool = False) -> Iterator[str | None]:
+    """The path of the last of `found` that is not damaged, for all ranks; None if there is none.
+
+    Only as many are looked at as it takes. With `set_aside` a damaged one in a folder is renamed.
+
+    Args:
+        found: paths or URIs, the same on all ranks, the oldest first.
+        place: what errors call where they lie, a flag with its value.
+        set_aside: whether they are those of this run.
+    """
+    for name in reversed(found):
+        with fetched(name, place) as path:
+            damage = damage_on_any_node(path, place, is_download=path != name)
+            if damage is None:
+                require_harmless(path, place)
+                yield path
+                return
+        on_rank_0(partial(report_damage, name, damage, set_aside))
+    yield None
+
+
+@contextlib.contextmanager
+def sound_checkpoint(name: str, place: str) -> Iterator[str]:
+    """The path of a checkpoint, fetched where it lies in a store. ValueError, on all ranks: it is none, or damaged."""
+    with fetched(name, place) as path:
+        damage = damage_on_any_node(path, place, is_download=path != name)
+        if damage is not None:
+            raise ValueError(f'{place}: {name} is no checkpoint, or was not written to its end, or is damaged '
+                             f'({damage}); use another')
+        require_harmless(path, place)
+        yield path
+
+
+@contextlib.contextmanager
+def fetched(name: str, place: str) -> Iterator[str]:
+    """The path of a checkpoint: itself, or for the URI of an object in a store a copy in a private folder on each node.
+    """
+    if '://' not in name:
+        is_there = first_rank_of_node() == 0 or os.path.lexists(name)
+        if not all(dist.all_gather_object(is_there)):
+            raise ValueError(f'{place} is not the same folder on every node; use a shared one or a store')
+        yield name
+        return
+    with contextlib.ExitStack() as stack:
+        if dist.get_local_rank() == 0:
+            folder = stack.enter_context(PrivateFolder())
+        paths = on_each_node(lambda: download(name, os.path.join(folder, 'checkpoint.pt'), place))
+        yield paths[first_rank_of_node()]
+        dist.barrier()  # the other ranks of this node may still read it
+
+
+def download(uri: str, path: str, place: str) -> str:
+    """`path`, which then holds the object of that URI. ValueError: it cannot be had."""
+    try:
+        get_file(uri, path, overwrite=True, progress_bar=False)
+    except Exception as error:  # every storage client has its own exceptions
+        raise ValueError(f'{place}: {uri} cannot be fetched ({type(error).__name__}: {one_line(error)[:200]}); check '
+                         f'its name, your credentials, and the room in {os.path.dirname(os.path.dirname(path))}'
+                         ) from None
+    return path
+
+
+def damage_on_any_node(path: str, place: str, is_download: bool) -> str | None:
+    """What is damaged in a checkpoint; None if nothing is. Each node reads its own download, rank 0 a shared file."""
+    find_damage = partial(from_storage, damage_in, path, place + ':')
+    if not is_download:
+        return on_rank_0(find_damage)
+    damages = on_each_node(find_damage)
+    return next(filter(None, damages.values()), None)
+
+
+def report_damage(name: str, damage: str, set_aside: bool) -> None:
+    """Say that a damaged checkpoint is passed over, and where it is this run's own, in a folder, give it another name.
+    """
+    what_is_done = 'is passed over'
+    if set_aside and '://' not in name:
+        try:
+            what_is_done = f'is now {rename_aside(name)}'
+        except OSError as error:
+            raise ValueError(f'{name} is damaged ({damage}), and cannot be renamed: {error.strerror}; move it away'
+                             ) from None
+    print(f'warning: {name} is damaged ({damage}) and {what_is_done}; going back to the checkpoint before it',
+          file=sys.stderr)
+
+
+def rename_aside(path: str) -> str:
+    """Give a damaged file the first name of PATH.damaged, PATH.damaged-2 and so on that is free; returns it."""
+    aside = f'{path}.damaged'
+    number = 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = f'{path}.damaged-{number}'
+    os.rename(path, aside)
+    return aside
+
+
+class WatchedFile(io.FileIO):
+    """A file that remembers what the disk refused, because zipfile takes some of that for damage."""
+    refusal: OSError | None = None
+
+    def readinto(self, buffer) -> int:
+        return self._watched(super().readinto, buffer)
+
+    def readall(self) -> bytes:
+        return self._watched(super().readall)
+
+    def _watched(self, read: Callable, *arguments):
+        try:
+            return read(*arguments)
+        except OSError as error:
+            self.refusal = error
+            raise
+
+
+def damage_in(path: str) -> str | None:
+    """What is damaged in a checkpoint, of which every byte is read; None if it is sound. OSError: it cannot be read."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f'{path} is no file; give it another name, or use another folder')
+    with WatchedFile(path) as raw, io.BufferedReader(raw, 1 << 20) as file:
+        if file.read(len(ZIP_START)) != ZIP_START:
+            return 'it is no archive of tensors'
+        try:
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()  # compares the CRC of each tensor
+        except Exception as error:  # of many kinds, where the numbers in an archive are wrong
+            if raw.refusal is not None:
+                raise raw.refusal from None
+            return one_line(error) or type(error).__name__
+    if damaged is not None:
+        return f'{damaged} in it has changed'
+    return None
+
+
+def require_harmless(path: str, place: str) -> None:
+    """ValueError, on all ranks: a checkpoint would run code when loaded, or is an archive of another kind."""
+    on_each_node(partial(require_plain_types, path, place))
+
+
+def require_plain_types(path: str, place: str) -> None:
+    """ValueError: a checkpoint holds more than tensors, Python's own types and PLAIN_TYPES."""
+    try:
+        contents = set(get_unsafe_globals_in_checkpoint(path))
+    except pickle.UnpicklingError as error:  # instructions that torch does not write
+        contents = {str(error)}
+    except (RuntimeError, KeyError, EOFError, OSError) as error:
+        raise ValueError(f'{place}: {path} is no checkpoint, or was not written to its end ({one_line(error)[:200]}); '
+                         'use another') from None
+    plain = {f'{kind.__module__}.{kind.__qualname__}' for kind in PLAIN_TYPES}
+    unsafe = contents - plain
+    if unsafe:
+        raise ValueError(f'{place}: {path} would run code when loaded ({min(unsafe)}); it is not of this program, do '
+                         'not use it')
+
+
+@contextlib.contextmanager
+def tensors_alone_are_loaded() -> Iterator[None]:
+    """A context in which torch.load runs no code, whatever lies by then under the name that was looked at.
+
+    Composer 0.32 asks it to run what it finds.
+    """
+    flag = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+    before = os.environ.get(flag)
+    os.environ[flag] = '1'
+    try:
+        with safe_globals(PLAIN_TYPES):
+            yield
+    finally:
+        if before is None:
+            del os.environ[flag]
+        else:
+            os.environ[flag] = before
+
+
+def load_checkpoint(path: str, mmap: bool = False) -> dict:
+    """A checkpoint, on the CPU; pickle.UnpicklingError if it holds more than tensors and plain types, such as code.
+
+    With `mmap` a tensor is read from the file when it is used, once for all ranks of a host.
+    """
+    with safe_globals(PLAIN_TYPES):
+        return torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
+
+
+class WholeCheckpoints(CheckpointSaver):
+    """Composer's saver, which leaves either a whole checkpoint or none, also where the run is killed or a disk fills.
+
+    Composer 0.32 writes in place, into the name that a resume looks for, and leaves it to the system when that goes to
+    the disk. What it stages for an object store, up to two checkpoints, it leaves in the temporary folder.
+
+    Args:
+        folder: or object store.
+        save_interval: a time.
+        to_keep: the newest that stay in a folder; None keeps all. A store keeps all.
+    """
+
+    def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
+        self._staging = None
+        common = {'filename': NAME, 'latest_remote_file_name': None, 'save_interval': save_interval,
+                  'overwrite': True,  # files newer than the one resumed from, which a killed run left
+                  'ignore_keys': ['rng']}  # Safeguard seeds every batch
+        if '://' not in folder:
+            super().__init__(folder, remote_file_name=None, latest_filename=LATEST,
+                             num_checkpoints_to_keep=to_keep or -1, **common)
+            self.saved_checkpoints = checkpoints(folder)  # Composer forgets those of earlier processes
+            return
+        self._staging = PrivateFolder()
+        with temporary_files_in(self._staging.name):
+            super().__init__(folder, remote_file_name=os.path.join(parse_uri(folder)[2], NAME),
+                             latest_filename=None,  # Composer waits 30 s for each in a store
+                             num_checkpoints_to_keep=1, **common)  # staged
+
+    def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        write_in_place = composer_checkpoint._write_checkpoint_file
+        composer_checkpoint._write_checkpoint_file = write_whole
+        try:
+            with waiting_at_most(SECONDS_FOR_A_CHECKPOINT):
+                super()._save_checkpoint(state, logger)
+        finally:
+            composer_checkpoint._write_checkpoint_file = write_in_place
+
+    def post_close(self) -> None:
+        super().post_close()
+        if self._staging is not None:
+            self._staging.cleanup()
+
+
+def write_whole(state_dict: dict[str, Any], filename: str) -> None:
+    """Save what Composer saves, under its name once it is on the disk."""
+    with written_whole(filename) as file:
+        torch.save(state_dict, file)
+
+
+def save_interrupted(state: State, folder: str, to_keep: int | None = None) -> str:
+    """Save the state as of the last whole batch, by rank 0 alone, since other ranks may be gone; returns where.
+
+    Composer's own saver, whose names and contents these are, waits for all ranks.
+
+    Args:
+        state: of the run.
+        folder: or object store.
+        to_keep: the newest that stay in a folder; None keeps all.
+    """
+    name = NAME.format(epoch=state.timestamp.epoch.value, batch=state.timestamp.batch.value, rank=0)
+    store = maybe_create_object_store_from_uri(folder)
+    if store:
+        with PrivateFolder() as staging:
+            path = os.path.join(staging, name)
+            torch.save({'state': state.state_dict()}, path)
+            store.upload_object(os.path.join(parse_uri(folder)[2], name), path)
+        return os.path.join(folder, name)
+    path = Path(folder, name)
+    if path.exists():
+        if zipfile.is_zipfile(path):
+            return str(path)  # Composer has saved this batch
+        rename_aside(str(path))
+    write_whole({'state': state.state_dict()}, str(path))
+    point_latest_to(path)
+    if to_keep:
+        for older in checkpoints(folder)[:-to_keep]:
+            os.remove(older)
+    return str(path)
+
+
+def leave_out_empty_scaler(checkpoint: dict) -> None:
+    """Let a checkpoint that was saved on a CPU be loaded on a GPU, whose GradScaler refuses an empty state.
+
+    Composer 0.32.1 makes and saves a GradScaler in every precision; torch 2.7.0 disables those on a CPU, which have no
+    state. Without one in the checkpoint, that of the GPU begins as in a new run.
+    """
+    states = checkpoint['state'].get('scaler', {})  # by the name of the class
+    if not any(states.values()):
+        checkpoint['state'].pop('scaler', None)
+
+
+def point_latest_to(path: Path) -> None:
+    """Let the link to the latest checkpoint of a folder point to this one, as Composer does."""
+    link = path.with_name(LATEST.format(rank=0))
+    if link.is_symlink():
+        link.unlink()
+    if not link.exists():
+        link.symlink_to(path.name)

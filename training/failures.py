@@ -1,0 +1,42 @@
+"""Why a run failed, in one line, with the remedy where it is known."""
+import errno
+import traceback
+
+import torch
+
+from inputs.errors import DataError, ended_worker, is_out_of_memory, one_line
+from measuring.record import ResultsError
+from training.safeguard import NonFiniteStep
+
+
+def reason(error: Exception, batch_flag: str) -> str:
+    """Why a run failed, in one line; where nobody foresaw it, the traceback is printed as well.
+
+    Args:
+        error: what it ended with.
+        batch_flag: the flag that decides how much memory is needed, with its value.
+    """
+    text = one_line(error)
+    if isinstance(error, (DataError, NonFiniteStep, ResultsError)):
+        return text
+    if ended_worker(error):
+        return ended_worker(error)
+    if is_out_of_memory(error):
+        return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '
+                '--gradient_checkpointing')
+    if type(error).__name__ == 'FailOnRecompileLimitHit':
+        return (f'--compile: a part of the model was compiled {torch._dynamo.config.recompile_limit} times and would '
+                'run uncompiled from here on; use --no-compile')
+    if disk_is_full(error):
+        return 'a disk is full: free some of it, or keep less with --save_num_checkpoints_to_keep'
+    traceback.print_exc()
+    return f'{type(error).__name__}: {text[:500]}'
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed, says so: torch raises another on top."""
+    while error is not None:
+        if getattr(error, 'errno', None) == errno.ENOSPC:
+            return True
+        error = error.__context__
+    return False

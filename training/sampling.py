@@ -1,0 +1,135 @@
+"""--sample_prompts: what the model draws while it is trained."""
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from composer import Algorithm, Callback, ComposerModel
+from composer.core import Event, State, get_precision_context
+from composer.loggers import Logger
+from composer.utils import create_interval_scheduler, dist
+from PIL import Image
+from tqdm import tqdm
+
+from inputs.captions import build_tokenizer
+from inputs.errors import one_line
+from measuring.measurement import Measurement
+from models.loading import build_vae, find_model
+from models.sampling import GUIDANCE, STEPS, decode, denoise, noise_of, sampling_scheduler
+from training.grid import labelled_grid
+from training.own_files import written_whole
+from training.ranks import SECONDS_FOR_DRAWINGS, patient_group
+
+MOST_PROMPTS = 100  # a longer file is a mistake: its pictures would take hours each time
+
+
+class Sampling(Callback):
+    """Draws a picture of each prompt at each interval and at the end of a run: a labelled PNG, which also is logged.
+
+    Rank 0 draws between two batches, with the averaged weights where there are any, and from the same noise each time.
+    The other ranks wait for it. A drawing that fails is warned of, and the training goes on.
+
+    Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
+    is neither run nor compiled anew.
+
+    Args:
+        args: of benchmark.py, with the flags for sampling.
+        model: a StableDiffusion; where it trains on latents, the VAE of --model_name decodes.
+        measurement: of the run, which counts the seconds apart.
+        ema: the algorithm that keeps the average; None where there is none.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: ComposerModel, measurement: Measurement,
+                 ema: Algorithm | None):
+        self.args = args
+        self.model = model
+        self.measurement = measurement
+        self.ema = ema
+        self.prompts = read_prompts(args.sample_prompts)
+        self._is_due = create_interval_scheduler(args.sample_interval)
+        self._last_batch = None  # that was drawn after
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._ranks = patient_group(SECONDS_FOR_DRAWINGS)
+        if dist.get_global_rank() == 0:
+            self._prepare(next(self.model.unet.parameters()).device)
+
+    def _prepare(self, device: torch.device) -> None:
+        """What is the same each time: tokens, noise, and the decoder."""
+        captions = build_tokenizer(self.args.tokenizer).encode_batch(['', *self.prompts])
+        self._tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
+        self._noise = noise_of(len(self.prompts), self.args.seed, self.args.image_size // 8).to(device)
+        self._vae = self.model.vae
+        if self._vae is None:
+            files = find_model(self.args.model_name, self.args.pretrained)
+            self._vae = build_vae(files, self.args.encoder_precision).to(device)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._draw_if_due(Event.BATCH_CHECKPOINT, state, logger)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        self._draw_if_due(Event.EPOCH_CHECKPOINT, state, logger)
+
+    def _draw_if_due(self, event: Event, state: State, logger: Logger) -> None:
+        batch = state.timestamp.batch.value
+        if batch == self._last_batch or not self._is_due(state, event):
+            return
+        self._last_batch = batch
+        with self.measurement.aside('sampling'):
+            if dist.get_global_rank() == 0:
+                try:
+                    self._draw_and_keep(batch, state.device_train_microbatch_size, logger)
+                except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
+                    tqdm.write(f'warning: nothing was drawn at batch {batch} ({type(error).__name__}: '
+                               f'{one_line(error)[:200]}); the training goes on', file=sys.stderr)
+            torch.distributed.barrier(self._ranks)
+
+    def _draw_and_keep(self, batch: int, microbatch: int, logger: Logger) -> None:
+        """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
+        unet, kind = self.model.unet, 'live'
+        if self.ema is not None and self.ema.ema_started:
+            unet, kind = self.ema.get_ema_model(self.model).unet, 'averaged'
+        pictures = self.draw(unet, microbatch)
+        title = f'batch {batch:,}, {kind} weights, guidance {GUIDANCE}, {STEPS} steps'
+        grid = labelled_grid(pictures, self.prompts, title)
+        path = Path(self.args.sample_folder, f'ba{batch}.png')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as file:
+            grid.save(file, 'PNG')
+        logger.log_images(np.array(grid), 'samples', channels_last=True, use_table=False)
+
+    def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
+        """A picture of each prompt, with no more at once in the UNet than in training, where gradients come on top."""
+        at_once = max(1, microbatch // 2)  # each is there with its caption and without
+        scheduler = sampling_scheduler(self.model.scheduler.config)
+        pictures = []
+        was_training = unet.training
+        unet.eval()
+        try:
+            with torch.compiler.set_stance('force_eager'):  # as it stands, not as it is compiled
+                for noise, tokens in zip(self._noise.split(at_once), self._tokens[1:].split(at_once), strict=True):
+                    with get_precision_context(self.args.precision):
+                        text = self.model.text_states(tokens)
+                        empty_text = self.model.text_states(self._tokens[:1])
+                        latents = denoise(unet, scheduler, noise, text, empty_text)
+                    pictures.extend(decode(self._vae, latents, self.model.scaling_factor).numpy())
+        finally:
+            unet.train(was_training)
+        return [Image.fromarray(picture) for picture in pictures]
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts in a file, one a line. ValueError: there is none, or too many."""
+    try:
+        lines = Path(path).read_text(encoding='utf-8').splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f'--sample_prompts {path} cannot be read ({error}); give a text file with a prompt on each '
+                         'line') from None
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f'--sample_prompts {path} holds no prompt; write one on each line')
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(f'--sample_prompts {path} holds {len(prompts):,} prompts; use at most {MOST_PROMPTS}, since '
+                         'training waits for all of them to be drawn')
+    return prompts
