@@ -1,6 +1,6 @@
 """Images/s of a conversion from tars: on this machine before parts were made by an engine, with it, and on Ray.
 
-    python benchmarks/convert.py [ROUNDS]     # about two minutes a round
+    python benchmarks/convert.py [ROUNDS]     # about four minutes a round
 
 All convert the same tars of 256 px JPEGs, in turn, with as many processes as there are cores. The cluster is one of two
 nodes with half of them each, on this machine; its start is not counted, but said. The ratios come last. The version
@@ -10,6 +10,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 BEFORE = 'f7cfb2d'
-NUM_TARS = 20
+NUM_TARS = 60
 SAMPLES_A_TAR = 1500
 PICTURES = 50  # that differ
 
@@ -117,8 +118,12 @@ def main() -> None:
         write_tars(folder / 'tars')
         ways = (('before', folder / 'before', []), ('here', ROOT, []), ('ray', ROOT, ['--ray', address]))
         for number in range(rounds):
-            speeds.append([images_per_sec(program, folder / 'tars', folder / f'out-{name}-{number}', *flags)
-                           for name, program, flags in ways])
+            speeds.append([])
+            for name, program, flags in ways:
+                out = folder / f'out-{name}-{number}'
+                speeds[-1].append(images_per_sec(program, folder / 'tars', out, *flags))
+                shutil.rmtree(out)
+            print(', '.join(f'{way[0]} {speed:,.0f}' for way, speed in zip(ways, speeds[-1], strict=True)), flush=True)
     before, here, ray = (statistics.median(column) for column in zip(*speeds, strict=True))
     print(f'before {before:,.0f} images/s   here {here:,.0f} images/s   on Ray {ray:,.0f} images/s   on '
           f'{os.cpu_count()} cores')
