@@ -23,11 +23,13 @@ from cli.launcher import Stopped, leave_to_first_process, sigterm_raises
 from cli.next_command import training_command
 from inputs.errors import DataError, one_line
 from inputs.stores import streaming_address
-from parts.engine import LocalWorkers, Part, RayWorkers, WorkerFailed, make_parts
+from parts.engine import Part, WorkerFailed, make_parts
+from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
 from parts.names import File
 from parts.output import DAMAGED, SKIPPED, Output, claim, finished_parts, open_output, redo, refuse_finished, release
 from parts.progress import progress_bar
+from parts.ray_workers import RayWorkers
 from parts.sources import Found, find_files, join_neighbours
 from parts.workers import make_converter
 

@@ -39,10 +39,12 @@ from models.flops import encoding_flops, utilization
 from models.latents import origin_of_latents
 from models.loading import find_model
 from parts.encoding import EncodingSettings
-from parts.engine import LocalWorkers, Part, RayWorkers, WorkerFailed, make_parts
+from parts.engine import Part, WorkerFailed, make_parts
+from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
 from parts.output import Output, claim, finished_parts, open_output, refuse_finished, release
 from parts.progress import progress_bar
+from parts.ray_workers import RayWorkers
 from parts.workers import make_encoder
 from training.failures import reason
 

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from inputs.errors import DataError
-from parts.engine import LocalWorkers, Part, make_parts
+from parts.engine import Part, make_parts
+from parts.local_workers import LocalWorkers
 
 
 class Maker:

@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from inputs.errors import DataError
-from parts.engine import LocalWorkers, Part, WorkerFailed, make_parts
+from parts.engine import Part, WorkerFailed, make_parts
+from parts.local_workers import LocalWorkers
 from tests.parts.making import failing_maker, hungry_maker, make_maker, refusing_maker, start_and_wait
 from tests.runs import wait_until
 
