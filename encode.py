@@ -79,6 +79,13 @@ def refuse_bad_encoding(args: argparse.Namespace) -> None:
     refuse_bad_shared_flags(args, args.batch_size)
 
 
+def refuse_unknown_precision(args: argparse.Namespace) -> None:
+    """Raises ValueError if a cluster's GPUs would get the default precision of this machine, which has none."""
+    if args.ray and args.encoder_precision is None and not torch.cuda.is_available():
+        raise ValueError(f'--ray {args.ray} needs --encoder_precision, since no GPU of this machine says what those of '
+                         'the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
+
+
 def read_image_index(args: argparse.Namespace) -> dict:
     """The index.json of --remote. Raises ValueError if it holds no images and captions."""
     index = read_index(args.remote)
@@ -130,7 +137,10 @@ def open_workers(args: argparse.Namespace, output: Output, index: dict, num_part
     make = partial(make_encoder, output, settings_of(args, index))
     if args.ray:
         return RayWorkers(make, args.ray, for_gpus=True)
-    return LocalWorkers(make, min(max(1, torch.cuda.device_count()), num_parts), preload='parts.encoding')
+    preload = 'parts.encoding'
+    if torch.cuda.is_available():
+        preload = None  # diffusers asks CUDA for its devices when it is imported: none is left to a fork after that
+    return LocalWorkers(make, min(max(1, torch.cuda.device_count()), num_parts), preload)
 
 
 def encode_missing(args: argparse.Namespace, output: Output, index: dict, missing: list[int]) -> Progress:
@@ -164,12 +174,15 @@ def make_record(args: argparse.Namespace, progress: Progress, merged: Merged, fl
     if workers:
         record['num_devices'] = len(workers)
         record['num_nodes'] = len({worker['machine'] for worker in workers})
-        record['device'] = workers[0]['device'] or record['device']
+        record['channels_last'] = workers[0]['channels_last']
+        if workers[0]['device']:
+            record |= {'device': workers[0]['device'], 'device_type': 'cuda'}
     if seconds:
         images_per_sec = sum(worker['measured'] for worker in workers) / seconds
         record['images_per_sec'] = images_per_sec
         record['images_per_sec_per_device'] = images_per_sec / len(workers)
-        record |= utilization(images_per_sec / len(workers), flops_per_image, args.encoder_precision)
+        record |= utilization(images_per_sec / len(workers), flops_per_image, args.encoder_precision,
+                              record['device'])
     else:
         record['status'] = UNMEASURED
     return record
@@ -212,8 +225,12 @@ def main(argv: list[str] | None = None) -> dict:
     stays = f'what is encoded stays in --out {args.out}, and the same command, started again, goes on from there'
     try:
         with sigterm_raises():
+            refuse_unknown_precision(args)
+            channels_last = args.channels_last
             gpus = max(1, torch.cuda.device_count())
             fill_in_shared_defaults(args, args.batch_size, best_precision(args), gpus)
+            if args.ray:
+                args.channels_last = channels_last  # where it was not given, each worker decides for its device
             refuse_bad_encoding(args)
             return encode(args)
     except ValueError as error:

@@ -93,10 +93,13 @@ def peak_tflops(precision: str) -> float | None:
     return peak_of(torch.cuda.get_device_name(), precision)
 
 
-def utilization(images_per_sec_per_device: float, flops_per_image: int, precision: str) -> dict[str, float | None]:
-    """TFLOPs of an image, TFLOP/s of a device, and its share of the device's peak; None where that is not known."""
+def utilization(images_per_sec_per_device: float, flops_per_image: int, precision: str,
+                device: str) -> dict[str, float | None]:
+    """TFLOPs of an image, TFLOP/s of a device, and its share of the peak of the `device` of that name; None where that
+    is not known.
+    """
     tflops_per_sec = images_per_sec_per_device * flops_per_image / 1e12
-    peak = peak_tflops(precision)
+    peak = peak_of(device, precision)
     return {'tflops_per_image': flops_per_image / 1e12,
             'tflops_per_sec_per_device': tflops_per_sec,
             'mfu': tflops_per_sec / peak if peak else None}

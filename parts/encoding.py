@@ -15,7 +15,7 @@ from diffusers import AutoencoderKL
 from torch.utils.data import DataLoader, Dataset
 
 from fitting.compiling import compile_in_place
-from inputs.errors import DataError
+from inputs.errors import DataError, is_out_of_memory
 from inputs.images import decode_image, normalize_images, stack_images
 from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
@@ -40,7 +40,7 @@ class EncodingSettings:
         batch_size: images at once.
         num_workers: processes that decode, for each device.
         precision: of the VAE: bf16, fp16 or fp32.
-        channels_last: memory format of its convolutions.
+        channels_last: memory format of its convolutions; None: on a GPU.
         compile: whether it is compiled, and in which mode of torch.compile; None is torch's default.
         compile_mode: the same.
         seed: of random weights.
@@ -56,7 +56,7 @@ class EncodingSettings:
     batch_size: int
     num_workers: int
     precision: str
-    channels_last: bool
+    channels_last: bool | None
     compile: bool
     compile_mode: str | None
     seed: int
@@ -190,14 +190,22 @@ class Encoder:
 
     @torch.no_grad()
     def moments_of(self, batch: dict) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """The moments of a batch's good images, float16 (B, 8, H/8, W/8) on the CPU, and when they will be there."""
+        """The moments of a batch's good images, float16 (B, 8, H/8, W/8) on the CPU, and when they will be there.
+
+        Raises DataError if they do not fit into memory.
+        """
         if not batch['number']:
             return torch.empty(0), None
         images = normalize_images(batch['image'].to(self.device, non_blocking=True), self.settings.image_size)
         if self.settings.compile:  # a compiled encoder is compiled anew for each number of images
             missing = self.settings.batch_size - len(images)
             images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
-        moments = vae_moments(self.vae, images)[:len(batch['number'])].half()
+        try:
+            moments = vae_moments(self.vae, images)[:len(batch['number'])].half()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DataError(f'out of memory at --batch_size {self.settings.batch_size}; use a smaller one') from None
         moments = moments.to('cpu', non_blocking=True)
         if self.device.type == 'cpu':
             return moments, None
@@ -224,6 +232,7 @@ class Encoder:
             device = torch.cuda.get_device_name(self.device)
         start = min(self.settings.warmup_batches, max(0, len(self.clock) - 2))
         return {'name': self.name, 'machine': platform.node(), 'device': device,
+                'channels_last': uses_channels_last(self.settings, self.device),
                 'measured': self.clock[-1][0] - self.clock[start][0],
                 'seconds': self.clock[-1][1] - self.clock[start][1]}
 
@@ -234,11 +243,18 @@ def build_encoder(settings: EncodingSettings, device: torch.device) -> Autoencod
     with device:
         vae = build_vae(find_model(settings.model_name, settings.pretrained), settings.precision)
     vae = vae.to(device)
-    if settings.channels_last:
+    if uses_channels_last(settings, device):
         vae.to(memory_format=torch.channels_last)
     if settings.compile:
         compile_in_place([vae.encoder], settings.compile_mode)
     return vae
+
+
+def uses_channels_last(settings: EncodingSettings, device: torch.device) -> bool:
+    """The memory format of a worker's convolutions."""
+    if settings.channels_last is None:
+        return device.type == 'cuda'
+    return settings.channels_last
 
 
 def latent_columns(image_size: int) -> dict[str, str]:

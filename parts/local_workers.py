@@ -17,16 +17,19 @@ class LocalWorkers:
         make: called with the number of its place in each of them, from 0; its result is called with a list of parts
             and returns a list of what there is to say of each.
         number: of processes.
-        preload: the module that the workers import; one process imports it for all of them.
+        preload: the module that the workers import; one process imports it for all of them, and they are forked from
+            it. None: each starts from nothing.
     """
 
-    def __init__(self, make: Callable, number: int, preload: str):
+    def __init__(self, make: Callable, number: int, preload: str | None):
         self.make = make
         self.number = number
         self.free_places = list(reversed(range(number)))
         self.alive = []
-        self.context = multiprocessing.get_context('forkserver')  # a client of a store does not survive a fork
-        self.context.set_forkserver_preload([preload])
+        self.context = multiprocessing.get_context('spawn')
+        if preload is not None:
+            self.context = multiprocessing.get_context('forkserver')  # a client of a store does not survive a fork
+            self.context.set_forkserver_preload([preload])
 
     def __enter__(self) -> 'LocalWorkers':
         return self

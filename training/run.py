@@ -109,7 +109,8 @@ def make_record(run: Run, outcome: dict[str, str]) -> dict:
     record |= gather_gpu_figures(run.measurement.gpu, record['images_per_sec'], all_ranks)
     record['turnover_batches'] = run.measurement.turnover_batches
     if record['images_per_sec']:
-        record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision)
+        record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision,
+                              record['device'])
     record |= run.evaluations.figures()
     timestamp = run.trainer.state.timestamp
     record |= {'first_batch': run.safeguard.first_batch, 'trained_batches': timestamp.batch.value,

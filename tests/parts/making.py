@@ -48,6 +48,11 @@ def failing_maker(place: int) -> Maker:
     return lambda parts: 1 / 0
 
 
+def cuda_maker(place: int) -> Maker:
+    import torch
+    return lambda parts: [torch.cuda._is_in_bad_fork()]
+
+
 def hungry_maker(place: int) -> Maker:
     def eat(parts: list) -> list:
         raise MemoryError

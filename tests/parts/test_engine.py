@@ -6,11 +6,12 @@ from functools import partial
 
 import psutil
 import pytest
+import torch
 
 from inputs.errors import DataError
 from parts.engine import Part, WorkerFailed, make_parts
 from parts.local_workers import LocalWorkers
-from tests.parts.making import failing_maker, hungry_maker, make_maker, refusing_maker, start_and_wait
+from tests.parts.making import cuda_maker, failing_maker, hungry_maker, make_maker, refusing_maker, start_and_wait
 from tests.runs import wait_until
 
 PRELOAD = 'tests.parts.making'
@@ -88,3 +89,8 @@ def test_workers_end_with_their_command_however_that_comes(server, tmp_path):
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def test_a_worker_that_is_to_use_a_gpu_is_no_fork_of_one_that_has_asked_cuda():
+    torch.cuda.is_available()
+    assert list(make_parts(LocalWorkers(cuda_maker, 1, preload=None), parts(1))) == [False]

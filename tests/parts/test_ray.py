@@ -81,7 +81,7 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
 
 def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, shards, model_folder, tmp_path):
     argv = ['--remote', shards, '--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--model_name',
-            model_folder, '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
+            model_folder, '--pretrained', '--encoder_precision', 'fp32', '--results', str(tmp_path / 'results.jsonl')]
     assert encode.main([*argv, '--out', str(tmp_path / 'undisturbed')])['num_devices'] == 1
     out = tmp_path / 'out'
     killed = []
