@@ -13,7 +13,7 @@ import torch
 
 from tests.samples import encoded, picture, write_shards
 
-pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs', 'tests.s3_server')
+pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
 
 
 @pytest.fixture(autouse=True)
@@ -99,10 +99,25 @@ def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
 
 @pytest.fixture
 def s3(monkeypatch):
-    """An S3 server on loopback that checks credentials, with a bucket; the environment has the right ones."""
-    from tests.s3_server import s3_server
-    with s3_server(monkeypatch) as server:
-        yield server
+    """An S3 server on loopback that takes signed requests alone, with a boto3 `client` of its bucket called bucket."""
+    from tests.local_s3 import client, local_s3
+    with local_s3(monkeypatch) as store:
+        store.access_key = os.environ['AWS_ACCESS_KEY_ID']
+        store.client = client()
+        yield store
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """This machine says that it has a GPU, as far as it is asked and nothing is computed there; call it for another."""
+    def set_up(count: int = 1, name: str = 'NVIDIA A100-SXM4-40GB', gib: int = 40) -> None:
+        properties = SimpleNamespace(name=name, total_memory=gib << 30)
+        answers = {'is_available': count > 0, 'device_count': count, 'current_device': 0, 'get_device_name': name,
+                   'get_device_properties': properties, 'is_bf16_supported': True}
+        for question, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, question, lambda *_, answer=answer, **__: answer)
+    set_up()
+    return set_up
 
 
 @pytest.fixture(scope='session', autouse=True)

@@ -20,6 +20,7 @@ from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
+from tests.parts.commands import logged
 from tests.runs import ROOT, TINY, error_line, wait_until
 from tests.samples import encoded, picture, write_sample_tar, write_shards
 
@@ -83,15 +84,6 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
 
 
-def logged_encoding(log: Path, argv: list[str], environment: dict[str, str]) -> None:
-    """encode.py in this environment, which prints to `log`."""
-    os.environ.update(environment)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(output, number)
-    encode.main(argv)
-
-
 def files_of(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob('*') if path.is_file()}
 
@@ -106,7 +98,7 @@ def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_pa
         argv = [*SMALL, '--remote', 's3://bucket/images', '--out', str(out), '--model_name', model_folder,
                 '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
         store.delay = 0.3
-        command = server.Process(target=logged_encoding, args=(log, argv, dict(os.environ)))
+        command = server.Process(target=logged, args=(encode.main, log, argv, dict(os.environ)))
         command.start()
         wait_until(lambda: list(out.glob('parts/*.json')))
         done = {path: path.stat().st_mtime_ns for part in out.glob('parts/*.json')
@@ -222,6 +214,7 @@ def test_sd2_base_on_latents_has_no_vae_and_a_third_less_arithmetic():
     assert [flops[part] / 1e9 for part in ('unet', 'vae', 'text_encoder')] == pytest.approx([2408.7, 0, 45.1], abs=0.05)
 
 
+@pytest.mark.long
 def test_under_a_launcher_one_rank_encodes_and_all_train_on_it(tmp_path, shards, model_folder, server):
     model = ['--model_name', model_folder, '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
     encoding = [*SMALL, *model, '--remote', shards, '--out', str(tmp_path / 'latents')]
@@ -235,6 +228,7 @@ def test_under_a_launcher_one_rank_encodes_and_all_train_on_it(tmp_path, shards,
     assert records[0]['samples'] == 24 and captions(tmp_path / 'latents') == captions(shards)
 
 
+@pytest.mark.long
 def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
     samples = [{'jpg': encoded(picture(index)), 'caption': f'picture {index}'} for index in range(40)]
     (tmp_path / 'photos').mkdir()

@@ -183,6 +183,7 @@ def run_that_rank_1_is_told_to_end(rank: int, argv: list[str]) -> None:
     benchmark.main(argv)
 
 
+@pytest.mark.long
 def test_ranks_leave_an_evaluation_together(server, held_out, tmp_path):
     log, kept = tmp_path / 'log', tmp_path / 'kept'
     argv = [*TRAIN, '--use_synth_data', '--eval_remote', held_out, '--eval_interval', '2ba', '--save_folder', str(kept),

@@ -12,7 +12,7 @@ import pytest
 import convert
 from parts.output import open_output
 from tests.local_s3 import LocalS3, local_s3
-from tests.parts.commands import logged_conversion
+from tests.parts.commands import convert_program, logged
 from tests.runs import wait_until
 from tests.samples import sample_files, write_tar
 
@@ -90,7 +90,7 @@ def test_a_conversion_that_is_killed_and_started_again_equals_one_that_never_was
     out = f'{root}/out'
     log = tmp_path / 'log'
     store.delay = 0.1
-    command = server.Process(target=logged_conversion, args=(log, [*argv, out], dict(os.environ)))
+    command = server.Process(target=logged, args=(convert_program, log, [*argv, out], dict(os.environ)))
     command.start()
     wait_until(lambda: workers_of(psutil.Process(command.pid)) and finished(out, store) >= done)
     os.kill(command.pid, signal.SIGKILL)

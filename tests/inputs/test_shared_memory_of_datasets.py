@@ -13,6 +13,7 @@ from data import StreamingLAIONDataset
 from inputs import shared_memory
 from inputs.shared_memory import MOST_NUMBERS, owner, remove_what_nobody_holds
 from tests.forked_runs import run_ranks
+from tests.forks import living_child
 from tests.samples import good, write_shards
 from training.ranks import join_ranks
 
@@ -84,15 +85,15 @@ def test_an_owners_file_that_somebody_else_made_removes_nothing(monkeypatch):
 
 
 def test_memory_stays_as_long_as_a_process_lives_that_was_forked_from_the_one_that_made_it():
-    number, file = shared_memory.claim_number()
-    worker = os.fork()
-    if worker == 0:
+    def live(ready):
+        ready()
         signal.pause()
-    os.close(file)  # as if this process were gone
-    remove_what_nobody_holds()
-    assert os.path.exists(owner(number))
-    os.kill(worker, signal.SIGKILL)
-    os.waitpid(worker, 0)
+
+    number, file = shared_memory.claim_number()
+    with living_child(live):
+        os.close(file)  # as if this process were gone
+        remove_what_nobody_holds()
+        assert os.path.exists(owner(number))
     remove_what_nobody_holds()
     assert not os.path.exists(owner(number))
 

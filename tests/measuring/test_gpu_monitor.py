@@ -61,7 +61,7 @@ class FakeNvml(ModuleType):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(as_on_a_gpu, monkeypatch):
     """Gives this process a GPU and a fake of NVIDIA's library that answers `watts`; synchronising is an error."""
     stats = {'allocated_bytes.all.peak': 20 * GIB, 'num_alloc_retries': 3, 'num_ooms': 1}
 
@@ -70,10 +70,8 @@ def gpu(monkeypatch):
         monkeypatch.setitem(sys.modules, 'pynvml', nvml)
         monkeypatch.setattr(torch.cuda, 'pynvml', nvml, raising=False)
         monkeypatch.setattr(torch.cuda, '_HAS_PYNVML', True)
-        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '1')
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '1')  # torch's device 0, which NVML counts as 1
         monkeypatch.setattr(gpu_monitor, 'SECONDS_BETWEEN_SAMPLES', 0.001)
-        monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-        monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)  # its only one, which NVML counts as 1
         monkeypatch.setattr(torch.cuda, 'memory_stats', lambda: dict(stats))
         monkeypatch.setattr(torch.cuda, 'synchronize', lambda *args: pytest.fail('synchronised'))
         return nvml, stats

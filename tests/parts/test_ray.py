@@ -59,6 +59,7 @@ def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
     return thread, returned
 
 
+@pytest.mark.long
 def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path):
     for number in range(NUM_TARS):
         store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
@@ -79,6 +80,7 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     assert contents(out) == contents(tmp_path / 'undisturbed')
 
 
+@pytest.mark.long
 def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, shards, model_folder, tmp_path):
     argv = ['--remote', shards, '--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--model_name',
             model_folder, '--pretrained', '--results', str(tmp_path / 'results.jsonl')]

@@ -51,6 +51,7 @@ def assert_equal(one, other):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('data, interval, ranks', [
     ('synthetic', '3ba', 1), ('streamed', '3ba', 2), ('streamed', '1ep', 1)])
 def test_a_run_killed_again_and_again_equals_one_that_never_was(server, tmp_path, shards, data, interval, ranks):
@@ -117,7 +118,7 @@ def test_an_s3_folder_in_use_or_out_of_reach_is_one_line(s3, results, capfd, mon
     flags = ['--use_synth_data', *TINY, '--results', results, '--save_folder']
     assert 'already holds files' in one_error_line([*flags, 's3://bucket/runs/1'], capfd)
     assert '--save_folder s3://nobody/runs cannot be read' in one_error_line([*flags, 's3://nobody/runs'], capfd)
-    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'wrong')
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'wrong')
     assert 'check its name and your credentials' in one_error_line([*flags, 's3://bucket/runs/1'], capfd)
 
 

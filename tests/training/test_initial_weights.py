@@ -72,6 +72,7 @@ def test_without_ema_or_with_a_later_start_the_average_is_not_taken_over(first_p
         assert torch.equal(average, weights[name])  # it has just started, as a copy
 
 
+@pytest.mark.long
 def test_two_ranks_resume_a_second_phase_from_its_own_checkpoints_exactly(server, tmp_path, first_phase, shards):
     held_out = [good(100 + i) for i in range(5)]
     argv = [*RUN, '--remote', shards, '--image_size', '128', '--max_duration', '4ba', '--save_interval', '1ba',

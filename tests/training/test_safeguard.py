@@ -89,6 +89,7 @@ def group_is_gone(group: int) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results):
     run = start_and_train(results)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
@@ -100,6 +101,7 @@ def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results)
     assert stopped in results.with_name('log').read_text().splitlines()
 
 
+@pytest.mark.long
 def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
     folder = results.with_name('checkpoints')
     run = start_and_train(results, '--use_ema', '--save_folder', str(folder))

@@ -68,6 +68,7 @@ def assert_equal(one, other):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+@pytest.mark.long
 def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp_path, model_folder, prompts):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     whole, drawing = tmp_path / 'whole', tmp_path / 'drawing'
@@ -94,6 +95,7 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
         assert (max(differences) <= 1) == (not flags), differences
 
 
+@pytest.mark.long
 def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, prompts):
     flags = ['--image_size', '32', '--compile', '--channels_last', '--max_duration', '4ba']
     torch._dynamo.utils.counters.clear()
@@ -116,6 +118,7 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
         assert np.abs(ours - theirs).max() <= 1
 
 
+@pytest.mark.long
 def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompts):
     argv = [*RUN, '--use_synth_data', '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
             '--sample_prompts', prompts, '--sample_interval', '2ba', '--sample_folder', tmp_path / 'drawn']
