@@ -1,13 +1,17 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
+import io
 import os
+import random
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline')  # before any library reads them
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run beside this one
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,6 +34,39 @@ def shared_memory_is_given_back(monkeypatch):
         for shared in owner.created_shms:
             with contextlib.suppress(FileNotFoundError):
                 shared.unlink()
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_are_drawn():
+    """Whatever tests were before this one."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_are_left():
+    """A run leaves its process group, which would answer a later test's question for the number of ranks."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope='session')
+def plain_run(tmp_path_factory) -> SimpleNamespace:
+    """A run on synthetic data, in a `folder` of its own: its `record`, its `output` and `errors`, and what SIGINT and
+    SIGTERM did before and after it."""
+    from benchmark import main
+    from tests.runs import TINY
+
+    def handlers() -> list:
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run = SimpleNamespace(folder=tmp_path_factory.mktemp('plain'), signals_before=handlers())
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.chdir(run.folder), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        run.record = main(['--use_synth_data', '--use_ema', *TINY])
+    run.output, run.errors, run.signals_after = output.getvalue(), errors.getvalue(), handlers()
+    return run
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import convert
 from parts.output import open_output
 from tests.local_s3 import LocalS3, local_s3
 from tests.parts.commands import convert_program, logged
-from tests.runs import wait_until
+from tests.runs import files_of, wait_until
 from tests.samples import sample_files, write_tar
 
 NUM_PARTS = 7
@@ -33,7 +33,7 @@ def contents(out: str, store: LocalS3) -> dict[str, bytes]:
         prefix = out.removeprefix('s3://bucket/') + '/'
         return {key.removeprefix(prefix): content for key, content in list(store.objects.items())
                 if key.startswith(prefix)}
-    return {str(path.relative_to(out)): path.read_bytes() for path in Path(out).rglob('*') if path.is_file()}
+    return files_of(Path(out))
 
 
 def finished(out: str, store: LocalS3) -> int:

@@ -4,9 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmark import main
 from measuring.record import uses_tf32
-from tests.runs import TINY
 
 
 @pytest.fixture
@@ -54,6 +52,5 @@ def test_a_gpu_without_tf32_and_a_cpu_use_none(gpu, as_on_a_gpu, monkeypatch):
     assert uses_tf32() is None
 
 
-def test_the_record_of_a_cpu_has_no_tf32(results):
-    record = main(['--use_synth_data', *TINY, '--results', str(results)])
-    assert record['tf32'] is None and record['precision'] == 'fp32'
+def test_the_record_of_a_cpu_has_no_tf32(plain_run):
+    assert plain_run.record['tf32'] is None and plain_run.record['precision'] == 'fp32'

@@ -1,7 +1,6 @@
 """Every part is made once, whatever workers die; what kills each of them is named, and none outlives its command."""
 import os
 import signal
-import time
 from functools import partial
 
 import psutil
@@ -83,7 +82,4 @@ def test_workers_end_with_their_command_however_that_comes(server, tmp_path):
     worker = psutil.Process(int(notes(tmp_path, 0)[0].split()[0]))
     os.kill(command.pid, signal.SIGKILL)
     command.join()
-    end = time.monotonic() + 20
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 20)

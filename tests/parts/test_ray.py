@@ -10,15 +10,10 @@ import convert
 import encode
 from parts.output import open_output
 from tests.local_s3 import local_s3
-from tests.runs import wait_until
+from tests.runs import files_of, wait_until
 from tests.samples import sample_files, write_tar
 
 NUM_TARS = 12
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    """All files of a dataset by their names."""
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob('*')) if path.is_file()}
 
 
 def finished(out: Path) -> int:
@@ -77,7 +72,7 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     store.delay = 0
     conversion.join(120)
     assert merged and merged[0].samples == NUM_TARS
-    assert contents(out) == contents(tmp_path / 'undisturbed')
+    assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
 
 @pytest.mark.long
@@ -97,7 +92,7 @@ def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, s
     record = encode.main([*argv, '--out', str(out), '--ray', cluster.address])
     killer.join()
     assert killed and record['samples'] == 24 and record['status'] == 'complete'
-    assert contents(out) == contents(tmp_path / 'undisturbed')
+    assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
 
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
