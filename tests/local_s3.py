@@ -123,11 +123,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.count('put')
         if 'uploadId' in query:
             self.server.uploads[key][int(query['partNumber'][0])] = body
-        elif self.headers.get('If-None-Match') == '*' and key in self.server.objects:
+        elif not self.server.put(key, body, is_new=self.headers.get('If-None-Match') == '*'):
             self.answer(412, b'<Error><Code>PreconditionFailed</Code></Error>')
             return
-        else:
-            self.server.put(key, body)
         self.answer(200)
 
     def delete(self, keys: list[str]):
@@ -191,8 +189,11 @@ class LocalS3(http.server.ThreadingHTTPServer):
     def count(self, kind: str):
         self.counts[kind] += 1
 
-    def put(self, key: str, content: bytes):
+    def put(self, key: str, content: bytes, is_new: bool = False) -> bool:
+        """Keep an object; False, and nothing is kept, where it is to be new and there is one."""
         with self.lock:
+            if is_new and key in self.objects:
+                return False
             if key not in self.objects:
                 if self.keys and key < self.keys[-1]:
                     self.keys.insert(bisect_left(self.keys, key), key)
@@ -200,6 +201,7 @@ class LocalS3(http.server.ThreadingHTTPServer):
                     self.keys.append(key)
             self.objects[key] = content
             self.order.append(key)
+            return True
 
     def remove(self, key: str):
         with self.lock:
