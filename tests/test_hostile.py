@@ -160,8 +160,13 @@ CHECKS = {'decoder': (fuzz.damaged, decode), 'records': (wild_records, read), 'c
           'tree': (seed, search_tree), 'store': (seed, read_store), 'words': (seed, command_line)}
 
 
-@pytest.mark.parametrize('name, count', [('decoder', 2500), ('records', 300), ('converter', 40), ('tree', 100),
-                                         ('store', 5)])
+def many(name: str, count: int):
+    return pytest.param(name, count, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize('name, count', [
+    ('decoder', 200), ('records', 30), ('converter', 8), ('tree', 20), ('store', 2), many('decoder', 2500),
+    many('records', 300), many('converter', 40), many('tree', 100), many('store', 5)])
 def test_any_input_is_taken_or_refused_in_one_line(name, count):
     make, check = CHECKS[name]
     inputs = strategies.integers(0, 1 << 64).map(lambda seed: make(random.Random(seed))) | strategies.binary()

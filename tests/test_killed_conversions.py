@@ -48,7 +48,7 @@ def workers_of(command: psutil.Process) -> list[psutil.Process]:
     return [worker for child in command.children() for worker in child.children()]
 
 
-@pytest.fixture(params=['folder', 's3'])
+@pytest.fixture(params=['folder', pytest.param('s3', marks=pytest.mark.long)])
 def undisturbed(request, tmp_path, monkeypatch):
     """The store, where OUTs are, the arguments of a conversion, and what it makes when nothing disturbs it."""
     with local_s3(monkeypatch) as store:
@@ -69,7 +69,7 @@ def kill_a_worker(before: set[int], is_time: Callable[[], bool]) -> None:
     random.Random(17).choice(new_workers()).kill()
 
 
-@pytest.mark.parametrize('done', [0, 3])
+@pytest.mark.parametrize('done', [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undisturbed, done):
     store, root, argv, expected = undisturbed
     out = f'{root}/out'

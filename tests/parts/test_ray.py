@@ -1,4 +1,5 @@
 """Parts on a Ray cluster of two machines: what a lost worker or machine was at is made elsewhere, to the same bytes."""
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -22,9 +23,13 @@ def finished(out: Path) -> int:
 
 
 def actors() -> list[psutil.Process]:
-    """The processes in which Ray runs our workers."""
-    return [process for process in psutil.process_iter(['cmdline'])
-            if 'Answering' in ' '.join(process.info['cmdline'] or ())]
+    """The processes in which Ray runs the workers of this test's cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if 'Answering' in ' '.join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 @pytest.fixture(scope='module')

@@ -242,15 +242,18 @@ def test_only_the_newest_checkpoint_is_looked_at(kept):
     assert len(checkpoints(str(kept))) == 3
 
 
-def test_a_damaged_newest_checkpoint_in_a_store_falls_back_and_stays_and_downloads_do_not(kept, s3, capfd):
+def test_a_damaged_newest_checkpoint_in_a_store_falls_back_and_stays_and_downloads_do_not(kept, s3, tmp_path, capfd,
+                                                                                          monkeypatch):
+    downloads = tmp_path / 'downloads'
+    downloads.mkdir()
+    monkeypatch.setattr(tempfile, 'tempdir', str(downloads))
     change(kept / 'ep0-ba3-rank0.pt')
     for path in checkpoints(str(kept)):
         s3.client.upload_file(path, 'bucket', f'runs/1/{Path(path).name}')
-    before = set(os.listdir(tempfile.gettempdir()))
     with newest_checkpoint('s3://bucket/runs/1') as path:
         assert load_checkpoint(path)['state']['batch'] == 2
         assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
-    assert set(os.listdir(tempfile.gettempdir())) <= before
+    assert os.listdir(downloads) == []
     assert len(s3.client.list_objects_v2(Bucket='bucket', Prefix='runs/1/')['Contents']) == 3
     assert 'ep0-ba3-rank0.pt is damaged' in capfd.readouterr().err
 
