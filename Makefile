@@ -38,10 +38,10 @@ learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and wha
 report: $(VENV)/installed  ## The README's table and figure of the published benchmark.
 	python report.py published.csv --figure days.png
 
-COMPILE = uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url
+COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Write both lock files anew from the requirements.
-	$(COMPILE) requirements.txt tests/requirements.txt --output-file requirements.lock
-	$(COMPILE) --no-deps requirements-newest.txt --output-file requirements-newest.lock
+	$(COMPILE) --universal requirements.txt tests/requirements.txt --output-file requirements.lock
+	$(COMPILE) --python-platform linux --no-deps requirements-newest.txt --output-file requirements-newest.lock
 
 clean:  ## Remove the environment.
 	rm -rf $(VENV)
