@@ -1,63 +1,51 @@
-PYTHON ?= python3
-# STACK=newest takes the newest libraries instead of the pinned ones, in an environment of its own.
+# The environment. STACK=newest takes the newest libraries instead of the pinned ones, in an environment of its own.
 STACK ?= pinned
 ifeq ($(STACK),newest)
 VENV ?= .venv-newest
-REQUIREMENTS = requirements-newest.txt
-INSTALL = --no-deps -r requirements-newest.txt
-INSTALL_TESTS = $(INSTALL)
+LOCK = requirements-newest.lock
 else
 VENV ?= .venv
-REQUIREMENTS = requirements.txt
-INSTALL = -r requirements.txt
-INSTALL_TESTS = $(INSTALL) -r tests/requirements.txt
+LOCK = requirements.lock
 endif
 export PATH := $(abspath $(VENV))/bin:$(PATH)
+export PYTHONDONTWRITEBYTECODE :=# Python keeps what it has compiled, or each start would compile all libraries anew
 
-# They start first, so that both processes of `make test` end at about the same time.
-LONGEST_TESTS = tests/training/test_checkpoints.py tests/training/test_safeguard.py tests/training/test_ranks.py \
-                tests/fitting/test_compiling.py tests/test_killed_conversions.py tests/parts/test_ray.py \
-                tests/test_learning.py
+.DEFAULT_GOAL := help
+.PHONY: help smoke test test-long bench learn report lock clean
 
-.PHONY: smoke test test-long bench learn report clean
+help:  ## Print this list.
+	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
 
-# Benchmark what is here: Stable Diffusion 2 base on every GPU, by the original's recipe and by the fastest, with the ratio
-# of the two; or the tiny model on a CPU.
-smoke: $(VENV)/installed
-	python benchmarks/smoke.py
+smoke: $(VENV)/installed  ## A first measurement: SD2 base on every GPU, by two recipes; or the tiny model on a CPU.
+	@python benchmarks/smoke.py
 
-# What a change must not break.
-test: $(VENV)/tests-installed
+test: $(VENV)/installed  ## ruff, and all tests but the long ones: four minutes on two cores.
 	ruff check .
-	python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(LONGEST_TESTS) tests
+	python -m pytest -n 2 --dist worksteal -m "not long" tests
 
-# The long proofs: trainings and conversions killed at many moments, learning, compiled models, hundreds of fuzzed inputs.
-test-long: $(VENV)/tests-installed
-	python -m pytest -n 2 --dist loadfile -m long tests
+test-long: $(VENV)/installed  ## The long proofs: kills at many moments, launchers, learning, compiled models, fuzzed inputs.
+	python -m pytest -n 2 --dist worksteal -m long tests
 
-# Ratios on the CPU: loader, conversion, EMA and a full step against the original's recipe; needs 22 GB and about 7 minutes.
-bench: $(VENV)/installed
+bench: $(VENV)/installed  ## Ratios on the CPU: loader, conversion, EMA, a full step; needs 22 GB and 7 minutes.
 	python benchmarks/loader.py
 	python benchmarks/convert.py
 	python benchmarks/ema.py
 	python benchmarks/step.py
 
-# Does it learn? Two phases of a small model by the real program, and what it then draws; ten minutes on two cores.
-learn: $(VENV)/installed
+learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; ten minutes on two cores.
 	python benchmarks/learn.py learned.png
 
-# The README's table and figure of the published benchmark.
-report: $(VENV)/installed
+report: $(VENV)/installed  ## The README's table and figure of the published benchmark.
 	python report.py published.csv --figure days.png
 
-$(VENV)/installed: $(REQUIREMENTS)
-	$(PYTHON) -m venv $(VENV)
-	python -m pip install $(INSTALL)
-	touch $@
+COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
+lock: $(VENV)/installed  ## Write both lock files anew from the requirements.
+	$(COMPILE) --universal requirements.txt tests/requirements.txt --output-file requirements.lock
+	$(COMPILE) --python-platform linux --no-deps requirements-newest.txt --output-file requirements-newest.lock
 
-$(VENV)/tests-installed: $(VENV)/installed tests/requirements.txt
-	python -m pip install $(INSTALL_TESTS)
-	touch $@
-
-clean:
+clean:  ## Remove the environment.
 	rm -rf $(VENV)
+
+$(VENV)/installed: $(LOCK) install.sh
+	@sh install.sh $(VENV) $(LOCK)
+	@touch $@

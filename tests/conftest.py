@@ -1,19 +1,23 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
+import io
 import os
+import random
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline')  # before any library reads them
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run beside this one
 
+import numpy as np
 import pytest
 import torch
 
 from tests.samples import encoded, picture, write_shards
 
-pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs', 'tests.s3_server')
+pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +34,39 @@ def shared_memory_is_given_back(monkeypatch):
         for shared in owner.created_shms:
             with contextlib.suppress(FileNotFoundError):
                 shared.unlink()
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_are_drawn():
+    """Whatever tests were before this one."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_are_left():
+    """A run leaves its process group, which would answer a later test's question for the number of ranks."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope='session')
+def plain_run(tmp_path_factory) -> SimpleNamespace:
+    """A run on synthetic data, in a `folder` of its own: its `record`, its `output` and `errors`, and what SIGINT and
+    SIGTERM did before and after it."""
+    from benchmark import main
+    from tests.runs import TINY
+
+    def handlers() -> list:
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run = SimpleNamespace(folder=tmp_path_factory.mktemp('plain'), signals_before=handlers())
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.chdir(run.folder), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        run.record = main(['--use_synth_data', '--use_ema', *TINY])
+    run.output, run.errors, run.signals_after = output.getvalue(), errors.getvalue(), handlers()
+    return run
 
 
 @pytest.fixture
@@ -99,10 +136,25 @@ def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
 
 @pytest.fixture
 def s3(monkeypatch):
-    """An S3 server on loopback that checks credentials, with a bucket; the environment has the right ones."""
-    from tests.s3_server import s3_server
-    with s3_server(monkeypatch) as server:
-        yield server
+    """An S3 server on loopback that takes signed requests alone, with a boto3 `client` of its bucket called bucket."""
+    from tests.local_s3 import client, local_s3
+    with local_s3(monkeypatch) as store:
+        store.access_key = os.environ['AWS_ACCESS_KEY_ID']
+        store.client = client()
+        yield store
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """This machine says that it has a GPU, as far as it is asked and nothing is computed there; call it for another."""
+    def set_up(count: int = 1, name: str = 'NVIDIA A100-SXM4-40GB', gib: int = 40) -> None:
+        properties = SimpleNamespace(name=name, total_memory=gib << 30)
+        answers = {'is_available': count > 0, 'device_count': count, 'current_device': 0, 'get_device_name': name,
+                   'get_device_properties': properties, 'is_bf16_supported': True}
+        for question, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, question, lambda *_, answer=answer, **__: answer)
+    set_up()
+    return set_up
 
 
 @pytest.fixture(scope='session', autouse=True)

@@ -5,8 +5,10 @@ and to refuse.
 """
 import contextlib
 import http.server
+import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -49,6 +51,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.requests.append((self.path, self.headers))
         with self.server.lock:
             refusal = self.server.refuse()
+        key = self.server.access_key
+        if key and f'Credential={key}/' not in self.headers.get('Authorization', ''):
+            refusal = (403, 'InvalidAccessKeyId')
         if refusal is None:
             return False
         status, code = refusal
@@ -118,11 +123,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.count('put')
         if 'uploadId' in query:
             self.server.uploads[key][int(query['partNumber'][0])] = body
-        elif self.headers.get('If-None-Match') == '*' and key in self.server.objects:
+        elif not self.server.put(key, body, is_new=self.headers.get('If-None-Match') == '*'):
             self.answer(412, b'<Error><Code>PreconditionFailed</Code></Error>')
             return
-        else:
-            self.server.put(key, body)
         self.answer(200)
 
     def delete(self, keys: list[str]):
@@ -174,6 +177,7 @@ class LocalS3(http.server.ThreadingHTTPServer):
         self.answers: dict[str, int] = {}  # the status of requests for some objects
         self.cuts: list[int] = []  # bytes after which the next answers that are pieces of an object break off
         self.refusals: list[tuple[int, str]] = []  # status and code that the next requests get
+        self.access_key: str | None = None  # that requests must be signed with
         self.headers: dict[str, str] = {}  # of each answer, beside the usual ones
         self.requests: deque = deque(maxlen=8)  # path and headers of the last ones
         self.lock = threading.Lock()
@@ -185,8 +189,11 @@ class LocalS3(http.server.ThreadingHTTPServer):
     def count(self, kind: str):
         self.counts[kind] += 1
 
-    def put(self, key: str, content: bytes):
+    def put(self, key: str, content: bytes, is_new: bool = False) -> bool:
+        """Keep an object; False, and nothing is kept, where it is to be new and there is one."""
         with self.lock:
+            if is_new and key in self.objects:
+                return False
             if key not in self.objects:
                 if self.keys and key < self.keys[-1]:
                     self.keys.insert(bisect_left(self.keys, key), key)
@@ -194,6 +201,7 @@ class LocalS3(http.server.ThreadingHTTPServer):
                     self.keys.append(key)
             self.objects[key] = content
             self.order.append(key)
+            return True
 
     def remove(self, key: str):
         with self.lock:
@@ -241,5 +249,31 @@ def local_s3(monkeypatch) -> Iterator[LocalS3]:
             server.shutdown()
 
 
+@contextlib.contextmanager
+def s3_process(monkeypatch) -> Iterator[subprocess.Popen]:
+    """A server in a process of its own, which can be killed, with a boto3 `client`; the environment points to it."""
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        port = listener.getsockname()[1]
+    for name, value in environment(port).items():
+        monkeypatch.setenv(name, value)
+    process = subprocess.Popen([sys.executable, __file__, str(port), '0'], stderr=subprocess.PIPE)
+    try:
+        process.client = client()
+        assert process.stderr.readline() == b'listening\n'
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def client():
+    """boto3's, for the server that the environment points to."""
+    import boto3
+    return boto3.session.Session().client('s3', endpoint_url=os.environ['S3_ENDPOINT_URL'])
+
+
 if __name__ == '__main__':
-    LocalS3(int(sys.argv[1]), float(sys.argv[2]) / 1000).serve_forever()
+    with LocalS3(int(sys.argv[1]), float(sys.argv[2]) / 1000) as server:
+        print('listening', file=sys.stderr, flush=True)
+        server.serve_forever()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmark import main
+from training.checkpoints import checkpoints, load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,6 +65,38 @@ def one_error_line(argv: list, capfd) -> str:
     error = capfd.readouterr().err
     assert exit.value.code == 2 and error.count('\n') == 1, error
     return error
+
+
+def assert_equal(one, other) -> None:
+    """What a checkpoint holds is the same, tensors to the last bit."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+    else:
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def final_state(folder: str | Path) -> dict:
+    """The state in the newest checkpoint of a folder."""
+    return load_checkpoint(checkpoints(str(folder))[-1])['state']
+
+
+def assert_same_training(one: str | Path, other: str | Path) -> None:
+    """Weights, optimizer and average of the newest checkpoints in two folders are the same to the last bit."""
+    states = final_state(one), final_state(other)
+    for part in ('model', 'optimizers', 'algorithms'):
+        assert_equal(*(state[part] for state in states))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by their names from there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
 
 
 def free_port() -> int:

@@ -17,7 +17,7 @@ from inputs.shared_memory import own_shared_memory
 from tests.forked_runs import run_program
 from tests.local_s3 import local_s3
 from tests.parts.commands import convert_program
-from tests.runs import ROOT, TINY, wait_until
+from tests.runs import ROOT, TINY, files_of, wait_until
 from tests.samples import encoded, end_of_first_sample, picture, sample_files, shaded, write_sample_tar, write_tar
 
 
@@ -66,11 +66,6 @@ def tars(tmp_path) -> Path:
 ALL_SAMPLES = pairs(0, 1, 2) + pairs(3, suffix='png') + pairs(4, 5, suffix='webp')
 
 
-def contents(out: Path) -> dict[str, bytes]:
-    """All files of a dataset by their names."""
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob('*')) if path.is_file()}
-
-
 @pytest.mark.parametrize('size_limit, parts', [('64mb', 1), ('21kb', 2), ('1kb', 3)])  # the tars have 20, 10 and 10 KiB
 def test_bytes_captions_and_order_survive_and_no_number_of_workers_changes_a_file(tars, tmp_path, size_limit, parts):
     made = []
@@ -78,7 +73,7 @@ def test_bytes_captions_and_order_survive_and_no_number_of_workers_changes_a_fil
         out = tmp_path / f'a #odd? [name] {num_workers}'
         assert convert.main([str(tars), str(out), '--num_workers', str(num_workers), '--size_limit', size_limit]) == 0
         assert read_back(out) == ALL_SAMPLES
-        made.append(contents(out))
+        made.append(files_of(out))
     assert made[0] == made[1] == made[2]
     assert len([name for name in made[0] if name.startswith('parts/')]) == parts
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*(f'a #odd? [name] {n}' for n in (1, 2, 8)),

@@ -91,7 +91,8 @@ class Comparison(Callback):
     epoch_end = batch_end
 
 
-@pytest.mark.parametrize('start', STARTS)
+@pytest.mark.parametrize('start', [
+    start if start in ('0.3dur', '3ba') else pytest.param(start, marks=pytest.mark.long) for start in STARTS])
 def test_every_combination_of_arguments_averages_as_composers(start):
     chosen = [arguments for arguments in combinations() if arguments['ema_start'] == start]
     assert len(chosen) > 15

@@ -20,13 +20,14 @@ from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
-from tests.runs import ROOT, TINY, error_line, wait_until
+from tests.parts.commands import logged
+from tests.runs import ROOT, TINY, error_line, files_of, wait_until
 from tests.samples import encoded, picture, write_sample_tar, write_shards
 
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--max_bad_samples', '1']
 
 
-def run(remote, out, model_folder, *flags) -> dict:
+def encode_shards(remote, out, model_folder, *flags) -> dict:
     return encode.main([*SMALL, '--remote', str(remote), '--out', str(out), '--model_name', str(model_folder),
                         '--pretrained', '--results', str(Path(out).with_name('results.jsonl')), *map(str, flags)])
 
@@ -46,7 +47,7 @@ def captions(folder) -> list[str]:
 @pytest.fixture(scope='module')
 def latents(tmp_path_factory, shards, model_folder) -> str:
     out = tmp_path_factory.mktemp('encoded') / 'latents'
-    run(shards, out, model_folder)
+    encode_shards(shards, out, model_folder)
     return str(out)
 
 
@@ -83,19 +84,6 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
 
 
-def logged_encoding(log: Path, argv: list[str], environment: dict[str, str]) -> None:
-    """encode.py in this environment, which prints to `log`."""
-    os.environ.update(environment)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2):
-        os.dup2(output, number)
-    encode.main(argv)
-
-
-def files_of(out: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(out)): path.read_bytes() for path in out.rglob('*') if path.is_file()}
-
-
 @pytest.mark.parametrize('victim', [pytest.param('command', marks=pytest.mark.long), 'worker'])
 def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_path, monkeypatch, shards, latents,
                                                                   model_folder, victim, capfd):
@@ -106,7 +94,7 @@ def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_pa
         argv = [*SMALL, '--remote', 's3://bucket/images', '--out', str(out), '--model_name', model_folder,
                 '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
         store.delay = 0.3
-        command = server.Process(target=logged_encoding, args=(log, argv, dict(os.environ)))
+        command = server.Process(target=logged, args=(encode.main, log, argv, dict(os.environ)))
         command.start()
         wait_until(lambda: list(out.glob('parts/*.json')))
         done = {path: path.stat().st_mtime_ns for part in out.glob('parts/*.json')
@@ -137,16 +125,17 @@ def test_a_shard_without_a_good_sample_is_done_once_and_for_all(tmp_path, model_
     shards = write_shards(tmp_path / 'emptied', samples, size_limit=6000)
     out = tmp_path / 'latents'
     monkeypatch.setattr(encode, 'merge_parts', lambda *args, **kwargs: 1 / 0)
-    refusal(capfd, run, shards, out, model_folder)
+    refusal(capfd, encode_shards, shards, out, model_folder)
     monkeypatch.undo()
-    assert run(shards, out, model_folder)['samples'] == 0
+    assert encode_shards(shards, out, model_folder)['samples'] == 0
     assert captions(out) == [sample['caption'] for sample in samples if sample['caption']]
 
 
 def test_bad_samples_are_left_out_and_counted(tmp_path, model_folder, capfd):
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(10)]
     samples[2]['jpg'], samples[9]['caption'] = b'no', ''
-    record = run(write_shards(tmp_path / 'shards', samples, size_limit=6000), tmp_path / 'latents', model_folder)
+    shards = write_shards(tmp_path / 'shards', samples, size_limit=6000)
+    record = encode_shards(shards, tmp_path / 'latents', model_folder)
     assert (record['samples'], record['stored_samples'], record['bad_samples']) == (8, 8, 2)
     assert captions(tmp_path / 'latents') == [str(index) for index in range(9) if index != 2]
     assert 'bad sample 2' in capfd.readouterr().err
@@ -158,7 +147,7 @@ def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp
     vae = AutoencoderKL.from_pretrained(folder / 'vae')
     vae.quant_conv.weight.data *= 1e7
     vae.save_pretrained(folder / 'vae')
-    line = refusal(capfd, run, shards, tmp_path / 'latents', folder)
+    line = refusal(capfd, encode_shards, shards, tmp_path / 'latents', folder)
     assert 'sample 0 has moments that are not finite in float16' in line
 
 
@@ -196,13 +185,13 @@ def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, s
         other = changed(model_folder, tmp_path / part, part)
         assert f'latents with {key}' in refusal(capfd, benchmark.main, [*train, '--model_name', str(other)])
     assert 'vae_sha256' in refusal(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
-    assert 'already holds a dataset' in refusal(capfd, run, shards, latents, model_folder)
+    assert 'already holds a dataset' in refusal(capfd, encode_shards, shards, latents, model_folder)
     (begun := tmp_path / 'begun').mkdir()
     shutil.copy(Path(latents, 'claim.json'), begun)
-    assert 'was begun with vae_sha256' in refusal(capfd, run, shards, begun, tmp_path / 'weights')
+    assert 'was begun with vae_sha256' in refusal(capfd, encode_shards, shards, begun, tmp_path / 'weights')
     others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(index)), 'caption': 'x'} for index in range(9)])
-    assert 'was begun with source_sha256' in refusal(capfd, run, others, begun, model_folder)
-    assert 'holds latents already' in refusal(capfd, run, latents, tmp_path / 'twice', model_folder)
+    assert 'was begun with source_sha256' in refusal(capfd, encode_shards, others, begun, model_folder)
+    assert 'holds latents already' in refusal(capfd, encode_shards, latents, tmp_path / 'twice', model_folder)
 
 
 @pytest.mark.parametrize('flags', [['--use_synth_latents'], ['--remote', '{}']])
@@ -222,6 +211,7 @@ def test_sd2_base_on_latents_has_no_vae_and_a_third_less_arithmetic():
     assert [flops[part] / 1e9 for part in ('unet', 'vae', 'text_encoder')] == pytest.approx([2408.7, 0, 45.1], abs=0.05)
 
 
+@pytest.mark.long
 def test_under_a_launcher_one_rank_encodes_and_all_train_on_it(tmp_path, shards, model_folder, server):
     model = ['--model_name', model_folder, '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
     encoding = [*SMALL, *model, '--remote', shards, '--out', str(tmp_path / 'latents')]
@@ -235,6 +225,7 @@ def test_under_a_launcher_one_rank_encodes_and_all_train_on_it(tmp_path, shards,
     assert records[0]['samples'] == 24 and captions(tmp_path / 'latents') == captions(shards)
 
 
+@pytest.mark.long
 def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
     samples = [{'jpg': encoded(picture(index)), 'caption': f'picture {index}'} for index in range(40)]
     (tmp_path / 'photos').mkdir()

@@ -33,7 +33,7 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     torch._dynamo.reset()
 
 
-def run(remote: str, out, model_folder: str, *flags: str) -> list[np.ndarray]:
+def encoded_moments(remote: str, out, model_folder: str, *flags: str) -> list[np.ndarray]:
     """Encode in batches of 4, in this process; the moments that were stored."""
     args = encode_parser('').parse_args(['--remote', remote, '--out', str(out), '--model_name', model_folder,
                                          '--pretrained', '--image_size', '64', '--batch_size', '4', '--num_workers',
@@ -56,9 +56,9 @@ def test_batches_with_any_number_of_good_images_share_one_graph(graphs, tmp_path
     damaged.extend(dict(sample, jpg=b'no image') for sample in samples[18:20])
     damaged.extend(samples[20:22])
     remote = write_shards(tmp_path / 'images', damaged, size_limit=1 << 30)
-    plain = run(remote, tmp_path / 'plain', model_folder)
+    plain = encoded_moments(remote, tmp_path / 'plain', model_folder)
     assert not graphs
-    compiled = run(remote, tmp_path / 'compiled', model_folder, '--compile')
+    compiled = encoded_moments(remote, tmp_path / 'compiled', model_folder, '--compile')
     assert len(graphs) == 1
     assert len(plain) == len(compiled) == 12
     for one, other in zip(plain, compiled, strict=True):

@@ -17,9 +17,8 @@ from inputs.shards import LATENTS
 from models.latents import origin_of_latents
 from models.loading import find_model
 from tests.forked_runs import run_ranks
-from tests.runs import TINY, one_error_line
+from tests.runs import TINY, assert_same_training, final_state, one_error_line
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
-from tests.training.test_checkpoints import assert_equal
 from training.checkpoints import checkpoints, load_checkpoint
 
 TRAIN = [*TINY, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
@@ -78,16 +77,6 @@ def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: in
             text = model.text_encoder(torch.tensor([build_tokenizer().encode(sample['caption']).ids]))[0]
             losses.append(float(((model.unet(noised, timestep, text).sample - noise) ** 2).mean()))
     return float(np.mean(losses))
-
-
-def final_state(folder: Path) -> dict:
-    return load_checkpoint(checkpoints(str(folder))[-1])['state']
-
-
-def assert_same_training(one: Path, other: Path) -> None:
-    """Weights, optimizer and average of the last checkpoints in two folders are the same to the last bit."""
-    for part in ('model', 'optimizers', 'algorithms'):
-        assert_equal(final_state(one)[part], final_state(other)[part])
 
 
 class Witness(benchmark.Evaluations):
@@ -183,6 +172,7 @@ def run_that_rank_1_is_told_to_end(rank: int, argv: list[str]) -> None:
     benchmark.main(argv)
 
 
+@pytest.mark.long
 def test_ranks_leave_an_evaluation_together(server, held_out, tmp_path):
     log, kept = tmp_path / 'log', tmp_path / 'kept'
     argv = [*TRAIN, '--use_synth_data', '--eval_remote', held_out, '--eval_interval', '2ba', '--save_folder', str(kept),

@@ -50,7 +50,7 @@ def decode(data: bytes) -> str:
     return 'decoded'
 
 
-def run(main, *argv) -> str:
+def status_of(main, *argv) -> str:
     errors = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         try:
@@ -67,13 +67,14 @@ def read(data: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, 'x.jsonl' if b'{' in data else 'x.csv')
         path.write_bytes(data)
-        return min(run(report.main, path, *how) for how in (['--compare'], ['--extrapolate', 8], ['--phase', '9@512']))
+        ways = (['--compare'], ['--extrapolate', 8], ['--phase', '9@512'])
+        return min(status_of(report.main, path, *how) for how in ways)
 
 
 def convert_tar(data: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, 'two\nlines.tar').write_bytes(data)
-        status = run(convert.main, f'{folder}/two\nlines.tar', f'{folder}/out', '--num_workers', 1)
+        status = status_of(convert.main, f'{folder}/two\nlines.tar', f'{folder}/out', '--num_workers', 1)
         assert {*os.listdir(folder)} <= {'two\nlines.tar', 'out'}
         return status
 
@@ -146,7 +147,7 @@ def command_line(data: bytes) -> str:
         Path('photos').mkdir()
         Path('photos/note.txt').write_text('mine')
         before = {path: path.read_bytes() for path in Path('.').rglob('*') if path.is_file()}
-        status = run(convert.main, *fuzz.wild_words(random.Random(data)))
+        status = status_of(convert.main, *fuzz.wild_words(random.Random(data)))
         assert {path: path.read_bytes() for path in before} == before
         return status
 
@@ -159,8 +160,13 @@ CHECKS = {'decoder': (fuzz.damaged, decode), 'records': (wild_records, read), 'c
           'tree': (seed, search_tree), 'store': (seed, read_store), 'words': (seed, command_line)}
 
 
-@pytest.mark.parametrize('name, count', [('decoder', 2500), ('records', 300), ('converter', 40), ('tree', 100),
-                                         ('store', 5)])
+def many(name: str, count: int):
+    return pytest.param(name, count, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize('name, count', [
+    ('decoder', 200), ('records', 30), ('converter', 8), ('tree', 20), ('store', 2), many('decoder', 2500),
+    many('records', 300), many('converter', 40), many('tree', 100), many('store', 5)])
 def test_any_input_is_taken_or_refused_in_one_line(name, count):
     make, check = CHECKS[name]
     inputs = strategies.integers(0, 1 << 64).map(lambda seed: make(random.Random(seed))) | strategies.binary()

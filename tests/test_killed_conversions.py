@@ -12,8 +12,8 @@ import pytest
 import convert
 from parts.output import open_output
 from tests.local_s3 import LocalS3, local_s3
-from tests.parts.commands import logged_conversion
-from tests.runs import wait_until
+from tests.parts.commands import convert_program, logged
+from tests.runs import files_of, wait_until
 from tests.samples import sample_files, write_tar
 
 NUM_PARTS = 7
@@ -33,7 +33,7 @@ def contents(out: str, store: LocalS3) -> dict[str, bytes]:
         prefix = out.removeprefix('s3://bucket/') + '/'
         return {key.removeprefix(prefix): content for key, content in list(store.objects.items())
                 if key.startswith(prefix)}
-    return {str(path.relative_to(out)): path.read_bytes() for path in Path(out).rglob('*') if path.is_file()}
+    return files_of(Path(out))
 
 
 def finished(out: str, store: LocalS3) -> int:
@@ -48,7 +48,7 @@ def workers_of(command: psutil.Process) -> list[psutil.Process]:
     return [worker for child in command.children() for worker in child.children()]
 
 
-@pytest.fixture(params=['folder', 's3'])
+@pytest.fixture(params=['folder', pytest.param('s3', marks=pytest.mark.long)])
 def undisturbed(request, tmp_path, monkeypatch):
     """The store, where OUTs are, the arguments of a conversion, and what it makes when nothing disturbs it."""
     with local_s3(monkeypatch) as store:
@@ -69,7 +69,7 @@ def kill_a_worker(before: set[int], is_time: Callable[[], bool]) -> None:
     random.Random(17).choice(new_workers()).kill()
 
 
-@pytest.mark.parametrize('done', [0, 3])
+@pytest.mark.parametrize('done', [pytest.param(0, marks=pytest.mark.long), 3])
 def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undisturbed, done):
     store, root, argv, expected = undisturbed
     out = f'{root}/out'
@@ -90,7 +90,7 @@ def test_a_conversion_that_is_killed_and_started_again_equals_one_that_never_was
     out = f'{root}/out'
     log = tmp_path / 'log'
     store.delay = 0.1
-    command = server.Process(target=logged_conversion, args=(log, [*argv, out], dict(os.environ)))
+    command = server.Process(target=logged, args=(convert_program, log, [*argv, out], dict(os.environ)))
     command.start()
     wait_until(lambda: workers_of(psutil.Process(command.pid)) and finished(out, store) >= done)
     os.kill(command.pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
 """It learns: what is trained, saved, resumed and exported draws what its captions say. The long form: `make learn`."""
+import pytest
+
 from benchmark import main
 from benchmarks.learn import UNET, captions_of, draw, judged, write_latents, write_model
 from export import main as export
@@ -6,6 +8,7 @@ from export import main as export
 JITTER = 0.3  # standard deviation of each pixel, which what is drawn must have as well
 
 
+@pytest.mark.long
 def test_a_model_that_was_trained_stopped_resumed_and_exported_draws_what_the_captions_say(tmp_path):
     captions = captions_of(2, 2)  # of which chance names the right one every fourth time
     write_model(tmp_path / 'model', UNET | {'mid_block_type': None})

@@ -123,6 +123,7 @@ def test_mcli_run_sends_the_run_that_the_file_describes(platform, tmp_path):
     assert 'composer benchmark.py --use_ema --use_synth_data --device_train_microbatch_size 4' in sent['command']
 
 
+@pytest.mark.long
 def test_the_command_block_runs_as_it_stands_and_leaves_its_record(tmp_path):
     """Bash gets the block unedited, in a folder beside the checkout; only pip and the size of the run are put in."""
     (tmp_path / 'diffusion-benchmark').symlink_to(REPOSITORY)

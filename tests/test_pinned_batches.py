@@ -6,14 +6,13 @@ from data import SyntheticImageCaptionDataset, build_loader
 
 
 @pytest.fixture
-def pinned(monkeypatch) -> list[torch.Tensor]:
+def pinned(as_on_a_gpu, monkeypatch) -> list[torch.Tensor]:
     """What was pinned, on a machine that says it has a GPU. Pinning copies, as it does there."""
     copies = []
 
     def pin_memory(tensor, *device):
         copies.append(tensor.clone())
         return copies[-1]
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.Tensor, 'pin_memory', pin_memory)
     return copies
 
@@ -27,7 +26,7 @@ def test_the_synthetic_batch_is_pinned_once_however_many_batches(pinned, latents
         assert {batch[name].data_ptr(), batch['caption'].data_ptr()} == {tensor.data_ptr() for tensor in pinned}
 
 
-def test_nothing_is_pinned_without_a_gpu(pinned, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+def test_nothing_is_pinned_without_a_gpu(pinned, as_on_a_gpu):
+    as_on_a_gpu(count=0)
     list(build_loader(SyntheticImageCaptionDataset(64, num_samples=8), batch_size=4, num_workers=0).dataloader)
     assert pinned == []

@@ -69,8 +69,8 @@ def test_a_file_of_flags_that_cannot_be_read_is_one_line(tmp_path, capfd, conten
 
 
 @pytest.mark.parametrize('gpus', [1, 8])
-def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(monkeypatch, gpus):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(as_on_a_gpu, monkeypatch, gpus):
+    as_on_a_gpu(count=gpus)
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: 90501)  # of the pinned stack
     monkeypatch.setattr(dist, 'get_world_size', lambda: gpus)
     monkeypatch.setenv('WORLD_SIZE', str(gpus))

@@ -62,6 +62,7 @@ def test_a_switch_leaves_loss_and_gradients_as_they_are(batch, plain, argv, tole
     assert_same(loss_and_gradients(batch, argv), plain, tolerance)
 
 
+@pytest.mark.long
 def test_compiling_leaves_loss_and_gradients_as_they_are(samples, smallest_model):
     batch = batch_of(samples, 32)
     plain = loss_and_gradients(batch, ['--no-channels_last'], smallest_model)

@@ -10,14 +10,13 @@ TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '16']
 
 
 @pytest.fixture
-def sixteen_ranks_on_eight_gpus(monkeypatch):
+def sixteen_ranks_on_eight_gpus(as_on_a_gpu, monkeypatch):
     """Fakes; whatever uses a GPU fails, as setting device 8 of 8 does."""
     def no_such_device(*args, **kwargs):
         raise RuntimeError('CUDA error: invalid device ordinal')
     for name, number in (('WORLD_SIZE', 16), ('LOCAL_WORLD_SIZE', 16), ('RANK', 0), ('LOCAL_RANK', 0)):
         monkeypatch.setenv(name, str(number))
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 8)
+    as_on_a_gpu(count=8)
     for name in ('set_device', 'current_device', 'get_device_properties', 'get_device_name', '_lazy_init'):
         monkeypatch.setattr(torch.cuda, name, no_such_device)
     for module in (benchmark, composer.utils):

@@ -104,6 +104,7 @@ def test_the_record_says_how_many_graphs_were_compiled(graphs, results, flags, e
     assert len(graphs) == expected
 
 
+@pytest.mark.long
 def test_the_search_for_a_microbatch_compiles_nothing(graphs):
     args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--compile'])
     fill_in_training_defaults(args)
@@ -114,6 +115,7 @@ def test_the_search_for_a_microbatch_compiles_nothing(graphs):
     assert len(graphs) == 3
 
 
+@pytest.mark.long
 def test_blocks_of_one_kind_and_size_share_a_graph(graphs):
     expected = switched_model()
     model = switched_model('--compile', '--compile_blocks')
@@ -172,6 +174,7 @@ def exchanging_rank(out: Path, model_name: str) -> None:
     (out / f'rank{dist.get_global_rank()}').write_text(json.dumps(events))
 
 
+@pytest.mark.long
 def test_two_ranks_exchange_gradients_while_a_compiled_backward_pass_still_runs(server, tmp_path,
                                                                                 smallest_with_attention):
     codes = run_ranks(server, [tmp_path / 'log'] * 2, exchanging_rank, [(tmp_path, smallest_with_attention)] * 2)

@@ -1,7 +1,6 @@
 """What a training needs in memory, against published sizes, real tensors and real processes; and who is refused."""
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,10 +99,9 @@ def test_on_a_gpu_the_batch_stays_on_the_host(monkeypatch):
     assert 'batch' not in lasting_bytes(args, outline(args), 1)
 
 
-def test_where_there_are_several_gpus_an_outline_does_not_warn_of_their_random_states(monkeypatch):
+def test_where_there_are_several_gpus_an_outline_does_not_warn_of_their_random_states(as_on_a_gpu):
     args = parsed(['--dry_run', '--model_name', 'tiny'])
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 8)
+    as_on_a_gpu(count=8)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         outline(args)
@@ -119,16 +117,12 @@ def test_an_outline_has_no_memory_and_leaves_random_state_as_it_was():
     assert model.unet.is_gradient_checkpointing
 
 
-def test_on_a_gpu_the_microbatch_does_not_count(monkeypatch):
-    gpu = SimpleNamespace(total_memory=24 * GIB)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: True)
-    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
-    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: gpu)
+def test_on_a_gpu_the_microbatch_does_not_count(as_on_a_gpu):
+    as_on_a_gpu(gib=24)
     argv = ['--use_ema', '--use_synth_data', '--batch_size', '64']
     for microbatch in ('auto', '64'):
         assert refusal([*argv, '--device_train_microbatch_size', microbatch]) is None
-    gpu.total_memory = 16 * GIB
+    as_on_a_gpu(gib=16)
     assert 'needs at least 16.9 GiB' in refusal(argv) and 'this GPU has 16.0' in refusal(argv)
 
 

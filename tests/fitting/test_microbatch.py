@@ -240,9 +240,7 @@ def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, cap
     assert 'not even one image of --image_size 64 fits' in line and '--gradient_checkpointing' in line
 
 
-def test_a_gpu_searches_unless_a_number_is_given(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda **_: True)
+def test_a_gpu_searches_unless_a_number_is_given(as_on_a_gpu):
     for argv, searches in ([], True), (['auto'], True), (['2'], False):
         flag = ['--device_train_microbatch_size', *argv] if argv else []
         assert arguments(*flag).microbatch_search == searches
@@ -254,6 +252,7 @@ def searching_rank(*arguments) -> None:
     searching_ranks.main(*arguments)
 
 
+@pytest.mark.long
 def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path, server):
     """Two processes: rank 0 runs out above 4 images in a forward pass, rank 1 above 2 in a backward pass."""
     for microbatch_size in ('auto', '2'):

@@ -125,8 +125,8 @@ def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monke
 @pytest.mark.parametrize('attention, version, words', [
     ('cudnn', 90501, ['--attention cudnn', '9.15.1', '9.5.1', 'leave cudnn out']), ('flash,cudnn', 91500, ['9.15.0']),
     ('cudnn,flash', 91501, None), ('cudnn', 92000, None), ('sdpa', 90501, None), ('flash', 90501, None)])
-def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(monkeypatch, attention, version, words):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gpu, monkeypatch, attention,
+                                                                              version, words):
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
     args = benchmark_parser('').parse_args([*TINY, '--attention', attention, '--precision', 'amp_bf16'])
     if words is None:
@@ -192,6 +192,7 @@ def test_gradients_lie_in_the_buckets_where_a_batch_is_one_microbatch(microbatch
     assert composers_trainer.prepare_ddp_module is composers_own
 
 
+@pytest.mark.long
 def test_gradients_that_two_ranks_send_in_bf16_train_nearly_as_those_in_float32(server, tmp_path):
     losses = {}
     for precision in ('fp32', 'bf16'):

@@ -12,6 +12,7 @@ from data import StreamingLAIONDataset
 from inputs import cache
 from inputs.cache import cache_folder, claim_cache, hold_cache, say_unused_caches, share_cache
 from inputs.shards import read_index
+from inputs.shared_memory import own_shared_memory
 from tests.samples import good, write_shards
 
 INDEX = {'version': 2, 'shards': []}
@@ -24,7 +25,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_folder_with_other_files_is_refused_and_left_as_it_is(tmp_path, shards):
     """Those of a cache that Streaming has filled, or an earlier version of this program, of this dataset or another."""
     filled = tmp_path / 'filled'
-    list(StreamingDataset(remote=shards, local=str(filled), batch_size=1))
+    with own_shared_memory():  # Streaming's own is that of any other process that opens a dataset now
+        list(StreamingDataset(remote=shards, local=str(filled), batch_size=1))
     (filled / 'remote.txt').write_text(shards)
     (tmp_path / 'thesis').mkdir()
     (tmp_path / 'thesis' / 'chapter.tex').write_text('dear reader')

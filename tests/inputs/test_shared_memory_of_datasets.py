@@ -13,6 +13,7 @@ from data import StreamingLAIONDataset
 from inputs import shared_memory
 from inputs.shared_memory import MOST_NUMBERS, owner, remove_what_nobody_holds
 from tests.forked_runs import run_ranks
+from tests.forks import living_child
 from tests.samples import good, write_shards
 from training.ranks import join_ranks
 
@@ -42,21 +43,28 @@ def test_the_memory_of_another_program_stays_while_it_lives_and_after(shards):
     assert len(list(theirs)) == 4
 
 
-def leave_memory(number: int) -> list[Path]:
+@pytest.fixture
+def memory(tmp_path, monkeypatch) -> Path:
+    """A folder in the place of /dev/shm, in which no other process looks for what a killed run has left."""
+    monkeypatch.setattr(shared_memory, 'SHARED_MEMORY', str(tmp_path))
+    return tmp_path
+
+
+def leave_memory(memory: Path, number: int) -> list[Path]:
     """What a dataset of that number leaves when it is killed."""
     paths = []
     for kind in ('locals', 'epoch_data', 'checked'):
-        paths.append(Path('/dev/shm', f'{number:06}_{kind}'))
+        paths.append(memory / f'{number:06}_{kind}')
         paths[-1].write_bytes(bytes(4))
     Path(tempfile.gettempdir(), f'{number:06}_barrier_filelock').touch()
     Path(owner(number)).write_text(tempfile.gettempdir())
     return [*paths, Path(tempfile.gettempdir(), f'{number:06}_barrier_filelock'), Path(owner(number))]
 
 
-def test_what_a_killed_run_left_is_removed_and_what_a_live_one_holds_is_not():
+def test_what_a_killed_run_left_is_removed_and_what_a_live_one_holds_is_not(memory):
     dead, live = MOST_NUMBERS + 1, MOST_NUMBERS + 2  # numbers that no dataset has
-    of_dead, of_live = leave_memory(dead), leave_memory(live)
-    others = Path('/dev/shm', f'{dead}_of_another_program')
+    of_dead, of_live = leave_memory(memory, dead), leave_memory(memory, live)
+    others = memory / f'{dead}_of_another_program'
     others.touch()
     with open(owner(live)) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -65,12 +73,11 @@ def test_what_a_killed_run_left_is_removed_and_what_a_live_one_holds_is_not():
         assert all(path.exists() for path in of_live) and others.exists()
     remove_what_nobody_holds()
     assert not any(path.exists() for path in of_live)
-    others.unlink()
 
 
-def test_an_owners_file_that_somebody_else_made_removes_nothing(monkeypatch):
+def test_an_owners_file_that_somebody_else_made_removes_nothing(memory, monkeypatch):
     """Of a number of ours, or of the first ones, which are of other programs."""
-    left = [*leave_memory(MOST_NUMBERS + 3), *leave_memory(999_999)]
+    left = [*leave_memory(memory, MOST_NUMBERS + 3), *leave_memory(memory, 999_999)]
     uid = os.getuid()
     monkeypatch.setattr(shared_memory, 'owner_name', lambda number: f'diffusion-benchmark-{uid}-{number}-owner')
     with monkeypatch.context() as patch:
@@ -79,20 +86,18 @@ def test_an_owners_file_that_somebody_else_made_removes_nothing(monkeypatch):
         assert all(path.exists() for path in left)
     remove_what_nobody_holds()
     assert [path.exists() for path in left] == [False] * 5 + [True] * 5
-    for path in left[5:]:
-        path.unlink()
 
 
-def test_memory_stays_as_long_as_a_process_lives_that_was_forked_from_the_one_that_made_it():
-    number, file = shared_memory.claim_number()
-    worker = os.fork()
-    if worker == 0:
+def test_memory_stays_as_long_as_a_process_lives_that_was_forked_from_the_one_that_made_it(memory):
+    def live(ready):
+        ready()
         signal.pause()
-    os.close(file)  # as if this process were gone
-    remove_what_nobody_holds()
-    assert os.path.exists(owner(number))
-    os.kill(worker, signal.SIGKILL)
-    os.waitpid(worker, 0)
+
+    number, file = shared_memory.claim_number()
+    with living_child(live):
+        os.close(file)  # as if this process were gone
+        remove_what_nobody_holds()
+        assert os.path.exists(owner(number))
     remove_what_nobody_holds()
     assert not os.path.exists(owner(number))
 
@@ -112,7 +117,7 @@ def test_the_ranks_of_a_node_share_a_number_and_each_node_has_its_own(server, sh
     assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
 
 
-def test_a_number_that_was_taken_for_a_dead_ones_is_not_used(monkeypatch):
+def test_a_number_that_was_taken_for_a_dead_ones_is_not_used(memory, monkeypatch):
     """Between the making of an owner's file and its lock, another run may come by."""
     flock, removed = fcntl.flock, []
 

@@ -10,6 +10,7 @@ import pytest
 from inputs import stores
 from inputs.errors import DataError
 from inputs.stores import ObjectLost, StoredFile, is_address, open_store, parse_address, store_error, streaming_address
+from tests.forks import status_of_child
 from tests.local_s3 import local_s3
 
 SECRET = 'c2VjcmV0LWtleQ=='
@@ -188,10 +189,9 @@ def test_a_store_that_is_away_for_a_moment_is_waited_for(monkeypatch):
 def test_a_forked_process_is_told_instead_of_waiting_for_ever(monkeypatch):
     with local_s3(monkeypatch):
         open_store('s3://bucket/a', 'SOURCE')
-        if not (process := os.fork()):
-            try:
+
+        def open_again() -> int:
+            with pytest.raises(AssertionError):
                 open_store('s3://bucket/a', 'SOURCE')
-            except AssertionError:
-                os._exit(7)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 7
+            return 7
+        assert status_of_child(open_again) == 7

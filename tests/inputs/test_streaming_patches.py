@@ -17,6 +17,7 @@ from inputs import shared_memory
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError
 from tests.forked_runs import RUN, run, traced
+from tests.local_s3 import s3_process
 from tests.runs import ROOT, TINY
 from tests.samples import encoded, good, picture, write_shards
 
@@ -109,18 +110,19 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path, results):
     assert record['status'] == 'complete'
 
 
-def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(s3, tmp_path, results):
+@pytest.mark.long
+def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(tmp_path, results, monkeypatch):
     shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(i)), 'caption': str(i)} for i in range(400)],
                           size_limit=4000)
-    for file in Path(shards).iterdir():
-        s3.client.upload_file(str(file), 'bucket', f'many/{file.name}')
-    run = subprocess.Popen([sys.executable, 'benchmark.py', '--remote', 's3://bucket/many', *TINY, '--max_duration',
-                            '2ep', '--local', str(tmp_path / 'cache'), '--results', str(results)], cwd=ROOT, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while len(list(tmp_path.glob('cache/*.mds'))) < 20:
-        assert run.poll() is None, run.communicate()
-        time.sleep(0.02)
-    s3.kill()
+    with s3_process(monkeypatch) as store:
+        for file in Path(shards).iterdir():
+            store.client.upload_file(str(file), 'bucket', f'many/{file.name}')
+        run = subprocess.Popen([sys.executable, 'benchmark.py', '--remote', 's3://bucket/many', *TINY, '--max_duration',
+                                '2ep', '--local', str(tmp_path / 'cache'), '--results', str(results)], cwd=ROOT,
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while len(list(tmp_path.glob('cache/*.mds'))) < 20:
+            assert run.poll() is None, run.communicate()
+            time.sleep(0.02)
     _, errors = run.communicate(timeout=120)
     [line] = [line for line in errors.splitlines() if 'error' in line.lower()]
     assert line.startswith('benchmark.py: error: the run failed at batch')
@@ -129,6 +131,7 @@ def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(s3, tmp
     assert run.returncode == 2 and record['status'] == 'failed' and record['error'] in line
 
 
+@pytest.mark.long
 def test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left(server, tmp_path, shards):
     argv, folders = [*RUN, '--save_interval', '3ba', '--remote', shards], [tmp_path / name for name in 'abc']
     for folder in folders:

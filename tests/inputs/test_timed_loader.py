@@ -2,7 +2,6 @@
 import os
 import re
 import signal
-import time
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from data import StreamingLAIONDataset, build_loader
 from inputs import timed_loader
 from inputs.captions import build_tokenizer
 from inputs.timed_loader import CountedCollate, TimedDataLoader
+from tests.runs import wait_until
 from training.failures import reason
 
 
@@ -23,13 +23,6 @@ class Numbers(Dataset):
         return index
 
 
-def wait_for(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize('num_workers', [1, 2])
 def test_the_ready_batches_are_those_made_and_not_taken(num_workers):
     loader = TimedDataLoader(Numbers(), 2, num_workers=num_workers, persistent_workers=True,
@@ -39,7 +32,7 @@ def test_the_ready_batches_are_those_made_and_not_taken(num_workers):
         for taken in range(1, 13):
             next(batches)
             left = 12 - taken
-            wait_for(lambda left=left: loader.ready_batches == min(loader.queue_length, left))
+            wait_until(lambda left=left: loader.ready_batches == min(loader.queue_length, left))
         assert next(batches, None) is None and loader.ready_batches == 0
     loader._iterator._shutdown_workers()
 
@@ -73,7 +66,7 @@ def test_the_streamed_loader_is_timed_and_counted(shards):
     batches = iter(loader)
     next(batches)
     assert loader.seconds_waited() > 0 and loader.queue_length == 4
-    wait_for(lambda: loader.ready_batches == 4)
+    wait_until(lambda: loader.ready_batches == 4)
     list(batches)
     loader._iterator._shutdown_workers()
 

@@ -15,6 +15,7 @@ from inputs import streaming_patches, verified_stream
 from inputs.errors import DataError
 from inputs.shards import read_index
 from inputs.verified_stream import open_shards
+from tests.forks import status_of_child
 from tests.samples import good
 
 
@@ -105,10 +106,12 @@ def test_each_shard_is_verified_once_by_all_processes_of_a_node(tmp_path, remote
     for index in range(24):
         dataset.sample(index)
     list(dataset)
-    second = os.fork()  # a worker
-    if second == 0:
-        os._exit(len([dataset.sample(index) for index in range(24)]) - 24 + len(looked) - len(dataset.shards))
-    assert os.waitpid(second, 0)[1] == 0
+
+    def read_all() -> int:
+        for index in range(24):
+            dataset.sample(index)
+        return len(looked) - len(dataset.shards)
+    assert status_of_child(read_all) == 0  # a worker's
     assert sorted(looked) == sorted(path.name for path in remote.glob('*.mds'))
 
 

@@ -157,8 +157,8 @@ def measured(**changes) -> dict:
     (False, 'full training   training on 864,000,000 images would take 100.0 days on this CPU'),
     (True, 'full training   training on 864,000,000 images would take 100.0 days on these 2 GPUs, 4,800 GPU-hours, '
            '$9,600')])
-def test_a_cpu_has_no_price_in_gpu_hours(monkeypatch, gpu, last_line):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpu)
+def test_a_cpu_has_no_price_in_gpu_hours(as_on_a_gpu, gpu, last_line):
+    as_on_a_gpu(count=2 if gpu else 0)
     assert summary(measured(), 864_000_000, 2.0).splitlines()[-1] == last_line
 
 

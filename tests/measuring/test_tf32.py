@@ -4,14 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmark import main
 from measuring.record import uses_tf32
-from tests.runs import TINY
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+def gpu(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_tf32_supported', lambda: True)
     places = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [place.allow_tf32 for place in places]
@@ -47,14 +44,13 @@ def test_a_newer_torch_is_asked_in_its_newer_way(gpu, monkeypatch, matmul, convo
     assert uses_tf32() is expected
 
 
-def test_a_gpu_without_tf32_and_a_cpu_use_none(gpu, monkeypatch):
+def test_a_gpu_without_tf32_and_a_cpu_use_none(gpu, as_on_a_gpu, monkeypatch):
     torch.backends.cuda.matmul.allow_tf32 = True
     monkeypatch.setattr(torch.cuda, 'is_tf32_supported', lambda: False)
     assert uses_tf32() is False
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    as_on_a_gpu(count=0)
     assert uses_tf32() is None
 
 
-def test_the_record_of_a_cpu_has_no_tf32(results):
-    record = main(['--use_synth_data', *TINY, '--results', str(results)])
-    assert record['tf32'] is None and record['precision'] == 'fp32'
+def test_the_record_of_a_cpu_has_no_tf32(plain_run):
+    assert plain_run.record['tf32'] is None and plain_run.record['precision'] == 'fp32'

@@ -77,8 +77,7 @@ def test_flops_of_an_image_are_the_published_ones(image_size, unet, vae, total):
     ('NVIDIA A100-SXM4-40GB', 312), ('NVIDIA H100 80GB HBM3', 989), ('NVIDIA H200', 989), ('NVIDIA B200', 2250),
     ('NVIDIA H100 PCIe', 756), ('NVIDIA H200 NVL', 835), ('Tesla T4', None), ('NVIDIA A10G', None),
 ])
-def test_only_known_devices_have_a_peak(monkeypatch, name, peak):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: name)
+def test_only_known_devices_have_a_peak(as_on_a_gpu, name, peak):
+    as_on_a_gpu(name=name)
     assert peak_tflops('amp_bf16') == peak
     assert peak_tflops('fp32') is None

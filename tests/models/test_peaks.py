@@ -1,6 +1,5 @@
 """Peaks of GPUs: each against its multiprocessors, its boost clock and what a multiprocessor does in a clock."""
 import pytest
-import torch
 
 from models.flops import peak_tflops
 from models.peaks import PEAKS
@@ -42,9 +41,8 @@ def test_a_datasheets_peak_is_what_the_architecture_gives(name):
     ('Tesla T4', None, 65), ('Tesla V100-SXM2-32GB', None, 125),  # no bf16
     ('NVIDIA L40S-8Q', None, None), ('NVIDIA H100', None, None), ('NVIDIA A10G', None, None),
 ])
-def test_a_peak_is_of_the_exact_card_and_of_the_precision(name, bf16, fp16, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda: name)
+def test_a_peak_is_of_the_exact_card_and_of_the_precision(name, bf16, fp16, as_on_a_gpu):
+    as_on_a_gpu(name=name)
     assert peak_tflops('amp_bf16') == peak_tflops('bf16') == bf16
     assert peak_tflops('amp_fp16') == peak_tflops('fp16') == fp16
     assert peak_tflops('fp32') is None

@@ -1,7 +1,6 @@
 """Every part is made once, whatever workers die; what kills each of them is named, and none outlives its command."""
 import os
 import signal
-import time
 from functools import partial
 
 import psutil
@@ -85,10 +84,7 @@ def test_workers_end_with_their_command_however_that_comes(server, tmp_path):
     worker = psutil.Process(int(notes(tmp_path, 0)[0].split()[0]))
     os.kill(command.pid, signal.SIGKILL)
     command.join()
-    end = time.monotonic() + 20
-    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 20)
 
 
 def test_a_worker_that_is_to_use_a_gpu_is_no_fork_of_one_that_has_asked_cuda():

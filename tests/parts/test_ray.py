@@ -1,4 +1,5 @@
 """Parts on a Ray cluster of two machines: what a lost worker or machine was at is made elsewhere, to the same bytes."""
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -10,15 +11,10 @@ import convert
 import encode
 from parts.output import open_output
 from tests.local_s3 import local_s3
-from tests.runs import wait_until
+from tests.runs import files_of, wait_until
 from tests.samples import sample_files, write_tar
 
 NUM_TARS = 12
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    """All files of a dataset by their names."""
-    return {str(path.relative_to(out)): path.read_bytes() for path in sorted(out.rglob('*')) if path.is_file()}
 
 
 def finished(out: Path) -> int:
@@ -27,9 +23,13 @@ def finished(out: Path) -> int:
 
 
 def actors() -> list[psutil.Process]:
-    """The processes in which Ray runs our workers."""
-    return [process for process in psutil.process_iter(['cmdline'])
-            if 'Answering' in ' '.join(process.info['cmdline'] or ())]
+    """The processes in which Ray runs the workers of this test's cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if 'Answering' in ' '.join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 @pytest.fixture(scope='module')
@@ -59,6 +59,7 @@ def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
     return thread, returned
 
 
+@pytest.mark.long
 def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path):
     for number in range(NUM_TARS):
         store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
@@ -76,9 +77,10 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     store.delay = 0
     conversion.join(120)
     assert merged and merged[0].samples == NUM_TARS
-    assert contents(out) == contents(tmp_path / 'undisturbed')
+    assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
 
+@pytest.mark.long
 def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, shards, model_folder, tmp_path):
     argv = ['--remote', shards, '--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--model_name',
             model_folder, '--pretrained', '--encoder_precision', 'fp32', '--results', str(tmp_path / 'results.jsonl')]
@@ -95,7 +97,7 @@ def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, s
     record = encode.main([*argv, '--out', str(out), '--ray', cluster.address])
     killer.join()
     assert killed and record['samples'] == 24 and record['status'] == 'complete'
-    assert contents(out) == contents(tmp_path / 'undisturbed')
+    assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
 
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):

@@ -10,10 +10,8 @@ from tests.runs import TINY, one_error_line, wait_until
 from training.loggers import OneFileTensorboardLogger
 
 
-def test_wandb_is_not_touched_without_one_of_its_flags(results, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main(['--use_synth_data', *TINY, '--results', str(results)])
-    assert not (tmp_path / 'wandb').exists()
+def test_a_run_leaves_its_record_and_nothing_else_without_the_flags_of_a_logger(plain_run):
+    assert [path.name for path in plain_run.folder.iterdir()] == ['results.jsonl']
 
 
 def read_wandb(path: Path) -> tuple[set, dict, dict]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import living_child
 from training import own_files
 from training.own_files import PrivateFolder, remove_unfinished, written_whole
 
@@ -14,22 +15,6 @@ from training.own_files import PrivateFolder, remove_unfinished, written_whole
 def temporary(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
     return tmp_path
-
-
-def killed_child(act) -> int:
-    """Fork a process that calls `act(ready)`, and kill it once it has called `ready()`; its number."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        act(lambda: os.write(writer, b'1'))
-        os._exit(0)
-    os.read(reader, 1)
-    return child
-
-
-def end(child: int) -> None:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
 
 
 def write_for_ever(folder: Path, ready) -> None:
@@ -44,10 +29,9 @@ def test_a_file_that_a_killed_run_was_writing_is_removed_and_one_that_is_being_w
     for name in ('ep0-ba1-rank0.pt.tmp', 'x.sd-benchmark-1.tmp', f'sd-benchmark-{"a" * 32}.tmp'):
         (tmp_path / name).touch()  # not ours
     others = set(os.listdir(tmp_path))
-    child = killed_child(lambda ready: write_for_ever(tmp_path, ready))
-    [name] = set(os.listdir(tmp_path)) - others
-    assert remove_unfinished(str(tmp_path)) == [] and (tmp_path / name).read_bytes() == b'half'
-    end(child)
+    with living_child(lambda ready: write_for_ever(tmp_path, ready)):
+        [name] = set(os.listdir(tmp_path)) - others
+        assert remove_unfinished(str(tmp_path)) == [] and (tmp_path / name).read_bytes() == b'half'
     assert remove_unfinished(str(tmp_path)) == [name]
     assert set(os.listdir(tmp_path)) == others
 
@@ -73,11 +57,10 @@ def test_a_private_folder_of_a_killed_run_goes_with_the_next_and_that_of_a_livin
         ready()
         signal.pause()
 
-    child = killed_child(live)
-    [its] = set(os.listdir(temporary)) - {'sd-benchmark-other'}
-    with PrivateFolder() as mine:
-        assert os.stat(mine).st_mode & 0o777 == 0o700 and its in os.listdir(temporary)
-    end(child)
+    with living_child(live):
+        [its] = set(os.listdir(temporary)) - {'sd-benchmark-other'}
+        with PrivateFolder() as mine:
+            assert os.stat(mine).st_mode & 0o777 == 0o700 and its in os.listdir(temporary)
     with PrivateFolder():
         assert its not in os.listdir(temporary)
     assert os.listdir(temporary) == ['sd-benchmark-other']

@@ -26,9 +26,8 @@ def test_a_log_says_batch_loss_speed_and_time_left(every_batch, results, capfd):
     assert re.fullmatch(rf'batch 4 of 4: loss {record["loss"]:.3f}, \S+ images/s', lines[3])
 
 
-def test_a_short_run_leaves_one_line_in_a_log(results, capfd):
-    main(['--use_synth_data', *TINY, '--results', str(results)])
-    [line] = capfd.readouterr().err.splitlines()
+def test_a_short_run_leaves_one_line_in_a_log(plain_run):
+    [line] = plain_run.errors.splitlines()
     assert line.startswith('batch 4 of 4: loss ')
 
 

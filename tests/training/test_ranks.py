@@ -70,6 +70,7 @@ def test_only_the_last_microbatch_synchronises_gradients(trained):
     assert [rank['synchronised'] for rank in trained[2]] == [3, 3]  # 3 batches, of 2 microbatches each
 
 
+@pytest.mark.long
 def test_two_processes_make_one_record_of_both(results, shards):
     run = subprocess.run([sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'benchmark.py', '--remote', shards,
                           '--use_ema', *runs.TINY, '--results', str(results)], cwd=ROOT, capture_output=True, text=True)
@@ -79,6 +80,7 @@ def test_two_processes_make_one_record_of_both(results, shards):
     assert json.loads(line)['num_devices'] == 2 and line in run.stdout
 
 
+@pytest.mark.long
 def test_two_nodes_of_two_ranks_leave_one_record(tmp_path, server):
     results = tmp_path / 'results.jsonl'
     logs = [tmp_path / f'log{rank}' for rank in range(4)]
@@ -90,6 +92,7 @@ def test_two_nodes_of_two_ranks_leave_one_record(tmp_path, server):
     assert [line in log.read_text() for log in logs] == [True, False, False, False]
 
 
+@pytest.mark.long
 def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):
     own_shm = ['unshare', '--mount', 'sh', '-c', 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', 'sh']
     if subprocess.run([*own_shm, 'true'], capture_output=True).returncode:

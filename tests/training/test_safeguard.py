@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from composer.core import Timestamp
 
 import benchmark
 from benchmark import main
 from ema import EMA
 from tests.runs import ROOT, TINY, failed, wait_until
+from training import safeguard
 from training.checkpoints import checkpoints, load_checkpoint
 from training.safeguard import SIGNALS, Safeguard
 
@@ -66,6 +69,35 @@ def test_on_nan_skip_leaves_the_step_out_and_counts_it(results, loss_at_batch_2_
     assert all(tensor.isfinite().all() for tensor in weights[4])
 
 
+def test_the_noise_of_a_batch_depends_on_seed_batch_and_rank_alone(monkeypatch):
+    def noise(seed: int, batch: int, rank: int = 0) -> tuple[float, ...]:
+        monkeypatch.setattr(safeguard.dist, 'get_global_rank', lambda: rank)
+        Safeguard(seed).batch_start(SimpleNamespace(timestamp=Timestamp(batch=batch)), None)
+        return tuple(torch.rand(4).tolist())
+    assert noise(17, 3) == noise(17, 3)
+    assert len({noise(17, 3), noise(18, 3), noise(17, 4), noise(17, 3, rank=1)}) == 4
+
+
+@pytest.mark.parametrize('number', SIGNALS)
+def test_a_signal_ends_a_run_with_a_record_of_what_was_measured_and_a_checkpoint(results, tmp_path, monkeypatch,
+                                                                                 number):
+    class Signalled(Safeguard):
+        def batch_start(self, state, logger):
+            super().batch_start(state, logger)
+            if state.timestamp.batch.value == 3:
+                os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(benchmark, 'Safeguard', Signalled)
+    with pytest.raises(SystemExit) as exit:
+        main(['--use_synth_data', *TINY, '--measure_batches', '100', '--save_folder', str(tmp_path / 'kept'),
+              '--results', str(results)])
+    record = json.loads(results.read_text())
+    assert (exit.value.code, record['status'], record['trained_batches']) == (130, 'interrupted', 3)
+    assert record['measured_batches'] == 2 and record['images_per_sec'] > 0
+    [checkpoint] = checkpoints(tmp_path / 'kept')
+    assert load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch'] == 3
+
+
 def start_and_train(results, *flags) -> subprocess.Popen:
     """A run of two ranks under the launcher that has trained for some batches."""
     log = results.with_name('log')
@@ -89,6 +121,7 @@ def group_is_gone(group: int) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results):
     run = start_and_train(results)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
@@ -100,6 +133,7 @@ def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results)
     assert stopped in results.with_name('log').read_text().splitlines()
 
 
+@pytest.mark.long
 def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
     folder = results.with_name('checkpoints')
     run = start_and_train(results, '--use_ema', '--save_folder', str(folder))
@@ -121,21 +155,19 @@ def test_signals_that_come_together_are_answered_once(monkeypatch):
     """A launcher passes Ctrl-C on as SIGTERM: Python would say `Signal 15 ignored due to race condition`."""
     complaints = []
     monkeypatch.setattr(sys, 'unraisablehook', complaints.append)
-    safeguard = Safeguard(17)
-    safeguard.updating = True  # else it ends this process
-    before = {number: signal.signal(number, safeguard._interrupt) for number in SIGNALS}
+    guard = Safeguard(17)
+    guard.updating = True  # else it ends this process
+    before = {number: signal.signal(number, guard._interrupt) for number in SIGNALS}
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         for number in SIGNALS:
             os.kill(os.getpid(), number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        assert safeguard.interrupted and not complaints
+        assert guard.interrupted and not complaints
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def test_a_run_leaves_the_signals_as_they_were(results):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    main(['--use_synth_data', *TINY, '--results', str(results)])
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+def test_a_run_leaves_the_signals_as_they_were(plain_run):
+    assert plain_run.signals_after == plain_run.signals_before

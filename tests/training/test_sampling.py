@@ -13,8 +13,7 @@ from export import main as export
 from models.sampling import GUIDANCE, STEPS, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
-from tests.runs import TINY, one_error_line
-from training.checkpoints import load_checkpoint
+from tests.runs import TINY, assert_same_training, one_error_line
 from training.grid import LEAST_WIDTH, LINE_HEIGHT, MARGIN
 from training.sampling import Sampling
 
@@ -54,20 +53,7 @@ def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
     return [np.asarray(picture, dtype=int) for picture in drawn.images]
 
 
-def trained(folder: Path) -> dict:
-    state = load_checkpoint(f'{folder}/kept/ep0-ba6-rank0.pt')['state']
-    return {'model': state['model'], 'optimizers': state['optimizers'], 'average': dict(state['algorithms'])['EMA']}
-
-
-def assert_equal(one, other):
-    if isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_equal(one[key], other[key])
-    else:
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
+@pytest.mark.long
 def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp_path, model_folder, prompts):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     whole, drawing = tmp_path / 'whole', tmp_path / 'drawing'
@@ -78,7 +64,7 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
     run(drawing, model_folder, *flags, '--max_duration', '3ba')
     record = run(drawing, model_folder, *flags, '--max_duration', '6ba', '--tensorboard', tmp_path / 'board')
     assert record['first_batch'] == 3
-    assert_equal(trained(drawing), trained(whole))
+    assert_same_training(drawing / 'kept', whole / 'kept')
     names = sorted(path.name for path in (drawing / 'drawn').iterdir())
     assert names == ['ba3.png', 'ba6.png']
     [file] = tmp_path.glob('board/**/events*')
@@ -94,6 +80,7 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
         assert (max(differences) <= 1) == (not flags), differences
 
 
+@pytest.mark.long
 def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, prompts):
     flags = ['--image_size', '32', '--compile', '--channels_last', '--max_duration', '4ba']
     torch._dynamo.utils.counters.clear()
@@ -116,6 +103,7 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
         assert np.abs(ours - theirs).max() <= 1
 
 
+@pytest.mark.long
 def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompts):
     argv = [*RUN, '--use_synth_data', '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
             '--sample_prompts', prompts, '--sample_interval', '2ba', '--sample_folder', tmp_path / 'drawn']

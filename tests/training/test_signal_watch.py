@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tests.forks import status_of_child
 from tests.runs import free_port, wait_until
 from training.signal_watch import SignalWatch
 
@@ -44,11 +45,7 @@ def test_a_signal_that_is_answered_or_comes_to_a_child_is_left_alone():
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     watch = SignalWatch([signal.SIGTERM], lambda: 60, concluded.set)
     try:
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-        os.waitpid(child, 0)
+        assert status_of_child(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 0
         assert not select.select([watch._reader], [], [], 0)[0]  # nothing was written
         os.kill(os.getpid(), signal.SIGTERM)
         watch.answer()

@@ -1,0 +1,89 @@
+"""What `make` installs: locks that hold what the lists ask for, and one line where a machine lacks something."""
+import os
+import re
+import subprocess
+
+import pytest
+
+from tests.runs import ROOT
+
+LOCKS = {'requirements.lock': ('requirements.txt', 'tests/requirements.txt'),
+         'requirements-newest.lock': ('requirements-newest.txt',)}
+
+
+def pins(text: str) -> dict[str, str]:
+    """Each package of a list or a lock and its version; names as the index compares them, without extras."""
+    found = re.findall(r'^([\w.-]+)(?:\[.*?\])?==([^\s;]+)', text, re.MULTILINE)
+    return {re.sub('[-_.]+', '-', name).lower(): version for name, version in found}
+
+
+@pytest.mark.parametrize('lock', LOCKS)
+def test_a_lock_holds_the_versions_of_its_lists(lock):
+    asked_for = {}
+    for path in LOCKS[lock]:
+        asked_for |= pins((ROOT / path).read_text())
+    locked = pins((ROOT / lock).read_text())
+    assert asked_for and asked_for.items() <= locked.items()
+    if lock == 'requirements-newest.lock':
+        assert locked == asked_for
+
+
+@pytest.mark.parametrize('lock', LOCKS)
+def test_all_of_a_lock_has_hashes_and_names_the_command_that_wrote_it_and_no_place(lock):
+    text = (ROOT / lock).read_text()
+    entries = re.split(r'^(?=[\w.-]+(?:\[.*?\])?==)', text, flags=re.MULTILINE)
+    header, *packages = entries
+    assert 'uv pip compile' in header and f'--output-file {lock}' in header
+    assert len(packages) == len(pins(text)) > 100
+    assert all('--hash=sha256:' in package for package in packages)
+    for word in ('://', '--index-url', '--extra-index-url', '--find-links', '--trusted-host', ' @ ', '/opt', '/work'):
+        assert word not in text
+
+
+def installed(folder, path: str, **environment: str) -> subprocess.CompletedProcess:
+    """install.sh for a lock that is empty, with the programs of `path` alone."""
+    (folder / 'empty.lock').touch()
+    return subprocess.run(['sh', ROOT / 'install.sh', folder / 'venv', folder / 'empty.lock'], cwd=folder, text=True,
+                          capture_output=True, env={'PATH': path, 'HOME': str(folder), **environment})
+
+
+def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
+    assert done.returncode == 2 and done.stdout == '' and done.stderr.count('\n') == 1, done
+    assert done.stderr.startswith('install.sh: error: ') and all(word in done.stderr for word in words)
+
+
+def test_a_machine_without_a_python_that_fits_is_told_in_one_line(tmp_path):
+    old = tmp_path / 'python3'
+    old.write_text('#!/bin/sh\nexit 1\n')
+    old.chmod(0o755)
+    assert_one_line(installed(tmp_path, '/usr/bin:/bin', PYTHON=str(old)), 'Python 3.11 or 3.12', 'make PYTHON=')
+    assert not (tmp_path / 'venv').exists()
+
+
+def test_a_machine_without_room_is_told_in_one_line(tmp_path):
+    df = tmp_path / 'bin' / 'df'
+    df.parent.mkdir()
+    df.write_text('#!/bin/sh\necho Filesystem Blocks Used Available\necho disk 9000000 2000000 7000000\n')
+    df.chmod(0o755)
+    done = installed(tmp_path, f'{df.parent}:{os.environ["PATH"]}')
+    assert_one_line(done, 'needs 8 GB', 'which has 7 GB')
+    assert not (tmp_path / 'venv').exists()
+
+
+@pytest.mark.long
+def test_a_machine_without_a_network_is_told_in_one_line(tmp_path):
+    programs = tmp_path / 'bin'
+    programs.mkdir()
+    for name in ('sh', 'df', 'awk', 'grep', 'tail'):  # and no uv
+        (programs / name).symlink_to(f'/usr/bin/{name}')
+    (programs / 'python3.11').symlink_to(os.path.realpath('/proc/self/exe'))
+    done = installed(tmp_path, str(programs), PIP_INDEX_URL='http://127.0.0.1:1/simple', PIP_CONFIG_FILE=os.devnull)
+    assert_one_line(done, 'no package index is in reach', 'PIP_INDEX_URL')
+
+
+def test_make_alone_prints_its_targets_with_a_line_each():
+    text = (ROOT / 'Makefile').read_text()
+    printed = subprocess.run(['make'], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    targets = re.search(r'^\.PHONY: (.*)$', text, re.MULTILINE)[1].split()
+    assert [line.split()[1] for line in printed] == targets
+    assert all(line.startswith('make ') and len(line.split()) > 4 for line in printed)
