@@ -44,11 +44,11 @@ bench: $(VENV)/installed
 
 # Does it learn? Two phases of a small model by the real program, and what it then draws; ten minutes on two cores.
 learn: $(VENV)/installed
-	python benchmarks/learn.py learned.png
+	python benchmarks/learn.py docs/learned.png
 
-# The README's table and figure of the published benchmark.
+# The table of README.md and the figure of docs/measuring.md of the published benchmark.
 report: $(VENV)/installed
-	python report.py published.csv --figure days.png
+	python report.py published.csv --figure docs/days.png
 
 $(VENV)/installed: $(REQUIREMENTS)
 	$(PYTHON) -m venv $(VENV)
