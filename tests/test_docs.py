@@ -66,6 +66,8 @@ def words_of(command: str) -> list[str]:
 
 def calls(words: list[str]) -> list[tuple[str, list[str]]]:
     """Our programs among the words of a command, each with its arguments; launchers stand before them."""
+    if words and words[0].startswith('@'):  # a file of flags, with others
+        return [('benchmark.py', words)]
     for position, word in enumerate(words):
         if word in PARSERS:
             return [(word, words[position + 1:])]
