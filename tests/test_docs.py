@@ -66,7 +66,7 @@ def words_of(command: str) -> list[str]:
 
 def calls(words: list[str]) -> list[tuple[str, list[str]]]:
     """Our programs among the words of a command, each with its arguments; launchers stand before them."""
-    if words and words[0].startswith('@'):  # a file of flags, with others
+    if len(words) > 1 and words[0].startswith('@'):  # a file of flags, and others
         return [('benchmark.py', words)]
     for position, word in enumerate(words):
         if word in PARSERS:
@@ -232,13 +232,12 @@ def folder(tmp_path, monkeypatch):
 def records() -> list[dict]:
     """Of trainings at two sizes, on images and on latents, of encodings and of a loader."""
     found = []
-    for size, speed in ((256, 60.0), (512, 20.0)):
-        for gpus in (8, 16, 32):
-            machine = {'device': 'NVIDIA H100 80GB HBM3', 'num_devices': gpus, 'image_size': size}
-            found.append(machine | {'images_per_sec': speed * gpus, 'encoders': 'in_loop'})
-            found.append(machine | {'images_per_sec': 1.5 * speed * gpus, 'encoders': 'text_in_loop'})
-            found.append(machine | {'images_per_sec': 3 * speed * gpus, 'stage': 'encode', 'bytes_per_image': 66_000})
-            found.append(machine | {'loader_images_per_sec': 9 * speed * gpus, 'stage': 'loader'})
+    for size, speed in ((256, 480.0), (512, 160.0)):
+        machine = {'device': 'NVIDIA H100 80GB HBM3', 'num_devices': 8, 'image_size': size}
+        found.append(machine | {'images_per_sec': speed, 'encoders': 'in_loop'})
+        found.append(machine | {'images_per_sec': 1.5 * speed, 'encoders': 'text_in_loop'})
+        found.append(machine | {'images_per_sec': 3 * speed, 'stage': 'encode', 'bytes_per_image': 66_000})
+        found.append(machine | {'loader_images_per_sec': 9 * speed, 'stage': 'loader'})
     return found
 
 
@@ -250,7 +249,7 @@ def reports() -> list[str]:
 @pytest.mark.parametrize('command', reports())
 def test_every_report_runs(command, folder, capsys):
     report.main(words_of(command)[2:])
-    assert '| images/s' in capsys.readouterr().out
+    assert ' images/s |' in capsys.readouterr().out
 
 
 def is_small(words: list[str]) -> bool:
