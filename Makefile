@@ -33,10 +33,10 @@ bench: $(VENV)/installed  ## Ratios on the CPU: loader, conversion, EMA, a full 
 	python benchmarks/step.py
 
 learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; ten minutes on two cores.
-	python benchmarks/learn.py learned.png
+	python benchmarks/learn.py docs/learned.png
 
 report: $(VENV)/installed  ## The README's table and figure of the published benchmark.
-	python report.py published.csv --figure days.png
+	python report.py published.csv --figure docs/days.png
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Write both lock files anew from the requirements.

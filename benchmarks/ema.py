@@ -3,6 +3,8 @@
     python benchmarks/ema.py     # needs 15 GB
 
 Each figure is the median of alternating runs; the ratios come last.
+
+docs/speed.md has the ratios of 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
 import resource
 import statistics

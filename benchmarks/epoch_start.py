@@ -5,6 +5,8 @@
 
 The node's first rank computes them for all, on one core. An epoch of --epoch_size samples takes whole shards, others in
 each epoch, as StreamingDataset(epoch_size=..., sampling_granularity=SAMPLES_A_SHARD) does.
+
+docs/planning.md has the figures of one core of an AMD EPYC.
 """
 import argparse
 import resource

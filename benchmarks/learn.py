@@ -8,6 +8,8 @@ train a small UNet on latents of 4 by 4, are stopped, resume, and go on at 8 by 
 diffusers' own pipeline draws each caption from new noise. A picture is right if of all 16 it is nearest to the one that
 its caption names, and near to it as well. The last line is the result as JSON; the argument is the file for the
 pictures.
+
+docs/training.md has the result of two cores of an AMD EPYC, which took a little more than 4 minutes.
 """
 import json
 import math

@@ -4,6 +4,8 @@
 
 The original's recipe: AdamW over all parameters, not fused, and Composer's own EMA. The recipes take turns, each in a
 process of its own since two full models do not fit; the ratio comes last.
+
+docs/speed.md has the ratio of 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
 import json
 import statistics

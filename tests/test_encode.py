@@ -263,6 +263,6 @@ def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder
 
 
 def test_the_precision_for_a_clusters_gpus_is_not_guessed_by_a_machine_without(tmp_path, shards, model_folder, capfd):
-    line = refusal(capfd, run, shards, tmp_path / 'latents', model_folder, '--ray', 'auto')
+    line = refusal(capfd, encode_shards, shards, tmp_path / 'latents', model_folder, '--ray', 'auto')
     assert '--ray auto needs --encoder_precision' in line and 'bf16' in line
     assert not (tmp_path / 'latents').exists()

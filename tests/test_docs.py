@@ -1,0 +1,297 @@
+"""README.md and docs/: every link leads somewhere, every flag and file exists, and what can run here runs.
+
+The command lines are those of the blocks of shell, and those in `code` within the text. The arguments of our own
+programs go through their own parsers. A command runs as it stands, in a folder with images, if
+
+- its program is report.py, and the records that it reads are there; or
+- it starts with `python`, needs no other model than the tiny one, and all that it reads is there, because the folder
+  has it or an earlier command of its page made it.
+"""
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import convert
+import report
+from cli.options import benchmark_parser, encode_parser, export_parser
+from tests.samples import encoded, picture
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
+LINES_OF_TWO_SCREENS = 175
+PARSERS = {'benchmark.py': benchmark_parser(''), 'encode.py': encode_parser(''), 'export.py': export_parser(''),
+           'report.py': report.build_parser(), 'convert.py': convert.build_parser()}
+FOLDERS = 'benchmarks|docs|models|recipes|tests'  # whose files the pages name
+FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
+CODE = re.compile('`([^`]+)`')
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The contents of the page's fenced blocks in a language."""
+    return [content for name, content in FENCE.findall(page.read_text()) if name == language]
+
+
+def code_in_text(page: Path) -> list[str]:
+    """What stands in backquotes outside the fenced blocks, each on one line."""
+    return [' '.join(code.split()) for code in CODE.findall(FENCE.sub('', page.read_text()))]
+
+
+def command_lines(page: Path) -> list[str]:
+    """The commands of the page's blocks of shell in their order, without comments, continued lines joined."""
+    lines = '\n'.join(blocks(page, 'sh')).replace('\\\n', ' ').splitlines()
+    commands = [' '.join(re.sub(r'(^| )#.*', '', line).split()) for line in lines]
+    return [command for command in commands if command]
+
+
+def all_commands(page: Path) -> list[str]:
+    """The same, and what may be a command in the text."""
+    return [*command_lines(page), *code_in_text(page)]
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command, as the shell splits them; its variables stand for the number 1."""
+    try:
+        return shlex.split(re.sub(r'\$\(\(.*?\)\)|\$\w+', '1', command))
+    except ValueError:  # an apostrophe: it is no command
+        return []
+
+
+def calls(words: list[str]) -> list[tuple[str, list[str]]]:
+    """Our programs among the words of a command, each with its arguments; launchers stand before them."""
+    if len(words) > 1 and words[0].startswith('@'):  # a file of flags, and others
+        return [('benchmark.py', words)]
+    for position, word in enumerate(words):
+        if word in PARSERS:
+            return [(word, words[position + 1:])]
+        if ' ' in word:  # a command for another shell
+            return calls(words_of(word))
+    return []
+
+
+def commands_with_our_programs() -> list:
+    """Each command of a page that gives arguments to one of our programs: the page, the command, program, arguments."""
+    found = []
+    for page in PAGES:
+        for command in dict.fromkeys(all_commands(page)):
+            for program, arguments in calls(words_of(command)):
+                if arguments:
+                    found.append(pytest.param(program, arguments, id=f'{page.name}: {command}'))
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to the headings of a page end with, as GitHub makes it."""
+    headings = re.findall('^#+ (.*)$', FENCE.sub('', page.read_text()), re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """The page's links to files that are not there, or to headings that they do not have."""
+    broken = []
+    for link in LINK.findall(FENCE.sub('', page.read_text())):
+        if '://' in link:
+            continue
+        name, _, anchor = link.partition('#')
+        target = page.parent / name if name else page
+        if not target.exists() or anchor and anchor not in anchors(target):
+            broken.append(link)
+    return broken
+
+
+def refusal(program: str, arguments: list[str], capsys) -> str:
+    """What the program's parser says against the arguments; nothing if it takes them."""
+    try:
+        PARSERS[program].parse_args(arguments)
+    except SystemExit as exit:
+        if exit.code:
+            return capsys.readouterr().err
+    return ''
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_to_a_heading(page):
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    page = tmp_path / 'page.md'
+    page.write_text('# Here, `it` is\n[a](page.md#here-it-is) [b](gone.md) [c](#elsewhere) [d](page.md#here) [e](https://x.org)')
+    assert broken_links(page) == ['gone.md', '#elsewhere', 'page.md#here']
+
+
+@pytest.mark.parametrize('program, arguments', commands_with_our_programs())
+def test_the_programs_take_every_command_line(program, arguments, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)  # where @recipes/... is
+    assert refusal(program, arguments, capsys) == ''
+
+
+def test_a_wrong_flag_is_found_behind_any_launcher(capsys):
+    for command in ('python benchmark.py --use_emma', "srun bash -c 'composer -n 8 benchmark.py --use_emma'",
+                    'torchrun --nnodes 4 benchmark.py --use_emma'):
+        [(program, arguments)] = calls(words_of(command))
+        assert '--use_emma is no flag' in refusal(program, arguments, capsys)
+
+
+def flags_of(parser) -> set[str]:
+    return {flag for action in parser._actions for flag in action.option_strings if flag.startswith('--')}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_every_flag_that_the_text_names_is_one_of_our_programs(page):
+    known = set().union(*map(flags_of, PARSERS.values()))
+    named = {code.split()[0].partition('=')[0] for code in code_in_text(page) if code.startswith('--')}
+    assert named - known == set()
+
+
+def test_every_flag_is_explained_in_some_page():
+    text = '\n'.join(page.read_text() for page in PAGES)
+    named = set(re.findall(r'--[\w-]+', text))
+    for program, parser in PARSERS.items():
+        for action in parser._actions:
+            flags = {flag for flag in action.option_strings if flag.startswith('--')}
+            is_hidden = action.help == '==SUPPRESS=='
+            assert not flags or is_hidden or flags & named or flags & {'--help', '--version'}, f'{program} {flags}'
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_every_file_of_this_repository_that_a_page_names_is_there(page):
+    words = ' '.join(all_commands(page)).split()
+    named = {word.lstrip('@') for word in words if re.match(f'@?({FOLDERS})/', word)}
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_every_target_of_make_that_a_page_names_is_one(page):
+    named = [code for code in all_commands(page) if code.startswith('make ')]
+    for command in named:
+        target = words_of(command)[1]
+        assert re.search(f'^{target}:', (ROOT / 'Makefile').read_text(), re.MULTILINE), command
+
+
+def test_scripts_of_benchmarks_know_the_flags_that_the_pages_give_them():
+    for page in PAGES:
+        for command in command_lines(page):
+            for script in re.findall(r'benchmarks/\w+\.py', command):
+                flags = re.findall(r'--\w+', command)
+                assert all(f"'{flag}'" in (ROOT / script).read_text() for flag in flags), command
+
+
+def test_launchers_are_called_as_composer_takes_it():
+    from composer.cli.launcher import _get_parser
+    for page in PAGES:
+        for command in all_commands(page):
+            for part in [command, *words_of(command)]:  # a word may be a command for another shell
+                if part.startswith('composer ') and '.py' in part:
+                    parsed = _get_parser().parse_args(words_of(part)[1:])
+                    assert parsed.training_script == 'benchmark.py', part
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_python_in_a_page_compiles_and_imports_what_is_there(page):
+    for block in blocks(page, 'python'):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom):
+                file = ROOT / (node.module.replace('.', '/') + '.py')
+                is_ours = file.exists() or (ROOT / node.module.partition('.')[0]).is_dir()
+                for name in node.names:
+                    assert not is_ours or re.search(rf'^(def|class) {name.name}\b', file.read_text(), re.MULTILINE)
+
+
+def test_the_front_page_is_two_screens_and_each_other_page_begins_with_a_question_and_a_command():
+    front, *others = PAGES
+    assert len(front.read_text().splitlines()) <= LINES_OF_TWO_SCREENS
+    for page in others:
+        heading, _, fence = page.read_text().splitlines()[:3]
+        assert heading.startswith('# ') and heading.endswith('?') and fence == '```sh', page
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder as the pages speak of it: this repository, images with captions, and records of trainings."""
+    tracked = subprocess.run(['git', 'ls-files'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in {line.partition('/')[0] for line in tracked.splitlines()}:
+        (tmp_path / name).symlink_to(ROOT / name)
+    photos = tmp_path / 'photos'
+    photos.mkdir()
+    for number in range(32):
+        (photos / f'{number}.jpg').write_bytes(encoded(picture(number)))
+        (photos / f'{number}.txt').write_text(f'picture {number}')
+    (tmp_path / 'results.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records()))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def records() -> list[dict]:
+    """Of trainings at two sizes, on images and on latents, of encodings and of a loader."""
+    found = []
+    for size, speed in ((256, 480.0), (512, 160.0)):
+        machine = {'device': 'NVIDIA H100 80GB HBM3', 'num_devices': 8, 'image_size': size}
+        found.append(machine | {'images_per_sec': speed, 'encoders': 'in_loop'})
+        found.append(machine | {'images_per_sec': 1.5 * speed, 'encoders': 'text_in_loop'})
+        found.append(machine | {'images_per_sec': 3 * speed, 'stage': 'encode', 'bytes_per_image': 66_000})
+        found.append(machine | {'loader_images_per_sec': 9 * speed, 'stage': 'loader'})
+    return found
+
+
+def reports() -> list[str]:
+    """Every report that the pages call for, once."""
+    return sorted({command for page in PAGES for command in command_lines(page) if ' report.py ' in command})
+
+
+@pytest.mark.parametrize('command', reports())
+def test_every_report_runs(command, folder, capsys):
+    report.main(words_of(command)[2:])
+    assert ' images/s |' in capsys.readouterr().out
+
+
+def is_small(words: list[str]) -> bool:
+    """Whether a command needs neither a launcher nor another model than the tiny one."""
+    if len(words) < 3 or words[0] != 'python' or words[1] not in PARSERS:
+        return False
+    args = PARSERS[words[1]].parse_args(words[2:])
+    return getattr(args, 'model_name', None) in (None, 'tiny') or getattr(args, 'loader_only', False)
+
+
+def missing_inputs(words: list[str]) -> list[str]:
+    """What a command reads and is not there."""
+    args = vars(PARSERS[words[1]].parse_args(words[2:]))
+    read = []
+    for name in ('records', 'source', 'checkpoint', 'remote', 'eval_remote', 'load_weights', 'sample_prompts'):
+        value = args.get(name) or []
+        read += [value] if isinstance(value, str) else value
+    return [path for path in read if not os.path.exists(path)]
+
+
+def trains(words: list[str]) -> bool:
+    return words[1] in ('benchmark.py', 'encode.py')
+
+
+def pages_to_run() -> list[Path]:
+    """Those with a small training or encoding."""
+    commands = {page: map(words_of, command_lines(page)) for page in PAGES}
+    return [page for page, lines in commands.items() if any(is_small(words) and trains(words) for words in lines)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('page', pages_to_run(), ids=lambda page: page.name)
+def test_what_can_run_here_runs(page, folder):
+    """All small trainings and encodings do: what they read is made by their page."""
+    python = Path(sys.executable).parent
+    environment = os.environ | {'PATH': f'{python}:{os.environ["PATH"]}', 'CUDA_VISIBLE_DEVICES': ''}
+    for command in command_lines(page):
+        words = words_of(command)
+        if not is_small(words):
+            continue
+        if missing_inputs(words):
+            assert not trains(words), f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
+            continue
+        done = subprocess.run(['bash', '-c', command], env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f'{command}\n{done.stdout}{done.stderr}'
