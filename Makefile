@@ -19,7 +19,11 @@ LONGEST_TESTS = tests/training/test_checkpoints.py tests/training/test_safeguard
                 tests/fitting/test_compiling.py tests/test_killed_conversions.py tests/parts/test_ray.py \
                 tests/test_learning.py
 
-.PHONY: smoke test test-long bench learn report clean
+# Where the pictures of the documentation lie, and those of a run, which git ignores.
+FIGURES = .
+OUTPUT = results
+
+.PHONY: smoke test test-long bench learn report figures clean
 
 # Benchmark what is here: Stable Diffusion 2 base on every GPU, by the original's recipe and by the fastest, with the ratio
 # of the two; or the tiny model on a CPU.
@@ -44,11 +48,17 @@ bench: $(VENV)/installed
 
 # Does it learn? Two phases of a small model by the real program, and what it then draws; ten minutes on two cores.
 learn: $(VENV)/installed
-	python benchmarks/learn.py learned.png
+	python benchmarks/learn.py $(OUTPUT)/learned.png
 
-# The README's table and figure of the published benchmark.
+# The table and the figure of the published benchmark.
 report: $(VENV)/installed
-	python report.py published.csv --figure days.png
+	mkdir -p $(OUTPUT)
+	python report.py published.csv --figure $(OUTPUT)/days.png
+
+# The pictures of the documentation anew.
+figures: $(VENV)/installed
+	python benchmarks/learn.py $(FIGURES)/learned.png
+	python report.py published.csv --figure $(FIGURES)/days.png
 
 $(VENV)/installed: $(REQUIREMENTS)
 	$(PYTHON) -m venv $(VENV)

@@ -11,7 +11,7 @@ listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same comm
 is missing, and anew what was damaged and has changed since. OUT/index.json comes last.
 """
 from cli.early_checks import answer_early, refuse_early_conversion
-from cli.launcher import Stopped, leave_to_first_process, sigterm_raises
+from cli.launcher import Stopped, leave_to_first_process, signals_raise
 from cli.options import convert_parser
 
 PROGRAM = 'convert.py'
@@ -277,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         refuse_early_conversion(args)
         output = open_output(args.out, 'OUT')
-        with sigterm_raises():
+        with signals_raise():
             merged, held_out = convert(args, output)
     except ValueError as error:
         parser.error(one_line(error))

@@ -20,7 +20,6 @@ if __name__ == '__main__':
 
 import argparse
 import math
-from pathlib import Path
 
 import pandas as pd
 

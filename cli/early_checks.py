@@ -6,10 +6,12 @@ import argparse
 import glob
 import importlib.util
 import os
+import signal
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from cli.options import Parser
@@ -32,6 +34,15 @@ def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
         require_packages(*packages)
     except ValueError as error:
         parser.error(one_line(error))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a script
+        signal.signal(signal.SIGINT, partial(end_interrupted, parser))
+
+
+def end_interrupted(parser: Parser, number: int, frame) -> None:
+    """Answer Ctrl-C during the imports in one line, on rank 0. Composer, once imported, has a handler of its own."""
+    if os.environ.get('RANK', '0') != '0':
+        sys.exit(130)
+    parser.end(130, 'interrupted')
 
 
 def require_packages(*names: str) -> None:

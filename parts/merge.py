@@ -80,7 +80,10 @@ def publish(output: Output, merged: Merged, index: BinaryIO, skipped: BinaryIO) 
 
 
 def read_parts(output: Output, numbers: Sequence[int]) -> Iterator[dict]:
-    """The index of each part, in the order of `numbers`, many at once. Raises DataError if one is not there or damaged."""
+    """The index of each part, in the order of `numbers`, many read at once.
+
+    Raises DataError if one is not there or damaged.
+    """
     def read(number: int) -> dict:
         content = output.read(part_index(number))
         try:
