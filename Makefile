@@ -10,8 +10,12 @@ endif
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PYTHONDONTWRITEBYTECODE :=# Python keeps what it has compiled, or each start would compile all libraries anew
 
+# Where the pictures of the documentation lie, and those of a run, which git ignores.
+FIGURES = docs
+OUTPUT = pictures
+
 .DEFAULT_GOAL := help
-.PHONY: help smoke test test-long bench learn report lock clean
+.PHONY: help smoke test test-long bench learn report figures lock clean
 
 help:  ## Print this list.
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
@@ -33,10 +37,15 @@ bench: $(VENV)/installed  ## Ratios on the CPU: loader, conversion, EMA, a full 
 	python benchmarks/step.py
 
 learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; ten minutes on two cores.
-	python benchmarks/learn.py docs/learned.png
+	python benchmarks/learn.py $(OUTPUT)/learned.png
 
-report: $(VENV)/installed  ## The README's table and figure of the published benchmark.
-	python report.py published.csv --figure docs/days.png
+report: $(VENV)/installed  ## The table and the figure of the published benchmark.
+	mkdir -p $(OUTPUT)
+	python report.py published.csv --figure $(OUTPUT)/days.png
+
+figures: $(VENV)/installed  ## The pictures of the documentation anew.
+	python benchmarks/learn.py $(FIGURES)/learned.png
+	python report.py published.csv --figure $(FIGURES)/days.png
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Write both lock files anew from the requirements.

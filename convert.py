@@ -4,39 +4,48 @@
     python convert.py 'laion/000*.tar' s3://my-bucket/laion/mds  # a glob, to an object store (s3://, gs://, az://)
     python convert.py photos/ photos-mds --num_workers 8         # a folder of image files, a .txt beside each
     python convert.py s3://my-bucket/tars/ s3://my-bucket/mds --ray auto    # on all machines of a Ray cluster
+    python convert.py photos/ photos-mds --held_out 1000         # 1000 of them go to photos-mds-held-out instead
 
 Image bytes stay as they are, and samples in the order of the sorted files. What is left out is counted by reason and
 listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same command, started again, converts only what
 is missing, and anew what was damaged and has changed since. OUT/index.json comes last.
 """
+from cli.early_checks import answer_early, refuse_early_conversion
+from cli.launcher import Stopped, leave_to_first_process, signals_raise
+from cli.options import convert_parser
+
+PROGRAM = 'convert.py'
+
+if __name__ == '__main__':
+    leave_to_first_process(PROGRAM)
+    answer_early(convert_parser(__doc__), refuse_early_conversion)  # before the other imports
+
 import argparse
 import hashlib
 import json
 import os
-import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
-from cli.launcher import Stopped, leave_to_first_process, sigterm_raises
 from cli.next_command import training_command
 from inputs.errors import DataError, one_line
 from inputs.stores import streaming_address
 from parts.engine import Part, WorkerFailed, make_parts
 from parts.local_workers import LocalWorkers
+from parts.held_out import TooFewSamples, find_edge, give_back, parts_with_held_out, refuse_leftovers, remove_replaced
 from parts.merge import Merged, merge_parts
-from parts.names import File
+from parts.names import File, held_out_beside
 from parts.output import DAMAGED, SKIPPED, Output, claim, finished_parts, open_output, redo, refuse_finished, release
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.sources import Found, find_files, join_neighbours
-from parts.workers import make_converter
+from parts.workers import make_converter, make_splitter
 
-PROGRAM = 'convert.py'
-UNITS = {'': 1, 'b': 1, 'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
-LEAST_SHARD = 1 << 10
-LARGEST_SHARD = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
+
+class NothingConverted(Exception):
+    """There is no sample in SOURCE."""
 
 
 @dataclass
@@ -46,6 +55,7 @@ class Plan:
     missing: list[int]  # numbers of the parts that no earlier run has finished
     found: Found  # what lies in SOURCE
     damaged: 'DamagedFiles'
+    held_out: Output | None  # where samples that are held out go
 
     @property
     def all_bytes(self) -> int:
@@ -56,48 +66,6 @@ class Plan:
         return sum(file.size for number in self.missing for file in self.parts[number])
 
 
-def fail(status: int, message: str) -> NoReturn:
-    """End with one line and this exit status."""
-    print(f'{PROGRAM}: error: {one_line(message)}', file=sys.stderr)
-    raise SystemExit(status)
-
-
-def shard_size(text: str) -> int:
-    """An argparse type: a size such as 64mb, that shards can have."""
-    match = re.fullmatch(r'(\d{1,12})\s*([a-z]*)', text.lower())
-    if not match or match[2] not in UNITS:
-        raise argparse.ArgumentTypeError(f'{text} is not a size such as 64mb')
-    size = int(match[1]) * UNITS[match[2]]
-    if not LEAST_SHARD <= size <= LARGEST_SHARD:
-        raise argparse.ArgumentTypeError(f'{text} is not between 1kb and 4gb, which shards can have')
-    return size
-
-
-def worker_count(text: str) -> int:
-    """An argparse type: a number above 0."""
-    if not re.fullmatch(r'\d{1,6}', text) or not int(text):
-        raise argparse.ArgumentTypeError(f'{text} converts nothing; use 1 or more')
-    return int(text)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(PROGRAM, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = partial(fail, 2)  # one line, without the usage
-    parser.add_argument('source', metavar='SOURCE', nargs='+', help='tars, folders of tars or of images, or globs; or '
-                        'tars in an object store (s3://bucket/tars/)')
-    parser.add_argument('out', metavar='OUT', help='new folder, or an address in an object store (s3://, gs://, az://)')
-    parser.add_argument('--num_workers', type=worker_count, help='processes of this machine, or with --ray the most of '
-                        'the cluster (default: as many as there are cores)')
-    parser.add_argument('--size_limit', type=shard_size, default=64 << 20, help='the most that a shard takes; smaller '
-                        'neighbouring files are joined up to it (default: 64mb)')
-    parser.add_argument('--ray', metavar='ADDRESS', default=os.environ.get('RAY_ADDRESS'), help='convert on the '
-                        'machines of this Ray cluster, such as auto (default: RAY_ADDRESS of the environment; without '
-                        'it, on this machine)')
-    parser.add_argument('--dist_timeout', help=argparse.SUPPRESS)  # of earlier versions; nothing waits for ranks now
-    return parser
-
-
 def begin(args: argparse.Namespace, output: Output) -> Plan:
     """Find what there is to convert, claim OUT for it, and see what an earlier run has done.
 
@@ -105,8 +73,12 @@ def begin(args: argparse.Namespace, output: Output) -> Plan:
     """
     found = find_files(args.source)
     if not found.files:
-        fail(1, f'nothing to convert in SOURCE {" ".join(args.source)}: {what_was_found(found)}')
+        raise NothingConverted(f'nothing to convert in SOURCE {" ".join(args.source)}: {what_was_found(found)}')
+    held_out = None
     output.require_new_or_begun()
+    if args.held_out:
+        held_out = open_output(held_out_beside(args.out), 'OUT')
+        refuse_leftovers(output, held_out)
     damaged = DamagedFiles(output)
     again = damaged.parts()
     if not again:
@@ -115,12 +87,19 @@ def begin(args: argparse.Namespace, output: Output) -> Plan:
     grouped = join_neighbours(begun, args.size_limit)
     present = {file.name: file for file in found.files}
     parts = [[present[file.name] for file in part] for part in grouped]
-    plan = Plan(parts, list(range(len(parts))), found, damaged)
-    if not claim(output, {'program': PROGRAM, 'source': fingerprint(begun), 'size_limit': args.size_limit}):
+    plan = Plan(parts, list(range(len(parts))), found, damaged, held_out)
+    contents = {'program': PROGRAM, 'source': fingerprint(begun), 'size_limit': args.size_limit,
+                'held_out': args.held_out, 'seed': args.seed if args.held_out else None}
+    is_resumed = claim(output, contents)
+    if held_out:
+        claim(held_out, contents | {'is_held_out': True})
+    if not is_resumed:
         return plan
     if again:
         print(f'converting anew what was damaged: {len(again):,} parts')
         redo(output, again)
+        if held_out:
+            redo(held_out, again)
     done = finished_parts(output, len(parts))
     if done:
         print(f'going on with OUT {args.out}: {len(done):,} of {len(parts):,} parts are done')
@@ -182,34 +161,45 @@ def fingerprint(files: list[File]) -> str:
             f'{digest.hexdigest()[:16]})')
 
 
-def open_workers(args: argparse.Namespace, output: Output, num_parts: int) -> LocalWorkers | RayWorkers:
-    """The processes that convert."""
-    make = partial(make_converter, output, args.size_limit)
+def open_workers(args: argparse.Namespace, make: Callable, num_parts: int) -> LocalWorkers | RayWorkers:
+    """The processes that convert; `make` is called in each of them."""
     if args.ray:
         return RayWorkers(make, args.ray, most=args.num_workers or sys.maxsize)
     cores = len(os.sched_getaffinity(0))
     return LocalWorkers(make, min(args.num_workers or cores, num_parts), preload='parts.conversion')
 
 
-def convert(args: argparse.Namespace, output: Output) -> Merged:
-    """Convert what is missing, and merge."""
+def convert(args: argparse.Namespace, output: Output) -> tuple[Merged, Merged | None]:
+    """Convert what is missing, and merge; returns what OUT holds, and what was held out.
+
+    Raises NothingConverted if there is nothing.
+    """
     plan = begin(args, output)
     if plan.missing:
         convert_missing(plan, args, output)
+    held_out = None
+    if plan.held_out:
+        held_out = hold_out(plan, args, output)
     merged = merge_parts(output, len(plan.parts), {}, plan.found.left_out, plan.found.counts)
     for number in {file['part'] for file in merged.damaged}:  # a run that was killed may not have kept them
         of_part = [file for file in merged.damaged if file['part'] == number]
         plan.damaged.update(number, plan.parts[number], of_part)
     if not merged.samples:
+        if plan.held_out:
+            release(plan.held_out, 0, PROGRAM)
         release(output, len(plan.parts), PROGRAM)
-    return merged
+        warn_of_damage(merged)
+        raise NothingConverted(f'nothing could be converted of SOURCE {" ".join(args.source)}: '
+                               f'{what_was_skipped(merged, args)}')
+    return merged, held_out
 
 
 def convert_missing(plan: Plan, args: argparse.Namespace, output: Output) -> None:
     """Convert what no earlier run has finished."""
     parts = (Part(number, plan.parts[number]) for number in plan.missing)
     images = 0
-    with (open_workers(args, output, len(plan.missing)) as workers,
+    make = partial(make_converter, output, args.size_limit, args.held_out, args.seed)
+    with (open_workers(args, make, len(plan.missing)) as workers,
           progress_bar(plan.all_bytes, 'B', plan.all_bytes - plan.missing_bytes) as bar):
         for made in make_parts(workers, parts):
             images += made['images']
@@ -218,49 +208,95 @@ def convert_missing(plan: Plan, args: argparse.Namespace, output: Output) -> Non
             plan.damaged.update(made['number'], plan.parts[made['number']], made['damaged'])
 
 
+def hold_out(plan: Plan, args: argparse.Namespace, output: Output) -> Merged:
+    """Move the samples that are held out from the parts of OUT to a dataset beside it, which is whole afterwards.
+
+    Raises TooFewSamples if nothing would be left to train on; OUT is then free for another run.
+    """
+    num_parts = len(plan.parts)
+    try:
+        edge = find_edge(output, num_parts, args.held_out)
+    except TooFewSamples:
+        give_back(output, plan.held_out, num_parts, PROGRAM)
+        raise
+    if edge is None:  # nothing could be converted
+        return Merged()
+    numbers = []
+    missing = []
+    for number, part in parts_with_held_out(output, num_parts, edge):
+        numbers.append(number)
+        if 'replaced' in part:
+            remove_replaced(output, number, part['replaced'])  # a run that was killed may not have done it
+        else:
+            missing.append(Part(number, plan.parts[number]))
+    if missing:
+        make = partial(make_splitter, output, plan.held_out, args.size_limit, edge)
+        with (open_workers(args, make, len(missing)) as workers,
+              progress_bar(len(numbers), ' parts', len(numbers) - len(missing)) as bar):
+            for _ in make_parts(workers, missing):
+                bar.update()
+    return merge_parts(plan.held_out, num_parts, {}, numbers=numbers)
+
+
 def what_stays(out: str) -> str:
     return f'what is done stays in OUT {out}, and the same command, started again, goes on from there'
 
 
-def print_summary(merged: Merged, args: argparse.Namespace) -> None:
-    """What was converted, what was not, and what to do next. Ends with one line if there is nothing."""
+def what_was_skipped(merged: Merged, args: argparse.Namespace) -> str:
+    """The reasons with their numbers, where they are listed, and what may help."""
     reasons = ', '.join(f'{number:,} {reason}' for reason, number in merged.skipped.most_common())
     listed = f'{reasons}; listed in {args.out}/{SKIPPED}'
     if 'no caption' in merged.skipped:
         listed += '; the caption of cat.jpg is expected in cat.txt beside it, or as "caption" in cat.json'
+    return listed
+
+
+def warn_of_damage(merged: Merged) -> None:
     for file in merged.damaged:
         print(f'{PROGRAM}: warning: {one_line(ValueError(file["name"]))} is {file["reason"]}; its whole samples are '
               'kept; fetch it again, and the same command converts it anew', file=sys.stderr)
-    if not merged.samples:
-        fail(1, f'nothing could be converted of SOURCE {" ".join(args.source)}: {listed}')
+
+
+def print_summary(merged: Merged, held_out: Merged | None, args: argparse.Namespace) -> None:
+    """What was converted, what was not, and what to do next."""
+    warn_of_damage(merged)
     print(f'converted  {merged.samples:,} samples, {merged.bytes / 1e6:,.1f} MB in {merged.shards:,} shards')
-    if reasons:
-        print(f'skipped    {listed}')
-    print(f'next       {training_command(streaming_address(args.out), merged.samples)}')
+    flags = []
+    if held_out:
+        place = held_out_beside(args.out)
+        print(f'held out   {held_out.samples:,} samples, in {place}')
+        flags = ['--eval_remote', streaming_address(place)]
+    if merged.skipped:
+        print(f'skipped    {what_was_skipped(merged, args)}')
+    print(f'next       {training_command(streaming_address(args.out), merged.samples, flags)}')
 
 
 def main(argv: list[str] | None = None) -> int:
     """Convert; returns the exit status."""
     leave_to_first_process(PROGRAM)
-    args = build_parser().parse_args(argv)
+    parser = convert_parser(__doc__)
+    args = parser.parse_args(argv)
     try:
+        refuse_early_conversion(args)
         output = open_output(args.out, 'OUT')
-        with sigterm_raises():
-            merged = convert(args, output)
+        with signals_raise():
+            merged, held_out = convert(args, output)
     except ValueError as error:
-        fail(2, one_line(error))
+        parser.error(one_line(error))
+    except NothingConverted as error:
+        parser.end(1, one_line(error))
     except DataError as error:
-        fail(1, f'{one_line(error)}; put that right: {what_stays(args.out)}')
+        parser.end(1, f'{one_line(error)}; put that right: {what_stays(args.out)}')
     except OSError as error:
-        fail(1, f'this machine cannot go on ({one_line(error)}); put that right: {what_stays(args.out)}')
+        parser.end(1, f'this machine cannot go on ({one_line(error)}); put that right: {what_stays(args.out)}')
     except WorkerFailed as error:
         print(error, file=sys.stderr)
-        fail(1, f'a worker failed, and nobody foresaw why: see above; {what_stays(args.out)}')
+        parser.end(1, f'a worker failed, and nobody foresaw why: see above; {what_stays(args.out)}')
     except KeyboardInterrupt:
-        fail(130, f'interrupted; {what_stays(args.out)}')
+        parser.end(130, f'interrupted; {what_stays(args.out)}')
     except Stopped:
-        fail(143, f'ended by SIGTERM; {what_stays(args.out)}')
-    print_summary(merged, args)
+        parser.end(143, f'ended by SIGTERM; {what_stays(args.out)}')
+    print_summary(merged, held_out, args)
     return 1 if merged.damaged else 0
 
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from composer.core import DataSpec
+from composer.core.data_spec import default_split_batch
 from composer.utils import dist
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
@@ -364,5 +365,12 @@ def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, tokenizer: T
     make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
     loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset),
                         collate_fn=partial(collate_held_out, collate=make_batch))
-    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
+    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples), split_batch=split_held_out,
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
+
+
+def split_held_out(batch: dict[str, torch.Tensor], microbatch_size: int) -> list[dict[str, torch.Tensor]]:
+    """The microbatches of a batch, as Composer makes them. It would warn of each tensor of a last, smaller batch."""
+    if len(batch['caption']) <= microbatch_size:
+        return [batch]
+    return default_split_batch(batch, microbatch_size)

@@ -9,7 +9,7 @@ Ray cluster. A run that was stopped, when started again with the same command, e
 OUT/index.json comes last.
 """
 from cli.early_checks import answer_early, refuse_early_encoding
-from cli.launcher import Stopped, leave_to_first_process, sigterm_raises
+from cli.launcher import Stopped, leave_to_first_process, signals_raise
 from cli.options import encode_parser
 
 PROGRAM = 'encode.py'
@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> dict:
     args = parser.parse_args(argv)
     stays = f'what is encoded stays in --out {args.out}, and the same command, started again, goes on from there'
     try:
-        with sigterm_raises():
+        with signals_raise():
             refuse_unknown_precision(args)
             channels_last = args.channels_last
             gpus = max(1, torch.cuda.device_count())

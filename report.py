@@ -12,17 +12,20 @@ these are more. Ratios are those of complete runs, to the first measured one. --
 unrounded: `plan` is the stage of a plan, `inf` stands for never.
 """
 
+from cli.early_checks import REPORT_PACKAGES, answer_early, refuse_early_report
+from cli.options import report_parser
+
+if __name__ == '__main__':
+    answer_early(report_parser(__doc__), refuse_early_report, REPORT_PACKAGES)  # before pandas, which takes a second
+
 import argparse
 import math
-from functools import partial
-from pathlib import Path
 
 import pandas as pd
 
-from cli.options import Parser
-from measuring.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Assumptions
+from measuring.costs import DATASET_IMAGES, TRAINING_IMAGES, Assumptions, Phase
 from reporting.figures import draw
-from reporting.plans import Phase, plan_rows
+from reporting.plans import plan_rows
 from reporting.records import SETTINGS, read_records
 from reporting.tables import (
     COLUMNS,
@@ -42,10 +45,10 @@ SHARD_BYTES = 2**26  # Streaming's default
 
 
 def main(argv=None):
-    parser = build_parser()
+    parser = report_parser(__doc__)
     args = parser.parse_args(argv)
     try:
-        refuse_bad_files(args)
+        refuse_early_report(args)
         given = assumptions(args)
         files = [read_records(path) for path in args.records]
         records = pd.concat([records_of_file for records_of_file, _ in files], ignore_index=True)
@@ -71,78 +74,12 @@ def main(argv=None):
     print(report_text(in_tables, tables + plans, remarks))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = Parser('report.py', __doc__)
-    count = partial(positive_number, kind=int)
-    add = parser.add_argument
-    add('records', nargs='+', metavar='RECORDS', help='files of JSON lines, or of CSV where the name ends in .csv')
-    add('--training_images', type=count, metavar='IMAGES', help='images to train on, repeats counted (default: '
-        f'{TRAINING_IMAGES}, those of Stable Diffusion 2; for the model tiny no days are shown)')
-    add('--dataset_images', type=count, metavar='IMAGES', help='images of the data set, which an encoding goes through '
-        f'once and a cache holds (default: {DATASET_IMAGES}; for the model tiny no days are shown)')
-    add('--dollars_per_gpu_hour', type=positive_number, default=DOLLARS_PER_GPU_HOUR, metavar='DOLLARS',
-        help='price of one GPU for an hour, in dollars (default: %(default)s)')
-    add('--dollars_per_tb_month', type=partial(positive_number, least=0), default=DOLLARS_PER_TB_MONTH,
-        metavar='DOLLARS', help='price of storing a TB of latents for a month, in dollars; it is in the cost while the '
-                                'training lasts (default: %(default)s, as Amazon S3 lists it)')
-    add('--image_bytes', type=positive_number, default=0, metavar='BYTES',
-        help='stored bytes of an average sample; adds the columns remote and cache (default: not known, no columns)')
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument('--extrapolate', type=count, nargs='+', default=[], metavar='GPUS',
-                        help='numbers of GPUs to predict the throughput of (default: none)')
-    either.add_argument('--compare', action='store_true',
-                        help='one table with a row a record (default: a table for each setting)')
-    add('--phase', type=phase_of_text, action='append', default=[], metavar='IMAGES@SIZE',
-        help='a phase of a plan: how many images to train on, and the side of each in pixels; repeat it for the next '
-             'phase (default: no plan, or --training_images at each size where there are records of encoding)')
-    add('--figure', metavar='FILE', help='file for a picture, png, svg or pdf: images per second of each record with '
-                                         '--compare, days and efficiency otherwise (default: none)')
-    add('--csv', metavar='FILE', help='file for the rows of all tables, unrounded (default: none)')
-    return parser
-
-
-def positive_number(text: str, kind: type = float, least: float = 1e-15):
-    """The number that a flag gives; argparse prints the error with the flag's name."""
-    try:
-        value = kind(text)
-    except ValueError:
-        value = -1
-    if least <= value < 1e15:
-        return value
-    if kind is int:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a positive whole number')
-    raise argparse.ArgumentTypeError(f'{text!r} is not a positive number')
-
-
-def phase_of_text(text: str) -> Phase:
-    """The phase that IMAGES@SIZE stands for."""
-    images, _, size = text.partition('@')
-    try:
-        return Phase(positive_number(images, int), str(positive_number(size, int)))
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f'{text!r} is not IMAGES@SIZE, such as 1126400000@256') from None
-
-
 def assumptions(args: argparse.Namespace) -> Assumptions:
     """What the flags say that days and dollars rest on."""
     return Assumptions(
         args.training_images or TRAINING_IMAGES, args.dataset_images or DATASET_IMAGES, args.dollars_per_gpu_hour,
         args.dollars_per_tb_month, args.image_bytes,
         counts_tiny=args.training_images is not None or args.dataset_images is not None)
-
-
-def refuse_bad_files(args: argparse.Namespace) -> None:
-    """Raises ValueError if a file to write is a folder or holds the records, or a picture's name says no format."""
-    records = {Path(path).resolve() for path in args.records}
-    for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png')):
-        if path is None:
-            continue
-        if Path(path).resolve() in records:
-            raise ValueError(f'{flag} {path} would overwrite the records; give another file')
-        if Path(path).is_dir():
-            raise ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
-    if args.figure and not Path(args.figure).suffix:
-        raise ValueError(f'--figure {args.figure} has no ending that says its format; use {args.figure}.png')
 
 
 def median_rows(records: pd.DataFrame) -> pd.DataFrame:

@@ -1,6 +1,6 @@
 """Does it learn? Train by the real program in two phases, export, draw, and count the pictures that are right.
 
-    python benchmarks/learn.py learned.png    # ten minutes at most, on two cores
+    python benchmarks/learn.py pictures/learned.png    # ten minutes at most, on two cores
 
 Each of 16 captions, such as "red top left", is a coloured patch in a place. A random VAE cannot decode, so the
 pictures are stored as latents whose first three channels are the colours, in shards as encode.py writes them. Two ranks
@@ -28,6 +28,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 
+from benchmark import StableDiffusion
 from export import main as export
 from inputs.shards import LATENT_COLUMNS, LATENTS
 from models.latents import origin_of_latents
@@ -50,6 +51,7 @@ UNET = {'sample_size': 4, 'layers_per_block': 1, 'block_out_channels': [32], 'no
         'down_block_types': ['CrossAttnDownBlock2D'], 'up_block_types': ['CrossAttnUpBlock2D'],
         'mid_block_type': 'UNetMidBlock2DCrossAttn', 'cross_attention_dim': 32, 'attention_head_dim': 1}
 TEXT_ENCODER = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 1}
+PHASES = {1: (32, 1200), 2: (64, 400)}  # of each the size of an image, in pixels, and the batches
 
 
 def captions_of(colours: int = 4, places: int = 4) -> list[str]:
@@ -69,11 +71,17 @@ def picture_of(caption: str, size: int) -> np.ndarray:
 
 
 def write_model(folder: Path, unet: dict) -> None:
-    """A diffusers folder, without weights: the tiny model with a smaller text encoder and with the UNet `unet`."""
+    """A diffusers folder: the tiny model with a smaller text encoder and with the UNet `unet`, and random weights of
+    the VAE and the text encoder, as --pretrained takes them.
+    """
     shutil.copytree(BUILT_IN['tiny'], folder)
     for part, changes in (('unet', unet), ('text_encoder', TEXT_ENCODER)):
         path = folder / part / 'config.json'
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    torch.manual_seed(17)
+    model = StableDiffusion(str(folder))
+    model.vae.save_pretrained(folder / 'vae')
+    model.text_encoder.save_pretrained(folder / 'text_encoder')
 
 
 def write_latents(folder: Path, model: Path, captions: list[str], image_size: int, samples: int,
@@ -90,7 +98,7 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
         moments[4:] = 2 * math.log(jitter / SCALE)
         part.write({LATENTS: moments, 'caption': caption})
     part.finish()
-    merge_parts(output, 1, {'latents': origin_of_latents(find_model(str(model)), image_size)})
+    merge_parts(output, 1, {'latents': origin_of_latents(find_model(str(model), pretrained=True), image_size)})
 
 
 def draw(pipeline_folder: Path, captions: list[str], each: int, guidance: float = GUIDANCE) -> np.ndarray:
@@ -119,15 +127,16 @@ def judged(drawn: np.ndarray, captions: list[str], near: float = NEAR) -> dict[s
     return {'right': float((is_nearest & is_near).mean()), 'distance': float(np.median(distances[own, :, own]))}
 
 
-def train(folder: Path, phase: int, image_size: int, batches: int, *flags: str) -> None:
+def train(folder: Path, phase: int, *flags: str) -> None:
     """One phase by the real program: stopped halfway by a signal, and started again."""
+    image_size, batches = PHASES[phase]
     kept = folder / f'phase-{phase}'
     command = [str(Path(sys.executable).with_name('composer')), '-n', '2', 'benchmark.py', '--remote',
-               str(folder / f'latents-{image_size}'), '--model_name', str(folder / 'model'), '--image_size',
-               str(image_size), '--batch_size', '64', '--max_duration', f'{batches}ba', '--learning_rate', '2e-3',
-               '--lr_warmup', '50ba', '--caption_drop', '0.1', '--use_ema', '--ema_half_life', '100ba',
-               '--num_workers', '1', '--save_folder', str(kept), '--save_interval', f'{batches // 4}ba', '--autoresume',
-               '--results', str(folder / 'results.jsonl'), *flags]
+               str(folder / f'latents-{image_size}'), '--model_name', str(folder / 'model'), '--pretrained',
+               '--image_size', str(image_size), '--batch_size', '64', '--max_duration', f'{batches}ba',
+               '--learning_rate', '2e-3', '--lr_warmup', '50ba', '--caption_drop', '0.1', '--use_ema',
+               '--ema_half_life', '100ba', '--num_workers', '1', '--save_folder', str(kept), '--save_interval',
+               f'{batches // 4}ba', '--autoresume', '--results', str(folder / 'results.jsonl'), *flags]
     with open(folder / 'log', 'ab') as log:
         first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         while first.poll() is None and len(checkpoints(str(kept))) < 2:
@@ -146,7 +155,7 @@ def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np
     verdicts = {}
     for kind, flags in (('live', ['--live']), ('averaged', [])):
         out = folder / f'{kind}-{phase}'
-        export([str(folder / f'phase-{phase}'), str(out), *flags])
+        export([str(folder / f'phase-{phase}'), str(out), '--pretrained', *flags])
         drawn = draw(out, captions, each=8)
         verdicts[kind] = judged(drawn, captions)
     return verdicts, drawn
@@ -170,13 +179,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / 'model', UNET)
-        for image_size in (32, 64):
+        for image_size, _ in PHASES.values():
             write_latents(folder / f'latents-{image_size}', folder / 'model', captions, image_size, samples=4096)
-        train(folder, 1, 32, 1200)
+        train(folder, 1)
         result['phase_1'], _ = drawn_after(folder, 1, captions)
-        train(folder, 2, 64, 400, '--load_weights', str(folder / 'phase-1'))
+        train(folder, 2, '--load_weights', str(folder / 'phase-1'))
         result['phase_2'], drawn = drawn_after(folder, 2, captions)
     title = f'averaged weights after two phases: {result["phase_2"]["averaged"]["right"]:.0%} of the pictures are right'
+    Path(sys.argv[1]).parent.mkdir(parents=True, exist_ok=True)
     figure(drawn, captions, title).save(sys.argv[1])
     for phase in ('phase_1', 'phase_2'):
         for kind, verdict in result[phase].items():

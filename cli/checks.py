@@ -205,15 +205,12 @@ def refuse_bad_save_folder(args: argparse.Namespace) -> None:
 
 
 def refuse_bad_sampling(args: argparse.Namespace) -> None:
-    """ValueError: there is nothing to draw, nothing that can decode it, or the pictures of another run in its place."""
+    """ValueError: there is nothing to draw, or the pictures of another run are in its place."""
     if not args.sample_prompts:
         if args.sample_interval is not None:
             raise ValueError(f'--sample_interval {args.sample_interval} needs --sample_prompts')
         return
     read_prompts(args.sample_prompts)
-    if not args.pretrained:
-        raise ValueError(f'--sample_prompts {args.sample_prompts} needs a VAE that can decode, and without '
-                         '--pretrained it is random; give --model_name FOLDER --pretrained')
     refuse_unusable_folder('sample_folder', args.sample_folder)
     if args.autoresume or dist.get_global_rank() != 0:
         return
@@ -222,7 +219,7 @@ def refuse_bad_sampling(args: argparse.Namespace) -> None:
 
 
 def without_effect(args: argparse.Namespace) -> list[str]:
-    """A sentence for each flag that was given and does nothing in this run."""
+    """A sentence for each flag that was given and does nothing in this run, or not what it is for."""
     sentences = []
     for flag in ('save_interval', 'save_num_checkpoints_to_keep'):
         if getattr(args, flag) is not None and not args.save_folder:
@@ -230,6 +227,9 @@ def without_effect(args: argparse.Namespace) -> list[str]:
     uses_tokenizer = (args.remote, args.caption_drop, args.eval_remote, args.sample_prompts, args.save_folder)
     if args.tokenizer and not any(uses_tokenizer):
         sentences.append(f'--tokenizer {args.tokenizer} does nothing here: synthetic captions are tokens already')
+    if args.sample_prompts and not args.pretrained:  # of tiny, to try it out; refuse_early_training refuses others
+        sentences.append(f'--sample_prompts {args.sample_prompts} will draw noise: the VAE of --model_name '
+                         f'{args.model_name} is random')
     return sentences
 
 

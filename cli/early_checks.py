@@ -3,29 +3,46 @@
 `cli/checks.py` refuses what takes a library or the machine to know.
 """
 import argparse
+import glob
 import importlib.util
 import os
+import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from cli.options import Parser
 from inputs.errors import one_line
+from parts.names import held_out_beside
 
+TRAINING_PACKAGES = ('torch', 'composer', 'streaming', 'diffusers')
+REPORT_PACKAGES = ('pandas', 'tabulate')
 # A flag that does nothing without another.
 NEEDED_FLAGS = {'ema_half_life': 'use_ema', 'ema_start': 'use_ema', 'eval_interval': 'eval_remote',
                 'sample_interval': 'sample_prompts', 'autoresume': 'save_folder', 'compile_blocks': 'compile'}
 
 
-def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None]) -> None:
+def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
+                 packages: Sequence[str] = TRAINING_PACKAGES) -> None:
     """Parse this process's command line, and end it with one line where `check` refuses it or a package is missing."""
     args = parser.parse_args()
     try:
         check(args)
-        require_packages('torch', 'composer', 'streaming', 'diffusers')
+        require_packages(*packages)
     except ValueError as error:
         parser.error(one_line(error))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a script
+        signal.signal(signal.SIGINT, partial(end_interrupted, parser))
+
+
+def end_interrupted(parser: Parser, number: int, frame) -> None:
+    """Answer Ctrl-C during the imports in one line, on rank 0. Composer, once imported, has a handler of its own."""
+    if os.environ.get('RANK', '0') != '0':
+        sys.exit(130)
+    parser.end(130, 'interrupted')
 
 
 def require_packages(*names: str) -> None:
@@ -58,6 +75,54 @@ def refuse_early_encoding(args: argparse.Namespace) -> None:
     refuse_bad_results(args.results)
 
 
+def refuse_early_conversion(args: argparse.Namespace) -> None:
+    """ValueError: a SOURCE is not there, or OUT is something else than a folder that convert.py can begin or go on in.
+
+    `parts` looks at both more closely, and at those in stores.
+    """
+    for source in args.source:
+        if not is_in_store(source) and not os.path.lexists(source) and not glob.glob(source, recursive=True):
+            raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
+    if not args.out.strip():
+        raise ValueError('OUT is empty; give a new folder, or an address in a store')
+    refuse_occupied_folder(args.out)
+    if args.held_out:
+        refuse_occupied_folder(held_out_beside(args.out))
+
+
+def refuse_occupied_folder(out: str) -> None:
+    """ValueError: OUT is no folder, or holds what convert.py has not begun."""
+    if is_in_store(out) or not os.path.lexists(out):
+        return
+    if not os.path.isdir(out):
+        raise ValueError(f'OUT {out} is not a folder; give a new one')
+    try:
+        names = os.listdir(out)
+    except OSError:
+        return  # parts/output.py says what is wrong with it
+    if any(not name.startswith('claim.json') for name in names) and 'claim.json' not in names:
+        raise ValueError(f'OUT {out} already holds something; give a new folder')
+
+
+def refuse_early_report(args: argparse.Namespace) -> None:
+    """ValueError: records are not there, a file to write is a folder or holds the records, or a picture's name says no
+    format.
+    """
+    records = {Path(path).resolve() for path in args.records}
+    for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png')):
+        if path is None:
+            continue
+        if Path(path).resolve() in records:
+            raise ValueError(f'{flag} {path} would overwrite the records; give another file')
+        if Path(path).is_dir():
+            raise ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
+    if args.figure and not Path(args.figure).suffix:
+        raise ValueError(f'--figure {args.figure} has no ending that says its format; use {args.figure}.png')
+    for path in args.records:
+        if not os.path.exists(path):
+            raise ValueError(f'{path}: No such file or directory; give files of JSON lines or CSV')
+
+
 def refuse_early_export(args: argparse.Namespace) -> None:
     """ValueError: the checkpoint is not there, or OUT is."""
     if '://' not in args.checkpoint and not os.path.exists(args.checkpoint):
@@ -73,6 +138,11 @@ def refuse_bad_source(args: argparse.Namespace) -> None:
         raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
     if sum(map(bool, (args.remote, args.use_synth_data, args.use_synth_latents))) > 1:
         raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
+
+
+def is_in_store(place: str) -> bool:
+    """Whether it is an address, and not a path that there is."""
+    return '://' in place and not os.path.exists(place)
 
 
 def refuse_missing_folder(flag: str, place: str | None) -> None:
@@ -126,7 +196,7 @@ def refuse_bad_modes(args: argparse.Namespace) -> None:
                          'leave one out')
     if args.profile and args.loader_only:
         raise ValueError(f'--profile {args.profile} traces training; leave out --loader_only')
-    if args.sample_prompts and not args.pretrained:
+    if args.sample_prompts and not args.pretrained and args.model_name != 'tiny':
         raise ValueError(f'--sample_prompts {args.sample_prompts} needs a VAE that can decode, and without '
                          '--pretrained it is random; give --model_name FOLDER --pretrained')
     if args.random_flip and args.use_synth_latents:

@@ -33,13 +33,18 @@ def leave_to_first_process(program: str) -> None:
 
 
 @contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises Stopped in here, so that what is open is closed."""
+def signals_raise() -> Iterator[None]:
+    """SIGTERM raises Stopped in here, and Ctrl-C KeyboardInterrupt, so that what is open is closed and it is said what
+    stays. (Composer, where it is imported, would end the process at either without a word.)
+    """
     def stop(number: int, frame) -> None:
         raise Stopped
 
-    handler_before = signal.signal(signal.SIGTERM, stop)
+    handlers_before = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop)}
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a script
+        handlers_before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler_before)
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler)

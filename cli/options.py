@@ -1,7 +1,4 @@
-"""The command lines of benchmark.py, encode.py and export.py: every flag, by subject. Nothing here needs torch.
-
-`Parser` serves every command.
-"""
+"""The command lines of all commands: every flag, of benchmark.py and encode.py by subject. Nothing here needs torch."""
 import argparse
 import contextlib
 import difflib
@@ -12,10 +9,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from fitting.switch_table import ATTENTION_BACKENDS, COMPILE_MODES
 from inputs.hub import SD2_BASE
-from measuring.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from measuring.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Phase
 from measuring.versions import git_commit, package_versions
 
 GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
@@ -24,6 +22,9 @@ LR_SCHEDULES = ('constant', 'cosine', 'linear')
 RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')  # that a launcher sets
 TIME_UNITS = {'ba': 'batches', 'ep': 'epochs', 'sp': 'samples', 'dur': 'of the run'}
 LONGEST = 10 ** 15  # of any unit: Composer counts in 64 bits
+BYTES = {'': 1, 'b': 1, 'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
+LEAST_SHARD = 1 << 10
+LARGEST_SHARD = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
 
 class Parser(argparse.ArgumentParser):
@@ -181,6 +182,17 @@ def time_in(units: str, example: str, least: int = 1) -> Callable[[str], str]:
     return parse
 
 
+def shard_size(text: str) -> int:
+    """An argparse type: a size such as 64mb, that shards can have."""
+    match = re.fullmatch(r'(\d{1,12})\s*([a-z]*)', text.lower())
+    if not match or match[2] not in BYTES:
+        raise argparse.ArgumentTypeError(f'{text} is not a size such as 64mb')
+    size = int(match[1]) * BYTES[match[2]]
+    if not LEAST_SHARD <= size <= LARGEST_SHARD:
+        raise argparse.ArgumentTypeError(f'{text} is not between 1kb and 4gb, which shards can have')
+    return size
+
+
 def attention(text: str) -> str:
     """An argparse type: sdpa, xformers, or some of torch's kernels in an order of one's own, such as cudnn,flash."""
     names = text.split(',')
@@ -217,6 +229,27 @@ def encode_parser(description: str) -> Parser:
     return parser
 
 
+def convert_parser(description: str) -> Parser:
+    """The command line of convert.py."""
+    parser = Parser('convert.py', description)
+    add = parser.add_argument
+    add('source', metavar='SOURCE', nargs='+', help='tars, folders of tars or of images, or globs; or tars in an '
+        'object store (s3://bucket/tars/)')
+    add('out', metavar='OUT', help='new folder, or an address in an object store (s3://, gs://, az://)')
+    add('--held_out', type=count, metavar='N', help='keep N samples, drawn by --seed, out of OUT, and write them to '
+        'OUT-held-out, for --eval_remote of benchmark.py (default: all samples are in OUT)')
+    add('--seed', type=seed, default=17, help='of the draw of --held_out: an image is on the same side whatever else '
+        'SOURCE holds, but for those at the edge (default: 17)')
+    add('--num_workers', type=count, help='processes of this machine, or with --ray the most of the cluster (default: '
+        'as many as there are cores)')
+    add('--size_limit', type=shard_size, default=64 << 20, help='the most that a shard takes; smaller neighbouring '
+        'files are joined up to it (default: 64mb)')
+    add('--ray', metavar='ADDRESS', default=os.environ.get('RAY_ADDRESS'), help='convert on the machines of this Ray '
+        'cluster, such as auto (default: RAY_ADDRESS of the environment; without it, on this machine)')
+    add('--dist_timeout', help=argparse.SUPPRESS)  # of earlier versions; nothing waits for ranks now
+    return parser
+
+
 def export_parser(description: str) -> Parser:
     """The command line of export.py."""
     parser = Parser('export.py', description)
@@ -231,6 +264,59 @@ def export_parser(description: str) -> Parser:
         'because the run trained on latents (default: a random one, which cannot decode)')
     add('--tokenizer', help="folder or hub name (default: that of the run, or CLIP's own)")
     return parser
+
+
+def report_parser(description: str) -> Parser:
+    """The command line of report.py."""
+    parser = Parser('report.py', description)
+    images = partial(positive_number, kind=int)
+    add = parser.add_argument
+    add('records', nargs='+', metavar='RECORDS', help='files of JSON lines, or of CSV where the name ends in .csv')
+    add('--training_images', type=images, metavar='IMAGES', help='images to train on, repeats counted (default: '
+        f'{TRAINING_IMAGES}, those of Stable Diffusion 2; for the model tiny no days are shown)')
+    add('--dataset_images', type=images, metavar='IMAGES', help='images of the data set, which an encoding goes '
+        f'through once and a cache holds (default: {DATASET_IMAGES}; for the model tiny no days are shown)')
+    add('--dollars_per_gpu_hour', type=positive_number, default=DOLLARS_PER_GPU_HOUR, metavar='DOLLARS',
+        help='price of one GPU for an hour, in dollars (default: %(default)s)')
+    add('--dollars_per_tb_month', type=partial(positive_number, least=0), default=DOLLARS_PER_TB_MONTH,
+        metavar='DOLLARS', help='price of storing a TB of latents for a month, in dollars; it is in the cost while the '
+                                'training lasts (default: %(default)s, as Amazon S3 lists it)')
+    add('--image_bytes', type=positive_number, default=0, metavar='BYTES',
+        help='stored bytes of an average sample; adds the columns remote and cache (default: not known, no columns)')
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument('--extrapolate', type=images, nargs='+', default=[], metavar='GPUS',
+                        help='numbers of GPUs to predict the throughput of (default: none)')
+    either.add_argument('--compare', action='store_true',
+                        help='one table with a row a record (default: a table for each setting)')
+    add('--phase', type=phase_of_text, action='append', default=[], metavar='IMAGES@SIZE',
+        help='a phase of a plan: how many images to train on, and the side of each in pixels; repeat it for the next '
+             'phase (default: no plan, or --training_images at each size where there are records of encoding)')
+    add('--figure', metavar='FILE', help='file for a picture, png, svg or pdf: images per second of each record with '
+                                         '--compare, days and efficiency otherwise (default: none)')
+    add('--csv', metavar='FILE', help='file for the rows of all tables, unrounded (default: none)')
+    return parser
+
+
+def positive_number(text: str, kind: type = float, least: float = 1e-15) -> int | float:
+    """An argparse type: the number that a flag of report.py gives."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -1
+    if least <= value < 1e15:
+        return value
+    if kind is int:
+        raise argparse.ArgumentTypeError(f'{text!r} is not a positive whole number')
+    raise argparse.ArgumentTypeError(f'{text!r} is not a positive number')
+
+
+def phase_of_text(text: str) -> Phase:
+    """An argparse type: the phase that IMAGES@SIZE stands for."""
+    images, _, size = text.partition('@')
+    try:
+        return Phase(positive_number(images, int), str(positive_number(size, int)))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f'{text!r} is not IMAGES@SIZE, such as 1126400000@256') from None
 
 
 def add_shared_flags(parser: Parser) -> None:
@@ -249,8 +335,8 @@ def add_shared_flags(parser: Parser) -> None:
     add = parser.groups['model'].add_argument
     add('--model_name', default=SD2_BASE, help='tiny, a diffusers folder or a hub name (default: '
         f'{SD2_BASE}, whose architecture is built in)')
-    add('--pretrained', action='store_true', help='load the weights of the VAE and the text encoder from --model_name '
-        '(default: random weights, which train as fast)')
+    add('--pretrained', action=argparse.BooleanOptionalAction, default=False, help='load the weights of the VAE and '
+        'the text encoder from --model_name (default: random weights, which train as fast)')
     add('--image_size', type=count, default=512, help='height and width in pixels (default: 512)')
 
     add = parser.groups['speed'].add_argument
@@ -370,7 +456,8 @@ def add_evaluation_flags(group) -> None:
         help='time between evaluations, in batches or epochs (default: 1000ba); '
         'there is also one at the end')
     add('--sample_prompts', metavar='FILE', help='draw each prompt of this file, one a line, with the averaged weights '
-        'where there are any, 50 steps and guidance 7.5; needs --pretrained (default: nothing is drawn)')
+        'where there are any, 50 steps and guidance 7.5; needs --pretrained, but for the model tiny, whose pictures '
+        'are noise (default: nothing is drawn)')
     add('--sample_interval', metavar='TIME', type=time_in('ba ep', '1000ba or 1ep'),
         help='time between the drawings, in batches or epochs (default: 1000ba); '
         'the end of the run is also drawn')

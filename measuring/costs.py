@@ -1,6 +1,7 @@
 """From images per second to days, GPU-hours and dollars: arithmetic alone, which report.py does without torch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
 DATASET_IMAGES = 2_900_000_000
@@ -19,6 +20,12 @@ class Assumptions:
     dollars_per_tb_month: float = DOLLARS_PER_TB_MONTH  # of storing latents
     image_bytes: float = 0                              # stored bytes of an average sample; 0: not known
     counts_tiny: bool = False                           # whether the model tiny has days and dollars, too
+
+
+class Phase(NamedTuple):
+    """A phase of a plan."""
+    images: int
+    size: str  # of a side, in pixels
 
 
 def days_to_train(images_per_sec: float, num_images: int = TRAINING_IMAGES) -> float:

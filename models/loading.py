@@ -70,7 +70,8 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     if name in BUILT_IN and not pretrained:
         folder = BUILT_IN[name]
     elif name == 'tiny':
-        raise ValueError('--model_name tiny has no weights; leave out --pretrained, or name a diffusers folder')
+        raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after a '
+                         'recipe that has it, or name a diffusers folder')
     else:
         patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()]
         if pretrained:

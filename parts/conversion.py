@@ -4,6 +4,7 @@ import torch
 from inputs.errors import DataError
 from inputs.shards import MDS_COLUMNS
 from parts.engine import Part
+from parts.held_out import draw_of, smallest_draws
 from parts.output import CLAIM, Output
 from parts.tars import Damage, make_sample, read_samples
 from parts.writer import PartWriter
@@ -15,29 +16,35 @@ class Converter:
     Args:
         output: where to.
         shard_bytes: the most that a shard takes.
+        held_out: samples that are to be held out of the whole dataset; None: none.
+        seed: of the draws that decide which.
         place: of this worker among those of its machine.
 
     Raises DataError if this machine does not see the same OUT as the one that gives it parts.
     """
 
-    def __init__(self, output: Output, shard_bytes: int, place: int):
+    def __init__(self, output: Output, shard_bytes: int, held_out: int | None, seed: int, place: int):
         torch.set_num_threads(1)  # the workers are the parallelism
         self.output = output
         self.shard_bytes = shard_bytes
+        self.held_out = held_out
+        self.seed = seed
         if output.read(CLAIM) is None:
             raise DataError(f'{output.place} is not the same folder on every machine; use a shared one or a store')
 
     def __call__(self, parts: list[Part]) -> list[dict]:
-        return [convert_part(part, self.output, self.shard_bytes) for part in parts]
+        return [convert_part(part, self.output, self.shard_bytes, self.held_out, self.seed) for part in parts]
 
 
-def convert_part(part: Part, output: Output, shard_bytes: int) -> dict:
-    """Write the shards of a part's files, and with their index what was skipped and which files are damaged.
+def convert_part(part: Part, output: Output, shard_bytes: int, held_out: int | None, seed: int) -> dict:
+    """Write the shards of a part's files, and with their index what was skipped and which files are damaged; where
+    samples are to be held out, also the smallest draws.
 
     Returns its number, its images, its bytes and the damaged files.
     """
     writer = PartWriter(output, part.number, MDS_COLUMNS, shard_bytes, part.attempt)
     images = 0
+    draws = []  # of each sample
     skipped = []
     damaged = []
     for file in part.files:
@@ -51,6 +58,11 @@ def convert_part(part: Part, output: Output, shard_bytes: int) -> dict:
                 continue
             writer.write(sample)
             images += 1
-    writer.finish(skipped=skipped, damaged=damaged)
+            if held_out:
+                draws.append(draw_of(sample['jpg'], seed))
+    about = {'skipped': skipped, 'damaged': damaged}
+    if held_out:
+        about['draws'] = smallest_draws(draws, held_out)
+    writer.finish(**about)
     return {'number': part.number, 'images': images, 'bytes': sum(file.size for file in part.files),
             'damaged': damaged}

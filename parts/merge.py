@@ -2,7 +2,7 @@
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -25,7 +25,7 @@ class Merged:
 
 
 def merge_parts(output: Output, num_parts: int, about: dict, left_out: Iterable[dict] = (),
-                counts: Counter | None = None) -> Merged:
+                counts: Counter | None = None, numbers: Sequence[int] | None = None) -> Merged:
     """Write OUT/index.json, the index of all parts with `about` beside them, unless they hold no sample.
 
     What was left out is listed in OUT/skipped.jsonl, if anything was. The entries pass through one by one, so that
@@ -37,10 +37,13 @@ def merge_parts(output: Output, num_parts: int, about: dict, left_out: Iterable[
         about: more entries for the index.
         left_out: more lines for the list of what was left out.
         counts: of these, by reason.
+        numbers: of the parts, where they are not all from 0 to `num_parts`.
 
     Raises DataError if a part is not there or damaged.
     """
     merged = Merged(skipped=Counter(counts))
+    if numbers is None:
+        numbers = range(num_parts)
     with tempfile.TemporaryFile() as index, tempfile.TemporaryFile() as skipped:
         for line in left_out:
             skipped.write(json.dumps(line).encode() + b'\n')
@@ -48,7 +51,7 @@ def merge_parts(output: Output, num_parts: int, about: dict, left_out: Iterable[
         for key, value in about.items():
             index.write(f'{json.dumps(key)}: {json.dumps(value)}, '.encode())
         index.write(b'"shards": [')
-        for number, part in enumerate(read_parts(output, num_parts)):
+        for number, part in zip(numbers, read_parts(output, numbers), strict=True):
             for shard in part['shards']:
                 index.write(b', ' if merged.shards else b'')
                 index.write(json.dumps(shard).encode())
@@ -76,8 +79,11 @@ def publish(output: Output, merged: Merged, index: BinaryIO, skipped: BinaryIO) 
         output.write(INDEX, index)
 
 
-def read_parts(output: Output, num_parts: int) -> Iterator[dict]:
-    """The index of each part, in their order, many at once. Raises DataError if one is not there or damaged."""
+def read_parts(output: Output, numbers: Sequence[int]) -> Iterator[dict]:
+    """The index of each part, in the order of `numbers`, many read at once.
+
+    Raises DataError if one is not there or damaged.
+    """
     def read(number: int) -> dict:
         content = output.read(part_index(number))
         try:
@@ -88,7 +94,6 @@ def read_parts(output: Output, num_parts: int) -> Iterator[dict]:
                             'same command again') from None
 
     with ThreadPoolExecutor(READERS) as readers:
-        for start in range(0, num_parts, PARTS_AT_ONCE):
-            numbers = range(start, min(start + PARTS_AT_ONCE, num_parts))
-            yield from readers.map(read, numbers)
+        for start in range(0, len(numbers), PARTS_AT_ONCE):
+            yield from readers.map(read, numbers[start:start + PARTS_AT_ONCE])
 

@@ -6,6 +6,7 @@ a.txt is an image of its own, "a.seg", that has no caption. (WebDataset splits a
 one sample, of which one image is left.)
 """
 import functools
+import os
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -53,3 +54,20 @@ def why_not_read(suffix: str) -> str:
 def is_hidden(name: str) -> bool:
     """Whether a file is hidden, or lies in a hidden folder, as .Trash/a.jpg and ._a.jpg do."""
     return any(part.startswith('.') and part not in ('.', '..') for part in name.split('/'))
+
+
+def held_out_beside(out: str) -> str:
+    """Where the samples that are held out of OUT lie: beside it, OUT-held-out.
+
+    ValueError: OUT is a whole bucket, beside which there is nothing.
+    """
+    if '://' in out and not os.path.exists(out):
+        address = out.rstrip('/')
+        scheme, _, place = address.partition('://')
+        names_before_a_folder = 2 if scheme == 'azure' else 1  # an account and a container, or a bucket
+        if place.count('/') < names_before_a_folder:
+            raise ValueError(f'--held_out needs a folder beside OUT {out}; give OUT a folder in the bucket')
+        return f'{address}-held-out'
+    if os.path.basename(out.rstrip('/')) in ('', '.', '..'):
+        out = os.path.realpath(out)
+    return f'{out.rstrip("/")}-held-out'

@@ -18,7 +18,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from inputs.errors import DataError
-from inputs.stores import is_address, open_store, store_error
+from inputs.stores import is_address, open_store, store_error, streaming_address
 
 CLAIM = 'claim.json'
 INDEX = 'index.json'
@@ -47,6 +47,11 @@ class Output:
         """As errors call it."""
         return f'{self.flag} {self.out}'
 
+    @property
+    def reading_place(self) -> str:
+        """By which Streaming reads what lies here."""
+        return streaming_address(self.out)
+
 
 class FolderOutput(Output):
     """A folder. Every file reaches the disk before it gets its name."""
@@ -54,6 +59,10 @@ class FolderOutput(Output):
     def __init__(self, out: str, flag: str):
         super().__init__(out, flag)
         self.folder = Path(os.path.realpath(out))
+
+    @property
+    def reading_place(self) -> str:
+        return str(self.folder)
 
     def require_new_or_begun(self) -> None:
         """Raises ValueError if OUT is no folder, or holds files and no claim of ours."""
@@ -303,6 +312,16 @@ def claim(output: Output, contents: dict) -> bool:
     return True
 
 
+def is_begun(output: Output) -> bool:
+    """Whether a run has claimed OUT, and not given it back."""
+    held = output.read(CLAIM)
+    if held is None:
+        return False
+    with contextlib.suppress(ValueError, TypeError):
+        return RELEASED not in json.loads(held)
+    return True  # `claim` says that it is damaged
+
+
 def refuse_finished(output: Output) -> None:
     """Raises ValueError if OUT has its index.json already."""
     if output.read(INDEX) is not None:
@@ -321,7 +340,14 @@ def redo(output: Output, numbers: Iterable[int]) -> None:
     output.remove([INDEX])
     for number in numbers:
         part = json.loads(output.read(part_index(number)) or '{"shards": []}')
-        output.remove([part_index(number), *(shard['raw_data']['basename'] for shard in part['shards'])])
+        shards = [shard['raw_data']['basename'] for shard in part['shards']]
+        output.remove([part_index(number), *shards, *part.get('replaced', ())])
+
+
+def remove_part_folders(output: Output, numbers: Iterable[int]) -> None:
+    """Remove the folders of parts whose shards are all gone."""
+    for number in numbers:
+        output.remove_folder(part_name(number))
 
 
 def release(output: Output, num_parts: int, program: str) -> None:

@@ -2,10 +2,16 @@
 from parts.output import Output
 
 
-def make_converter(output: Output, shard_bytes: int, place: int):
+def make_converter(output: Output, shard_bytes: int, held_out: int | None, seed: int, place: int):
     """A worker of convert.py, see `parts.conversion.Converter`."""
     from parts.conversion import Converter
-    return Converter(output, shard_bytes, place)
+    return Converter(output, shard_bytes, held_out, seed, place)
+
+
+def make_splitter(output: Output, held_out: Output, shard_bytes: int, edge, place: int):
+    """A worker of convert.py, see `parts.splitting.Splitter`."""
+    from parts.splitting import Splitter
+    return Splitter(output, held_out, shard_bytes, edge, place)
 
 
 def make_encoder(output: Output, settings, place: int):

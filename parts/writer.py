@@ -53,12 +53,14 @@ class PartWriter:
         columns: names and MDS types.
         shard_bytes: the most that a shard takes.
         attempt: how many workers have died of this part, see `parts.engine`.
+        folder: of its shards in OUT; None: the folder of its number.
     """
 
     def __init__(self, output: Output, number: int, columns: dict[str, str], shard_bytes: int = SHARD_BYTES,
-                 attempt: int = 0):
+                 attempt: int = 0, folder: str | None = None):
         self.output = output
         self.number = number
+        self.folder = folder or part_name(number)
         self.attempt = attempt
         self.writer = ShardWriter(self._keep, columns, shard_bytes)
         self.carrier = ThreadPoolExecutor(1)
@@ -88,4 +90,4 @@ class PartWriter:
             self.on_their_way.popleft().result()
 
     def _name(self, basename: str) -> str:
-        return f'{part_name(self.number)}/{basename}'
+        return f'{self.folder}/{basename}'

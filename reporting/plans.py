@@ -1,22 +1,16 @@
 """What a plan costs: phases of training at several sizes, and latents that are encoded once and stored."""
 
 import math
-from typing import NamedTuple
 
 import pandas as pd
 
-from measuring.costs import DAYS_PER_MONTH, Assumptions, days_to_train
+from measuring.costs import DAYS_PER_MONTH, Assumptions, Phase, days_to_train
 from reporting.records import SETTINGS
 from reporting.tables import printed_figure
 from reporting.throughput import with_costs
 
 # A plan joins sizes, and each size may have a microbatch of its own; encoders tell the plans of one setting apart.
 DIFFER_WITHIN_A_PLAN = ('stage', 'image_size', 'device_train_microbatch_size', 'encoders')
-
-
-class Phase(NamedTuple):
-    images: int
-    size: str  # of a side, in pixels
 
 
 def plan_rows(trained: pd.DataFrame, encodings: pd.DataFrame, phases: list[Phase], given: Assumptions,

@@ -199,7 +199,7 @@ def test_bad_arguments_are_one_line_and_status_2(tars, tmp_path, capsys):
     assert failing_status(tars, tars / '00000.tar') == 2
     assert_one_error_line(capsys, 'is not a folder')
     assert failing_status(tars, tmp_path / 'out', '--num_workers', 0) == 2
-    assert_one_error_line(capsys, '--num_workers', '0 converts nothing')
+    assert_one_error_line(capsys, '--num_workers', '0 is not a whole number above 0')
     assert failing_status(tars, 'nowhere://bucket/out') == 2
     assert_one_error_line(capsys, 'OUT nowhere://bucket/out')
     assert failing_status(tars, '') == 2

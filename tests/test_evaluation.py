@@ -2,6 +2,7 @@
 import json
 import os
 import signal
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 
 import benchmark
 from benchmark import StableDiffusion, main
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
 from ema import EMA
 from inputs.captions import build_tokenizer
 from inputs.shards import LATENTS
@@ -212,3 +215,16 @@ def test_an_evaluation_that_fails_is_warned_of_and_the_training_stays_the_same(t
     assert record['status'] == 'complete' and record['evaluations'] == 0
     assert capfd.readouterr().err.count('failed (ZeroDivisionError: division by zero); the training goes on') == 2
     assert_same_training(plain, failing)
+
+
+def test_a_last_batch_that_is_smaller_than_the_microbatch_is_not_warned_of(held_out, shards):
+    args = benchmark_parser('').parse_args(['--remote', shards, '--eval_remote', held_out, *TINY])
+    fill_in_training_defaults(args)
+    files = find_model('tiny')
+    loader = benchmark.build_evaluator(args, files, benchmark.open_held_out(args, files, latents=False)).dataloader
+    [_, last] = loader.dataloader
+    assert len(last['caption']) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert loader.split_batch(last, 4) == [last]
+    assert [len(microbatch['caption']) for microbatch in loader.split_batch(last, 2)] == [2, 1]

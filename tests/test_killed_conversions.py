@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 import convert
+from cli.options import convert_parser
 from parts.output import open_output
 from tests.local_s3 import LocalS3, local_s3
 from tests.parts.commands import convert_program, logged
@@ -75,7 +76,7 @@ def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undist
     out = f'{root}/out'
     store.delay = 0.1
     before = {worker.pid for worker in workers_of(psutil.Process())}
-    args = convert.build_parser().parse_args([*argv, out])
+    args = convert_parser('').parse_args([*argv, out])
     conversion = threading.Thread(target=convert.convert, args=(args, open_output(out, 'OUT')))
     conversion.start()
     kill_a_worker(before, lambda: finished(out, store) >= done)

@@ -1,27 +1,40 @@
 """It learns: what is trained, saved, resumed and exported draws what its captions say. The long form: `make learn`."""
+import re
+import subprocess
+
 import pytest
 
 from benchmark import main
 from benchmarks.learn import UNET, captions_of, draw, judged, write_latents, write_model
 from export import main as export
+from tests.runs import ROOT
 
 JITTER = 0.3  # standard deviation of each pixel, which what is drawn must have as well
 
 
 @pytest.mark.long
-def test_a_model_that_was_trained_stopped_resumed_and_exported_draws_what_the_captions_say(tmp_path):
+def test_a_model_that_was_trained_stopped_resumed_and_exported_draws_what_the_captions_say(tmp_path, capfd):
     captions = captions_of(2, 2)  # of which chance names the right one every fourth time
     write_model(tmp_path / 'model', UNET | {'mid_block_type': None})
     write_latents(tmp_path / 'latents', tmp_path / 'model', captions, 32, samples=256, jitter=JITTER)
     kept = str(tmp_path / 'kept')
-    flags = ['--remote', str(tmp_path / 'latents'), '--model_name', str(tmp_path / 'model'), '--image_size', '32',
-             '--batch_size', '32', '--learning_rate', '3e-3', '--lr_warmup', '50ba', '--use_ema', '--ema_half_life',
-             '50ba', '--num_workers', '0', '--save_folder', kept, '--save_interval', '200ba', '--autoresume',
-             '--results', str(tmp_path / 'results.jsonl')]
+    flags = ['--remote', str(tmp_path / 'latents'), '--model_name', str(tmp_path / 'model'), '--pretrained',
+             '--image_size', '32', '--batch_size', '32', '--learning_rate', '3e-3', '--lr_warmup', '50ba', '--use_ema',
+             '--ema_half_life', '50ba', '--num_workers', '0', '--save_folder', kept, '--save_interval', '200ba',
+             '--autoresume', '--results', str(tmp_path / 'results.jsonl')]
     main([*flags, '--max_duration', '200ba'])
     record = main([*flags, '--max_duration', '500ba'])
     assert record['first_batch'] == 200
     for kind in ('live', 'averaged'):
-        export([kept, str(tmp_path / kind), *(['--live'] if kind == 'live' else [])])
+        export([kept, str(tmp_path / kind), '--pretrained', *(['--live'] if kind == 'live' else [])])
         verdict = judged(draw(tmp_path / kind, captions, each=16, guidance=1), captions, near=1.5 * JITTER)
+        assert 'cannot decode' not in capfd.readouterr().err
         assert verdict['right'] > 0.7 and 0.93 < verdict['distance'] / JITTER < 1.25, (kind, verdict)
+
+
+def test_make_learn_and_make_report_write_only_what_git_ignores():
+    steps = subprocess.run(['make', '-n', 'learn', 'report'], cwd=ROOT, capture_output=True, text=True, check=True)
+    written = re.findall(r'\S+\.png', steps.stdout)
+    assert len(written) == 2
+    for path in written:
+        subprocess.run(['git', 'check-ignore', '-q', path], cwd=ROOT, check=True)

@@ -12,7 +12,7 @@ from benchmark import main
 from cli.checks import refuse_bad_switches
 from cli.defaults import fill_in_training_defaults
 from cli.options import benchmark_parser
-from tests.runs import ROOT
+from tests.runs import ROOT, one_error_line
 
 PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}
 
@@ -45,6 +45,19 @@ def test_the_recipes_train_two_phases_and_each_knows_its_end(shards, model_folde
         assert exit.value.code == 0 and 'nothing left to do' in capfd.readouterr().out
     first_record, second_record = map(json.loads, results.read_text().splitlines())
     assert first_record['load_weights'] is None and second_record['load_weights'] == str(tmp_path / 'one')
+
+
+def test_a_recipe_and_its_drawings_can_be_tried_with_tiny(shards, results, tmp_path, capfd):
+    prompts = tmp_path / 'prompts'
+    prompts.write_text('a cat\n')
+    tiny = [f'@{PHASES[1]}', '--model_name', 'tiny', '--remote', shards, '--image_size', '64', '--batch_size', '4',
+            '--max_duration', '4ba', '--num_workers', '0', '--save_folder', str(tmp_path / 'kept'), '--sample_prompts',
+            str(prompts), '--sample_folder', str(tmp_path / 'drawn'), '--results', str(results)]
+    assert 'give --no-pretrained after a recipe that has it' in one_error_line(tiny, capfd)
+    record = main([*tiny, '--no-pretrained'])
+    assert (record['status'], record['model_name'], record['pretrained']) == ('complete', 'tiny', False)
+    assert [path.name for path in (tmp_path / 'drawn').iterdir()] == ['ba4.png']
+    assert capfd.readouterr().err.count('will draw noise: the VAE of --model_name tiny is random') == 1
 
 
 def test_a_file_of_flags_may_have_comments_quotations_and_many_flags_a_line(tmp_path):

@@ -51,7 +51,7 @@ def test_a_flag_may_be_cut_short_where_that_is_one_flag_alone():
 
 
 SYNTHETIC = ['benchmark.py', '--use_synth_data']
-HEAVY = {'torch', 'composer', 'numpy', 'diffusers', 'streaming', 'transformers'}
+HEAVY = {'torch', 'composer', 'numpy', 'diffusers', 'streaming', 'transformers', 'pandas', 'obstore'}
 
 
 @pytest.mark.parametrize('argv, line', [
@@ -72,6 +72,14 @@ HEAVY = {'torch', 'composer', 'numpy', 'diffusers', 'streaming', 'transformers'}
     (['export.py', 'a', 'b', '--lives'], '--lives is no flag; did you mean --live?'),
     (['export.py', 'nowhere', 'out'], 'CHECKPOINT nowhere is not there'),
     (['export.py', 'tests', 'tests'], 'OUT tests already exists'),
+    (['convert.py'], 'the following arguments are required: SOURCE, OUT'),
+    (['convert.py', 'tests', 'x', '--heldout', '3'], '--heldout is no flag; did you mean --held_out?'),
+    (['convert.py', 'tests', 'nowhere*', 'x'], 'SOURCE nowhere* does not exist'),
+    (['convert.py', 'tests', 'docs'], 'OUT docs already holds something; give a new folder'),
+    (['convert.py', 'tests', 'README.md'], 'OUT README.md is not a folder; give a new one'),
+    (['report.py', 'published.csv', '--figrue', 'x'], '--figrue is no flag; did you mean --figure?'),
+    (['report.py', 'nowhere'], 'nowhere: No such file or directory'),
+    (['report.py', 'published.csv', '--figure', 'tests'], '--figure tests is a folder'),
 ])
 def test_what_shows_without_torch_is_answered_before_anything_heavy_is_imported(argv, line, tmp_path):
     pipe = tmp_path / 'pipe'
@@ -84,20 +92,44 @@ def test_what_shows_without_torch_is_answered_before_anything_heavy_is_imported(
     assert 'argparse' in imported and not imported & HEAVY
 
 
-@pytest.mark.parametrize('command', ['benchmark.py', 'encode.py', 'export.py'])
+@pytest.mark.parametrize('command', ['benchmark.py', 'convert.py', 'encode.py', 'export.py', 'report.py'])
 def test_the_version_is_the_commit_and_the_libraries(command):
     run = subprocess.run([sys.executable, command, '--version'], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.startswith(f'{command} {git_commit()}, with torch ') and run.stdout.count('\n') == 1
 
 
 @pytest.mark.parametrize('argv', [SYNTHETIC, ['encode.py', '--remote', 'tests', '--out', 'x'],
-                                  ['export.py', 'tests', 'x']])
+                                  ['export.py', 'tests', 'x'], ['convert.py', 'tests', 'x'],
+                                  ['report.py', 'published.csv']])
 def test_without_the_environment_one_line_says_how_to_activate_it(argv, tmp_path):
-    results = [] if argv[0] == 'export.py' else ['--results', tmp_path / 'results']
+    results = ['--results', tmp_path / 'results'] if argv[0] in ('benchmark.py', 'encode.py') else []
     run = subprocess.run([sys.executable, '-I', '-S', '-c', AS_SCRIPT, *argv, *results], cwd=ROOT, capture_output=True,
                          text=True)
     assert run.returncode == 2 and run.stderr.count('\n') == 1, run.stderr
-    assert 'has no package torch; activate the environment with: source .venv/bin/activate' in run.stderr
+    package = 'pandas' if argv[0] == 'report.py' else 'torch'
+    assert f'has no package {package}; activate the environment with: source .venv/bin/activate' in run.stderr
+
+
+@pytest.mark.parametrize('argv, package', [
+    (SYNTHETIC, 'torch'), (['convert.py', 'tests', 'x'], 'obstore'), (['report.py', 'published.csv'], 'pandas')])
+@pytest.mark.parametrize('rank, lines', [('0', ['error: interrupted']), ('1', [])])
+def test_ctrl_c_while_the_libraries_are_imported_is_one_line_of_one_rank(argv, package, rank, lines):
+    program = f"""
+import os, runpy, signal, sys
+
+class Watch:
+    def find_spec(self, name, *_):
+        if name == {package!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Watch())
+sys.argv = {argv!r}
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+    run = subprocess.run([sys.executable, '-c', program], cwd=ROOT, capture_output=True, text=True,
+                         env=os.environ | {'RANK': rank, 'PYTHONPATH': str(ROOT)})
+    assert run.returncode == 130 and run.stderr.splitlines() == [f'{argv[0]}: {line}' for line in lines]
 
 
 @pytest.mark.parametrize('flag, value, words', [

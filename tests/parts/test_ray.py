@@ -9,6 +9,7 @@ import pytest
 
 import convert
 import encode
+from cli.options import convert_parser
 from parts.output import open_output
 from tests.local_s3 import local_s3
 from tests.runs import files_of, wait_until
@@ -66,7 +67,7 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     argv = ['s3://bucket/tars', '--size_limit', '1kb']
     assert convert.main([*argv, str(tmp_path / 'undisturbed')]) == 0
     out = tmp_path / 'out'
-    args = convert.build_parser().parse_args([*argv, str(out), '--ray', cluster.address])
+    args = convert_parser('').parse_args([*argv, str(out), '--ray', cluster.address])
     store.delay = 0.3
     conversion, merged = in_thread(convert.convert, args, open_output(str(out), 'OUT'))
     wait_until(lambda: finished(out) >= 1 and len(actors()) == 2)
@@ -76,7 +77,7 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     wait_until(lambda: len(actors()) == 2 or not conversion.is_alive())  # a machine that comes later gets work, too
     store.delay = 0
     conversion.join(120)
-    assert merged and merged[0].samples == NUM_TARS
+    assert merged and merged[0][0].samples == NUM_TARS
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
 

@@ -118,7 +118,8 @@ def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder,
     many.write_text('a cat\n' * 101)
     nothing.write_text(' \n\n')
     flags = ['--use_synth_data', *TINY, '--results', results, '--sample_folder', tmp_path, '--sample_prompts']
-    assert 'give --model_name FOLDER --pretrained' in one_error_line([*flags, prompts], capfd)
+    not_tiny = [*flags, prompts, '--model_name', model_folder]
+    assert 'give --model_name FOLDER --pretrained' in one_error_line(not_tiny, capfd)
     assert 'cannot be read' in one_error_line([*flags, tmp_path / 'none', '--pretrained'], capfd)
     assert 'holds no prompt' in one_error_line([*flags, nothing, '--pretrained'], capfd)
     assert 'holds 101 prompts' in one_error_line([*flags, many, '--pretrained'], capfd)

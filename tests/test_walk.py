@@ -1,0 +1,38 @@
+"""The notebook runs from its first cell to its last, and nothing of a machine is stored in it."""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.runs import ROOT
+
+NOTEBOOK = ROOT / 'docs' / 'walk.ipynb'
+
+
+def code_cells() -> list[dict]:
+    return [cell for cell in json.loads(NOTEBOOK.read_text())['cells'] if cell['cell_type'] == 'code']
+
+
+def test_the_notebook_is_stored_without_what_a_run_of_it_has_shown():
+    assert len(code_cells()) > 5
+    for cell in code_cells():
+        assert cell['outputs'] == [] and cell['execution_count'] is None and cell['metadata'] == {}
+
+
+@pytest.mark.long
+def test_the_notebook_runs_and_shows_the_loss_the_pictures_and_a_report(tmp_path):
+    cells = '\n'.join(''.join(cell['source']) for cell in code_cells())
+    shown = """
+import matplotlib.pyplot
+matplotlib.pyplot.show = lambda: (print('a figure'), matplotlib.pyplot.close('all'))
+"""
+    run = subprocess.run([sys.executable, '-c', shown + cells], cwd=ROOT / 'docs', capture_output=True, text=True,
+                         env=os.environ | {'MPLBACKEND': 'Agg', 'TMPDIR': str(tmp_path)})
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count('a figure') == 5
+    for words in ('held out   16 samples', 'loss', '| images/s'):
+        assert words in run.stdout, run.stdout
+    [work] = tmp_path.glob('walk-*')
+    assert len(list(work.glob('samples/*.png'))) == 2 and (work / 'my-model/model_index.json').exists()
