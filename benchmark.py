@@ -352,11 +352,11 @@ def build_run(args: argparse.Namespace, data: DataSpec, files: ModelFiles | None
         evaluator = None
         if held_out is not None:
             evaluator = build_evaluator(args, files, held_out)
-        return start_run(args, model, data, algorithms, evaluator, load_path)
+        return start_run(args, model, files, data, algorithms, evaluator, load_path)
 
 
-def start_run(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, algorithms: list[Algorithm],
-              evaluator: Evaluator | None, load_path: str | None) -> Run:
+def start_run(args: argparse.Namespace, model: StableDiffusion, files: ModelFiles, data: DataSpec,
+              algorithms: list[Algorithm], evaluator: Evaluator | None, load_path: str | None) -> Run:
     """The training of a model, at its start or at the checkpoint `load_path`. ValueError: that does not fit it."""
     measurement = Measurement(args.warmup_batches, args.measure_batches)
     safeguard = Safeguard(args.seed, args.on_nan, flags_to_keep(args))
@@ -365,7 +365,7 @@ def start_run(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, 
     callbacks = [measurement, progress, safeguard, *tracing_callbacks(args), evaluations]
     if args.sample_prompts:
         ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
-        callbacks.append(Sampling(args, model, measurement, ema))
+        callbacks.append(Sampling(args, model, files, measurement, ema))
     try:
         trainer = build_trainer(args, model, data, callbacks, algorithms, evaluator, load_path)
     except (RuntimeError, KeyError, ValueError) as error:
@@ -409,7 +409,8 @@ def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSp
             callbacks=[*switch_callbacks(args), SpeedMonitor(window, peak_flops), *callbacks, *savers],
             eval_dataloader=evaluator,
             progress_bar=False,
-            loggers=build_loggers(args, training_settings(args, model.vae is None)),
+            loggers=build_loggers(training_settings(args, model.vae is None), args.tensorboard, args.wandb_name,
+                                  args.wandb_project),
             max_duration=args.max_duration,
             precision=args.precision,
             device_train_microbatch_size=args.device_train_microbatch_size,

@@ -29,7 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from inputs.captions import pipeline_tokenizer
 from inputs.errors import one_line
 from models.loading import ModelFiles, build_vae, find_model
-from models.sampling import sampling_scheduler
+from models.sampling import build_pipeline
 from models.trained import text_encoder_of, unet_of, vae_of
 from training.checkpoints import load_checkpoint
 from training.initial_weights import checkpoint_in, weights_of_checkpoint, with_prefix_removed
@@ -93,7 +93,7 @@ def find_files(args: argparse.Namespace, trained: Trained) -> ModelFiles:
     return find_model(name, needs_vae)
 
 
-def build_pipeline(args: argparse.Namespace, trained: Trained) -> StableDiffusionPipeline:
+def trained_pipeline(args: argparse.Namespace, trained: Trained) -> StableDiffusionPipeline:
     """The pipeline, on the CPU. ValueError: the checkpoint does not fit --model_name, or a part cannot be had."""
     files = find_files(args, trained)
     tokenizer = pipeline_tokenizer(args.tokenizer or trained.flags.get('tokenizer'))
@@ -108,8 +108,7 @@ def build_pipeline(args: argparse.Namespace, trained: Trained) -> StableDiffusio
     except RuntimeError as error:
         raise ValueError(f'--model_name {files.name} is not the model of {args.checkpoint} ({one_line(error)[:200]}); '
                          'give the one that was trained') from None
-    return StableDiffusionPipeline(vae, text_encoder, tokenizer, unet, sampling_scheduler(files.configs['scheduler']),
-                                   safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+    return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
 
 
 def build_decoder(args: argparse.Namespace, files: ModelFiles, trained: Trained) -> AutoencoderKL:
@@ -162,7 +161,7 @@ def export(args: argparse.Namespace) -> None:
             raise ValueError(f'CHECKPOINT {args.checkpoint} holds no whole checkpoint; give one, or the --save_folder '
                              'of a run')
         trained = read_trained(path)
-        build_pipeline(args, trained).save_pretrained(folder)
+        trained_pipeline(args, trained).save_pretrained(folder)
     print(summary(args, trained))
 
 

@@ -37,7 +37,7 @@ from parts.merge import merge_parts
 from parts.output import open_output
 from parts.writer import PartWriter
 from training.checkpoints import checkpoints
-from training.grid import labelled_grid
+from training.sampling import grid_of
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1
@@ -161,13 +161,13 @@ def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np
     return verdicts, drawn
 
 
-def figure(drawn: np.ndarray, captions: list[str], title: str) -> Image.Image:
-    """The first picture of each caption, enlarged, in one."""
+def figure(drawn: np.ndarray) -> Image.Image:
+    """The first picture of each caption, enlarged, in one: a row a colour, a column a place."""
     pictures = []
     for colours in drawn[:, 0]:  # (3, H, W)
         pixels = np.clip((colours + 1) * 127.5, 0, 255).round().astype(np.uint8).transpose(1, 2, 0)
         pictures.append(Image.fromarray(pixels).resize((128, 128), Image.Resampling.NEAREST))
-    return labelled_grid(pictures, captions, title)
+    return grid_of(pictures)
 
 
 def main() -> None:
@@ -185,9 +185,8 @@ def main() -> None:
         result['phase_1'], _ = drawn_after(folder, 1, captions)
         train(folder, 2, '--load_weights', str(folder / 'phase-1'))
         result['phase_2'], drawn = drawn_after(folder, 2, captions)
-    title = f'averaged weights after two phases: {result["phase_2"]["averaged"]["right"]:.0%} of the pictures are right'
     Path(sys.argv[1]).parent.mkdir(parents=True, exist_ok=True)
-    figure(drawn, captions, title).save(sys.argv[1])
+    figure(drawn).save(sys.argv[1])
     for phase in ('phase_1', 'phase_2'):
         for kind, verdict in result[phase].items():
             print(f'{phase}, {kind:<8} weights: {verdict["right"]:.1%} of the pictures are right, by chance '

@@ -1,16 +1,32 @@
-"""Drawing with classifier-free guidance (Ho and Salimans 2022), by diffusers' own scheduler and decoder."""
+"""Drawing with classifier-free guidance (Ho and Salimans 2022), by diffusers' own pipeline."""
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from PIL import Image
+from transformers import CLIPTextModel, PreTrainedTokenizerBase
 
 STEPS = 50
 GUIDANCE = 7.5  # how many times as far as the caption leads away from the empty one
 
 
-def sampling_scheduler(config: dict[str, Any]) -> DDIMScheduler:
-    """DDIM on the noise schedule of a training `config`, with the offset of Stable Diffusion's own pipelines."""
-    return DDIMScheduler.from_config(config, steps_offset=1, set_alpha_to_one=False, clip_sample=False)
+def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_config: dict[str, Any],
+                   text_encoder: CLIPTextModel | None = None,
+                   tokenizer: PreTrainedTokenizerBase | None = None) -> StableDiffusionPipeline:
+    """The pipeline of these parts, which draws with DDIM and shows no progress bar.
+
+    Args:
+        unet: as it is; nothing is copied or moved.
+        vae: that decodes.
+        scheduler_config: of the training's scheduler; the offset is that of Stable Diffusion's own pipelines.
+        text_encoder: None where states of it are given to each call instead of prompts.
+        tokenizer: None where there is no text encoder.
+    """
+    scheduler = DDIMScheduler.from_config(scheduler_config, steps_offset=1, set_alpha_to_one=False, clip_sample=False)
+    pipeline = StableDiffusionPipeline(vae, text_encoder, tokenizer, unet, scheduler, safety_checker=None,
+                                       feature_extractor=None, requires_safety_checker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def noise_of(number: int, seed: int, latent_size: int) -> torch.Tensor:
@@ -25,35 +41,32 @@ def noise_of(number: int, seed: int, latent_size: int) -> torch.Tensor:
     return torch.stack(pictures)
 
 
-@torch.no_grad()
-def denoise(unet: UNet2DConditionModel, scheduler: DDIMScheduler, noise: torch.Tensor, text: torch.Tensor,
+def denoise(pipeline: StableDiffusionPipeline, noise: torch.Tensor, text: torch.Tensor,
             empty_text: torch.Tensor) -> torch.Tensor:
     """Latents float32 (B, 4, H/8, W/8), of unit variance, after STEPS steps at GUIDANCE.
 
     Args:
-        unet: in eval mode.
-        scheduler: that of `sampling_scheduler`.
+        pipeline: whose UNet is in eval mode.
         noise: to start from, float32 (B, 4, H/8, W/8).
         text: states of the text encoder for the captions, float32 (B, 77, D).
         empty_text: the same for the empty caption, (1, 77, D).
     """
-    conditions = torch.cat([empty_text.expand_as(text), text])  # (2B, 77, D)
-    scheduler.set_timesteps(STEPS)
-    latents = noise * scheduler.init_noise_sigma
-    for timestep in scheduler.timesteps:
-        prediction = unet(torch.cat([latents, latents]), timestep, conditions).sample.float()  # (2B, 4, H/8, W/8)
-        without_caption, with_caption = prediction.chunk(2)
-        guided = without_caption + GUIDANCE * (with_caption - without_caption)
-        latents = scheduler.step(guided, timestep, latents).prev_sample
-    return latents
+    height, width = (8 * side for side in noise.shape[2:])
+    drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text.expand_as(text), latents=noise,
+                     height=height, width=width, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
+                     output_type='latent')
+    return drawn.images
 
 
 @torch.no_grad()
-def decode(vae: AutoencoderKL, latents: torch.Tensor, scaling_factor: float) -> torch.Tensor:
-    """Pictures uint8 (B, H, W, 3), on the CPU, of latents (B, 4, H/8, W/8); one at a time, to save memory."""
+def decode(pipeline: StableDiffusionPipeline, latents: torch.Tensor) -> list[Image.Image]:
+    """A picture of each of the latents (B, 4, H/8, W/8); one at a time, to save memory.
+
+    The pipeline itself decodes all at once, and cannot where the VAE is held in another precision than the latents.
+    """
+    vae = pipeline.vae
     pictures = []
     for latent in latents.split(1):
-        image = vae.decode((latent / scaling_factor).to(vae.dtype)).sample.float()  # (1, 3, H, W) in [-1, 1]
-        image = (image / 2 + 0.5).clamp(0, 1) * 255
-        pictures.append(image.round().to(torch.uint8).permute(0, 2, 3, 1).cpu())
-    return torch.cat(pictures)
+        image = vae.decode((latent / vae.config.scaling_factor).to(vae.dtype)).sample  # (1, 3, H, W) in [-1, 1]
+        pictures += pipeline.image_processor.postprocess(image.float(), output_type='pil')
+    return pictures

@@ -1,11 +1,14 @@
 """Where the curves of a run go: TensorBoard files, Weights & Biases."""
-import argparse
+import contextlib
+import datetime
+import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from composer.core import State
+from composer.core import Event, State
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
 from tqdm import tqdm
@@ -15,34 +18,15 @@ from inputs.errors import one_line
 REMEDY = 'run `wandb login`, or set WANDB_MODE=offline'
 
 
-def build_loggers(args: argparse.Namespace, settings: dict) -> list[LoggerDestination]:
+def build_loggers(settings: dict, tensorboard: str | None, wandb_name: str | None,
+                  wandb_project: str | None) -> list[LoggerDestination]:
     """Composer's loggers for the flags that are given; each keeps the `settings`. ValueError: W&B cannot start."""
     loggers = []
-    if args.tensorboard:
-        loggers.append(OneFileTensorboardLogger(args.tensorboard, settings))
-    if uses_wandb(args):
-        if dist.get_global_rank() == 0:
-            refuse_without_login(args)
-        loggers.append(OneLineWandBLogger(args, settings))
+    if tensorboard:
+        loggers.append(OneFolderTensorboardLogger(tensorboard, settings))
+    if wandb_name or wandb_project:
+        loggers.append(OneLineWandBLogger(wandb_name, wandb_project, settings))
     return loggers
-
-
-def uses_wandb(args: argparse.Namespace) -> bool:
-    return bool(args.wandb_name or args.wandb_project)
-
-
-def wandb_flag(args: argparse.Namespace) -> str:
-    """The flag that asks for W&B, with its value."""
-    if args.wandb_name:
-        return f'--wandb_name {args.wandb_name}'
-    return f'--wandb_project {args.wandb_project}'
-
-
-def refuse_without_login(args: argparse.Namespace) -> None:
-    """ValueError: W&B would ask for a key on the terminal."""
-    import wandb
-    if os.environ.get('WANDB_MODE', 'online') == 'online' and not wandb.api.api_key:
-        raise ValueError(f'{wandb_flag(args)}: not logged in to Weights & Biases; {REMEDY}')
 
 
 class GoesOn:
@@ -52,25 +36,19 @@ class GoesOn:
     """
     _has_failed = False
 
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            super().run_event(event, state, logger)
+        else:
+            self._try(super().run_event, event, state, logger)
+
     def log_metrics(self, *arguments, **named) -> None:
         self._try(super().log_metrics, *arguments, **named)
 
     def log_images(self, *arguments, **named) -> None:
         self._try(super().log_images, *arguments, **named)
 
-    def batch_end(self, state: State, logger: Logger) -> None:
-        self._try(super().batch_end, state, logger)
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self._try(super().epoch_end, state, logger)
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        self._try(super().eval_end, state, logger)
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        self._try(super().fit_end, state, logger)
-
-    def close(self, state: State, logger: Logger) -> None:
+    def close(self, state: State, logger: Logger) -> None:  # which no event calls
         self._try(super().close, state, logger)
 
     def _try(self, method: Callable, *arguments, **named) -> None:
@@ -89,15 +67,23 @@ class OneLineWandBLogger(GoesOn, WandBLogger):
     It alone starts the run: a second start leaves a folder without a run, to which `wandb/latest-run` points.
 
     Args:
-        args: with --wandb_name and --wandb_project.
+        name: of the run, as --wandb_name gives it.
+        project: as --wandb_project gives it.
         settings: of the run, kept as its configuration.
     """
 
-    def __init__(self, args: argparse.Namespace, settings: dict):
+    def __init__(self, name: str | None, project: str | None, settings: dict):
+        self.flag = f'--wandb_name {name}' if name else f'--wandb_project {project}'
+        if dist.get_global_rank() == 0:
+            self._refuse_without_login()
         quiet = {'quiet': True}  # else 70 lines at the end push the result out of sight
-        super().__init__(project=args.wandb_project, name=args.wandb_name,
-                         init_kwargs={'config': settings, 'settings': quiet})
-        self.flag = wandb_flag(args)
+        super().__init__(project=project, name=name, init_kwargs={'config': settings, 'settings': quiet})
+
+    def _refuse_without_login(self) -> None:
+        """ValueError: W&B would ask for a key on the terminal."""
+        import wandb
+        if os.environ.get('WANDB_MODE', 'online') == 'online' and not wandb.api.api_key:
+            raise ValueError(f'{self.flag}: not logged in to Weights & Biases; {REMEDY}')
 
     def init(self, state: State, logger: Logger) -> None:
         import wandb
@@ -108,43 +94,52 @@ class OneLineWandBLogger(GoesOn, WandBLogger):
 
     def keep_record(self, record: dict) -> None:
         """The record as the summary of the run."""
-        if dist.get_global_rank() == 0:
-            import wandb
-            wandb.run.summary.update(record)
+        import wandb
+        wandb.run.summary.update(record)
 
 
-class OneFileTensorboardLogger(GoesOn, TensorboardLogger):
-    """Composer's logger, with settings and record beside the curves, all in one file for each run.
+class OneFolderTensorboardLogger(GoesOn, TensorboardLogger):
+    """Composer's logger with settings and record beside the curves, all in one file of one folder for each run.
 
-    Composer begins another file at each flush, for an upload to an object store that is not used here.
+    Composer names the folder at random, begins another file at each flush, for an upload to an object store that is not
+    used here, and another folder within the folder at each evaluation, for hyperparameters that it alone has set.
 
     Args:
         log_dir: folder that a folder for each run is made in.
-        settings: of the run, shown as text.
+        settings: of the run, shown as text; model and size name the folder.
     """
 
     def __init__(self, log_dir: str, settings: dict):
-        super().__init__(log_dir=log_dir)
+        super().__init__(log_dir)
         self.settings = settings
 
     def init(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
-            super().init(state, logger)
+            model = Path(self.settings['model_name']).resolve().name
+            self.run_name = new_folder(self.log_dir, f'{model}-{self.settings["image_size"]}px').name
+            self._initialize_summary_writer()
             self.writer.add_text('settings', as_markdown(self.settings))
 
     def keep_record(self, record: dict) -> None:
         """The record as text."""
-        if dist.get_global_rank() == 0:
-            self.writer.add_text('record', as_markdown(record))
+        self.writer.add_text('record', as_markdown(record))
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        self._flush(logger)
 
     def _flush(self, logger: Logger) -> None:
         if self.writer is not None:
             self.writer.flush()
 
-    def close(self, state: State, logger: Logger) -> None:
-        if self.writer is not None:
-            self._try(self.writer.close)
-        self.writer = None
+
+def new_folder(parent: str, name: str) -> Path:
+    """A folder in `parent` that was not there: `name` with the local time, and a number where that is taken."""
+    dated = f'{name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}'
+    for ending in itertools.chain([''], map('-{}'.format, itertools.count(2))):
+        path = Path(parent, dated + ending)
+        with contextlib.suppress(FileExistsError):  # of a run that began in the same second
+            path.mkdir(parents=True)
+            return path
 
 
 def as_markdown(content: dict) -> str:
@@ -154,8 +149,10 @@ def as_markdown(content: dict) -> str:
 
 def log_record(loggers: Sequence[LoggerDestination], record: dict) -> None:
     """Give the record to those that keep one."""
+    if dist.get_global_rank() != 0:
+        return
     for logger in loggers:
-        if not isinstance(logger, (OneLineWandBLogger, OneFileTensorboardLogger)):
+        if not isinstance(logger, GoesOn):
             continue
         try:
             logger.keep_record(record)

@@ -1,5 +1,6 @@
 """--sample_prompts: what the model draws while it is trained."""
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -9,15 +10,16 @@ from composer import Algorithm, Callback, ComposerModel
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
+from diffusers.utils import make_image_grid
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
 from measuring.measurement import Measurement
-from models.loading import build_vae, find_model
-from models.sampling import GUIDANCE, STEPS, decode, denoise, noise_of, sampling_scheduler
-from training.grid import labelled_grid
+from models.loading import ModelFiles, build_vae
+from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
 from training.own_files import written_whole
 from training.ranks import SECONDS_FOR_DRAWINGS, patient_group
 
@@ -25,25 +27,28 @@ MOST_PROMPTS = 100  # a longer file is a mistake: its pictures would take hours 
 
 
 class Sampling(Callback):
-    """Draws a picture of each prompt at each interval and at the end of a run: a labelled PNG, which also is logged.
+    """Draws a picture of each prompt at each interval and at the end of a run: a grid, kept as a PNG and logged.
 
-    Rank 0 draws between two batches, with the averaged weights where there are any, and from the same noise each time.
-    The other ranks wait for it. A drawing that fails is warned of, and the training goes on.
+    The pictures stand in rows, in the order of the prompts, which the PNG holds as text. Rank 0 draws between
+    two batches, with the averaged weights where there are any, and from the same noise each time. The other ranks wait
+    for it. A drawing that fails is warned of, and the training goes on.
 
     Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
     is neither run nor compiled anew.
 
     Args:
         args: of benchmark.py, with the flags for sampling.
-        model: a StableDiffusion; where it trains on latents, the VAE of --model_name decodes.
+        model: a StableDiffusion; where it trains on latents, the VAE of `files` decodes.
+        files: of the model.
         measurement: of the run, which counts the seconds apart.
         ema: the algorithm that keeps the average; None where there is none.
     """
 
-    def __init__(self, args: argparse.Namespace, model: ComposerModel, measurement: Measurement,
+    def __init__(self, args: argparse.Namespace, model: ComposerModel, files: ModelFiles, measurement: Measurement,
                  ema: Algorithm | None):
         self.args = args
         self.model = model
+        self.files = files
         self.measurement = measurement
         self.ema = ema
         self.prompts = read_prompts(args.sample_prompts)
@@ -62,8 +67,7 @@ class Sampling(Callback):
         self._noise = noise_of(len(self.prompts), self.args.seed, self.args.image_size // 8).to(device)
         self._vae = self.model.vae
         if self._vae is None:
-            files = find_model(self.args.model_name, self.args.pretrained)
-            self._vae = build_vae(files, self.args.encoder_precision).to(device)
+            self._vae = build_vae(self.files, self.args.encoder_precision).to(device)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._draw_if_due(Event.BATCH_CHECKPOINT, state, logger)
@@ -90,19 +94,21 @@ class Sampling(Callback):
         unet, kind = self.model.unet, 'live'
         if self.ema is not None and self.ema.ema_started:
             unet, kind = self.ema.get_ema_model(self.model).unet, 'averaged'
-        pictures = self.draw(unet, microbatch)
-        title = f'batch {batch:,}, {kind} weights, guidance {GUIDANCE}, {STEPS} steps'
-        grid = labelled_grid(pictures, self.prompts, title)
+        grid = grid_of(self.draw(unet, microbatch))
+        text = PngInfo()
+        for key, value in (('prompts', '\n'.join(self.prompts)), ('weights', kind), ('guidance', GUIDANCE),
+                           ('steps', STEPS)):
+            text.add_itxt(key, str(value))
         path = Path(self.args.sample_folder, f'ba{batch}.png')
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as file:
-            grid.save(file, 'PNG')
+            grid.save(file, 'PNG', pnginfo=text)
         logger.log_images(np.array(grid), 'samples', channels_last=True, use_table=False)
 
     def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
         """A picture of each prompt, with no more at once in the UNet than in training, where gradients come on top."""
         at_once = max(1, microbatch // 2)  # each is there with its caption and without
-        scheduler = sampling_scheduler(self.model.scheduler.config)
+        pipeline = build_pipeline(unet, self._vae, self.model.scheduler.config)
         pictures = []
         was_training = unet.training
         unet.eval()
@@ -112,11 +118,20 @@ class Sampling(Callback):
                     with get_precision_context(self.args.precision):
                         text = self.model.text_states(tokens)
                         empty_text = self.model.text_states(self._tokens[:1])
-                        latents = denoise(unet, scheduler, noise, text, empty_text)
-                    pictures.extend(decode(self._vae, latents, self.model.scaling_factor).numpy())
+                        latents = denoise(pipeline, noise, text, empty_text)
+                    pictures += decode(pipeline, latents)
         finally:
             unet.train(was_training)
-        return [Image.fromarray(picture) for picture in pictures]
+        return pictures
+
+
+def grid_of(pictures: list[Image.Image]) -> Image.Image:
+    """The pictures, which have one size, in rows that make about a square; what is left of the last row is white."""
+    columns = math.ceil(math.sqrt(len(pictures)))
+    rows = math.ceil(len(pictures) / columns)
+    empty = Image.new('RGB', pictures[0].size, 'white')
+    filled = [*pictures, *[empty] * (rows * columns - len(pictures))]
+    return make_image_grid(filled, rows, columns)
 
 
 def read_prompts(path: str) -> list[str]:

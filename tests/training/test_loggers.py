@@ -1,13 +1,15 @@
 """The curves of a run, at Weights & Biases and in TensorBoard's files."""
 import contextlib
 import json
+import re
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmark import main
 from tests.runs import TINY, one_error_line, wait_until
-from training.loggers import OneFileTensorboardLogger
+from tests.samples import encoded, picture, write_shards
+from training.loggers import OneFolderTensorboardLogger, new_folder
 
 
 def test_a_run_leaves_its_record_and_nothing_else_without_the_flags_of_a_logger(plain_run):
@@ -50,10 +52,10 @@ def test_wandb_offline_holds_the_curves_the_settings_and_the_record(tmp_path, re
 def test_a_logger_that_fails_does_not_take_the_record_with_it(results, tmp_path, monkeypatch, capfd):
     def fail(*_):
         raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(OneFileTensorboardLogger, 'keep_record', fail)
+    monkeypatch.setattr(OneFolderTensorboardLogger, 'keep_record', fail)
     record = main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
     assert json.loads(results.read_text()) == record and record['status'] == 'complete'
-    assert 'OneFileTensorboardLogger did not take the record' in capfd.readouterr().err
+    assert 'OneFolderTensorboardLogger did not take the record' in capfd.readouterr().err
 
 
 def test_wandb_without_login_is_one_line(results, capfd, monkeypatch, tmp_path):
@@ -65,17 +67,27 @@ def test_wandb_without_login_is_one_line(results, capfd, monkeypatch, tmp_path):
     assert '--wandb_name x' in error and 'wandb login' in error
 
 
-def test_one_tensorboard_file_holds_the_loss_the_settings_and_the_record(tmp_path, shards, results):
+def test_one_tensorboard_file_in_a_folder_of_models_name_size_and_date_holds_loss_settings_and_record(tmp_path, shards,
+                                                                                                      results):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    held_out = write_shards(tmp_path / 'held', [{'jpg': encoded(picture(1)), 'caption': 'held out'}] * 4)
     record = main(['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration', '2ep',
-                   '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
-    [file] = tmp_path.glob('board/**/events*')
+                   '--eval_remote', held_out, '--eval_interval', '1ep', '--tensorboard', str(tmp_path / 'board'),
+                   '--results', str(results)])
+    [folder] = (tmp_path / 'board').iterdir()
+    assert re.fullmatch(r'tiny-64px-20\d\d-\d\d-\d\d-\d{6}', folder.name)
+    [file] = folder.iterdir()
     events = EventAccumulator(str(file)).Reload()
     assert len(events.Scalars('loss/train/total')) == 6
+    assert len(events.Scalars('metrics/eval/MeanSquaredError')) == record['evaluations'] == 2
     for name, content in (('settings', {'batch_size': 8, 'image_size': 64}), ('record', record)):
         [text] = events.Tensors(f'{name}/text_summary')
         shown = json.loads(text.tensor_proto.string_val[0])
         assert shown.items() >= content.items()
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path):
+    assert len({new_folder(str(tmp_path / 'board'), 'tiny-64px') for _ in range(5)}) == 5
 
 
 def test_a_logger_that_fails_while_it_trains_is_warned_of_once_and_the_training_goes_on(results, tmp_path, monkeypatch,
@@ -85,4 +97,4 @@ def test_a_logger_that_fails_while_it_trains_is_warned_of_once_and_the_training_
     monkeypatch.setattr(SummaryWriter, 'add_scalar', fail)
     record = main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
     assert record['status'] == 'complete'
-    assert capfd.readouterr().err.count('warning: OneFileTensorboardLogger failed (OSError: [Errno 28] No space') == 1
+    assert capfd.readouterr().err.count('warning: OneFolderTensorboardLogger failed (OSError: [Errno 28] No space') == 1

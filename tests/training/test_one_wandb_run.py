@@ -1,5 +1,4 @@
 """Weights & Biases sees one run, in one folder, which `wandb sync wandb/latest-run` finds."""
-import argparse
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,8 +32,7 @@ def test_a_run_that_does_not_start_is_one_line(monkeypatch):
     def refuse(**_):
         raise wandb.errors.CommError('no\nroute')
     monkeypatch.setattr(wandb, 'init', refuse)
-    args = argparse.Namespace(tensorboard=None, wandb_name=None, wandb_project='y')
-    [logger] = build_loggers(args, {'seed': 17})
+    [logger] = build_loggers({'seed': 17}, tensorboard=None, wandb_name=None, wandb_project='y')
     with pytest.raises(ValueError, match=r'^--wandb_project y: .*not start \(no route\); .*WANDB_MODE=offline$'):
         logger.init(SimpleNamespace(run_name='run'), None)
 

@@ -1,29 +1,33 @@
 """What a run draws is what diffusers' own pipeline draws, and the run trains as if it had drawn nothing."""
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
 from PIL import Image
+from transformers import CLIPTextModel
 
-from benchmark import main
+from benchmark import StableDiffusion, main
 from export import main as export
+from inputs.captions import pipeline_tokenizer
+from measuring.measurement import Measurement
+from models.loading import find_model
 from models.sampling import GUIDANCE, STEPS, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
 from tests.runs import TINY, assert_same_training, one_error_line
-from training.grid import LEAST_WIDTH, LINE_HEIGHT, MARGIN
 from training.sampling import Sampling
 
-PROMPTS = ['a red square', 'Wow! a blue one', 'a long caption that needs more than one line under its picture']
+PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
 
 
 @pytest.fixture(scope='module')
 def prompts(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp('prompts') / 'prompts.txt'
-    path.write_text('\n'.join([PROMPTS[0], '', *PROMPTS[1:], '']))
+    path.write_text('\n'.join([PROMPTS[0], '', *PROMPTS[1:], '']), encoding='utf-8')
     return str(path)
 
 
@@ -39,10 +43,8 @@ def kept(folder: Path) -> list[str]:
 def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
     """Those in the grid of three prompts, int (size, size, 3)."""
     grid = np.asarray(Image.open(path), dtype=int)
-    cell = LEAST_WIDTH + MARGIN
-    row = (grid.shape[0] - LINE_HEIGHT - 2 * MARGIN) // 2
-    corners = [(LINE_HEIGHT + 2 * MARGIN + row * (index // 2), MARGIN + cell * (index % 2)) for index in range(3)]
-    return [grid[top:top + size, left:left + size] for top, left in corners]
+    assert grid.shape == (2 * size, 2 * size, 3) and (grid[size:, size:] == 255).all()
+    return [grid[top:top + size, left:left + size] for top, left in ((0, 0), (0, size), (size, 0))]
 
 
 def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
@@ -70,6 +72,9 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
     [file] = tmp_path.glob('board/**/events*')
     [image] = EventAccumulator(str(file)).Reload().Images('samples')
     assert image.step == 6 and (image.width, image.height) == Image.open(drawing / 'drawn' / 'ba6.png').size
+
+    text = Image.open(drawing / 'drawn' / 'ba6.png').text
+    assert text['prompts'].splitlines() == PROMPTS and text['weights'] == 'averaged'
 
     # and what it drew is what diffusers' pipeline draws, by the average and not by the live weights
     for flags in ([], ['--live']):
@@ -101,6 +106,33 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
     export([str(tmp_path / 'kept-latents'), str(tmp_path / 'out'), '--pretrained'])
     for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
+
+
+def test_drawing_leaves_modes_random_state_and_terminal_alone_with_encoders_in_another_precision(model_folder, prompts,
+                                                                                                 capfd):
+    files = find_model(model_folder, pretrained=True)
+    model = StableDiffusion(image_size=64, encoder_precision='bf16', files=files).train()
+    args = Namespace(sample_prompts=prompts, sample_interval='1ba', tokenizer=None, seed=17, image_size=64,
+                     precision='fp32')
+    sampling = Sampling(args, model, files, Measurement(1, None), None)
+    sampling._prepare(torch.device('cpu'))
+    modes = {name: part.training for name, part in model.named_modules()}
+    state = torch.get_rng_state()
+    capfd.readouterr()
+    pictures = sampling.draw(model.unet, 4)
+    assert capfd.readouterr() == ('', '')
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {name: part.training for name, part in model.named_modules()} == modes
+
+    scheduler = DDIMScheduler.from_pretrained(model_folder, subfolder='scheduler', steps_offset=1,
+                                              set_alpha_to_one=False, clip_sample=False)
+    pipeline = StableDiffusionPipeline(
+        AutoencoderKL.from_pretrained(model_folder, subfolder='vae'),
+        CLIPTextModel.from_pretrained(model_folder, subfolder='text_encoder'), pipeline_tokenizer(), model.unet.eval(),
+        scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+    theirs = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=STEPS, guidance_scale=GUIDANCE).images
+    for ours, expected in zip(pictures, theirs, strict=True):
+        assert np.abs(np.asarray(ours, int) - np.asarray(expected, int)).mean() < 4  # of bfloat16
 
 
 @pytest.mark.long
