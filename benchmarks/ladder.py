@@ -20,12 +20,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from fitting.switch_table import SWITCHES, switch_of
+
 ROOT = Path(__file__).parent.parent
 SECONDS_FOR_REPORT = 60
 SECONDS_TO_END = 30  # for a run that is told to
 # Guesses, until a rung of the kind has run: the start, the search for the microbatch, the compiler, and 45 batches.
 SECONDS = {'eager': 160, 'compiled': 340, 'autotuned': 900}
-WITHOUT_FAULTS = 91501  # the version of cuDNN since which its attention is right for every length
 PROBE = ('import torch; print(torch.cuda.device_count(), torch.backends.cudnn.version() or 0, '
          'torch.cuda.get_device_name() if torch.cuda.is_available() else "")')
 
@@ -81,22 +84,8 @@ def rungs(machine: Machine) -> list[Rung]:
         Rung('1.3 to 1.5 times as fast as the same on images, by arithmetic without the VAE', BEST, 'search', latents),
         Rung('most of what the compiler gives, without its minutes', EAGER),
         Rung('the recipe of the published 16 images/s on an A100', ORIGINAL, 4),
-        # each switch alone, on the defaults
-        Rung('15 to 30 %: NVIDIA saw 6 % of inductor after 23 % of channels_last', [*PLAIN, '--compile']),
-        Rung('5 to 15 %, and a quarter less memory for activations', [*PLAIN, '--half_precision_norms']),
-        Rung('the same as the defaults on an A100, where flash comes first', [*PLAIN, '--attention', 'flash']),
-        Rung('2 to 5 %, where FlashAttention 3 is built', [*PLAIN, '--attention', 'xformers']),
-        Rung('1 to 5 %', [*PLAIN, '--cudnn_benchmark']),
-        Rung('1 to 4 % at a microbatch of 4: 5 GB less to read and write for each', [*PLAIN, '--cast_weights_once']),
-        Rung('the speed of --compile within 5 %, with a start several times as short',
-             [*PLAIN, '--compile', '--compile_blocks']),
-        Rung('0 to 2 % over --compile; it may not run', [*PLAIN, '--compile', 'reduce-overhead'], whole=True),
-        Rung('0 to 5 % over --compile', [*PLAIN, '--compile', 'max-autotune-no-cudagraphs']),
     ]
-    if machine.cudnn >= WITHOUT_FAULTS:
-        found.append(Rung('2 to 5 %', [*PLAIN, '--attention', 'cudnn']))
-    if machine.gpus > 1:
-        found.append(Rung('0 to 1 % within a node; 2 to 4 % at 128 GPUs', [*PLAIN, '--allreduce_precision', 'bf16']))
+    found += sorted(rungs_of_switches(machine), key=lambda rung: SECONDS[rung.kind])  # what takes long comes later
     bf16 = ['--precision', 'amp_bf16', '--no-channels_last', '--no-compile', '--encoder_precision']
     return found + [
         # what the defaults changed, one after the other, from the recipe of the original
@@ -108,6 +97,23 @@ def rungs(machine: Machine) -> list[Rung]:
              [*bf16, 'bf16'], 4),
         Rung("the closest to MLPerf's 149.6 images/s on an H200", BEST, 'search', latents, ema=False),
     ]
+
+
+def rungs_of_switches(machine: Machine) -> list[Rung]:
+    """Each switch alone, on the defaults, at each of its values that has an expectation and can run here."""
+    found = []
+    for switch in SWITCHES:
+        for value in switch.values:
+            if value.expectation is None:
+                continue
+            if value.cudnn is not None and machine.cudnn < value.cudnn:
+                continue
+            if value.several_devices and machine.gpus == 1:
+                continue
+            needed = switch_of(switch.needs).as_flags(True) if switch.needs else []
+            flags = [*PLAIN, *needed, *switch.as_flags(value.value)]
+            found.append(Rung(value.expectation, flags, whole=value.whole_batch is not None))
+    return found
 
 
 def flags_of(rung: Rung, args: argparse.Namespace, machine: Machine, plain_microbatch: int | None) -> list[str]:

@@ -16,13 +16,14 @@ from composer.utils import dist
 from cli.defaults import INTERVALS, is_for_gpus, workers_that_fit
 from cli.early_checks import number_of_devices, refuse_early_training
 from cli.options import split_time
+from fitting import switch_table
+from fitting.switch_table import Value
 from inputs.shards import parse_size
 from measuring.measurement import total_batches
 from measuring.tracing import TRACE_WARMUP, TRACED_BATCHES
 from training.checkpoints import checkpoints, from_storage
 from training.sampling import read_prompts
 
-FIRST_SOUND_CUDNN = 91501  # 9.15.1; before it, attention over lengths that no 128 divides can give gradients of NaN
 BATCHES_OR_EPOCHS = ('ba', 'ep')
 
 
@@ -39,8 +40,6 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
     refuse_bad_microbatch(args)
     if args.dry_run is not None:
         return
-    if args.attention == 'xformers' and not (torch.cuda.is_available() and importlib.util.find_spec('xformers')):
-        raise ValueError('--attention xformers needs a GPU and the package xformers; use sdpa')
     if args.precision != 'fp32' and not (torch.cuda.is_available() or args.loader_only):
         raise ValueError(f'--precision {args.precision}: Composer trains in fp32 where there is no GPU; use fp32')
     refuse_bad_switches(args)
@@ -59,16 +58,26 @@ def refuse_bad_training(args: argparse.Namespace) -> None:
 
 
 def refuse_bad_switches(args: argparse.Namespace) -> None:
-    """ValueError: a switch would do nothing, and the record say that it was on; or it cannot work."""
-    for flag in ('half_precision_norms', 'cast_weights_once'):
-        if getattr(args, flag) and args.precision == 'fp32':
-            raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
-    if 'cudnn' in args.attention.split(',') and torch.cuda.is_available():
-        refuse_faulty_cudnn(args.attention)
-    single_microbatch = args.device_train_microbatch_size == args.batch_size // dist.get_world_size()
-    if args.compile == 'reduce-overhead' and not single_microbatch:
-        raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
-                         'overwrite; use a --device_train_microbatch_size that is a device\'s whole share of the batch')
+    """Raises ValueError if a switch would do nothing, and the record say that it was on, or if it cannot work here."""
+    has_one_microbatch = args.device_train_microbatch_size == args.batch_size // dist.get_world_size()
+    for switch in switch_table.SWITCHES:
+        given = getattr(args, switch.flag)
+        if switch.needs_half_precision and args.precision == 'fp32' and given:
+            raise ValueError(f'--{switch.flag} does nothing in --precision fp32; leave it out')
+        for value in switch.values_in(given):
+            flags = ' '.join(switch.as_flags(given))
+            refuse_missing_package(flags, value)
+            refuse_faulty_cudnn(flags, value)
+            if value.whole_batch and not has_one_microbatch:
+                raise ValueError(f'{flags} {value.whole_batch}; use a --device_train_microbatch_size that is a '
+                                 "device's whole share of the batch")
+
+
+def refuse_missing_package(flags: str, value: Value) -> None:
+    """Raises ValueError if the value of a switch needs a package that is not there, or has no GPU to work on."""
+    package = value.package
+    if package and not (torch.cuda.is_available() and importlib.util.find_spec(package)):
+        raise ValueError(f'{flags} needs a GPU and the package {package}; {value.remedy}')
 
 
 def refuse_bad_microbatch(args: argparse.Namespace) -> None:
@@ -78,13 +87,19 @@ def refuse_bad_microbatch(args: argparse.Namespace) -> None:
                          f'{args.batch_size // number_of_devices(args)}')
 
 
-def refuse_faulty_cudnn(attention: str) -> None:
-    """ValueError: --attention names cuDNN, and the one that torch has loaded has faults in its attention."""
+def refuse_faulty_cudnn(flags: str, value: Value) -> None:
+    """Raises ValueError if the value of a switch uses what the cuDNN that torch has loaded does wrong."""
+    if value.cudnn is None or not torch.cuda.is_available():
+        return
     version = torch.backends.cudnn.version()
-    if version is not None and version < FIRST_SOUND_CUDNN:
-        found = f'{version // 10000}.{version // 100 % 100}.{version % 100}'
-        raise ValueError(f'--attention {attention} needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
-                         f'{found}, whose attention has faults at lengths that no 128 divides; leave cudnn out')
+    if version is not None and version < value.cudnn:
+        raise ValueError(f'{flags} needs cuDNN {cudnn_in_words(value.cudnn)} or newer, and torch {torch.__version__} '
+                         f'has {cudnn_in_words(version)}, {value.faults}; {value.remedy}')
+
+
+def cudnn_in_words(version: int) -> str:
+    """A version of cuDNN as torch gives it, such as 91501, as people write it, such as 9.15.1."""
+    return f'{version // 10000}.{version // 100 % 100}.{version % 100}'
 
 
 def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None:

@@ -7,6 +7,8 @@ import torch
 from composer.utils import dist
 
 from cli.early_checks import number_of_devices
+from fitting import switch_table
+from fitting.switch_table import Situation
 from inputs.sample_size import bytes_of_sample, most_bytes_of_sample
 from inputs.shared_memory import free_bytes
 from inputs.timed_loader import queued_batches
@@ -39,8 +41,6 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
     fill_in_shared_defaults(args, device_batch, args.precision)
     args.keeps_nothing = bool(args.max_duration) and not args.save_folder
     fill_in_duration(args)
-    if args.compile_blocks is None:
-        args.compile_blocks = compiles_blocks(args)
     if args.use_ema:
         args.ema_half_life = args.ema_half_life or '1000ba'
     for flag, place in (('save_interval', args.save_folder), ('eval_interval', args.eval_remote),
@@ -51,13 +51,12 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
         args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it
 
 
-def compiles_blocks(args: argparse.Namespace) -> bool:
-    """Whether --compile goes by blocks unless it is told: where several devices exchange gradients.
-
-    A whole UNet has all its gradients at once, at the end of its backward pass; of blocks those of one travel while
-    those of the next are computed. CUDA graphs stay whole: they are tied to the weights, which blocks differ in.
-    """
-    return bool(args.compile) and args.compile != 'reduce-overhead' and number_of_devices(args) > 1
+def fill_in_switches(args: argparse.Namespace) -> None:
+    """The switches that were not given, by what they depend on."""
+    situation = Situation(is_for_gpus(args), number_of_devices(args), args.compile)
+    for switch in switch_table.SWITCHES:
+        if getattr(args, switch.flag, '') is None:  # encode.py has some of them alone
+            setattr(args, switch.flag, switch.default_in(situation))
 
 
 def fill_in_duration(args: argparse.Namespace) -> None:
@@ -81,8 +80,7 @@ def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precisi
     """
     read_local_in_place(args)
     args.encoder_precision = args.encoder_precision or HALF_PRECISION[precision]
-    if args.channels_last is None:
-        args.channels_last = is_for_gpus(args)
+    fill_in_switches(args)
     args.num_workers_by_default = args.num_workers is None
     if args.num_workers_by_default:
         args.num_workers = 0

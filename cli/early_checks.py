@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from cli.options import Parser
+from fitting import switch_table
 from inputs.errors import one_line
 from parts.names import held_out_beside
 
@@ -22,7 +23,7 @@ TRAINING_PACKAGES = ('torch', 'composer', 'streaming', 'diffusers')
 REPORT_PACKAGES = ('pandas', 'tabulate')
 # A flag that does nothing without another.
 NEEDED_FLAGS = {'ema_half_life': 'use_ema', 'ema_start': 'use_ema', 'eval_interval': 'eval_remote',
-                'sample_interval': 'sample_prompts', 'autoresume': 'save_folder', 'compile_blocks': 'compile'}
+                'sample_interval': 'sample_prompts', 'autoresume': 'save_folder'}
 
 
 def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
@@ -191,9 +192,10 @@ def refuse_bad_modes(args: argparse.Namespace) -> None:
     """ValueError: two flags contradict each other, or one of them would do nothing."""
     if args.dry_run is not None and args.loader_only:
         raise ValueError('--dry_run speaks of a training, --loader_only measures a loader; give one of them')
-    if args.cast_weights_once and args.compile:
-        raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights themselves; '
-                         'leave one out')
+    for switch in switch_table.SWITCHES:
+        other = switch.useless_with
+        if other and getattr(args, switch.flag) and getattr(args, other):
+            raise ValueError(f'--{switch.flag} does nothing with --{other}, {switch.useless_because}; leave one out')
     if args.profile and args.loader_only:
         raise ValueError(f'--profile {args.profile} traces training; leave out --loader_only')
     if args.sample_prompts and not args.pretrained and args.model_name != 'tiny':
@@ -205,7 +207,8 @@ def refuse_bad_modes(args: argparse.Namespace) -> None:
 
 def refuse_flags_alone(args: argparse.Namespace) -> None:
     """ValueError: a flag is given without the one that it says something of."""
-    for flag, needed in NEEDED_FLAGS.items():
+    needed_by_switches = {switch.flag: switch.needs for switch in switch_table.SWITCHES if switch.needs}
+    for flag, needed in (NEEDED_FLAGS | needed_by_switches).items():
         value = getattr(args, flag)
         if value and not getattr(args, needed):
             given = f'--{flag}' if value is True else f'--{flag} {value}'

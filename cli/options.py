@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fitting.switch_table import ATTENTION_BACKENDS, COMPILE_MODES
+from fitting import switch_table
+from fitting.switch_table import Switch
 from inputs.hub import SD2_BASE
 from measuring.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Phase
 from measuring.versions import git_commit, package_versions
@@ -193,15 +194,6 @@ def shard_size(text: str) -> int:
     return size
 
 
-def attention(text: str) -> str:
-    """An argparse type: sdpa, xformers, or some of torch's kernels in an order of one's own, such as cudnn,flash."""
-    names = text.split(',')
-    if text not in ('sdpa', 'xformers') and (not set(names) <= set(ATTENTION_BACKENDS) or len(set(names)) < len(names)):
-        raise argparse.ArgumentTypeError(f'{text} is not sdpa, xformers, or a list such as '
-                                         f'{",".join(ATTENTION_BACKENDS)}')
-    return text
-
-
 def benchmark_parser(description: str) -> Parser:
     """The command line of benchmark.py."""
     parser = Parser('benchmark.py', description, GROUPS)
@@ -342,12 +334,9 @@ def add_shared_flags(parser: Parser) -> None:
     add = parser.groups['speed'].add_argument
     add('--encoder_precision', choices=['bf16', 'fp16', 'fp32'], help='of the frozen encoders; in training, fp32 '
         'holds their weights in float32 and computes in --precision (default: the half precision of --precision)')
-    add('--channels_last', action=argparse.BooleanOptionalAction, help='memory format of the convolutions (default: on '
-        'where there is a GPU)')
-    add('--compile', nargs='?', const=True, default=False, choices=COMPILE_MODES, metavar='MODE', help='compile the '
-        "UNet, the VAE's encoder and the text encoder, which takes minutes at the start, in torch's default mode or in "
-        f'one of {", ".join(COMPILE_MODES)} (default: off)')
-    add('--no-compile', dest='compile', action='store_const', const=False, help='compile nothing (the default)')
+    for switch in switch_table.SWITCHES:
+        if switch.in_encoding:
+            add_switch(parser.groups['speed'], switch)
 
     add = parser.groups['measurement'].add_argument
     add('--warmup_batches', type=count, default=3, help='batches before the clock starts (default: 3)')
@@ -373,30 +362,32 @@ def add_training_data_flags(group) -> None:
 
 def add_training_speed_flags(group) -> None:
     add = group.add_argument
-    switch = argparse.BooleanOptionalAction
     add('--device_train_microbatch_size', metavar='N', help="images that go through the model at once; must divide the "
         "device's share of the batch (default: auto, the largest that fits, found by trying before the run; on a CPU "
         'the whole share)')
     add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; on GPUs since the A100 fp32 '
         'multiplies as TF32, which keeps 10 bits of the fraction (default: amp_bf16 on a GPU that has it, amp_fp16 on '
         'another GPU, fp32 on a CPU)')
-    add('--attention', type=attention, default='sdpa', metavar='WHICH', help="sdpa, torch's attention; a list of its "
-        f'kernels in the order to try them in the UNet, of {",".join(ATTENTION_BACKENDS)}, the others after them; or '
-        'xformers, that of the package (default: sdpa)')
-    add('--half_precision_norms', action=switch, default=False, help="compute the norms of the UNet and of the "
-        "VAE's encoder in the half precision of --precision instead of float32 (default: off)")
-    add('--cast_weights_once', action=switch, default=False, help="cast the UNet's weights to half precision once for "
-        'a batch instead of for each microbatch (default: off)')
-    add('--cudnn_benchmark', action=switch, default=False, help='let cuDNN try its algorithms for each new shape and '
-        'keep the fastest (default: off)')
-    add('--compile_blocks', action=switch, help="with --compile: compile each kind of the UNet's blocks once instead "
-        'of the whole UNet, for a shorter start, and so that devices exchange the gradients of one while those of the '
-        'next are computed (default: on with --compile on several devices, unless in the mode reduce-overhead)')
-    add('--allreduce_precision', choices=['fp32', 'bf16'], default='fp32', help='in which GPUs exchange gradients '
-        '(default: fp32)')
-    add('--gradient_checkpointing', action=switch, default=False, help='less memory for about a third more arithmetic '
-        '(default: off)')
-    add('--fused_optimizer', action=switch, default=True, help='AdamW in one kernel (default: on)')
+    for switch in switch_table.SWITCHES:
+        if not switch.in_encoding:
+            add_switch(group, switch)
+
+
+def add_switch(group, switch: Switch) -> None:
+    """The flag of a switch; where its default follows from the machine, it is None until that is known."""
+    name = f'--{switch.flag}'
+    default = None if callable(switch.default) else switch.default
+    if switch.is_on_or_off:
+        group.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=switch.help)
+    elif switch.parse is not None:
+        group.add_argument(name, type=switch.parse, default=default, metavar=switch.metavar, help=switch.help)
+    elif switch.values_in(True):
+        group.add_argument(name, nargs='?', const=True, default=default, choices=switch.names, metavar=switch.metavar,
+                           help=switch.help)
+        group.add_argument(f'--no-{switch.flag}', dest=switch.flag, action='store_const', const=False,
+                           help=f'leave --{switch.flag} off (the default)')
+    else:
+        group.add_argument(name, choices=switch.names, default=default, help=switch.help)
 
 
 def add_training_measurement_flags(group) -> None:

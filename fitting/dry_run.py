@@ -12,6 +12,7 @@ from composer import ComposerModel
 from composer.utils import dist
 from tqdm import tqdm
 
+from fitting import switch_table
 from fitting.fake_step import FakeModel, StepMemory, build_fake
 from fitting.memory import (
     GIB,
@@ -23,6 +24,7 @@ from fitting.memory import (
     trace_training,
 )
 from fitting.microbatch import divisors
+from fitting.switch_table import Switch
 from inputs.shards import read_index, require_columns
 from measuring.costs import days_to_train, gpu_hours
 from models.loading import ModelFiles, find_model
@@ -30,7 +32,6 @@ from models.peaks import PEAKS, peak_of
 
 CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
 SHARES_OF_PEAK = (1, 0.5, 0.3)
-SWITCHES = ('gradient_checkpointing', 'half_precision_norms')  # that bear on memory, each shown with and without
 ACCURACY = f"""\
 Memory is counted from the tensors of a step, at its peak. CUDA, its libraries and its allocator take more: an H200 took
 9 to 11 % more than is counted (milabench: 55 GiB at 32 images, 115.6 at 80). So {UNCOUNTED_SHARE:.0%} is added, and a
@@ -88,8 +89,8 @@ def dry_run(args: argparse.Namespace, build_model: Callable) -> dict[str, int | 
     files = find_model(args.model_name)  # sizes need no weights
     counting = estimates_with_each_switch(args, files, latents, build_model)
     is_quiet = dist.get_global_rank() > 0 or None  # None: where nobody looks
-    estimates = list(tqdm(counting, 'counting memory', len(SWITCHES) + 2, leave=False, unit='setting',
-                          disable=is_quiet))
+    number = len(switches_of_memory(args.precision)) + 2
+    estimates = list(tqdm(counting, 'counting memory', number, leave=False, unit='setting', disable=is_quiet))
     given = estimates[0]
     if dist.get_global_rank() == 0:
         print(title(args, latents), *parts_table(given.model), *memory_table(given), *cards_table(estimates), ACCURACY,
@@ -102,14 +103,18 @@ def estimates_with_each_switch(args: argparse.Namespace, files: ModelFiles, late
     """The run as it is, then with each switch turned over, and without a fused kernel for attention."""
     given = build_fake(build_outline(args, files, latents, build_model))
     yield estimate('as given', args, given)
-    for switch in SWITCHES:
-        if switch == 'half_precision_norms' and args.precision == 'fp32':
-            continue
-        is_on = getattr(args, switch)
-        turned = argparse.Namespace(**vars(args) | {switch: not is_on})
-        title = f'--no-{switch}' if is_on else f'--{switch}'
+    for switch in switches_of_memory(args.precision):
+        other_value = not getattr(args, switch.flag)
+        turned = argparse.Namespace(**vars(args) | {switch.flag: other_value})
+        [title] = switch.as_flags(other_value)
         yield estimate(title, turned, build_fake(build_outline(turned, files, latents, build_model)))
     yield estimate('attention without a fused kernel', args, given, fused_attention=False)
+
+
+def switches_of_memory(precision: str) -> list[Switch]:
+    """Those that change what a step needs in this precision: the run is shown with and without each."""
+    return [switch for switch in switch_table.SWITCHES
+            if switch.bears_on_memory and not (switch.needs_half_precision and precision == 'fp32')]
 
 
 def estimate(title: str, args: argparse.Namespace, fake: FakeModel, fused_attention: bool = True) -> Estimate:

@@ -15,15 +15,14 @@ import torch
 from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
+from fitting.switch_table import flags_of_switches
 from measuring.costs import days_to_train, gpu_hours
 from measuring.measurement import ASIDE, QUEUES_IN_WINDOW
 from measuring.versions import git_commit, package_versions
 
 LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
 TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  'channels_last', 'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer',
-                  'half_precision_norms', 'cast_weights_once', 'cudnn_benchmark', 'compile_blocks',
-                  'allreduce_precision', 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
+                  *flags_of_switches(), 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
                   'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip', 'eval_interval']
 
 # such as ;AccountKey=... in a connection string of Azure

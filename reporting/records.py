@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pandas as pd
 
+from fitting.switch_table import SWITCHES
+
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
 # More devices leave each a smaller share of a fixed batch: to be one table, all runs need a microbatch that fits them.
+SWITCHES_OF_SPEED = tuple(switch.flag for switch in SWITCHES if switch.bears_on_speed)
+EARLIER_SWITCHES = ('channels_last_norms',)  # that only records of earlier versions state
 SETTINGS = ('device', 'image_size', 'stage', 'model_name', 'batch_size', 'device_train_microbatch_size', 'precision',
-            'use_ema', 'encoders', 'encoder_precision', 'dataset', 'num_workers', 'channels_last', 'compile',
-            'attention', 'gradient_checkpointing', 'fused_optimizer', 'half_precision_norms', 'channels_last_norms',
-            'cast_weights_once', 'cudnn_benchmark', 'compile_blocks', 'allreduce_precision', 'clip_grad_norm',
-            'ema_start', 'versions')
+            'use_ema', 'encoders', 'encoder_precision', 'dataset', 'num_workers', *SWITCHES_OF_SPEED,
+            *EARLIER_SWITCHES, 'clip_grad_norm', 'ema_start', 'versions')
 WHOLE_NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size')
 IDENTITY = ('date', 'git_commit')  # what tells runs of one setting apart
 MEASUREMENTS = ('images_per_sec', 'loader_images_per_sec', 'bytes_per_image')

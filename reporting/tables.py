@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from cli.options import benchmark_parser
-from reporting.records import IDENTITY, SETTINGS, one_line_of_text
+from fitting.switch_table import Situation, switch_of
+from reporting.records import IDENTITY, SETTINGS, SWITCHES_OF_SPEED, one_line_of_text
 
 COLUMNS = {  # key: heading, template and decimals in print; {} in a heading stands for the kind of device
     'num_devices': ('{}s', '{}', 0),
@@ -142,11 +143,17 @@ def is_at_default(row: pd.Series, key: str) -> bool:
     """Whether a setting is what a run without this flag would have taken on the same device."""
     if key == 'encoder_precision':
         return row[key] == HALF_PRECISION.get(row['precision'])
-    if key == 'channels_last':
-        return row[key] == ('no' if row['on_cpu'] else 'yes')
     if key == 'precision':
         return row[key] == ('fp32' if row['on_cpu'] else 'amp_bf16')
+    if key in SWITCHES_OF_SPEED:
+        return row[key] == one_line_of_text(switch_of(key).default_in(situation_of(row)))
     return row[key] == defaults().get(key)
+
+
+def situation_of(row: pd.Series) -> Situation:
+    """What the defaults of switches depend on, as a record states it."""
+    modes = {'': False, 'no': False, 'yes': True}
+    return Situation(not row['on_cpu'], row['num_devices'], modes.get(row['compile'], row['compile']))
 
 
 def settings_in_words(row: pd.Series, keys: list[str], with_defaults: bool = False) -> list[str]:
