@@ -18,16 +18,16 @@ from pathlib import Path
 
 import pytest
 
-import convert
 import report
-from cli.options import benchmark_parser, encode_parser, export_parser
+
+from cli.options import benchmark_parser, convert_parser, encode_parser, export_parser, report_parser
 from tests.samples import encoded, picture
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
 LINES_OF_TWO_SCREENS = 175
 PARSERS = {'benchmark.py': benchmark_parser(''), 'encode.py': encode_parser(''), 'export.py': export_parser(''),
-           'report.py': report.build_parser(), 'convert.py': convert.build_parser()}
+           'report.py': report_parser(''), 'convert.py': convert_parser('')}
 FOLDERS = 'benchmarks|docs|models|recipes|tests'  # whose files the pages name
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
