@@ -8,18 +8,17 @@ programs go through their own parsers. A command runs as it stands, in a folder 
   has it or an earlier command of its page made it.
 """
 import ast
+import importlib
 import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import report
-
 from cli.options import benchmark_parser, convert_parser, encode_parser, export_parser, report_parser
 from tests.samples import encoded, picture
 
@@ -282,10 +281,9 @@ def pages_to_run() -> list[Path]:
 
 @pytest.mark.long
 @pytest.mark.parametrize('page', pages_to_run(), ids=lambda page: page.name)
-def test_what_can_run_here_runs(page, folder):
+def test_what_can_run_here_runs(page, folder, server):
     """All small trainings and encodings do: what they read is made by their page."""
-    python = Path(sys.executable).parent
-    environment = os.environ | {'PATH': f'{python}:{os.environ["PATH"]}', 'CUDA_VISIBLE_DEVICES': ''}
+    from tests.forked_runs import become_program
     for command in command_lines(page):
         words = words_of(command)
         if not is_small(words):
@@ -293,5 +291,9 @@ def test_what_can_run_here_runs(page, folder):
         if missing_inputs(words):
             assert not trains(words), f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
             continue
-        done = subprocess.run(['bash', '-c', command], env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, f'{command}\n{done.stdout}{done.stderr}'
+        program = importlib.import_module(words[1].removesuffix('.py'))
+        arguments = (folder, None, {'CUDA_VISIBLE_DEVICES': ''}, program.main, words[2:])
+        process = server.Process(target=become_program, args=arguments)
+        process.start()
+        process.join()
+        assert process.exitcode == 0, f'{command}\n{(folder / "out").read_text()}{(folder / "err").read_text()}'
