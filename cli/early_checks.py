@@ -28,19 +28,22 @@ NEEDED_FLAGS = {'ema_half_life': 'use_ema', 'ema_start': 'use_ema', 'eval_interv
 
 def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
                  packages: Sequence[str] = TRAINING_PACKAGES) -> None:
-    """Parse this process's command line, and end it with one line where `check` refuses it or a package is missing."""
+    """Parse this process's command line, and end it with one line where `check` refuses it or a package is missing.
+
+    From here on Ctrl-C is one line as well: the imports that follow take seconds.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a script
+        signal.signal(signal.SIGINT, partial(end_interrupted, parser))
     args = parser.parse_args()
     try:
         check(args)
         require_packages(*packages)
     except ValueError as error:
         parser.error(one_line(error))
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a script
-        signal.signal(signal.SIGINT, partial(end_interrupted, parser))
 
 
 def end_interrupted(parser: Parser, number: int, frame) -> None:
-    """Answer Ctrl-C during the imports in one line, on rank 0. Composer, once imported, has a handler of its own."""
+    """Answer Ctrl-C in one line, on rank 0. Composer, once it is imported, has a handler of its own."""
     if os.environ.get('RANK', '0') != '0':
         sys.exit(130)
     parser.end(130, 'interrupted')
