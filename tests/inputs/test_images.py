@@ -107,6 +107,7 @@ for path in sys.argv[1:]:
 LARGE = [('I;16', 'PNG'), ('RGBA', 'PNG'), ('F', 'TIFF'), ('RGB', 'WEBP'), ('RGB', 'JPEG2000')]
 
 
+@pytest.mark.long
 def test_no_file_takes_more_memory_than_its_header_was_let_pass_for(tmp_path):
     side = 1600
     paths = []

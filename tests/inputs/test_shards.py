@@ -128,7 +128,7 @@ def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each(s3, samples, tmp
         convert.main([tar, 's3://nobody/photos'])
     assert 'OUT s3://nobody/photos' in capfd.readouterr().err
     assert convert.main([tar, 's3://bucket/photos', '--num_workers', '1']) == 0
-    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'wrong')
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'wrong')
     assert 'permission' in one_error_line(['--remote', 's3://bucket/photos', *TINY], capfd)
     with pytest.raises(SystemExit):
         convert.main([tar, 's3://bucket/again'])

@@ -106,7 +106,7 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path, results):
     loader._iterator._shutdown_workers()
     assert len(set(map(tuple, captions))) == 200 and size < most <= limit
     record = main(['--remote', shards, '--local', str(tmp_path / 'cache2'), '--cache_limit', str(limit), *TINY,
-                   '--max_duration', '2ep', '--results', str(results)])
+                   '--loader_only', '--measure_batches', '60', '--results', str(results)])
     assert record['status'] == 'complete'
 
 

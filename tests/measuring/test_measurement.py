@@ -60,6 +60,7 @@ def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, n
     assert 'images_per_sec' not in record and 'loader' in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_the_peak_of_memory_is_this_process_and_not_that_of_its_parent():
     child = 'from measuring.measurement import peak_memory_gib; print(peak_memory_gib())'
     parent = ('import subprocess, sys; large = b"1" * (3 << 29)\n'  # 1.5 GiB, which are touched

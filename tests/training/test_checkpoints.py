@@ -97,6 +97,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, capfd, protocol):
     assert not trace.exists()
 
 
+@pytest.mark.long
 def test_a_run_resumes_from_checkpoints_in_s3(s3, results):
     argv = ['--use_synth_data', '--use_ema', *TINY, '--save_folder', 's3://bucket/runs/1', '--save_interval', '2ba',
             '--results', str(results)]
