@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from fitting import switch_table
 from fitting.switch_table import Switch
@@ -155,6 +156,16 @@ seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # Nu
 seconds = number(int, 1, 10 ** 6, 'a number of seconds, from 1 to 1,000,000')
 
 
+def microbatch(text: str) -> int | Literal['auto']:
+    """An argparse type: how many images go through the model at once, or auto."""
+    if text == 'auto':
+        return text
+    try:
+        return count(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f'{text} is neither a whole number above 0 nor auto') from None
+
+
 def split_time(text: str) -> tuple[float, str]:
     """The number and the unit of a time such as 5000ba, 2ep or 0.5dur. ValueError: it is none."""
     match = re.fullmatch('([-0-9.e+_]+)(' + '|'.join(TIME_UNITS) + ')', text)
@@ -276,9 +287,9 @@ def add_training_data_flags(group) -> None:
 
 def add_training_speed_flags(group) -> None:
     add = group.add_argument
-    add('--device_train_microbatch_size', metavar='N', help="images that go through the model at once; must divide the "
-        "device's share of the batch (default: auto, the largest that fits, found by trying before the run; on a CPU "
-        'the whole share)')
+    add('--device_train_microbatch_size', type=microbatch, metavar='N', help="images that go through the model at "
+        "once; must divide the device's share of the batch (default: auto, the largest that fits, found by trying "
+        'before the run; on a CPU the whole share)')
     add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; on GPUs since the A100 fp32 '
         'multiplies as TF32, which keeps 10 bits of the fraction (default: amp_bf16 on a GPU that has it, amp_fp16 on '
         'another GPU, fp32 on a CPU)')

@@ -77,6 +77,8 @@ class Measurement(Callback):
         self._aside = dict.fromkeys(ASIDE, 0.0)  # seconds of the batch to come that are no part of it
         self._aside_name: str | None = None  # what stands aside now
         self._aside_since = 0.0
+        self._previous_end = 0.0  # of a batch, by the clock
+        self._ready_at_start = 0  # batches that the loader had ready when the window began
 
     def fit_start(self, state: State, logger) -> None:
         self.window.queue_batches = state.train_dataloader.queue_length
@@ -106,7 +108,10 @@ class Measurement(Callback):
             self._aside[self._aside_name] += now - self._aside_since
         self._aside_name = name
         self._aside_since = now
-        self.gpu.paused = name is not None
+        if name is None:
+            self.gpu.resume()
+        else:
+            self.gpu.pause()
 
     def before_dataloader(self, state: State, logger) -> None:
         """The next batch begins."""

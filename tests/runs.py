@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from benchmark import main
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
+from settings import Settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,6 +26,11 @@ RECORD_KEYS = {
     'drift', 'data_wait_fraction', 'peak_memory_gib', 'tflops_per_image', 'tflops_per_sec_per_device', 'mfu',
     'warmup_batches', 'measured_batches', 'loss',
 }
+
+
+def settings_of(*argv) -> Settings:
+    """The settings of a run with these flags, on this machine."""
+    return fill_in_training_defaults(benchmark_parser('').parse_args([str(argument) for argument in argv]))
 
 
 def check_record(record: dict) -> None:

@@ -76,16 +76,17 @@ def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(monkeypatch, gp
     monkeypatch.setenv('WORLD_SIZE', str(gpus))
     monkeypatch.chdir(ROOT)
     runs = benchmarks.smoke.commands(gpus)
-    args = {}
+    speeds = {}
     for name, command in runs.items():
         assert ('composer.cli.launcher' in command) == (gpus > 1)
-        args[name] = parsed(*command[command.index('benchmark.py') + 1:])
-        fill_in_training_defaults(args[name])
-        refuse_bad_switches(args[name])
-        assert args[name].batch_size == 64 * gpus and args[name].use_ema
-    original, fastest = args['original'], args['fastest']
+        settings = fill_in_training_defaults(parsed(*command[command.index('benchmark.py') + 1:]))
+        refuse_bad_switches(settings.speed, settings.data.batch_size)
+        assert settings.data.batch_size == 64 * gpus and settings.optimizer.use_ema
+        speeds[name] = settings.speed
+    original, fastest = speeds['original'], speeds['fastest']
     assert (original.precision, original.device_train_microbatch_size, original.compile) == ('amp_fp16', 4, False)
-    assert fastest.microbatch_search and fastest.compile and fastest.half_precision_norms and fastest.cudnn_benchmark
+    assert fastest.device_train_microbatch_size == 'auto' and fastest.compile
+    assert fastest.half_precision_norms and fastest.cudnn_benchmark
     assert fastest.compile_blocks == (gpus > 1) and fastest.attention == 'sdpa'
 
 
