@@ -56,6 +56,7 @@ def refuse_bad_training(settings: Settings) -> None:
         raise ValueError(f'--precision {settings.speed.precision}: Composer trains in fp32 where there is no GPU; '
                          'use fp32')
     refuse_bad_switches(settings.speed, data.batch_size)
+    refuse_missing_stack(settings.speed)
     refuse_bad_loading(data, settings.model.image_size, data.batch_size // dist.get_world_size())
     refuse_bad_duration(max_duration, measurement.warmup_batches)
     refuse_bad_profile(measurement, max_duration)
@@ -70,19 +71,28 @@ def refuse_bad_training(settings: Settings) -> None:
 
 
 def refuse_bad_switches(speed: SpeedSettings, batch_size: int) -> None:
-    """Raises ValueError if a switch would do nothing, and the record say that it was on, or if it cannot work here."""
+    """Raises ValueError if a switch would do nothing, and the record say that it was on, or if it needs another batch.
+    """
     has_one_microbatch = speed.device_train_microbatch_size == batch_size // dist.get_world_size()
     for switch in switch_table.SWITCHES:
         given = getattr(speed, switch.flag)
         if switch.needs_half_precision and speed.precision == 'fp32' and given:
             raise ValueError(f'--{switch.flag} does nothing in --precision fp32; leave it out')
         for value in switch.values_in(given):
+            if value.whole_batch and not has_one_microbatch:
+                flags = ' '.join(switch.as_flags(given))
+                raise ValueError(f'{flags} {value.whole_batch}; use a --device_train_microbatch_size that is a '
+                                 "device's whole share of the batch")
+
+
+def refuse_missing_stack(speed: SpeedSettings) -> None:
+    """Raises ValueError if a switch needs a GPU, a package or a version of cuDNN that is not here."""
+    for switch in switch_table.SWITCHES:
+        given = getattr(speed, switch.flag)
+        for value in switch.values_in(given):
             flags = ' '.join(switch.as_flags(given))
             refuse_missing_package(flags, value)
             refuse_faulty_cudnn(flags, value)
-            if value.whole_batch and not has_one_microbatch:
-                raise ValueError(f'{flags} {value.whole_batch}; use a --device_train_microbatch_size that is a '
-                                 "device's whole share of the batch")
 
 
 def refuse_missing_package(flags: str, value: Value) -> None:

@@ -9,7 +9,7 @@ from composer.utils import dist
 
 import benchmarks.smoke
 from benchmark import main
-from cli.checks import refuse_bad_switches
+from cli.checks import refuse_bad_switches, refuse_missing_stack
 from cli.defaults import fill_in_training_defaults
 from cli.options import benchmark_parser
 from tests.runs import ROOT
@@ -81,6 +81,7 @@ def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(monkeypatch, gp
         assert ('composer.cli.launcher' in command) == (gpus > 1)
         settings = fill_in_training_defaults(parsed(*command[command.index('benchmark.py') + 1:]))
         refuse_bad_switches(settings.speed, settings.data.batch_size)
+        refuse_missing_stack(settings.speed)
         assert settings.data.batch_size == 64 * gpus and settings.optimizer.use_ema
         speeds[name] = settings.speed
     original, fastest = speeds['original'], speeds['fastest']

@@ -20,7 +20,7 @@ SYNTHETIC = ['--use_synth_data', *TINY]
      ['--device_train_microbatch_size 4', 'use 3']),
     ([*SYNTHETIC, '--device_train_microbatch_size', '8'], ['--device_train_microbatch_size 8', '4 images']),
     ([*SYNTHETIC, '--device_train_microbatch_size', 'auto'], ['--device_train_microbatch_size auto', 'GPU']),
-    ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], ['--device_train_microbatch_size two']),
+    ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], ['--device_train_microbatch_size: two is neither']),
     ([*SYNTHETIC, '--image_size', '100'], ['--image_size 100', 'multiple of 8', '96']),
     ([*SYNTHETIC, '--batch_size', '0'], ['--batch_size', '0']),
     ([*SYNTHETIC, '--num_workers', '-1'], ['--num_workers', '-1']),

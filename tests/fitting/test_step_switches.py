@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
-from cli.checks import refuse_bad_switches
+from cli.checks import refuse_missing_stack
 from fitting.switches import gradients_in_buckets, process_switches
 from measuring.tracing import AttentionKernels, kernels_of_attention
 from models.loading import find_model
@@ -128,10 +128,10 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(monkeypatc
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
     settings = settings_of(*TINY, '--attention', attention, '--precision', 'amp_bf16')
     if words is None:
-        refuse_bad_switches(settings.speed, 4)
+        refuse_missing_stack(settings.speed)
         return
     with pytest.raises(ValueError) as refusal:
-        refuse_bad_switches(settings.speed, 4)
+        refuse_missing_stack(settings.speed)
     line = str(refusal.value)
     assert '\n' not in line and all(word in line for word in words)
 
