@@ -217,6 +217,7 @@ def subject_from(kind: type, flags: dict[str, Any]):
     return kind(**{field.name: flags[field.name] for field in dataclasses.fields(kind)})
 
 
+ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
 LOADER_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed')
 TRAINING_FLAGS = (*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
                   *flags_of_switches(), 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',

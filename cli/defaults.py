@@ -15,10 +15,9 @@ from inputs.shared_memory import free_bytes
 from inputs.timed_loader import queued_batches
 from measuring.costs import TRAINING_IMAGES
 from measuring.measurement import QUEUES_IN_WINDOW
-from settings import EncodingFlags, Settings, settings_from, subject_from
+from settings import ENCODER_PRECISIONS, EncodingFlags, Settings, settings_from, subject_from
 from training.ranks import cores_per_rank
 
-HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
 MOST_WORKERS = 8
 MEASURED_BATCHES = 20
 INTERVALS = {'save_interval': '1ep', 'eval_interval': '1000ba', 'sample_interval': '1000ba'}  # unless given
@@ -101,7 +100,7 @@ def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precisi
         devices: that this process works for.
     """
     read_local_in_place(args)
-    args.encoder_precision = args.encoder_precision or HALF_PRECISION[precision]
+    args.encoder_precision = args.encoder_precision or ENCODER_PRECISIONS[precision]
     fill_in_switches(args)
     args.num_workers_by_default = args.num_workers is None
     if args.num_workers_by_default:

@@ -23,7 +23,7 @@ from measuring.versions import git_commit, package_versions
 GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
           'evaluation and drawing', 'logging', 'cost')
 LR_SCHEDULES = ('constant', 'cosine', 'linear')
-RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')  # that a launcher sets
+RANK_NUMBERS = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')  # that a launcher sets
 TIME_UNITS = {'ba': 'batches', 'ep': 'epochs', 'sp': 'samples', 'dur': 'of the run'}
 LONGEST = 10 ** 15  # of any unit: Composer counts in 64 bits
 
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         return candidates
 
     def _refuse_bad_ranks(self) -> None:
-        for name in RANK_VARIABLES:
+        for name in RANK_NUMBERS:
             text = os.environ.get(name, '1')
             if not re.fullmatch('[0-9]{1,9}', text) or name.endswith('SIZE') and int(text) == 0:
                 os.environ.pop('RANK', None)  # this process takes itself for the only one, and says it

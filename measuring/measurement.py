@@ -15,9 +15,8 @@ from composer import Callback
 from composer.core import DataSpec, State, TimeUnit
 from composer.utils import dist, get_device
 
-from measuring.gpu_monitor import GpuMonitor
+from measuring.gpu_monitor import GIB, GpuMonitor
 
-GIB = 2 ** 30
 QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
 ASIDE = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 

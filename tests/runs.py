@@ -54,11 +54,11 @@ def error_line(capfd) -> str:
     return line
 
 
-def failed(argv, results, capfd) -> str:
+def failed(argv, results, capfd, callbacks=()) -> str:
     """Run what must fail; its one line, which the record has too."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
-        main([*map(str, argv), '--results', str(results)])
+        main([*map(str, argv), '--results', str(results)], callbacks)
     line, record = error_line(capfd), json.loads(results.read_text().splitlines()[-1])
     assert exit.value.code == 2 and record['status'] == 'failed' and line.endswith(record['error'])
     return line
