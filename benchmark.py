@@ -12,14 +12,15 @@ if __name__ == '__main__':
     let_segments_grow()
     answer_early(benchmark_parser(__doc__), refuse_early_training)  # before the imports, which take seconds
 
-import argparse
 import contextlib
 import sys
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from composer import Algorithm, Callback, ComposerModel, Evaluator, Trainer
+from composer import Algorithm, Callback, Evaluator, Trainer
 from composer.callbacks import SpeedMonitor
 from composer.core import DataSpec
 from composer.utils import dist, get_device
@@ -44,13 +45,12 @@ from fitting.dry_run import dry_run
 from fitting.fake_step import has_no_values
 from fitting.memory import build_outline, refuse_too_little_memory
 from fitting.microbatch import largest_microbatch
-from fitting.switches import apply_switches, process_switches, switch_callbacks
+from fitting.switches import apply_switches, gradients_in_buckets, process_switches, switch_callbacks
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
 from inputs.shards import (
     LATENTS,
-    index_hash,
     number_of_samples,
     read_index,
     require_cache_for,
@@ -60,9 +60,11 @@ from inputs.shards import (
 from measuring.measurement import Measurement, loader_figures
 from measuring.record import keep, redacted, training_settings
 from measuring.tracing import build_profiler, tracing_callbacks
+from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
+from settings import OptimizerSettings, Settings
 from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import WholeCheckpoints, leave_out_empty_scaler, newest_checkpoint, tensors_alone_are_loaded
 from training.evaluation import LABEL, METRIC, Evaluations, PatientTrainer
@@ -82,7 +84,7 @@ SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth
 MOST_BRIGHTNESS = 1.5  # of images in [-1, 1] that a bicubic filter has resized; CLIP's own scaling goes to 2.1
 
 
-class StableDiffusion(ComposerModel):
+class StableDiffusion(DiffusionModel):
     """Stable Diffusion for training: the UNet learns, the VAE and the CLIP text encoder are frozen.
 
     Args:
@@ -94,7 +96,7 @@ class StableDiffusion(ComposerModel):
         latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
         files: of `model_name`, where they have been found already.
 
-    ValueError: the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
+    Raises ValueError if the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
@@ -135,7 +137,7 @@ class StableDiffusion(ComposerModel):
         and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments` float16 (B, 8, H/8, W/8). In an
         evaluation the batch brings its draws along: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
 
-        ValueError: the images are far outside [-1, 1], or whole numbers of another type.
+        Raises ValueError if the images are far outside [-1, 1], or whole numbers of another type.
         """
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
         if NOISE in batch:
@@ -164,7 +166,7 @@ class StableDiffusion(ComposerModel):
         return draw_latents(moments, self.scaling_factor, noise), self.text_states(batch['caption'])
 
     def refuse_other_range(self, image: torch.Tensor) -> None:
-        """ValueError: images (B, 3, H, W) are far outside [-1, 1], as where they were scaled in another way.
+        """Raises ValueError if images (B, 3, H, W) are far outside [-1, 1], as where they were scaled in another way.
 
         On a GPU only the first batch is looked at: to look is to wait for the device.
         """
@@ -213,43 +215,45 @@ class StableDiffusion(ComposerModel):
         return len(batch['caption']) * sum(self.flops_per_image.values())
 
 
-def build_data(args: argparse.Namespace, files: ModelFiles) -> DataSpec:
+def build_data(settings: Settings, files: ModelFiles) -> DataSpec:
     """The loader of --remote, which holds images or latents, or of synthetic data.
 
-    ValueError: the remote or the tokenizer is not there or does not fit the model.
+    Raises ValueError if the remote or the tokenizer is not there or does not fit the model.
     """
-    device_batch = args.batch_size // dist.get_world_size()
-    if not args.remote:
-        dataset = SyntheticImageCaptionDataset(args.image_size, num_samples=max(100_000, args.batch_size),
-                                               vocab_size=files.vocab_size, seed=args.seed + dist.get_global_rank(),
-                                               latents=args.use_synth_latents)
+    source = settings.data
+    image_size = settings.model.image_size
+    seed = settings.training.seed
+    device_batch = source.batch_size // dist.get_world_size()
+    if not source.remote:
+        dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, source.batch_size),
+                                               vocab_size=files.vocab_size, seed=seed + dist.get_global_rank(),
+                                               latents=source.use_synth_latents)
         return build_loader(dataset, device_batch, num_workers=0)
-    index = read_index(args.remote)
-    args.index_hash = index_hash(index)
-    require_columns(args.remote, index)
-    require_cache_for(args.remote, index, args.cache_limit)
+    index = read_index(source.remote)
+    require_columns(source.remote, index)
+    require_cache_for(source.remote, index, source.cache_limit)
     if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
-        require_same_origin(args.remote, index, origin_of_latents(files, args.image_size))
+        require_same_origin(source.remote, index, origin_of_latents(files, image_size))
     samples = number_of_samples(index)
-    if samples < args.batch_size:
-        raise ValueError(f'--remote {args.remote} holds {samples} samples, fewer than --batch_size {args.batch_size}; '
-                         f'{batch_for(samples, args)}')
-    if args.random_flip and 'latents' in index:
-        raise ValueError(f'--random_flip mirrors images, and --remote {args.remote} holds latents; leave it out')
-    tokenizer = build_fitting_tokenizer(args, files)
-    dataset = open_dataset(args.remote, args.local, image_size=args.image_size, index=index,
-                           cache_limit=args.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=args.seed)
-    if not args.loader_only:
-        say_what_an_epoch_leaves_out(samples, args.batch_size)
-    return build_loader(dataset, device_batch, args.num_workers, tokenizer, args.max_bad_samples)
+    if samples < source.batch_size:
+        remedy = batch_for(samples, source.batch_size, settings.speed.device_train_microbatch_size)
+        raise ValueError(f'--remote {source.remote} holds {samples} samples, fewer than --batch_size '
+                         f'{source.batch_size}; {remedy}')
+    if source.random_flip and 'latents' in index:
+        raise ValueError(f'--random_flip mirrors images, and --remote {source.remote} holds latents; leave it out')
+    tokenizer = build_fitting_tokenizer(source.tokenizer, files)
+    dataset = open_dataset(source.remote, source.local, image_size=image_size, index=index,
+                           cache_limit=source.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=seed)
+    if not settings.measurement.loader_only:
+        say_what_an_epoch_leaves_out(samples, source.batch_size)
+    return build_loader(dataset, device_batch, source.num_workers, tokenizer, source.max_bad_samples)
 
 
-def batch_for(samples: int, args: argparse.Namespace) -> str:
+def batch_for(samples: int, batch_size: int, microbatch: int | Literal['auto']) -> str:
     """What to do where there are only so many samples."""
     devices = dist.get_world_size()
     multiple = devices
-    microbatch = args.device_train_microbatch_size
-    if isinstance(microbatch, int) and microbatch < args.batch_size // devices:
+    if microbatch != 'auto' and microbatch < batch_size // devices:
         multiple = devices * microbatch
     largest = samples // multiple * multiple
     if largest == 0:
@@ -257,202 +261,244 @@ def batch_for(samples: int, args: argparse.Namespace) -> str:
     return f'use --batch_size {largest}'
 
 
-def build_fitting_tokenizer(args: argparse.Namespace, files: ModelFiles) -> Tokenizer:
-    """The tokenizer of --tokenizer. ValueError: there is none, or it has more tokens than the text encoder."""
-    tokenizer = build_tokenizer(args.tokenizer)
+def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
+    """The tokenizer of --tokenizer. Raises ValueError if there is none, or if the text encoder lacks its tokens."""
+    tokenizer = build_tokenizer(name)
     if tokenizer.get_vocab_size() > files.vocab_size:
-        raise ValueError(f'--tokenizer {args.tokenizer} has {tokenizer.get_vocab_size()} tokens, more than the '
-                         f'{files.vocab_size} of the text encoder of --model_name {args.model_name}')
+        raise ValueError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '
+                         f'{files.vocab_size} of the text encoder of --model_name {files.name}')
     return tokenizer
 
 
-def open_held_out(args: argparse.Namespace, files: ModelFiles, latents: bool) -> HeldOutSamples:
-    """The samples of --eval_remote. ValueError: it is not there, or does not fit the model."""
+def open_held_out(remote: str, files: ModelFiles, image_size: int, seed: int, latents: bool) -> HeldOutSamples:
+    """The samples of --eval_remote. Raises ValueError if it is not there, or does not fit the model.
+
+    Args:
+        remote: the value of the flag.
+        files: of the model.
+        image_size: that is trained at, in pixels.
+        seed: of the samples' noise and timesteps.
+        latents: whether the training is on latents, so that its model has no VAE.
+    """
     flag = '--eval_remote'
-    index = read_index(args.eval_remote, flag)
-    require_columns(args.eval_remote, index, flag)
+    index = read_index(remote, flag)
+    require_columns(remote, index, flag)
     if 'latents' in index:
-        require_same_origin(args.eval_remote, index, origin_of_latents(files, args.image_size), flag)
+        require_same_origin(remote, index, origin_of_latents(files, image_size), flag)
     if number_of_samples(index) == 0:
-        raise ValueError(f'{flag} {args.eval_remote} holds no samples')
+        raise ValueError(f'{flag} {remote} holds no samples')
     if latents and 'latents' not in index:
-        raise ValueError(f'{flag} {args.eval_remote} holds images, and the training is on latents, without a VAE; '
-                         'encode it, too')
-    images = open_dataset(args.eval_remote, None, flag, image_size=args.image_size, index=index, batch_size=1)
-    images.captions_as_text = True
+        raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
+    images = open_dataset(remote, None, flag, image_size=image_size, index=index, batch_size=1)
     timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
-    return HeldOutSamples(images, args.image_size, timesteps, args.seed)
+    return HeldOutSamples(images, image_size, timesteps, seed)
 
 
-def build_evaluator(args: argparse.Namespace, files: ModelFiles, held_out: HeldOutSamples) -> Evaluator:
+def build_evaluator(settings: Settings, files: ModelFiles, held_out: HeldOutSamples, microbatch: int) -> Evaluator:
     """The evaluation of a run, in batches of its microbatch."""
-    microbatch = args.device_train_microbatch_size
-    loader = build_held_out_loader(held_out, microbatch, build_fitting_tokenizer(args, files), args.max_bad_samples)
-    return Evaluator(label=LABEL, dataloader=loader, eval_interval=args.eval_interval,
+    tokenizer = build_fitting_tokenizer(settings.data.tokenizer, files)
+    loader = build_held_out_loader(held_out, microbatch, tokenizer, settings.data.max_bad_samples)
+    return Evaluator(label=LABEL, dataloader=loader, eval_interval=settings.evaluation.eval_interval,
                      device_eval_microbatch_size=microbatch)
 
 
-def build_model(args: argparse.Namespace, latents: bool, device: torch.device | None = None,
+def build_model(settings: Settings, latents: bool, device: torch.device | None = None,
                 files: ModelFiles | None = None) -> StableDiffusion:
     """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
-    torch.manual_seed(args.seed)
+    named = settings.model
+    torch.manual_seed(settings.training.seed)
     with device or torch.device(get_device()._device):
-        model = StableDiffusion(args.model_name, args.image_size, args.pretrained, args.encoder_precision, latents,
+        model = StableDiffusion(named.model_name, named.image_size, named.pretrained, named.encoder_precision, latents,
                                 files)
-    apply_switches(model, args)
+    apply_switches(model, settings.speed)
     return model
 
 
-def build_optimizer(model: StableDiffusion, args: argparse.Namespace) -> torch.optim.Optimizer:
+def build_optimizer(model: StableDiffusion, optimizer: OptimizerSettings, fused: bool) -> torch.optim.Optimizer:
     """AdamW over the UNet alone: the frozen encoders need no optimizer."""
-    return torch.optim.AdamW(model.unet.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay,
-                             fused=args.fused_optimizer)
+    return torch.optim.AdamW(model.unet.parameters(), lr=optimizer.learning_rate, weight_decay=optimizer.weight_decay,
+                             fused=fused)
 
 
-def build_algorithms(args: argparse.Namespace, files: ModelFiles | None = None,
+def build_algorithms(settings: Settings, files: ModelFiles | None = None,
                      average: dict | None = None) -> list[Algorithm]:
     """What changes a batch, its gradients or the weights' average; `average` is the state of one to go on with."""
+    seed = settings.training.seed
     algorithms = []
-    if args.caption_drop:
-        empty_caption = torch.tensor(build_fitting_tokenizer(args, files).encode('').ids)  # (77,)
-        algorithms.append(CaptionDrop(args.caption_drop, args.seed, empty_caption))
-    if args.random_flip:
-        algorithms.append(RandomFlip(args.seed))
-    if args.clip_grad_norm:
-        algorithms.append(FiniteGradientClipping(args.clip_grad_norm))
-    if args.use_ema:
-        ema = EMA(args.ema_half_life, ema_start=args.ema_start or '0ba')
-        if average and not args.ema_start:
+    if settings.data.caption_drop:
+        tokenizer = build_fitting_tokenizer(settings.data.tokenizer, files)
+        empty_caption = torch.tensor(tokenizer.encode('').ids)  # (77,)
+        algorithms.append(CaptionDrop(settings.data.caption_drop, seed, empty_caption))
+    if settings.data.random_flip:
+        algorithms.append(RandomFlip(seed))
+    if settings.optimizer.clip_grad_norm:
+        algorithms.append(FiniteGradientClipping(settings.optimizer.clip_grad_norm))
+    if settings.optimizer.use_ema:
+        ema_start = settings.optimizer.ema_start
+        ema = EMA(settings.optimizer.ema_half_life, ema_start=ema_start or '0ba')
+        if average and not ema_start:
             ema.load_state_dict(average)
         algorithms.append(ema)
     return algorithms
 
 
-def build_run(args: argparse.Namespace, data: DataSpec, files: ModelFiles | None = None) -> Run:
-    """The training, at its start or at the checkpoint to resume from; `files` are the model's, if they are found.
+def build_run(settings: Settings, data: DataSpec, files: ModelFiles | None = None,
+              callbacks: Sequence[Callback] = ()) -> Run:
+    """The training, at its start or at the checkpoint to resume from.
 
-    ValueError: it cannot be built as asked.
+    Args:
+        settings: of the run.
+        data: what it trains on.
+        files: of the model, if they are found already.
+        callbacks: more for Composer's Trainer; they come before the run's own.
+
+    Raises ValueError if it cannot be built as asked.
     """
-    files = files or find_model(args.model_name, args.pretrained)
+    files = files or find_model(settings.model.model_name, settings.model.pretrained)
     latents = data.dataloader.dataset.latents
     held_out = None
-    if args.eval_remote:
-        held_out = open_held_out(args, files, latents)
+    if settings.evaluation.eval_remote:
+        held_out = open_held_out(settings.evaluation.eval_remote, files, settings.model.image_size,
+                                 settings.training.seed, latents)
     resumed = contextlib.nullcontext()
-    if args.autoresume:
-        resumed = newest_checkpoint(args.save_folder)
+    if settings.saving.autoresume:
+        resumed = newest_checkpoint(settings.saving.save_folder)
     with resumed as load_path:
-        model = build_model(args, latents, None, files)
+        model = build_model(settings, latents, None, files)
         average = None
-        if args.load_weights and not load_path:
-            average = load_initial_weights(args.load_weights, model)
-        algorithms = build_algorithms(args, files, average)
-        if args.microbatch_search:
-            args.device_train_microbatch_size = largest_microbatch(model, data, args)
+        if settings.training.load_weights and not load_path:
+            average = load_initial_weights(settings.training.load_weights, model)
+        algorithms = build_algorithms(settings, files, average)
+        microbatch = microbatch_of(settings, model, data)
         evaluator = None
         if held_out is not None:
-            evaluator = build_evaluator(args, files, held_out)
-        return start_run(args, model, files, data, algorithms, evaluator, load_path)
+            evaluator = build_evaluator(settings, files, held_out, microbatch)
+        return start_run(settings, model, files, data, algorithms, evaluator, load_path, microbatch, callbacks)
 
 
-def start_run(args: argparse.Namespace, model: StableDiffusion, files: ModelFiles, data: DataSpec,
-              algorithms: list[Algorithm], evaluator: Evaluator | None, load_path: str | None) -> Run:
-    """The training of a model, at its start or at the checkpoint `load_path`. ValueError: that does not fit it."""
-    measurement = Measurement(args.warmup_batches, args.measure_batches)
-    safeguard = Safeguard(args.seed, args.on_nan, flags_to_keep(args))
+def microbatch_of(settings: Settings, model: StableDiffusion, data: DataSpec) -> int:
+    """Images that go through the model at once: as asked for, or found. Raises ValueError if not even one fits."""
+    if not settings.searches_microbatch:
+        return settings.speed.device_train_microbatch_size
+    share = settings.data.batch_size // dist.get_world_size()
+    return largest_microbatch(model, data, share, settings.speed.precision, settings.optimizer.use_ema)
+
+
+def start_run(settings: Settings, model: StableDiffusion, files: ModelFiles, data: DataSpec,
+              algorithms: list[Algorithm], evaluator: Evaluator | None, load_path: str | None, microbatch: int,
+              callbacks: Sequence[Callback] = ()) -> Run:
+    """The training of a model, at its start or at the checkpoint `load_path`. Raises ValueError if that does not fit.
+    """
+    measurement = Measurement(settings.measurement.warmup_batches, settings.measurement.measure_batches)
+    safeguard = Safeguard(settings.training.seed, settings.training.on_nan, flags_to_keep(settings, data))
     evaluations = Evaluations()
     progress = Progress()
-    callbacks = [measurement, progress, safeguard, *tracing_callbacks(args), evaluations]
-    if args.sample_prompts:
+    callbacks = [*callbacks, measurement, progress, safeguard, *tracing_callbacks(settings.measurement), evaluations]
+    if settings.drawing.sample_prompts:
         ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
-        callbacks.append(Sampling(args, model, files, measurement, ema))
+        callbacks.append(Sampling(settings, model, files, measurement, ema))
     try:
-        trainer = build_trainer(args, model, data, callbacks, algorithms, evaluator, load_path)
+        trainer = build_trainer(settings, model, data, callbacks, algorithms, evaluator, load_path, microbatch)
     except (RuntimeError, KeyError, ValueError) as error:
         if not load_path:
             raise
-        raise ValueError(f'--save_folder {args.save_folder}: {load_path} does not fit this run '
+        raise ValueError(f'--save_folder {settings.saving.save_folder}: {load_path} does not fit this run '
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
     flops_per_image = sum(model.flops_per_image.values())
-    warn_of_what_comes_too_late(args, trainer.state)
-    say_how_it_begins(args, trainer.state, load_path)
-    return Run(args, model, data, trainer, flops_per_image, measurement, safeguard, progress, evaluations)
+    warn_of_what_comes_too_late(settings, trainer.state)
+    say_how_it_begins(settings, trainer.state, load_path)
+    return Run(settings, model, data, trainer, flops_per_image, measurement, safeguard, progress, evaluations)
 
 
-def flags_to_keep(args: argparse.Namespace) -> dict:
+def flags_to_keep(settings: Settings, data: DataSpec) -> dict:
     """What must be the same when the run resumes, without passwords: flags, and of a dataset the hash of its index."""
+    values = settings.flags()
     flags = {}
     for flag in SAME_ON_RESUME:
-        value = getattr(args, flag)
+        value = values[flag]
         flags[flag] = redacted(value) if isinstance(value, str) else value
-    if args.remote:
-        flags[DATASET] = args.index_hash
+    if settings.data.remote:
+        flags[DATASET] = data.dataloader.dataset.index_hash
     return flags
 
 
-def build_trainer(args: argparse.Namespace, model: StableDiffusion, data: DataSpec, callbacks: list[Callback],
-                  algorithms: list[Algorithm], evaluator: Evaluator | None = None,
-                  load_path: str | None = None) -> Trainer:
-    """Composer's Trainer, at its start or at the checkpoint `load_path`."""
-    window = min(10, args.measure_batches or 10)
-    peak_flops = (peak_tflops(args.precision) or 0) * 1e12
+def build_trainer(settings: Settings, model: StableDiffusion, data: DataSpec, callbacks: list[Callback],
+                  algorithms: list[Algorithm], evaluator: Evaluator | None = None, load_path: str | None = None,
+                  microbatch: int | None = None) -> Trainer:
+    """Composer's Trainer, at its start or at the checkpoint `load_path`; None is the microbatch of the settings."""
+    speed = settings.speed
+    saving = settings.saving
+    microbatch = microbatch or speed.device_train_microbatch_size
+    window = min(10, settings.measurement.measure_batches or 10)
+    peak_flops = (peak_tflops(speed.precision) or 0) * 1e12
     savers = []
-    if args.save_folder:
-        savers.append(WholeCheckpoints(args.save_folder, args.save_interval, args.save_num_checkpoints_to_keep))
-    with tensors_alone_are_loaded():
+    if saving.save_folder:
+        savers.append(WholeCheckpoints(saving.save_folder, saving.save_interval, saving.save_num_checkpoints_to_keep))
+    is_one_microbatch = microbatch == settings.data.batch_size // dist.get_world_size()
+    with tensors_alone_are_loaded(), gradients_in_buckets(is_one_microbatch):
         return PatientTrainer(
             model=model,
             train_dataloader=data,
-            optimizers=build_optimizer(model, args),
-            schedulers=build_schedule(args),
+            optimizers=build_optimizer(model, settings.optimizer, speed.fused_optimizer),
+            schedulers=build_schedule(settings.optimizer.lr_schedule, settings.optimizer.lr_warmup),
             algorithms=algorithms,
-            callbacks=[*switch_callbacks(args), SpeedMonitor(window, peak_flops), *callbacks, *savers],
+            callbacks=[*switch_callbacks(speed), SpeedMonitor(window, peak_flops), *callbacks, *savers],
             eval_dataloader=evaluator,
             progress_bar=False,
-            loggers=build_loggers(training_settings(args, model.vae is None), args.tensorboard, args.wandb_name,
-                                  args.wandb_project),
-            max_duration=args.max_duration,
-            precision=args.precision,
-            device_train_microbatch_size=args.device_train_microbatch_size,
+            loggers=build_loggers(settings.logging, training_settings(settings, model.vae is None, microbatch)),
+            max_duration=settings.training.max_duration,
+            precision=speed.precision,
+            device_train_microbatch_size=microbatch,
             load_path=load_path,
             load_ignore_keys=leave_out_empty_scaler,
-            seed=args.seed,
-            dist_timeout=args.dist_timeout,
-            profiler=build_profiler(args),
+            seed=settings.training.seed,
+            dist_timeout=settings.training.dist_timeout,
+            profiler=build_profiler(settings.measurement),
         )
 
 
-def measure_loader(args: argparse.Namespace, data: DataSpec) -> dict:
+def measure_loader(settings: Settings, data: DataSpec) -> dict:
     """The record of --loader_only, which is also kept and printed."""
-    record = training_settings(args, data.dataloader.dataset.latents) | {'status': 'complete'}
-    record |= loader_figures(data, args.warmup_batches, args.measure_batches)
-    return keep(record, f'loader {record["loader_images_per_sec"]:.4g} images/s', args.results)
+    measurement = settings.measurement
+    record = training_settings(settings, data.dataloader.dataset.latents) | {'status': 'complete'}
+    record |= loader_figures(data, measurement.warmup_batches, measurement.measure_batches)
+    return keep(record, f'loader {record["loader_images_per_sec"]:.4g} images/s', measurement.results)
 
 
-def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
-    """Check, build, train and record; returns the record, or with --dry_run the microbatches that fit."""
+def read_settings(parser: Parser, argv: list[str] | None) -> Settings:
+    """The settings of a command line, or its end with one line where they cannot run here."""
+    args = parser.parse_args(argv)
     try:
         refuse_more_ranks_than_gpus()
-        fill_in_training_defaults(args)
-        refuse_bad_training(args)
-        if args.dry_run is not None:
-            find_model(args.model_name, args.pretrained)  # says what is wrong with it
-            return dry_run(args, build_model)
-        join_ranks(get_device(), args.dist_timeout)
-        agree_on_workers(args)
-        files = find_model(args.model_name, args.pretrained)
-        data = build_data(args, files)
-        if args.loader_only:
-            return measure_loader(args, data)
-        outline = build_outline(args, files, data.dataloader.dataset.latents, build_model)
-        refuse_too_little_memory(args, outline)
-        run = build_run(args, data, files)
+        refuse_early_training(args)
+        settings = fill_in_training_defaults(args)
+        refuse_bad_training(settings)
+    except (ValueError, DataError) as error:
+        parser.error(one_line(error))
+    return settings
+
+
+def run_benchmark(settings: Settings, parser: Parser, callbacks: Sequence[Callback]) -> dict:
+    """Build, train and record; returns the record, or with --dry_run the microbatches that fit."""
+    try:
+        if settings.measurement.dry_run is not None:
+            find_model(settings.model.model_name, settings.model.pretrained)  # says what is wrong with it
+            return dry_run(settings, build_model)
+        join_ranks(get_device(), settings.training.dist_timeout)
+        settings = agree_on_workers(settings)
+        files = find_model(settings.model.model_name, settings.model.pretrained)
+        data = build_data(settings, files)
+        if settings.measurement.loader_only:
+            return measure_loader(settings, data)
+        outline = build_outline(settings, files, data.dataloader.dataset.latents, build_model)
+        refuse_too_little_memory(settings, outline)
+        run = build_run(settings, data, files, callbacks)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))
     if run.is_over:
         if dist.get_global_rank() == 0:
-            print(f'--save_folder {args.save_folder} holds all of --max_duration {args.max_duration}: nothing left to '
-                  'do')
+            print(f'--save_folder {settings.saving.save_folder} holds all of --max_duration '
+                  f'{settings.training.max_duration}: nothing left to do')
         sys.exit(0)
     try:
         outcome = train(run)
@@ -463,13 +509,13 @@ def run_benchmark(args: argparse.Namespace, parser: Parser) -> dict:
         run.safeguard.release_signals()
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """Run the benchmark; returns its record."""
+def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
+    """Run the benchmark, with more callbacks for Composer's Trainer if there are any; returns its record."""
     end_with_launcher()
     parser = benchmark_parser(__doc__)
-    args = parser.parse_args(argv)
-    with process_switches(args):
-        return run_benchmark(args, parser)
+    settings = read_settings(parser, argv)
+    with process_switches(settings.speed):
+        return run_benchmark(settings, parser, callbacks)
 
 
 if __name__ == '__main__':

@@ -24,7 +24,7 @@ from inputs.errors import DataError, one_line, unreadable_shard
 from inputs.held_out import HeldOutSamples, collate_held_out
 from inputs.hub import SD2_BASE
 from inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
-from inputs.shards import LATENTS, parse_size, read_index
+from inputs.shards import LATENTS, index_hash, parse_size, read_index
 from inputs.shared_memory import refuse_too_many_samples
 from inputs.streaming_patches import PatchedStreamingDataset
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
@@ -125,8 +125,6 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
 
     ValueError: `local` is the cache of another dataset, or an argument is not one that these shards can have.
     """
-    captions_as_text = False  # else as token ids
-
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
                  predownload: int | None = None, download_retry: int = 2, download_timeout: float = 120,
@@ -138,6 +136,7 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
             raise ValueError(f'split {split} is not the name of a subfolder; give image_size by its name')
         self.image_size = image_size
         self.transform = transform
+        self._gives_text = False  # of captions; else token ids
         self.tokenizer = None
         if tokenizer_name_or_path != SD2_BASE:
             self.tokenizer = build_tokenizer(tokenizer_name_or_path)
@@ -146,6 +145,7 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
             local = local and os.path.join(local, split)
         if index is None:
             index = read_index(remote or local, '--remote' if remote else '--local')
+        self.index_hash = index_hash(index)
         remote, local = place_of_shards(remote, local, index)
         if cache_limit is not None:
             if remote is None:
@@ -167,10 +167,10 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         """Sample `index`, or where it is bad the next good one, with tensors for torch's own collate function.
 
         `image` uint8 (3, H, H), or what the transform makes, or `moments` float16 (8, H/8, H/8), and `caption` int64
-        (77,). With `captions_as_text` it is that of `good_sample`.
+        (77,). After `give_captions_as_text` it is that of `good_sample`.
         """
         sample = self.good_sample(index)
-        if self.captions_as_text:
+        if self._gives_text:
             return sample
         for number, reason in sample.pop('bad'):
             print(bad_sample_line(number, reason), file=sys.stderr)
@@ -179,6 +179,10 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         if self.transform:
             sample['image'] = self.transform(to_pil_image(sample['image']))
         return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption'][:LONGEST_CAPTION]).ids)}
+
+    def give_captions_as_text(self) -> None:
+        """From here on captions are text, which a loader tokenizes batch by batch."""
+        self._gives_text = True
 
     def good_sample(self, index: int) -> dict:
         """Sample `index` or the next good one, its caption as text; in `bad`, (index, reason) of each that was passed.
@@ -327,7 +331,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         if dataset.transform:
             raise ValueError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
         refuse_too_many_samples(dataset.epoch_size)
-        dataset.captions_as_text = True
+        dataset.give_captions_as_text()
         make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
         loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
                                           collate_fn=CountedCollate(make_batch, num_workers),

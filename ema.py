@@ -27,7 +27,7 @@ def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter
 
 
 def require_same_names(averages: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> None:
-    """ValueError: a name or a shape is in one of the two and not in the other."""
+    """Raises ValueError if a name or a shape is in one of the two and not in the other."""
     different = {(name, tensor.shape) for name, tensor in averages.items()} ^ \
                 {(name, tensor.shape) for name, tensor in live.items()}
     if different:
@@ -67,7 +67,7 @@ class ShadowModel:
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
-        """Put the averages into `model`, in place of its own values. ValueError: it is not the model they are of.
+        """Put the averages into `model`, in place of its own values. Raises ValueError if they are of another model.
 
             state = training.checkpoints.load_checkpoint('checkpoints/latest-rank0.pt')['state']
             ShadowModel(model, dict(state['algorithms'])['EMA']['ema_model']).copy_to(model)
@@ -81,7 +81,7 @@ class ShadowModel:
 
 
 def pair_by_name(ema_model: torch.nn.Module | ShadowModel, model: torch.nn.Module) -> tuple[list, list]:
-    """The averages, and in the same order the tensors of `model` that they are of. ValueError: the two differ."""
+    """The averages, and in the same order the tensors of `model` that they are of. Raises ValueError if they differ."""
     if isinstance(ema_model, torch.nn.Module):
         ema_model = unwrapped(ema_model)
         live = dict(unwrapped(model).named_parameters())
@@ -202,7 +202,7 @@ class EMA(Algorithm):
         return self._view(model)
 
     def get_training_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The same with the live weights, during an evaluation. ValueError: they are in `model` itself."""
+        """The same with the live weights, during an evaluation. Raises ValueError if they are in `model` itself."""
         if not self.ema_weights_active:
             raise ValueError('the live weights are in the model itself: call this during an evaluation only')
         return self._view(model)
@@ -216,7 +216,7 @@ class EMA(Algorithm):
                 'ema_started': self.ema_started}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
-        """Take up a state of this class or of Composer's. ValueError: it is of a Composer before 0.13."""
+        """Take up a state of this class or of Composer's. Raises ValueError if it is of a Composer before 0.13."""
         if 'training_model' in state:
             raise ValueError('the EMA was saved by a Composer before 0.13; load and save it with Composer 0.32 first')
         averages = state['ema_model']

@@ -18,7 +18,7 @@ if __name__ == '__main__':
     leave_to_first_process(PROGRAM)
     answer_early(encode_parser(__doc__), refuse_early_encoding)  # before the imports, which take seconds
 
-import argparse
+import dataclasses
 import hashlib
 import json
 import sys
@@ -26,8 +26,8 @@ from functools import partial
 
 import torch
 
-from cli.checks import refuse_bad_shared_flags
-from cli.defaults import best_precision, fill_in_shared_defaults
+from cli.checks import refuse_bad_loading
+from cli.defaults import fill_in_encoding_defaults
 from cli.next_command import training_command
 from data import BadSamples
 from fitting.compiling import compile_mode
@@ -46,9 +46,9 @@ from parts.output import Output, claim, finished_parts, open_output, refuse_fini
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_encoder
+from settings import ENCODING_FLAGS, EncodingFlags
 from training.failures import reason
 
-FLAGS_IN_RECORD = ['pretrained', 'batch_size', 'num_workers', 'encoder_precision', 'channels_last', 'compile', 'seed']
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 
 
@@ -73,36 +73,23 @@ class Progress:
         return read
 
 
-def refuse_bad_encoding(args: argparse.Namespace) -> None:
-    """Raises ValueError, with the flag, its value and the remedy, for what cannot run."""
-    refuse_early_encoding(args)
-    refuse_bad_shared_flags(args, args.batch_size)
-
-
-def refuse_unknown_precision(args: argparse.Namespace) -> None:
-    """Raises ValueError if a cluster's GPUs would get the default precision of this machine, which has none."""
-    if args.ray and args.encoder_precision is None and not torch.cuda.is_available():
-        raise ValueError(f'--ray {args.ray} needs --encoder_precision, since no GPU of this machine says what those of '
-                         'the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
-
-
-def read_image_index(args: argparse.Namespace) -> dict:
+def read_image_index(flags: EncodingFlags) -> dict:
     """The index.json of --remote. Raises ValueError if it holds no images and captions."""
-    index = read_index(args.remote)
-    require_columns(args.remote, index)
-    require_cache_for(args.remote, index, args.cache_limit)
+    index = read_index(flags.remote)
+    require_columns(flags.remote, index)
+    require_cache_for(flags.remote, index, flags.cache_limit)
     if 'latents' in index:
-        raise ValueError(f'--remote {args.remote} holds latents already')
+        raise ValueError(f'--remote {flags.remote} holds latents already')
     return index
 
 
-def begin(args: argparse.Namespace, output: Output, origin: dict, index: dict) -> list[int]:
+def claim_output(flags: EncodingFlags, output: Output, origin: dict, index: dict) -> list[int]:
     """Claim OUT for these latents of these images; the numbers of the shards that no earlier run has encoded.
 
     Raises ValueError if OUT is of something else.
     """
     source = hashlib.sha256(json.dumps(index['shards'], sort_keys=True).encode()).hexdigest()
-    contents = origin | {'encoder_precision': args.encoder_precision, 'source_sha256': source}
+    contents = origin | {'encoder_precision': flags.encoder_precision, 'source_sha256': source}
     num_shards = len(index['shards'])
     done = set()
     if claim(output, {'program': PROGRAM, **contents}):
@@ -111,57 +98,57 @@ def begin(args: argparse.Namespace, output: Output, origin: dict, index: dict) -
     return [shard for shard in range(num_shards) if shard not in done]
 
 
-def settings_of(args: argparse.Namespace, index: dict) -> EncodingSettings:
+def settings_of(flags: EncodingFlags, index: dict) -> EncodingSettings:
     """What the workers need to know."""
     return EncodingSettings(
-        remote=args.remote,
+        remote=flags.remote,
         index_hash=index_hash(index),
-        local=args.local,
-        keep_copies=args.local is not None and not args.cache_limit,
-        model_name=args.model_name,
-        pretrained=args.pretrained,
-        image_size=args.image_size,
-        batch_size=args.batch_size,
-        num_workers=args.num_workers,
-        precision=args.encoder_precision,
-        channels_last=args.channels_last,
-        compile=bool(args.compile),
-        compile_mode=compile_mode(args) if args.compile else None,
-        seed=args.seed,
-        warmup_batches=args.warmup_batches,
+        local=flags.local,
+        keep_copies=flags.local is not None and not flags.cache_limit,
+        model_name=flags.model_name,
+        pretrained=flags.pretrained,
+        image_size=flags.image_size,
+        batch_size=flags.batch_size,
+        num_workers=flags.num_workers,
+        precision=flags.encoder_precision,
+        channels_last=flags.channels_last,
+        compile=bool(flags.compile),
+        compile_mode=compile_mode(flags.compile),
+        seed=flags.seed,
+        warmup_batches=flags.warmup_batches,
     )
 
 
-def open_workers(args: argparse.Namespace, output: Output, index: dict, num_parts: int) -> LocalWorkers | RayWorkers:
+def open_workers(flags: EncodingFlags, output: Output, index: dict, num_parts: int) -> LocalWorkers | RayWorkers:
     """The processes that encode: one for each GPU."""
-    make = partial(make_encoder, output, settings_of(args, index))
-    if args.ray:
-        return RayWorkers(make, args.ray, for_gpus=True)
+    make = partial(make_encoder, output, settings_of(flags, index))
+    if flags.ray:
+        return RayWorkers(make, flags.ray, for_gpus=True)
     preload = 'parts.encoding'
     if torch.cuda.is_available():
         preload = None  # diffusers asks CUDA for its devices when it is imported: none is left to a fork after that
     return LocalWorkers(make, min(max(1, torch.cuda.device_count()), num_parts), preload)
 
 
-def encode_missing(args: argparse.Namespace, output: Output, index: dict, missing: list[int]) -> Progress:
+def encode_missing(flags: EncodingFlags, output: Output, index: dict, missing: list[int]) -> Progress:
     """Encode what no earlier run has encoded."""
-    progress = Progress(args.max_bad_samples)
+    progress = Progress(flags.max_bad_samples)
     shards = index['shards']
     parts = (Part(number, [shards[number]['raw_data']['basename']]) for number in missing)
     total = sum(shard['samples'] for shard in shards)
     to_do = sum(shards[number]['samples'] for number in missing)
-    with (open_workers(args, output, index, len(missing)) as workers,
+    with (open_workers(flags, output, index, len(missing)) as workers,
           progress_bar(total, ' images', total - to_do) as bar):
         for made in make_parts(workers, parts, SHARDS_AT_ONCE):
             bar.update(progress.add(made))
     return progress
 
 
-def make_record(args: argparse.Namespace, progress: Progress, merged: Merged, flops_per_image: int) -> dict:
+def make_record(flags: EncodingFlags, progress: Progress, merged: Merged, flops_per_image: int) -> dict:
     """The record of an encoding: throughput over all workers, and what is stored for an image."""
     workers = list(progress.workers.values())
     seconds = max((worker['seconds'] for worker in workers), default=0)
-    record = circumstances('encode', args, FLAGS_IN_RECORD) | {
+    record = circumstances('encode', dataclasses.asdict(flags), ENCODING_FLAGS) | {
         'dataset': 'streaming',
         'status': 'complete',
         'images_per_sec': None,  # where all was there already
@@ -181,40 +168,40 @@ def make_record(args: argparse.Namespace, progress: Progress, merged: Merged, fl
         images_per_sec = sum(worker['measured'] for worker in workers) / seconds
         record['images_per_sec'] = images_per_sec
         record['images_per_sec_per_device'] = images_per_sec / len(workers)
-        record |= utilization(images_per_sec / len(workers), flops_per_image, args.encoder_precision,
+        record |= utilization(images_per_sec / len(workers), flops_per_image, flags.encoder_precision,
                               record['device'])
     else:
         record['status'] = UNMEASURED
     return record
 
 
-def summary(record: dict, args: argparse.Namespace) -> str:
+def summary(record: dict, flags: EncodingFlags) -> str:
     """The record for people, and the command that trains on what was encoded."""
-    model = ['--model_name', args.model_name, '--image_size', str(args.image_size)]
-    if args.pretrained:
+    model = ['--model_name', flags.model_name, '--image_size', str(flags.image_size)]
+    if flags.pretrained:
         model.append('--pretrained')
     speed = record['images_per_sec'] or 0
     return (f'encoded         {record["samples"]:,} images, {speed:,.4g} images/s; {record["stored_samples"]:,} are '
             f'stored, {record["bytes_per_image"]:,.0f} bytes each\n'
-            f'next            {training_command(streaming_address(args.out), record["stored_samples"], model)}')
+            f'next            {training_command(streaming_address(flags.out), record["stored_samples"], model)}')
 
 
-def encode(args: argparse.Namespace) -> dict:
+def encode(flags: EncodingFlags) -> dict:
     """Encode what is missing, and merge; returns the record."""
-    files = find_model(args.model_name, args.pretrained)
-    origin = origin_of_latents(files, args.image_size)
-    index = read_image_index(args)
-    output = open_output(args.out, '--out')
-    missing = begin(args, output, origin, index)
-    progress = Progress(args.max_bad_samples)
+    files = find_model(flags.model_name, flags.pretrained)
+    origin = origin_of_latents(files, flags.image_size)
+    index = read_image_index(flags)
+    output = open_output(flags.out, '--out')
+    missing = claim_output(flags, output, origin, index)
+    progress = Progress(flags.max_bad_samples)
     if missing:
-        progress = encode_missing(args, output, index, missing)
+        progress = encode_missing(flags, output, index, missing)
     merged = merge_parts(output, len(index['shards']), {'latents': origin})
     if not merged.samples:
         release(output, len(index['shards']), PROGRAM)
         raise DataError('not one image could be encoded')
-    record = make_record(args, progress, merged, encoding_flops(files.configs['vae'], args.image_size))
-    return keep(record, summary(record, args), args.results)
+    record = make_record(flags, progress, merged, encoding_flops(files.configs['vae'], flags.image_size))
+    return keep(record, summary(record, flags), flags.results)
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -225,14 +212,10 @@ def main(argv: list[str] | None = None) -> dict:
     stays = f'what is encoded stays in --out {args.out}, and the same command, started again, goes on from there'
     try:
         with signals_raise():
-            refuse_unknown_precision(args)
-            channels_last = args.channels_last
-            gpus = max(1, torch.cuda.device_count())
-            fill_in_shared_defaults(args, args.batch_size, best_precision(args), gpus)
-            if args.ray:
-                args.channels_last = channels_last  # where it was not given, each worker decides for its device
-            refuse_bad_encoding(args)
-            return encode(args)
+            refuse_early_encoding(args)
+            flags = fill_in_encoding_defaults(args, max(1, torch.cuda.device_count()))
+            refuse_bad_loading(flags, flags.image_size, flags.batch_size)
+            return encode(flags)
     except ValueError as error:
         parser.error(one_line(error))
     except KeyboardInterrupt:

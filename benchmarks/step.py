@@ -26,7 +26,7 @@ def run(recipe: str) -> dict:
 
     import benchmark
     if recipe == 'original':
-        def optimizer(model, args):
+        def optimizer(model, *_):
             return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.001)
         benchmark.build_optimizer, benchmark.EMA = optimizer, composer.algorithms.EMA
     return benchmark.main(FLAGS)

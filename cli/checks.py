@@ -2,7 +2,6 @@
 
 What shows without torch is in cli/early_checks.py.
 """
-import argparse
 import importlib.util
 import os
 import sys
@@ -14,13 +13,21 @@ from composer.core import State
 from composer.utils import dist
 
 from cli.defaults import INTERVALS, is_for_gpus, workers_that_fit
-from cli.early_checks import number_of_devices, refuse_early_training
 from cli.options import split_time
 from fitting import switch_table
 from fitting.switch_table import Value
 from inputs.shards import parse_size
 from measuring.measurement import total_batches
 from measuring.tracing import TRACE_WARMUP, TRACED_BATCHES
+from settings import (
+    DataSettings,
+    DrawingSettings,
+    EncodingFlags,
+    MeasurementSettings,
+    SavingSettings,
+    Settings,
+    SpeedSettings,
+)
 from training.checkpoints import checkpoints, from_storage
 from training.sampling import read_prompts
 
@@ -28,49 +35,64 @@ BATCHES_OR_EPOCHS = ('ba', 'ep')
 
 
 def refuse_more_ranks_than_gpus() -> None:
-    """ValueError: two ranks would share a GPU. It comes before anything that touches one, and so may fail."""
+    """Raises ValueError if two ranks would share a GPU. It comes before anything that touches one, and so may fail."""
     processes = dist.get_local_world_size()
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
         raise ValueError(f'composer -n {processes} is more than the {torch.cuda.device_count()} GPUs of this machine')
 
 
-def refuse_bad_training(args: argparse.Namespace) -> None:
-    """ValueError, with the flag, its value and the remedy, for flags of benchmark.py that cannot run."""
-    refuse_early_training(args)
-    refuse_bad_microbatch(args)
-    if args.dry_run is not None:
+def refuse_bad_training(settings: Settings) -> None:
+    """Raises ValueError, with the flag, its value and the remedy, for a run of benchmark.py that cannot be here.
+
+    What shows from the command line alone was refused before, by `refuse_early_training`.
+    """
+    data = settings.data
+    measurement = settings.measurement
+    max_duration = settings.training.max_duration
+    refuse_bad_microbatch(settings)
+    if measurement.dry_run is not None:
         return
-    if args.precision != 'fp32' and not (torch.cuda.is_available() or args.loader_only):
-        raise ValueError(f'--precision {args.precision}: Composer trains in fp32 where there is no GPU; use fp32')
-    refuse_bad_switches(args)
-    refuse_bad_shared_flags(args, args.batch_size // dist.get_world_size())
-    refuse_bad_duration(args)
-    refuse_bad_profile(args)
-    refuse_bad_warmup(args)
-    refuse_bad_average(args)
-    refuse_bad_evaluation(args)
-    refuse_bad_save_folder(args)
-    refuse_bad_sampling(args)
-    refuse_unusable_folder('tensorboard', args.tensorboard)
+    if settings.speed.precision != 'fp32' and not (torch.cuda.is_available() or measurement.loader_only):
+        raise ValueError(f'--precision {settings.speed.precision}: Composer trains in fp32 where there is no GPU; '
+                         'use fp32')
+    refuse_bad_switches(settings.speed, data.batch_size)
+    refuse_missing_stack(settings.speed)
+    refuse_bad_loading(data, settings.model.image_size, data.batch_size // dist.get_world_size())
+    refuse_bad_duration(max_duration, measurement.warmup_batches)
+    refuse_bad_profile(measurement, max_duration)
+    refuse_bad_warmup(settings.optimizer.lr_warmup, max_duration)
+    refuse_bad_evaluation(settings.evaluation.eval_remote, data.remote)
+    refuse_bad_save_folder(settings.saving)
+    refuse_bad_drawing(settings.drawing, settings.saving.autoresume)
+    refuse_unusable_folder('tensorboard', settings.logging.tensorboard)
     if dist.get_global_rank() == 0:
-        for sentence in without_effect(args):
+        for sentence in without_effect(settings):
             print(f'warning: {sentence}', file=sys.stderr)
 
 
-def refuse_bad_switches(args: argparse.Namespace) -> None:
-    """Raises ValueError if a switch would do nothing, and the record say that it was on, or if it cannot work here."""
-    has_one_microbatch = args.device_train_microbatch_size == args.batch_size // dist.get_world_size()
+def refuse_bad_switches(speed: SpeedSettings, batch_size: int) -> None:
+    """Raises ValueError if a switch would do nothing, and the record say that it was on, or if it needs another batch.
+    """
+    has_one_microbatch = speed.device_train_microbatch_size == batch_size // dist.get_world_size()
     for switch in switch_table.SWITCHES:
-        given = getattr(args, switch.flag)
-        if switch.needs_half_precision and args.precision == 'fp32' and given:
+        given = getattr(speed, switch.flag)
+        if switch.needs_half_precision and speed.precision == 'fp32' and given:
             raise ValueError(f'--{switch.flag} does nothing in --precision fp32; leave it out')
+        for value in switch.values_in(given):
+            if value.whole_batch and not has_one_microbatch:
+                flags = ' '.join(switch.as_flags(given))
+                raise ValueError(f'{flags} {value.whole_batch}; use a --device_train_microbatch_size that is a '
+                                 "device's whole share of the batch")
+
+
+def refuse_missing_stack(speed: SpeedSettings) -> None:
+    """Raises ValueError if a switch needs a GPU, a package or a version of cuDNN that is not here."""
+    for switch in switch_table.SWITCHES:
+        given = getattr(speed, switch.flag)
         for value in switch.values_in(given):
             flags = ' '.join(switch.as_flags(given))
             refuse_missing_package(flags, value)
             refuse_faulty_cudnn(flags, value)
-            if value.whole_batch and not has_one_microbatch:
-                raise ValueError(f'{flags} {value.whole_batch}; use a --device_train_microbatch_size that is a '
-                                 "device's whole share of the batch")
 
 
 def refuse_missing_package(flags: str, value: Value) -> None:
@@ -80,11 +102,12 @@ def refuse_missing_package(flags: str, value: Value) -> None:
         raise ValueError(f'{flags} needs a GPU and the package {package}; {value.remedy}')
 
 
-def refuse_bad_microbatch(args: argparse.Namespace) -> None:
-    """ValueError: a microbatch is to be searched for where there is no GPU."""
-    if args.device_train_microbatch_size == 'auto' and not is_for_gpus(args):
-        raise ValueError('--device_train_microbatch_size auto needs a GPU; give a number, such as '
-                         f'{args.batch_size // number_of_devices(args)}')
+def refuse_bad_microbatch(settings: Settings) -> None:
+    """Raises ValueError if a microbatch is to be searched for where there is no GPU."""
+    dry_run = settings.measurement.dry_run
+    if settings.searches_microbatch and not is_for_gpus(dry_run):
+        share = settings.data.batch_size // (dry_run or dist.get_world_size())
+        raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {share}')
 
 
 def refuse_faulty_cudnn(flags: str, value: Value) -> None:
@@ -102,37 +125,43 @@ def cudnn_in_words(version: int) -> str:
     return f'{version // 10000}.{version // 100 % 100}.{version % 100}'
 
 
-def refuse_bad_shared_flags(args: argparse.Namespace, device_batch: int) -> None:
-    """ValueError for the flags that encode.py has as well."""
-    if args.remote and args.num_workers:
-        fitting = workers_that_fit(args.num_workers, device_batch, args.image_size, args.remote)
-        if args.num_workers > fitting:
-            raise ValueError(f'--num_workers {args.num_workers} may fill the shared memory, /dev/shm, with its '
+def refuse_bad_loading(data: DataSettings | EncodingFlags, image_size: int, device_batch: int) -> None:
+    """Raises ValueError if --num_workers or --cache_limit cannot work, in benchmark.py or encode.py.
+
+    Args:
+        data: where the samples come from.
+        image_size: in pixels.
+        device_batch: samples of a batch on each device.
+    """
+    if data.remote and data.num_workers:
+        fitting = workers_that_fit(data.num_workers, device_batch, image_size, data.remote)
+        if data.num_workers > fitting:
+            raise ValueError(f'--num_workers {data.num_workers} may fill the shared memory, /dev/shm, with its '
                              f'batches; use at most {fitting}, or make it larger (docker run --shm-size)')
-    if args.cache_limit:
-        refuse_bad_cache_limit(args)
+    if data.cache_limit:
+        refuse_bad_cache_limit(data.cache_limit, data.remote, data.local)
 
 
-def refuse_bad_cache_limit(args: argparse.Namespace) -> None:
-    """ValueError: --cache_limit is no size, or there is no cache that it could bound."""
-    if not args.remote or (os.path.isdir(args.remote) and not args.local):
-        raise ValueError(f'--cache_limit {args.cache_limit} has no cache to bound: --remote {args.remote} is read '
-                         'in place; give --local a folder, or leave the limit out')
+def refuse_bad_cache_limit(limit: str, remote: str | None, local: str | None) -> None:
+    """Raises ValueError if --cache_limit is no size, or if there is no cache that it could bound."""
+    if not remote or (os.path.isdir(remote) and not local):
+        raise ValueError(f'--cache_limit {limit} has no cache to bound: --remote {remote} is read in place; give '
+                         '--local a folder, or leave the limit out')
     try:
-        parse_size(args.cache_limit)
+        parse_size(limit)
     except ValueError:
-        raise ValueError(f'--cache_limit {args.cache_limit} is not a size such as 500gb') from None
+        raise ValueError(f'--cache_limit {limit} is not a size such as 500gb') from None
 
 
-def refuse_bad_duration(args: argparse.Namespace) -> None:
-    """ValueError: the run would end within its warm-up."""
-    duration, unit = split_time(args.max_duration)
-    if unit == 'ba' and duration <= args.warmup_batches:
-        raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+def refuse_bad_duration(max_duration: str, warmup_batches: int) -> None:
+    """Raises ValueError if the run would end within its warm-up."""
+    duration, unit = split_time(max_duration)
+    if unit == 'ba' and duration <= warmup_batches:
+        raise ValueError(f'--max_duration {max_duration} ends within --warmup_batches {warmup_batches}')
 
 
 def refuse_unusable_folder(flag: str, folder: str | None) -> None:
-    """ValueError: a folder cannot be made, or nothing can be written in it. Nothing stays of the attempt."""
+    """Raises ValueError if a folder cannot be made, or nothing written in it. Nothing stays of the attempt."""
     if not folder or '://' in folder or dist.get_global_rank() != 0:
         return
     parent = os.path.abspath(folder)
@@ -147,7 +176,7 @@ def refuse_unusable_folder(flag: str, folder: str | None) -> None:
 
 
 def is_there(path: str) -> bool:
-    """Whether there is something of that name. OSError: that cannot be said."""
+    """Whether there is something of that name. Raises OSError if that cannot be said."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -155,60 +184,43 @@ def is_there(path: str) -> bool:
     return True
 
 
-def refuse_bad_profile(args: argparse.Namespace) -> None:
-    """ValueError: there is no step to trace, the run ends too early, or its trace would lie among other files."""
-    if not args.profile:
+def refuse_bad_profile(measurement: MeasurementSettings, max_duration: str) -> None:
+    """Raises ValueError if the run ends before what --profile traces, or if its trace would lie among other files."""
+    folder = measurement.profile
+    if not folder:
         return
-    if args.loader_only:
-        raise ValueError(f'--profile {args.profile} traces training; leave out --loader_only')
-    least = args.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
-    duration, unit = split_time(args.max_duration)
+    least = measurement.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
+    duration, unit = split_time(max_duration)
     if unit == 'ba' and duration < least:
-        raise ValueError(f'--profile {args.profile} traces {TRACED_BATCHES} batches up to the {least}th, and the run '
-                         f'has {duration:.0f}; use --max_duration {least}ba or more')
-    refuse_unusable_folder('profile', args.profile)
-    if dist.get_global_rank() == 0 and os.path.isdir(args.profile) and os.listdir(args.profile):
-        raise ValueError(f'--profile {args.profile} already holds files; give a new folder')
+        raise ValueError(f'--profile {folder} traces {TRACED_BATCHES} batches up to the {least}th, and the run has '
+                         f'{duration:.0f}; use --max_duration {least}ba or more')
+    refuse_unusable_folder('profile', folder)
+    if dist.get_global_rank() == 0 and os.path.isdir(folder) and os.listdir(folder):
+        raise ValueError(f'--profile {folder} already holds files; give a new folder')
 
 
-def refuse_bad_warmup(args: argparse.Namespace) -> None:
-    """ValueError: the learning rate cannot rise as asked."""
-    if args.lr_warmup is None:
-        return
-    if split_time(args.max_duration)[1] not in BATCHES_OR_EPOCHS:
-        raise ValueError(f'--lr_warmup {args.lr_warmup} needs a --max_duration in batches (ba) or epochs (ep), not '
-                         f'{args.max_duration}')
+def refuse_bad_warmup(lr_warmup: str | None, max_duration: str) -> None:
+    """Raises ValueError if the learning rate cannot rise as asked."""
+    if lr_warmup is not None and split_time(max_duration)[1] not in BATCHES_OR_EPOCHS:
+        raise ValueError(f'--lr_warmup {lr_warmup} needs a --max_duration in batches (ba) or epochs (ep), not '
+                         f'{max_duration}')
 
 
-def refuse_bad_average(args: argparse.Namespace) -> None:
-    """ValueError: the average cannot be kept as asked, or there is none."""
-    for flag in ('ema_half_life', 'ema_start'):
-        value = getattr(args, flag)
-        if value is not None and not args.use_ema:
-            raise ValueError(f'--{flag} {value} needs --use_ema')
+def refuse_bad_evaluation(eval_remote: str | None, remote: str | None) -> None:
+    """Raises ValueError if what is held out is what the run trains on."""
+    if eval_remote and remote and os.path.realpath(eval_remote) == os.path.realpath(remote):
+        raise ValueError(f'--eval_remote {eval_remote} is what the run trains on; give it shards of other samples')
 
 
-def refuse_bad_evaluation(args: argparse.Namespace) -> None:
-    """ValueError: there is nothing to evaluate on."""
-    if not args.eval_remote:
-        if args.eval_interval is not None:
-            raise ValueError(f'--eval_interval {args.eval_interval} needs --eval_remote')
-        return
-    if args.remote and os.path.realpath(args.eval_remote) == os.path.realpath(args.remote):
-        raise ValueError(f'--eval_remote {args.eval_remote} is what the run trains on; give it shards of other samples')
-
-
-def refuse_bad_save_folder(args: argparse.Namespace) -> None:
-    """ValueError: there is nothing to resume from, or a new run would write among the files of another."""
-    folder = args.save_folder
-    if args.autoresume and not folder:
-        raise ValueError('--autoresume needs the --save_folder of the run to resume')
+def refuse_bad_save_folder(saving: SavingSettings) -> None:
+    """Raises ValueError if checkpoints cannot go to --save_folder, or a new run's would lie among those of another."""
+    folder = saving.save_folder
     if not folder:
         return
     if '{' in folder or '}' in folder:
         raise ValueError(f'--save_folder {folder} has a brace in it, for which Composer puts other words; name another')
     refuse_unusable_folder('save_folder', folder)
-    if args.autoresume or dist.get_global_rank() != 0:
+    if saving.autoresume or dist.get_global_rank() != 0:
         return
     if '://' in folder:
         occupied = bool(from_storage(checkpoints, folder))
@@ -219,58 +231,65 @@ def refuse_bad_save_folder(args: argparse.Namespace) -> None:
                          'there')
 
 
-def refuse_bad_sampling(args: argparse.Namespace) -> None:
-    """ValueError: there is nothing to draw, or the pictures of another run are in its place."""
-    if not args.sample_prompts:
-        if args.sample_interval is not None:
-            raise ValueError(f'--sample_interval {args.sample_interval} needs --sample_prompts')
+def refuse_bad_drawing(drawing: DrawingSettings, autoresume: bool) -> None:
+    """Raises ValueError if there is nothing to draw, or if the pictures of another run are in their place."""
+    if not drawing.sample_prompts:
         return
-    read_prompts(args.sample_prompts)
-    refuse_unusable_folder('sample_folder', args.sample_folder)
-    if args.autoresume or dist.get_global_rank() != 0:
+    read_prompts(drawing.sample_prompts)
+    folder = drawing.sample_folder
+    refuse_unusable_folder('sample_folder', folder)
+    if autoresume or dist.get_global_rank() != 0:
         return
-    if any(Path(args.sample_folder).glob('ba*.png')):
-        raise ValueError(f'--sample_folder {args.sample_folder} already holds drawings of another run; give a new one')
+    if any(Path(folder).glob('ba*.png')):
+        raise ValueError(f'--sample_folder {folder} already holds drawings of another run; give a new one')
 
 
-def without_effect(args: argparse.Namespace) -> list[str]:
+def without_effect(settings: Settings) -> list[str]:
     """A sentence for each flag that was given and does nothing in this run, or not what it is for."""
+    data = settings.data
+    saving = settings.saving
     sentences = []
     for flag in ('save_interval', 'save_num_checkpoints_to_keep'):
-        if getattr(args, flag) is not None and not args.save_folder:
-            sentences.append(f'--{flag} {getattr(args, flag)} does nothing without --save_folder: nothing is saved')
-    uses_tokenizer = (args.remote, args.caption_drop, args.eval_remote, args.sample_prompts, args.save_folder)
-    if args.tokenizer and not any(uses_tokenizer):
-        sentences.append(f'--tokenizer {args.tokenizer} does nothing here: synthetic captions are tokens already')
-    if args.sample_prompts and not args.pretrained:  # of tiny, to try it out; refuse_early_training refuses others
-        sentences.append(f'--sample_prompts {args.sample_prompts} will draw noise: the VAE of --model_name '
-                         f'{args.model_name} is random')
+        value = getattr(saving, flag)
+        if value is not None and not saving.save_folder:
+            sentences.append(f'--{flag} {value} does nothing without --save_folder: nothing is saved')
+    uses_tokenizer = (data.remote, data.caption_drop, settings.evaluation.eval_remote, settings.drawing.sample_prompts,
+                      saving.save_folder)
+    if data.tokenizer and not any(uses_tokenizer):
+        sentences.append(f'--tokenizer {data.tokenizer} does nothing here: synthetic captions are tokens already')
+    prompts = settings.drawing.sample_prompts
+    if prompts and not settings.model.pretrained:  # of tiny, to try it out; refuse_early_training refuses others
+        sentences.append(f'--sample_prompts {prompts} will draw noise: the VAE of --model_name '
+                         f'{settings.model.model_name} is random')
     return sentences
 
 
-def warn_of_what_comes_too_late(args: argparse.Namespace, state: State) -> None:
+def warn_of_what_comes_too_late(settings: Settings, state: State) -> None:
     """On rank 0, once the length of an epoch is known: what was asked for a time that this run does not reach."""
     total = total_batches(state)
     if total is None or dist.get_global_rank() != 0:
         return
-    for sentence in too_late(args, total, int(state.dataloader_len)):
+    for sentence in too_late(settings, total, int(state.dataloader_len)):
         print(f'warning: {sentence}', file=sys.stderr)
 
 
-def too_late(args: argparse.Namespace, total: int, epoch: int) -> list[str]:
+def too_late(settings: Settings, total: int, epoch: int) -> list[str]:
     """A sentence for each flag whose time is beyond the `total` batches of a run, with `epoch` batches in an epoch."""
-    batches = {'ba': 1, 'ep': epoch, 'sp': 1 / args.batch_size, 'dur': total}  # in one of each unit
+    batches = {'ba': 1, 'ep': epoch, 'sp': 1 / settings.data.batch_size, 'dur': total}  # in one of each unit
 
     def is_too_late(time: str) -> bool:
         value, unit = split_time(time)
         return value * batches[unit] > total
 
-    run = f'this run of {total} batches (--max_duration {args.max_duration})'
+    run = f'this run of {total} batches (--max_duration {settings.training.max_duration})'
     sentences = []
-    if args.use_ema and args.ema_start and is_too_late(args.ema_start):
-        sentences.append(f'--ema_start {args.ema_start} comes after the end of {run}: there will be no average')
-    for flag, deed in (('save_interval', 'saved'), ('eval_interval', 'evaluated'), ('sample_interval', 'drawn')):
-        interval = getattr(args, flag)
+    ema_start = settings.optimizer.ema_start
+    if ema_start and is_too_late(ema_start):
+        sentences.append(f'--ema_start {ema_start} comes after the end of {run}: there will be no average')
+    intervals = (('save_interval', settings.saving.save_interval, 'saved'),
+                 ('eval_interval', settings.evaluation.eval_interval, 'evaluated'),
+                 ('sample_interval', settings.drawing.sample_interval, 'drawn'))
+    for flag, interval, deed in intervals:
         if interval not in (None, INTERVALS[flag]) and is_too_late(interval):
             sentences.append(f'--{flag} {interval} is longer than {run}: only its end will be {deed}')
     return sentences

@@ -2,6 +2,7 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 
 import torch
 from composer.utils import dist
@@ -14,32 +15,36 @@ from inputs.shared_memory import free_bytes
 from inputs.timed_loader import queued_batches
 from measuring.costs import TRAINING_IMAGES
 from measuring.measurement import QUEUES_IN_WINDOW
+from settings import ENCODER_PRECISIONS, EncodingFlags, Settings, settings_from, subject_from
 from training.ranks import cores_per_rank
 
-HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
 MOST_WORKERS = 8
 MEASURED_BATCHES = 20
 INTERVALS = {'save_interval': '1ep', 'eval_interval': '1000ba', 'sample_interval': '1000ba'}  # unless given
 
 
-def is_for_gpus(args: argparse.Namespace) -> bool:
+def is_for_gpus(dry_run: int | None = None) -> bool:
     """Whether the run is on GPUs, or --dry_run speaks of them."""
-    return torch.cuda.is_available() or getattr(args, 'dry_run', None) is not None
+    return torch.cuda.is_available() or dry_run is not None
 
 
-def fill_in_training_defaults(args: argparse.Namespace) -> None:
-    """Fill in the flags of benchmark.py that were not given."""
-    if args.dry_run is not None and not (args.remote or args.local or args.use_synth_latents):
-        args.use_synth_data = True
-    device_batch = args.batch_size // number_of_devices(args)
-    if not args.device_train_microbatch_size:
-        args.device_train_microbatch_size = 'auto' if is_for_gpus(args) else device_batch
-    elif args.device_train_microbatch_size.isdecimal():
-        args.device_train_microbatch_size = int(args.device_train_microbatch_size)
-    args.microbatch_search = args.device_train_microbatch_size == 'auto'  # by fitting/microbatch.py
-    args.precision = args.precision or best_precision(args)
+def fill_in_training_defaults(args: argparse.Namespace) -> Settings:
+    """The settings of a run of benchmark.py: its flags, and what follows from the machine for those not given.
+
+    Raises ValueError if --local is no folder, or if --remote, which default workers depend on, cannot be read.
+    """
+    args = argparse.Namespace(**vars(args))  # the command line stays as it was given
+    devices = number_of_devices(args)
+    device_batch = args.batch_size // devices
+    if args.dry_run is not None:
+        args.dry_run = devices
+        if not (args.remote or args.local or args.use_synth_latents):
+            args.use_synth_data = True
+    if args.device_train_microbatch_size is None:
+        args.device_train_microbatch_size = 'auto' if is_for_gpus(args.dry_run) else device_batch
+    args.precision = args.precision or best_precision(args.dry_run)
     fill_in_shared_defaults(args, device_batch, args.precision)
-    args.keeps_nothing = bool(args.max_duration) and not args.save_folder
+    args.only_measures = args.max_duration is None
     fill_in_duration(args)
     if args.use_ema:
         args.ema_half_life = args.ema_half_life or '1000ba'
@@ -48,15 +53,43 @@ def fill_in_training_defaults(args: argparse.Namespace) -> None:
         if place and getattr(args, flag) is None:
             setattr(args, flag, INTERVALS[flag])
     if args.training_images is None and args.model_name != 'tiny':
-        args.training_images = TRAINING_IMAGES  # tiny is for trying things out: nobody trains it
+        args.training_images = TRAINING_IMAGES  # tiny is for trying things out
+    return settings_from(vars(args))
+
+
+def fill_in_encoding_defaults(args: argparse.Namespace, devices: int) -> EncodingFlags:
+    """The settings of a run of encode.py on `devices` devices of this machine.
+
+    Raises ValueError if --local is no folder, if --remote, which default workers depend on, cannot be read, or if
+    --ray lacks a precision.
+    """
+    refuse_unknown_precision(args)
+    args = argparse.Namespace(**vars(args))
+    channels_last = args.channels_last
+    fill_in_shared_defaults(args, args.batch_size, best_precision(), devices)
+    if args.ray:
+        args.channels_last = channels_last  # where it was not given, each worker decides for its device
+    return subject_from(EncodingFlags, vars(args))
+
+
+def refuse_unknown_precision(args: argparse.Namespace) -> None:
+    """Raises ValueError if a cluster's GPUs would get the default precision of this machine, which has none."""
+    if args.ray and args.encoder_precision is None and not torch.cuda.is_available():
+        raise ValueError(f'--ray {args.ray} needs --encoder_precision, since no GPU of this machine says what those of '
+                         'the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
 
 
 def fill_in_switches(args: argparse.Namespace) -> None:
     """The switches that were not given, by what they depend on."""
-    situation = Situation(is_for_gpus(args), number_of_devices(args), args.compile)
+    situation = Situation(is_for_gpus(dry_run_of(args)), number_of_devices(args), args.compile)
     for switch in switch_table.SWITCHES:
         if getattr(args, switch.flag, '') is None:  # encode.py has some of them alone
             setattr(args, switch.flag, switch.default_in(situation))
+
+
+def dry_run_of(args: argparse.Namespace) -> int | None:
+    """The value of --dry_run, which encode.py has not."""
+    return getattr(args, 'dry_run', None)
 
 
 def fill_in_duration(args: argparse.Namespace) -> None:
@@ -73,18 +106,18 @@ def fill_in_shared_defaults(args: argparse.Namespace, device_batch: int, precisi
     """Fill in the flags that encode.py has as well, for `device_batch` images at once on each device.
 
     Args:
-        args: of the command line.
+        args: of the command line, or a copy of it.
         device_batch: images at once on a device.
         precision: of the UNet.
         devices: that this process works for.
     """
     read_local_in_place(args)
-    args.encoder_precision = args.encoder_precision or HALF_PRECISION[precision]
+    args.encoder_precision = args.encoder_precision or ENCODER_PRECISIONS[precision]
     fill_in_switches(args)
     args.num_workers_by_default = args.num_workers is None
     if args.num_workers_by_default:
         args.num_workers = 0
-        if args.remote and getattr(args, 'dry_run', None) is None:
+        if args.remote and dry_run_of(args) is None:
             args.num_workers = default_workers(device_batch, args.image_size, args.remote, devices)
 
 
@@ -93,7 +126,7 @@ def default_workers(device_batch: int, image_size: int, remote: str, devices: in
 
     Where this process works for several `devices` of its machine, they share its cores.
 
-    ValueError: it may hold fewer, and `remote`, by which that is decided, cannot be read.
+    Raises ValueError if it may hold fewer, and `remote`, by which that is decided, cannot be read.
     """
     wanted = min(MOST_WORKERS, max(1, cores_per_rank() // devices))
     fitting = workers_that_fit(wanted, device_batch, image_size, remote)
@@ -106,7 +139,7 @@ def default_workers(device_batch: int, image_size: int, remote: str, devices: in
 
 
 def read_local_in_place(args: argparse.Namespace) -> None:
-    """Where --local is the only place that is given, it is the data. ValueError: it is no folder."""
+    """Where --local is the only place that is given, it is the data. Raises ValueError if it is no folder."""
     is_synthetic = getattr(args, 'use_synth_data', False) or getattr(args, 'use_synth_latents', False)
     if args.remote or is_synthetic or not args.local:
         return
@@ -116,20 +149,23 @@ def read_local_in_place(args: argparse.Namespace) -> None:
     args.local = None
 
 
-def agree_on_workers(args: argparse.Namespace) -> None:
+def agree_on_workers(settings: Settings) -> Settings:
     """Once the ranks have met: as many loader processes on each as the poorest host allows, and what follows from them.
 
     Ranks whose loaders differ would train and measure for different numbers of batches.
     """
-    mine = (args.num_workers, args.measure_batches or 0, args.max_duration)
-    args.num_workers, measure_batches, args.max_duration = min(dist.all_gather_object(mine))
-    args.measure_batches = measure_batches or None
+    mine = (settings.data.num_workers, settings.measurement.measure_batches or 0, settings.training.max_duration)
+    num_workers, measure_batches, max_duration = min(dist.all_gather_object(mine))
+    return replace(settings,
+                   data=replace(settings.data, num_workers=num_workers),
+                   measurement=replace(settings.measurement, measure_batches=measure_batches or None),
+                   training=replace(settings.training, max_duration=max_duration))
 
 
-def best_precision(args: argparse.Namespace) -> str:
+def best_precision(dry_run: int | None = None) -> str:
     """amp_bf16 on a GPU that has it, amp_fp16 on another, fp32 on a CPU. --dry_run speaks of a GPU that has it."""
     if not torch.cuda.is_available():
-        return 'amp_bf16' if is_for_gpus(args) else 'fp32'
+        return 'amp_bf16' if is_for_gpus(dry_run) else 'fp32'
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return 'amp_bf16'
     return 'amp_fp16'
@@ -144,7 +180,7 @@ def workers_that_fit(wanted: int, device_batch: int, image_size: int, remote: st
         image_size: that is trained at, in pixels: no image is larger in a batch.
         remote: the dataset, which is looked at only where the largest images would not fit.
 
-    ValueError: `remote` cannot be read.
+    Raises ValueError if `remote` cannot be read.
     """
     free = free_bytes()
     if free is None:

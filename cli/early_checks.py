@@ -50,7 +50,7 @@ def end_interrupted(parser: Parser, number: int, frame) -> None:
 
 
 def require_packages(*names: str) -> None:
-    """ValueError: this Python lacks one of the packages, as where the environment is not activated."""
+    """Raises ValueError if this Python lacks one of the packages, as where the environment is not activated."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ValueError(f'{sys.executable} has no package {name}; activate the environment with: source '
@@ -58,7 +58,7 @@ def require_packages(*names: str) -> None:
 
 
 def refuse_early_training(args: argparse.Namespace) -> None:
-    """ValueError, with the flag, its value and the remedy, for flags of benchmark.py that cannot run on any machine."""
+    """Raises ValueError, with the flag, its value and the remedy, for what benchmark.py can run on no machine."""
     refuse_bad_source(args)
     refuse_missing_folder('--remote', args.remote)
     refuse_missing_folder('--eval_remote', args.eval_remote)
@@ -71,7 +71,7 @@ def refuse_early_training(args: argparse.Namespace) -> None:
 
 
 def refuse_early_encoding(args: argparse.Namespace) -> None:
-    """ValueError, with the flag, its value and the remedy, for flags of encode.py that cannot run on any machine."""
+    """Raises ValueError, with the flag, its value and the remedy, for what encode.py can run on no machine."""
     if not (args.remote or args.local) or not args.out:
         raise ValueError('give both --remote and --out')
     refuse_missing_folder('--remote', args.remote)
@@ -128,7 +128,7 @@ def refuse_early_report(args: argparse.Namespace) -> None:
 
 
 def refuse_early_export(args: argparse.Namespace) -> None:
-    """ValueError: the checkpoint is not there, or OUT is."""
+    """Raises ValueError if the checkpoint is not there, or OUT is."""
     if '://' not in args.checkpoint and not os.path.exists(args.checkpoint):
         raise ValueError(f'CHECKPOINT {args.checkpoint} is not there; give one, or the --save_folder of a run')
     if os.path.lexists(args.out):
@@ -136,7 +136,7 @@ def refuse_early_export(args: argparse.Namespace) -> None:
 
 
 def refuse_bad_source(args: argparse.Namespace) -> None:
-    """ValueError: the images come from nowhere, or from two places."""
+    """Raises ValueError if the images come from nowhere, or from two places."""
     is_synthetic = args.use_synth_data or args.use_synth_latents
     if not (args.remote or args.local or is_synthetic or args.dry_run is not None):
         raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
@@ -150,7 +150,7 @@ def is_in_store(place: str) -> bool:
 
 
 def refuse_missing_folder(flag: str, place: str | None) -> None:
-    """ValueError: a dataset is neither in a store nor in a folder that there is."""
+    """Raises ValueError if a dataset is neither in a store nor in a folder that there is."""
     if place and ':/' not in place and not os.path.isdir(place):
         raise ValueError(f'{flag} {place} is no folder; check the name, or make a dataset with convert.py')
 
@@ -161,7 +161,7 @@ def number_of_devices(args: argparse.Namespace) -> int:
 
 
 def refuse_bad_batch(args: argparse.Namespace) -> None:
-    """ValueError: the batch does not divide over the devices, or a device's share into microbatches."""
+    """Raises ValueError if the batch does not divide over the devices, or a device's share into microbatches."""
     devices = number_of_devices(args)
     if args.batch_size % devices:
         divisible = args.batch_size // devices * devices or devices
@@ -170,13 +170,10 @@ def refuse_bad_batch(args: argparse.Namespace) -> None:
     microbatch = args.device_train_microbatch_size
     if microbatch in (None, 'auto'):
         return
-    if not str(microbatch).isdecimal():
-        raise ValueError(f'--device_train_microbatch_size {microbatch} is neither a number nor auto; use '
-                         f'{device_batch}')
-    if not int(microbatch) or device_batch % int(microbatch):
+    if device_batch % microbatch:
         raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
                          f'that each of {devices} devices gets of --batch_size {args.batch_size}; use '
-                         f'{largest_divisor(device_batch, int(microbatch))}')
+                         f'{largest_divisor(device_batch, microbatch)}')
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -185,14 +182,14 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def refuse_bad_image_size(args: argparse.Namespace) -> None:
-    """ValueError: the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
+    """Raises ValueError if the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
     if args.image_size % 8:
         multiple = args.image_size // 8 * 8 or 8
         raise ValueError(f'--image_size {args.image_size} is not a multiple of 8; use {multiple}')
 
 
 def refuse_bad_modes(args: argparse.Namespace) -> None:
-    """ValueError: two flags contradict each other, or one of them would do nothing."""
+    """Raises ValueError if two flags contradict each other, or one of them would do nothing."""
     if args.dry_run is not None and args.loader_only:
         raise ValueError('--dry_run speaks of a training, --loader_only measures a loader; give one of them')
     for switch in switch_table.SWITCHES:
@@ -209,7 +206,7 @@ def refuse_bad_modes(args: argparse.Namespace) -> None:
 
 
 def refuse_flags_alone(args: argparse.Namespace) -> None:
-    """ValueError: a flag is given without the one that it says something of."""
+    """Raises ValueError if a flag is given without the one that it says something of."""
     needed_by_switches = {switch.flag: switch.needs for switch in switch_table.SWITCHES if switch.needs}
     for flag, needed in (NEEDED_FLAGS | needed_by_switches).items():
         value = getattr(args, flag)
@@ -219,7 +216,7 @@ def refuse_flags_alone(args: argparse.Namespace) -> None:
 
 
 def refuse_bad_results(path: str) -> None:
-    """ValueError: no record can be appended to --results. It is said before the run, not after it."""
+    """Raises ValueError if no record can be appended to --results. It is said before the run, not after it."""
     if int(os.environ.get('RANK', 0)):
         return
     try:

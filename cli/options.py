@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 from fitting import switch_table
 from fitting.switch_table import Switch
@@ -20,7 +21,7 @@ from measuring.versions import git_commit, package_versions
 GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
           'evaluation and drawing', 'logging', 'cost')
 LR_SCHEDULES = ('constant', 'cosine', 'linear')
-RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')  # that a launcher sets
+RANK_NUMBERS = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')  # that a launcher sets
 TIME_UNITS = {'ba': 'batches', 'ep': 'epochs', 'sp': 'samples', 'dur': 'of the run'}
 LONGEST = 10 ** 15  # of any unit: Composer counts in 64 bits
 BYTES = {'': 1, 'b': 1, 'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
@@ -94,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         return candidates
 
     def _refuse_bad_ranks(self) -> None:
-        for name in RANK_VARIABLES:
+        for name in RANK_NUMBERS:
             text = os.environ.get(name, '1')
             if not re.fullmatch('[0-9]{1,9}', text) or name.endswith('SIZE') and int(text) == 0:
                 os.environ.pop('RANK', None)  # this process takes itself for the only one, and says it
@@ -154,6 +155,16 @@ positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above
 
 seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # NumPy takes 32 bits, with the rank on top
 seconds = number(int, 1, 10 ** 6, 'a number of seconds, from 1 to 1,000,000')
+
+
+def microbatch(text: str) -> int | Literal['auto']:
+    """An argparse type: how many images go through the model at once, or auto."""
+    if text == 'auto':
+        return text
+    try:
+        return count(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f'{text} is neither a whole number above 0 nor auto') from None
 
 
 def split_time(text: str) -> tuple[float, str]:
@@ -362,9 +373,9 @@ def add_training_data_flags(group) -> None:
 
 def add_training_speed_flags(group) -> None:
     add = group.add_argument
-    add('--device_train_microbatch_size', metavar='N', help="images that go through the model at once; must divide the "
-        "device's share of the batch (default: auto, the largest that fits, found by trying before the run; on a CPU "
-        'the whole share)')
+    add('--device_train_microbatch_size', type=microbatch, metavar='N', help="images that go through the model at "
+        "once; must divide the device's share of the batch (default: auto, the largest that fits, found by trying "
+        'before the run; on a CPU the whole share)')
     add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; on GPUs since the A100 fp32 '
         'multiplies as TF32, which keeps 10 bits of the fraction (default: amp_bf16 on a GPU that has it, amp_fp16 on '
         'another GPU, fp32 on a CPU)')

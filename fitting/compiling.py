@@ -1,14 +1,12 @@
-"""--compile: what torch's compiler must be told, and how many graphs it made. It knows nothing of the model."""
-import argparse
-
+"""--compile: what torch's compiler must be told, and how many graphs it made."""
 import torch
 
 MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 14 kinds of residual blocks and 4 of transformer blocks
 
 
-def compile_mode(args: argparse.Namespace) -> str | None:
-    """The MODE of --compile; None for torch's default."""
-    return None if args.compile is True else args.compile
+def compile_mode(given: bool | str) -> str | None:
+    """The MODE of --compile MODE; None for torch's default, or where nothing is compiled."""
+    return given if isinstance(given, str) else None
 
 
 def compile_in_place(modules: list[torch.nn.Module], mode: str | None = None) -> None:

@@ -3,12 +3,11 @@
 Parameters and arithmetic are counted by torch, memory as fitting/fake_step.py does it, and speed follows from NVIDIA's
 peaks (models/peaks.py). So the memory is an estimate, and the speed at 100 % of the peak is a bound, no forecast.
 """
-import argparse
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from composer import ComposerModel
 from composer.utils import dist
 from tqdm import tqdm
 
@@ -29,6 +28,8 @@ from inputs.shards import read_index, require_columns
 from measuring.costs import days_to_train, gpu_hours
 from models.loading import ModelFiles, find_model
 from models.peaks import PEAKS, peak_of
+from models.diffusion_model import DiffusionModel
+from settings import Settings
 
 CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
 SHARES_OF_PEAK = (1, 0.5, 0.3)
@@ -44,24 +45,24 @@ class Estimate:
 
     Attributes:
         title: the switches, for people.
-        args: the flags of benchmark.py, filled in, with these switches.
+        settings: of the run, with these switches.
         model: a fake one.
         lasting: bytes by item that do not depend on the microbatch.
         step: bytes of a step.
     """
     title: str
-    args: argparse.Namespace
-    model: ComposerModel
+    settings: Settings
+    model: DiffusionModel
     lasting: dict[str, int]
     step: StepMemory
 
     def needed(self, microbatch: int) -> dict[str, int]:
         """Bytes by item at the peak of a step."""
-        return needed_bytes(self.args, self.lasting, self.step, microbatch, self.args.dry_run)
+        return needed_bytes(self.settings, self.lasting, self.step, microbatch, self.settings.measurement.dry_run)
 
     def largest_microbatch(self, gib: float) -> int | None:
         """The largest that fits into so much memory; None: not even one image does."""
-        for microbatch in microbatches(self.args):
+        for microbatch in microbatches(self.settings):
             if taken_on_a_gpu(self.needed(microbatch)) <= gib * GIB:
                 return microbatch
         return None
@@ -72,43 +73,45 @@ class Estimate:
         return (many - few) / 64 / GIB
 
 
-def dry_run(args: argparse.Namespace, build_model: Callable) -> dict[str, int | None]:
+def dry_run(settings: Settings, build_model: Callable) -> dict[str, int | None]:
     """Print what the run would need and could reach; returns the largest microbatch for each of CARDS.
 
     Args:
-        args: the flags of benchmark.py, filled in.
+        settings: of the run.
         build_model: makes the model that the run would train.
 
-    ValueError: the model or the remote is not there.
+    Raises ValueError if the model or the remote is not there.
     """
-    latents = args.use_synth_latents
-    if args.remote:
-        index = read_index(args.remote)
-        require_columns(args.remote, index)
+    latents = settings.data.use_synth_latents
+    if settings.data.remote:
+        index = read_index(settings.data.remote)
+        require_columns(settings.data.remote, index)
         latents = 'latents' in index
-    files = find_model(args.model_name)  # sizes need no weights
-    counting = estimates_with_each_switch(args, files, latents, build_model)
+    files = find_model(settings.model.model_name)  # sizes need no weights
+    counting = estimates_with_each_switch(settings, files, latents, build_model)
     is_quiet = dist.get_global_rank() > 0 or None  # None: where nobody looks
-    number = len(switches_of_memory(args.precision)) + 2
+    number = len(switches_of_memory(settings.speed.precision)) + 2
     estimates = list(tqdm(counting, 'counting memory', number, leave=False, unit='setting', disable=is_quiet))
     given = estimates[0]
     if dist.get_global_rank() == 0:
-        print(title(args, latents), *parts_table(given.model), *memory_table(given), *cards_table(estimates), ACCURACY,
-              *speed_table(args, sum(given.model.flops_per_image.values())), sep='\n')
+        flops_per_image = sum(given.model.flops_per_image.values())
+        print(title(settings, latents), *parts_table(given.model), *memory_table(given), *cards_table(estimates),
+              ACCURACY, *speed_table(settings, flops_per_image), sep='\n')
     return {card: given.largest_microbatch(gib) for card, gib in CARDS.items()}
 
 
-def estimates_with_each_switch(args: argparse.Namespace, files: ModelFiles, latents: bool,
+def estimates_with_each_switch(settings: Settings, files: ModelFiles, latents: bool,
                                build_model: Callable) -> Iterator[Estimate]:
     """The run as it is, then with each switch turned over, and without a fused kernel for attention."""
-    given = build_fake(build_outline(args, files, latents, build_model))
-    yield estimate('as given', args, given)
-    for switch in switches_of_memory(args.precision):
-        other_value = not getattr(args, switch.flag)
-        turned = argparse.Namespace(**vars(args) | {switch.flag: other_value})
+    given = build_fake(build_outline(settings, files, latents, build_model))
+    yield estimate('as given', settings, given)
+    for switch in switches_of_memory(settings.speed.precision):
+        other_value = not getattr(settings.speed, switch.flag)
+        speed = dataclasses.replace(settings.speed, **{switch.flag: other_value})
+        turned = dataclasses.replace(settings, speed=speed)
         [title] = switch.as_flags(other_value)
         yield estimate(title, turned, build_fake(build_outline(turned, files, latents, build_model)))
-    yield estimate('attention without a fused kernel', args, given, fused_attention=False)
+    yield estimate('attention without a fused kernel', settings, given, fused_attention=False)
 
 
 def switches_of_memory(precision: str) -> list[Switch]:
@@ -117,31 +120,32 @@ def switches_of_memory(precision: str) -> list[Switch]:
             if switch.bears_on_memory and not (switch.needs_half_precision and precision == 'fp32')]
 
 
-def estimate(title: str, args: argparse.Namespace, fake: FakeModel, fused_attention: bool = True) -> Estimate:
-    """The memory of a device for a model that is built with the switches of `args`."""
-    lasting = lasting_bytes(args, fake.model, args.dry_run)
-    return Estimate(title, args, fake.model, lasting, trace_training(args, fake, fused_attention))
+def estimate(title: str, settings: Settings, fake: FakeModel, fused_attention: bool = True) -> Estimate:
+    """The memory of a device for a model that is built with the switches of `settings`."""
+    lasting = lasting_bytes(settings, fake.model, settings.measurement.dry_run)
+    return Estimate(title, settings, fake.model, lasting, trace_training(settings, fake, fused_attention))
 
 
-def microbatches(args: argparse.Namespace) -> list[int]:
+def microbatches(settings: Settings) -> list[int]:
     """Those that a device's share of the batch can be taken in, the largest first."""
-    return divisors(args.batch_size // args.dry_run)
+    return divisors(settings.data.batch_size // settings.measurement.dry_run)
 
 
-def title(args: argparse.Namespace, latents: bool) -> str:
-    devices = args.dry_run
-    settings = [f'{args.image_size} pixels', args.precision, f'text encoder in {args.encoder_precision}']
+def title(settings: Settings, latents: bool) -> str:
+    devices = settings.measurement.dry_run
+    model = settings.model
+    words = [f'{model.image_size} pixels', settings.speed.precision, f'text encoder in {model.encoder_precision}']
     if latents:
-        settings.append('latents that are encoded already')
+        words.append('latents that are encoded already')
     else:
-        settings[-1] = f'encoders in {args.encoder_precision}'
-    if args.use_ema:
-        settings.append('EMA')
-    return (f'{args.model_name}: {", ".join(settings)}; {args.batch_size // devices} images a step on each of '
+        words[-1] = f'encoders in {model.encoder_precision}'
+    if settings.optimizer.use_ema:
+        words.append('EMA')
+    return (f'{model.model_name}: {", ".join(words)}; {settings.data.batch_size // devices} images a step on each of '
             f'{devices} GPUs')
 
 
-def parts_table(model: ComposerModel) -> list[str]:
+def parts_table(model: DiffusionModel) -> list[str]:
     """Parameters and arithmetic of each part."""
     flops = model.flops_per_image
     modules = {'unet': ('UNet, forward and backward', model.unet), 'text_encoder': ('text encoder', model.text_encoder)}
@@ -158,7 +162,7 @@ def parts_table(model: ComposerModel) -> list[str]:
 def memory_table(given: Estimate) -> list[str]:
     """GiB of a device by item, for each microbatch up to the first that no card holds."""
     sizes = []
-    for size in reversed(microbatches(given.args)):
+    for size in reversed(microbatches(given.settings)):
         sizes.append(size)
         if taken_on_a_gpu(given.needed(size)) > max(CARDS.values()) * GIB:
             break
@@ -181,31 +185,34 @@ def cards_table(estimates: list[Estimate]) -> list[str]:
     return ['', *aligned(rows), '']
 
 
-def speed_table(args: argparse.Namespace, flops_per_image: int) -> list[str]:
+def speed_table(settings: Settings, flops_per_image: int) -> list[str]:
     """Images/s on each card whose peak is known, at three shares of it, and what the whole training would take."""
-    devices = args.dry_run
+    devices = settings.measurement.dry_run
+    precision = settings.speed.precision
+    images = settings.cost.training_images
+    dollars = settings.cost.dollars_per_gpu_hour
     shares = ' / '.join(f'{share:.0%}' for share in SHARES_OF_PEAK)
     heads = [f'of the peak of {devices} GPUs', 'TFLOP/s each', f'images/s at {shares}']
-    if args.training_images:
+    if images:
         heads += ['days', 'dollars']
     rows = [heads]
     for card in PEAKS:
-        peak = peak_of(card, args.precision)
+        peak = peak_of(card, precision)
         if peak is None:
             continue
         speeds = [share * devices * peak * 1e12 / flops_per_image for share in SHARES_OF_PEAK]
         row = [card, f'{peak:g}', in_a_row(speeds)]
-        if args.training_images:
-            hours = [gpu_hours(speed, devices, args.training_images) for speed in speeds]
-            row.append(in_a_row([days_to_train(speed, args.training_images) for speed in speeds]))
-            row.append(in_a_row([each * args.dollars_per_gpu_hour for each in hours], '$'))
+        if images:
+            hours = [gpu_hours(speed, devices, images) for speed in speeds]
+            row.append(in_a_row([days_to_train(speed, images) for speed in speeds]))
+            row.append(in_a_row([each * dollars for each in hours], '$'))
         rows.append(row)
     if len(rows) == 1:
-        return ['', f'No peak is known in {args.precision}, so nothing is said of speed.']
+        return ['', f'No peak is known in {precision}, so nothing is said of speed.']
     lines = ['', *aligned(rows)]
-    if args.training_images:
-        lines.append(f'Days and dollars are for {args.training_images:,} images at ${args.dollars_per_gpu_hour:g} a '
-                     'GPU-hour, whichever the GPU (--dollars_per_gpu_hour).')
+    if images:
+        lines.append(f'Days and dollars are for {images:,} images at ${dollars:g} a GPU-hour on every card '
+                     '(--dollars_per_gpu_hour).')
     return lines
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fitting.cuda_autocast import cuda_rules
 
-HALF_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
+AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
 # Images of the step that is traced, a prime that divides the size of nothing else: a storage whose bytes it divides
 # holds something for each image.
@@ -170,7 +170,7 @@ def trace_step(fake: FakeModel, make_batch: Callable[[int], dict[str, torch.Tens
         batch = make_batch(TRACED_IMAGES)
         composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
         with cuda_rules(cache=True), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast('cpu', HALF_DTYPES.get(precision), enabled=precision in HALF_DTYPES):
+            with torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES):
                 outputs = model(batch)
                 loss = model.loss(outputs, batch)
             loss.backward()

@@ -3,7 +3,6 @@
 It is counted on a model without memory, which the switches of the run have been applied to, so that a switch changes
 what is counted by what it does. What lasts follows from the parameters; a step is traced (fitting/fake_step.py).
 """
-import argparse
 import dataclasses
 import shlex
 from collections.abc import Callable
@@ -11,44 +10,46 @@ from pathlib import Path
 
 import psutil
 import torch
-from composer import ComposerModel
 from composer.utils import dist
 
 from fitting.fake_step import FakeModel, StepMemory, trace_step
 from inputs.captions import CAPTION_LENGTH
 from inputs.shards import LATENTS
 from models.loading import ModelFiles
+from measuring.gpu_monitor import GIB
+from models.diffusion_model import DiffusionModel
+from settings import Settings
 
-GIB = 2 ** 30
 # What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
 UNCOUNTED_SHARE = 0.12
 ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 
 
-def build_outline(args: argparse.Namespace, files: ModelFiles, latents: bool,
-                  build_model: Callable[..., ComposerModel]) -> ComposerModel:
+def build_outline(settings: Settings, files: ModelFiles, latents: bool,
+                  build_model: Callable[..., DiffusionModel]) -> DiffusionModel:
     """The model of a run with its switches on the meta device: shapes and types alone. Random state stays as it is.
 
     Args:
-        args: the flags of benchmark.py, with their defaults filled in.
+        settings: of the run.
         files: of the model.
         latents: the training needs no VAE.
         build_model: makes the real one.
     """
     # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
-    args = argparse.Namespace(**vars(args) | {'attention': 'sdpa'})
+    speed = dataclasses.replace(settings.speed, attention='sdpa')
+    settings = dataclasses.replace(settings, speed=speed)
     files = dataclasses.replace(files, pretrained=False)
     with torch.random.fork_rng(devices=[]):
-        return build_model(args, latents, torch.device('meta'), files)
+        return build_model(settings, latents, torch.device('meta'), files)
 
 
-def refuse_too_little_memory(args: argparse.Namespace, outline: ComposerModel) -> None:
-    """ValueError: the training surely needs more memory than its GPU has, or than its ranks find on this host.
+def refuse_too_little_memory(settings: Settings, outline: DiffusionModel) -> None:
+    """Raises ValueError if the training surely needs more memory than its GPU has, or its ranks find on this host.
 
     Nothing is counted that depends on the microbatch, which can be made smaller.
     """
-    needed = lasting_bytes(args, outline, dist.get_world_size())
+    needed = lasting_bytes(settings, outline, dist.get_world_size())
     if torch.cuda.is_available():
         there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         place = 'this GPU'
@@ -60,33 +61,33 @@ def refuse_too_little_memory(args: argparse.Namespace, outline: ComposerModel) -
     if total > there:
         raise ValueError(f'this training needs at least {total / GIB:.1f} GiB of memory ({in_words(needed)}), and '
                          f'{place} has {there / GIB:.1f}; the same with a tiny model runs here: '
-                         f'{tiny_command(args, latents=outline.vae is None)}')
+                         f'{tiny_command(settings.data.remote, latents=outline.vae is None)}')
 
 
-def lasting_bytes(args: argparse.Namespace, model: ComposerModel, num_devices: int) -> dict[str, int]:
+def lasting_bytes(settings: Settings, model: DiffusionModel, num_devices: int) -> dict[str, int]:
     """Bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
 
     Args:
-        args: the flags of benchmark.py, with their defaults filled in.
+        settings: of the run.
         model: one without memory will do.
         num_devices: that share the batch.
     """
     unet = parameter_bytes(model.unet)
     needed = {'weights': unet, 'gradients': unet}
-    for item, copies in copies_of_weights(args, num_devices).items():
+    for item, copies in copies_of_weights(settings.optimizer.use_ema, num_devices).items():
         needed[item] = copies * unet
     needed['text encoder'] = parameter_bytes(model.text_encoder)
     if model.vae is not None:
         needed['VAE'] = parameter_bytes(model.vae)
-    if not torch.cuda.is_available() and args.dry_run is None:  # where a batch stays on the host
-        needed['batch'] = synthetic_batch_bytes(args, num_devices)
+    if not torch.cuda.is_available() and settings.measurement.dry_run is None:  # where a batch stays on the host
+        needed['batch'] = synthetic_batch_bytes(settings, num_devices)
     return needed
 
 
-def copies_of_weights(args: argparse.Namespace, num_devices: int) -> dict[str, int]:
+def copies_of_weights(use_ema: bool, num_devices: int) -> dict[str, int]:
     """How many tensors as large as a weight a run holds beside it and its gradient."""
     copies = {'Adam moments': ADAM_MOMENTS}
-    if args.use_ema:
+    if use_ema:
         copies['average of the weights'] = 1
     if num_devices > 1:
         copies['gradient buckets'] = 1  # DistributedDataParallel's, beside the gradients themselves
@@ -97,44 +98,44 @@ def parameter_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def synthetic_batch_bytes(args: argparse.Namespace, num_devices: int) -> int:
+def synthetic_batch_bytes(settings: Settings, num_devices: int) -> int:
     """Of a rank's share of a synthetic batch; a streamed one may be smaller than `image_size`, so that it is 0."""
-    device_batch = args.batch_size // num_devices
-    if args.use_synth_data:
-        return device_batch * 3 * args.image_size ** 2  # uint8
-    if args.use_synth_latents:
-        return device_batch * 8 * (args.image_size // 8) ** 2 * 2  # float16
+    device_batch = settings.data.batch_size // num_devices
+    if settings.data.use_synth_data:
+        return device_batch * 3 * settings.model.image_size ** 2  # uint8
+    if settings.data.use_synth_latents:
+        return device_batch * 8 * (settings.model.image_size // 8) ** 2 * 2  # float16
     return 0
 
 
-def trace_training(args: argparse.Namespace, fake: FakeModel, fused_attention: bool = True) -> StepMemory:
+def trace_training(settings: Settings, fake: FakeModel, fused_attention: bool = True) -> StepMemory:
     """The memory of a step of the run, encoders included, on a device, for any microbatch."""
     def make_batch(size: int) -> dict[str, torch.Tensor]:
         batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long)}
-        side = args.image_size
+        side = settings.model.image_size
         if fake.model.vae is None:
             batch[LATENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half)
         else:
             batch['image'] = torch.zeros(size, 3, side, side)
         return batch
-    return trace_step(fake, make_batch, args.precision, fused_attention)
+    return trace_step(fake, make_batch, settings.speed.precision, fused_attention)
 
 
-def needed_bytes(args: argparse.Namespace, lasting: dict[str, int], step: StepMemory, microbatch: int,
+def needed_bytes(settings: Settings, lasting: dict[str, int], step: StepMemory, microbatch: int,
                  num_devices: int) -> dict[str, int]:
     """Bytes of a device, by item, at the peak of a step: within a microbatch, or while the optimizer works.
 
     Args:
-        args: the flags of benchmark.py, with their defaults filled in.
+        settings: of the run.
         lasting: of `lasting_bytes`.
         step: of `trace_training`.
         microbatch: images that go through the model at once.
         num_devices: that share the batch.
     """
-    accumulated = microbatch < args.batch_size // num_devices
+    accumulated = microbatch < settings.data.batch_size // num_devices
     within = lasting | step.peak(microbatch, accumulated)
     updating = dict(lasting)
-    if not args.fused_optimizer:
+    if not settings.speed.fused_optimizer:
         updating['working memory'] = lasting['weights']  # what Adam divides by, of all weights at once
     return max(within, updating, key=lambda items: sum(items.values()))
 
@@ -179,11 +180,11 @@ def in_words(needed: dict[str, int]) -> str:
     return ', '.join(f'{item} {number / GIB:.1f}' for item, number in needed.items() if number >= 0.05 * GIB)
 
 
-def tiny_command(args: argparse.Namespace, latents: bool) -> str:
+def tiny_command(remote: str | None, latents: bool) -> str:
     """The command that trains the tiny model on the same data; latents are another model's, and drawn instead."""
     source = '--use_synth_data'
     if latents:
         source = '--use_synth_latents'
-    elif args.remote:
-        source = f'--remote {shlex.quote(args.remote)}'
+    elif remote:
+        source = f'--remote {shlex.quote(remote)}'
     return f'python benchmark.py --use_ema {source} --model_name tiny --image_size 64 --batch_size 4'

@@ -1,9 +1,8 @@
-"""How many images fit into a device's memory at once, found by trying before the run. It knows nothing of the Trainer.
+"""How many images fit into a device's memory at once, found by trying before the run, without Composer's Trainer.
 
 Composer's own search, 'auto', works within the run: where memory runs out in a backward pass, DDP is left in the middle
 of its exchange of gradients, and every microbatch of a run that searches is synchronised. Here each try stands alone.
 """
-import argparse
 import copy
 import gc
 import re
@@ -18,6 +17,7 @@ from fitting.memory import ADAM_MOMENTS, copies_of_weights
 from inputs.captions import CAPTION_LENGTH
 from inputs.errors import is_out_of_memory
 from inputs.shards import LATENTS
+from models.diffusion_model import DiffusionModel
 
 SPARE_SHARE = 1 / 32  # of a GPU's memory: the allocator cuts it up a little differently in a long run
 BUCKET_BYTES = 32 * 2 ** 20  # more than DistributedDataParallel sends at once, which is 25 MiB
@@ -27,7 +27,7 @@ BUCKET_BYTES = 32 * 2 ** 20  # more than DistributedDataParallel sends at once, 
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
-def largest_microbatch(model: ComposerModel, data: DataSpec, args: argparse.Namespace) -> int:
+def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precision: str, use_ema: bool) -> int:
     """The largest part of a device's share of the batch that trains within the memory of every rank.
 
     The result divides the device's share. Where a size fits, all smaller ones do. One image comes first, which makes
@@ -39,17 +39,18 @@ def largest_microbatch(model: ComposerModel, data: DataSpec, args: argparse.Name
         model: with its switches; it is moved to its device. A compiled part runs uncompiled: compiling takes minutes
             for each size, and as a rule a compiled model needs less memory.
         data: what the run will train on.
-        args: of benchmark.py, filled in.
+        share: images of a batch on each device.
+        precision: amp_bf16, amp_fp16 or fp32.
+        use_ema: whether the run keeps an average of the weights.
 
-    ValueError: not even one image fits.
+    Raises ValueError if not even one image fits.
     """
     get_device().module_to_device(model)
-    share = args.batch_size // dist.get_world_size()
     exchange_a_bucket()
     with random_state_kept(), torch.compiler.set_stance('force_eager'):
-        size = largest_that_fits(share, lambda size: on_all_ranks(fits(model, data, args, size)))
+        size = largest_that_fits(share, lambda size: on_all_ranks(fits(model, data, size, precision, use_ema)))
     if size is None:
-        raise ValueError(f'not even one image of --image_size {args.image_size} fits into the memory of '
+        raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of '
                          f'{memory_of_device()}; use --gradient_checkpointing, a smaller image, or a smaller '
                          '--batch_size')
     return size
@@ -104,10 +105,10 @@ def on_all_ranks(mine: bool) -> bool:
     return bool(agreed.item())
 
 
-def fits(model: ComposerModel, data: DataSpec, args: argparse.Namespace, size: int) -> bool:
+def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, use_ema: bool) -> bool:
     """Whether `size` images at once can be trained on this rank. Nothing that the try needed is left in memory."""
     try:
-        train_twice(model, data, args, size)
+        train_twice(model, data, size, precision, use_ema)
         return True
     except RuntimeError as error:
         if not is_too_large(error, size):
@@ -122,26 +123,26 @@ def is_too_large(error: RuntimeError, size: int) -> bool:
     return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
-def train_twice(model: ComposerModel, data: DataSpec, args: argparse.Namespace, size: int) -> None:
-    """Two batches of `size` images, beside what a run holds. RuntimeError: they are too many.
+def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str, use_ema: bool) -> None:
+    """Two batches of `size` images, beside what a run holds. Raises RuntimeError if they are too many.
 
     Adam's moments come between them, as in a run: they go where the activations of the first have left room, and the
     activations of the second have to find theirs beside them.
     """
-    beside = memory_beside(model, args)
-    forward_and_backward(model, data, args, size)
+    beside = memory_beside(model, use_ema)
+    forward_and_backward(model, data, size, precision)
     beside += adam_moments(model)
-    forward_and_backward(model, data, args, size)
+    forward_and_backward(model, data, size, precision)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a kernel's own error comes late
     del beside
 
 
-def forward_and_backward(model: ComposerModel, data: DataSpec, args: argparse.Namespace, size: int) -> None:
+def forward_and_backward(model: ComposerModel, data: DataSpec, size: int, precision: str) -> None:
     """As Composer's Trainer does it, which keeps a copy of the microbatch."""
-    microbatch = data.microbatch_transforms(blank_microbatch(data, args, size))
+    microbatch = data.microbatch_transforms(blank_microbatch(data, size))
     composers_copy = copy.deepcopy(microbatch)
-    with get_precision_context(args.precision):
+    with get_precision_context(precision):
         outputs = model.train()(microbatch)
         loss = model.loss(outputs, microbatch)
     loss.backward()
@@ -156,12 +157,12 @@ def free_memory(model: ComposerModel) -> None:
         torch.cuda.empty_cache()
 
 
-def memory_beside(model: ComposerModel, args: argparse.Namespace) -> list[torch.Tensor]:
+def memory_beside(model: ComposerModel, use_ema: bool) -> list[torch.Tensor]:
     """As much memory as a run holds from its first batch on, beside weights and activations.
 
     The gradients are put where they belong: all but the first microbatch of a batch find them there.
     """
-    copies = sum(copies_of_weights(args, dist.get_world_size()).values()) - ADAM_MOMENTS
+    copies = sum(copies_of_weights(use_ema, dist.get_world_size()).values()) - ADAM_MOMENTS
     held = []
     for parameter in trainable(model):
         parameter.grad = torch.zeros_like(parameter)
@@ -181,14 +182,15 @@ def trainable(model: ComposerModel) -> list[torch.nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def blank_microbatch(data: DataSpec, args: argparse.Namespace, size: int) -> dict[str, torch.Tensor]:
+def blank_microbatch(data: DataSpec, size: int) -> dict[str, torch.Tensor]:
     """Samples on the device: `image` uint8 (B, 3, H, H) or `moments`, and `caption` (B, 77). The batch that they are
     taken from stays on the host.
     """
     device = get_device()._device
-    side = args.image_size
+    dataset = data.dataloader.dataset
+    side = dataset.image_size
     microbatch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long, device=device)}
-    if data.dataloader.dataset.latents:
+    if dataset.latents:
         microbatch[LATENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half, device=device)
     else:
         microbatch['image'] = torch.zeros(size, 3, side, side, dtype=torch.uint8, device=device)

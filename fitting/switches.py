@@ -1,5 +1,4 @@
 """The switches that train the same model faster or in less memory: those of the model, and those of the process."""
-import argparse
 import contextlib
 from collections.abc import Iterator
 
@@ -19,6 +18,8 @@ from fitting.compiling import compile_blocks, compile_in_place, compile_mode
 from fitting.switch_table import ATTENTION_BACKENDS
 from inputs.errors import one_line
 from models.norms import switch_norms_to_half
+from models.diffusion_model import DiffusionModel
+from settings import SpeedSettings
 
 SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
                  'efficient': SDPBackend.EFFICIENT_ATTENTION, 'math': SDPBackend.MATH}
@@ -26,45 +27,41 @@ TORCHS_ORDER = [SDPBackend(number) for number in torch._C._get_sdp_priority_orde
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 
 
-def apply_switches(model: torch.nn.Module, args: argparse.Namespace) -> None:
+def apply_switches(model: DiffusionModel, speed: SpeedSettings) -> None:
     """Train the same model faster or in less memory.
 
-    Args:
-        model: a StableDiffusion.
-        args: of benchmark.py, filled in.
-
-    ValueError: xformers is not built for this torch or this GPU.
+    Raises ValueError if xformers is not built for this torch or this GPU.
     """
     convolutional = [model.unet]
     if model.vae is not None:
         convolutional.append(model.vae)
-    if args.channels_last:
+    if speed.channels_last:
         for part in convolutional:
             part.to(memory_format=torch.channels_last)
-    if args.half_precision_norms:
+    if speed.half_precision_norms:
         switch_norms_to_half(model.unet)
         if model.vae is not None:
             switch_norms_to_half(model.vae.encoder)  # which has five times as many elements in its norms as the UNet
-    if orders_kernels(args.attention):
+    if orders_kernels(speed.attention):
         model.encoders_attention = torchs_attention_order
-    if args.attention == 'xformers':
+    if speed.attention == 'xformers':
         try:
             for part in convolutional:
                 part.enable_xformers_memory_efficient_attention()
         except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
             raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
-    if args.gradient_checkpointing:
+    if speed.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
-    if args.compile:
-        compile_model(model, args)
+    if speed.compile:
+        compile_model(model, speed)
 
 
-def compile_model(model: torch.nn.Module, args: argparse.Namespace) -> None:
+def compile_model(model: DiffusionModel, speed: SpeedSettings) -> None:
     """Compile the UNet, whole or block by block, the VAE's encoder, and the layers of the text encoder."""
-    mode = compile_mode(args)
+    mode = compile_mode(speed.compile)
     # the text encoder's masks and embeddings around its layers are made in other ways in each version of transformers
     whole = [module for module in model.text_encoder.modules() if isinstance(module, CLIPEncoder)]
-    if args.compile_blocks:
+    if speed.compile_blocks:
         compile_blocks(model.unet, UNET_BLOCKS, mode)
     else:
         whole.append(model.unet)
@@ -74,16 +71,16 @@ def compile_model(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def process_switches(args: argparse.Namespace) -> Iterator[None]:
-    """A context with the switches of the whole process: attention's kernels, cuDNN's search, and where gradients lie.
+def process_switches(speed: SpeedSettings) -> Iterator[None]:
+    """A context with the switches of the whole process: the order of attention's kernels, and cuDNN's search.
 
     They stay on in backward passes too, where gradient checkpointing computes attention again, and must do so by the
     same kernels. The frozen encoders leave the order alone, by `torchs_attention_order`.
     """
     searched_before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = args.cudnn_benchmark or searched_before
+    torch.backends.cudnn.benchmark = speed.cudnn_benchmark or searched_before
     try:
-        with attention_order(args.attention), gradients_in_buckets(args):
+        with attention_order(speed.attention):
             yield
     finally:
         torch.backends.cudnn.benchmark = searched_before
@@ -112,7 +109,7 @@ def torchs_attention_order():
 
 
 @contextlib.contextmanager
-def gradients_in_buckets(args: argparse.Namespace) -> Iterator[None]:
+def gradients_in_buckets(is_one_microbatch: bool) -> Iterator[None]:
     """A context in which Composer's Trainer makes a DDP whose gradients are views of its buckets, if that saves memory.
 
     It saves a copy of all gradients, 3.2 GiB of Stable Diffusion 2, where a batch is a single microbatch. Where there
@@ -122,24 +119,23 @@ def gradients_in_buckets(args: argparse.Namespace) -> Iterator[None]:
     composers_own = trainer.prepare_ddp_module
 
     def prepare_ddp_module(module: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
-        if args.device_train_microbatch_size != args.batch_size // dist.get_world_size():  # known after the search
-            return composers_own(module, find_unused_parameters)
         return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters,
                                        gradient_as_bucket_view=True)
 
-    trainer.prepare_ddp_module = prepare_ddp_module
+    if is_one_microbatch:
+        trainer.prepare_ddp_module = prepare_ddp_module
     try:
         yield
     finally:
         trainer.prepare_ddp_module = composers_own
 
 
-def switch_callbacks(args: argparse.Namespace) -> list[Callback]:
+def switch_callbacks(speed: SpeedSettings) -> list[Callback]:
     """What the switches do within a step."""
     callbacks = []
-    if args.cast_weights_once:
+    if speed.cast_weights_once:
         callbacks.append(CastWeightsOnce())
-    if args.allreduce_precision == 'bf16':
+    if speed.allreduce_precision == 'bf16':
         callbacks.append(AllReduceInBf16())
     return callbacks
 

@@ -53,7 +53,7 @@ class GpuMonitor:
 
     def __init__(self):
         self.readings = Readings()
-        self.paused = False  # while the run does what is in no figure, such as saving
+        self._is_paused = False  # while the run does what is in no figure, such as saving
         self._running = Readings().of  # the thread's
         self._stopped = threading.Event()
         self._allocator_before: dict | None = None  # None: not started, or there is no GPU
@@ -64,6 +64,18 @@ class GpuMonitor:
         self._allocator_before = torch.cuda.memory_stats()
         device = torch.cuda.current_device()  # of this thread: another has one of its own
         threading.Thread(target=self._ask_until_stopped, args=(device,), daemon=True).start()
+
+    @property
+    def paused(self) -> bool:
+        return self._is_paused
+
+    def pause(self) -> None:
+        """Leave out what is read from here on."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Take in again what is read."""
+        self._is_paused = False
 
     def stop(self) -> Readings:
         """What was seen since the start; called again, the same."""
@@ -93,7 +105,7 @@ class GpuMonitor:
                     value = ask(device) / unit
                 except (NVMLError, RuntimeError):  # not supported, or for a moment not to be had; torch's for no driver
                     continue
-                if not self.paused:
+                if not self._is_paused:
                     self._running[quantity].add(value)
             self._stopped.wait(SECONDS_BETWEEN_SAMPLES)
 

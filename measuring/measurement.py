@@ -15,9 +15,8 @@ from composer import Callback
 from composer.core import DataSpec, State, TimeUnit
 from composer.utils import dist, get_device
 
-from measuring.gpu_monitor import GpuMonitor
+from measuring.gpu_monitor import GIB, GpuMonitor
 
-GIB = 2 ** 30
 QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
 ASIDE = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 
@@ -77,6 +76,8 @@ class Measurement(Callback):
         self._aside = dict.fromkeys(ASIDE, 0.0)  # seconds of the batch to come that are no part of it
         self._aside_name: str | None = None  # what stands aside now
         self._aside_since = 0.0
+        self._previous_end = 0.0  # of a batch, by the clock
+        self._ready_at_start = 0  # batches that the loader had ready when the window began
 
     def fit_start(self, state: State, logger) -> None:
         self.window.queue_batches = state.train_dataloader.queue_length
@@ -106,7 +107,10 @@ class Measurement(Callback):
             self._aside[self._aside_name] += now - self._aside_since
         self._aside_name = name
         self._aside_since = now
-        self.gpu.paused = name is not None
+        if name is None:
+            self.gpu.resume()
+        else:
+            self.gpu.pause()
 
     def before_dataloader(self, state: State, logger) -> None:
         """The next batch begins."""

@@ -1,5 +1,4 @@
 """The record of a run, one line of JSON: what explains its figures, how it is kept, and its summary for people."""
-import argparse
 import contextlib
 import datetime
 import fcntl
@@ -9,21 +8,17 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
-from fitting.switch_table import flags_of_switches
 from measuring.costs import days_to_train, gpu_hours
 from measuring.measurement import ASIDE, QUEUES_IN_WINDOW
 from measuring.versions import git_commit, package_versions
-
-LOADER_FLAGS = ['pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed']
-TRAINING_FLAGS = [*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  *flags_of_switches(), 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
-                  'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip', 'eval_interval']
+from settings import LOADER_FLAGS, TRAINING_FLAGS, Settings
 
 # such as ;AccountKey=... in a connection string of Azure
 SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
@@ -37,21 +32,30 @@ class ResultsError(ValueError):
     """The record could not be kept."""
 
 
-def training_settings(args: argparse.Namespace, latents: bool) -> dict:
-    """What explains the figures of benchmark.py: when, what, where, and every setting that bears on speed."""
-    stage = 'loader' if args.loader_only else 'train'
-    flags = LOADER_FLAGS if args.loader_only else TRAINING_FLAGS
-    places = {}
-    if not args.loader_only:
-        places = {flag: redacted(getattr(args, flag) or '') or None for flag in ('load_weights', 'eval_remote')}
-    return circumstances(stage, args, flags) | places | {
-        'dataset': 'streaming' if args.remote else 'synthetic',
+def training_settings(settings: Settings, latents: bool, microbatch: int | None = None) -> dict:
+    """What explains the figures of benchmark.py: when, what, where, and every setting that bears on speed.
+
+    Args:
+        settings: of the run.
+        latents: whether the run is on latents, so that only the text encoder is in its loop.
+        microbatch: the one that was found, where the settings leave it to a search.
+    """
+    values = settings.flags()
+    if settings.measurement.loader_only:
+        stated = circumstances('loader', values, LOADER_FLAGS)
+    else:
+        places = {flag: redacted(values[flag] or '') or None for flag in ('load_weights', 'eval_remote')}
+        if microbatch is not None:
+            values['device_train_microbatch_size'] = microbatch
+        stated = circumstances('train', values, TRAINING_FLAGS) | places
+    return stated | {
+        'dataset': 'streaming' if settings.data.remote else 'synthetic',
         'encoders': 'text_in_loop' if latents else 'in_loop',
     }
 
 
-def circumstances(stage: str, args: argparse.Namespace, flags: list[str]) -> dict:
-    """The part of a record that a training shares with an encoding, and the values of `flags`."""
+def circumstances(stage: str, values: dict[str, Any], flags: Sequence[str]) -> dict:
+    """The part of a record that a training shares with an encoding, and of the `values` of flags those of `flags`."""
     return {
         'stage': stage,
         'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
@@ -61,10 +65,10 @@ def circumstances(stage: str, args: argparse.Namespace, flags: list[str]) -> dic
         'device_type': 'cuda' if torch.cuda.is_available() else 'cpu',
         'num_devices': dist.get_world_size(),
         'num_nodes': dist.get_world_size() // dist.get_local_world_size(),
-        'model_name': redacted(args.model_name),
-        'image_size': args.image_size,
-        **{flag: getattr(args, flag) for flag in flags},
-        'num_workers_by_default': getattr(args, 'num_workers_by_default', None),
+        'model_name': redacted(values['model_name']),
+        'image_size': values['image_size'],
+        **{flag: values[flag] for flag in flags},
+        'num_workers_by_default': values['num_workers_by_default'],
         'versions': versions(),
     }
 
@@ -206,7 +210,7 @@ def cost_sentence(record: dict, num_images: int, dollars_per_gpu_hour: float) ->
 
 
 def append(line: str, path: str) -> None:
-    """Add a line to a file, whole also when others do so at once. ResultsError: it could not be."""
+    """Add a line to a file, whole also when others do so at once. Raises ResultsError if it could not be."""
     try:
         with open(path, 'a+b', buffering=0) as file:
             with contextlib.suppress(OSError):  # some file systems have no locks
@@ -226,22 +230,25 @@ def keep(record: dict, text: str, path: str, save_state: Callable[[], None] | No
     """On rank 0: append the record to `path`, call `save_state`, then print `text` and, last, the record.
 
     On a terminal, where the record would bury the text, its last line says where the record is instead. Each is done
-    also where the one before it fails. ResultsError: the record could not be kept.
+    also where the one before it fails. Raises ResultsError if the record could not be kept.
     """
     if dist.get_global_rank() != 0:
         return record
     line = json.dumps(record)
-    lines = [text, line]
-    with contextlib.ExitStack() as last_first:  # what fails here does not stop what was put in before
-        last_first.callback(print_and_flush, lines)
-        if save_state:
-            last_first.callback(save_state)
+    last_line = line
+    try:
         append(line, path)
         if sys.stdout.isatty():
-            lines[-1] = f'{"record":<15} appended to {path}'
+            last_line = f'{"record":<15} appended to {path}'
+    finally:
+        try:
+            if save_state:
+                save_state()
+        finally:
+            print_and_flush(text, last_line)
     return record
 
 
-def print_and_flush(lines: list[str]) -> None:
+def print_and_flush(*lines: str) -> None:
     with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
         print(*lines, sep='\n', flush=True)

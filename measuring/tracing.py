@@ -1,5 +1,4 @@
 """What runs within a step: a trace of some batches for --profile, and which kernels computed attention."""
-import argparse
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -10,6 +9,8 @@ from composer import Callback
 from composer.core import State
 from composer.profiler import JSONTraceHandler, Profiler, ProfilerAction
 
+from settings import MeasurementSettings
+
 TRACE_WARMUP = 1   # batches in which the profiler itself warms up
 TRACED_BATCHES = 3
 PROFILED = 'profiled'  # the status of a run that was traced: its speed is that of a run with a profiler
@@ -17,18 +18,18 @@ PROFILED = 'profiled'  # the status of a run that was traced: its speed is that 
 ATTENTION_OPERATOR = re.compile(r'_scaled_dot_product_\w+|\S*_attention_forward\w*|xformers\w*::flash_fwd\w*')
 
 
-def build_profiler(args: argparse.Namespace) -> Profiler | None:
+def build_profiler(measurement: MeasurementSettings) -> Profiler | None:
     """Composer's profiler for --profile DIR, or None.
 
     Each rank writes `DIR/torch/rank0.N.pt.trace.json`, with what the CPU and the GPU did, and under `DIR/composer` the
     same with the events of Composer's loop; N is the last batch that was traced.
     """
-    if not args.profile:
+    if not measurement.profile:
         return None
-    folder = Path(args.profile)
+    folder = Path(measurement.profile)
     events = JSONTraceHandler(folder=str(folder / 'composer'), remote_file_name=None, merged_trace_filename=None,
                               merged_trace_remote_file_name=None)
-    return Profiler(schedule=TraceSchedule(args.warmup_batches), trace_handlers=[events], sys_prof_cpu=False,
+    return Profiler(schedule=TraceSchedule(measurement.warmup_batches), trace_handlers=[events], sys_prof_cpu=False,
                     torch_prof_folder=str(folder / 'torch'), torch_prof_remote_file_name=None,
                     torch_prof_memory_remote_file_name=None)
 
@@ -90,11 +91,11 @@ def kernels_of_attention(operators: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(name for name in names if ATTENTION_OPERATOR.fullmatch(name)).items()))
 
 
-def tracing_callbacks(args: argparse.Namespace) -> list[Callback]:
+def tracing_callbacks(measurement: MeasurementSettings) -> list[Callback]:
     """On a GPU, where there is a choice of kernels, and unless another profiler runs."""
-    if not torch.cuda.is_available() or args.profile:
+    if not torch.cuda.is_available() or measurement.profile:
         return []
-    return [AttentionKernels(args.warmup_batches - 1)]
+    return [AttentionKernels(measurement.warmup_batches - 1)]
 
 
 def attention_kernels(callbacks: list[Callback]) -> dict[str, int] | None:

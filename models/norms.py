@@ -6,25 +6,33 @@ keeps it so for the backward pass.
 import torch
 import torch.nn.functional as F
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
+HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 def switch_norms_to_half(module: torch.nn.Module) -> None:
     """Let all norms in `module` compute in the type of what comes in, where that is bf16 or fp16, instead of float32.
 
-    It is changed in place, whatever device it is on, meta as well.
+    Each is replaced by one with the same weights, under the same name, whatever device it is on, meta as well.
     """
-    classes = {torch.nn.GroupNorm: HalfGroupNorm, torch.nn.LayerNorm: HalfLayerNorm}
-    for part in module.modules():
-        if type(part) in classes:
-            part.__class__ = classes[type(part)]
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.GroupNorm:
+                half = HalfGroupNorm(child.num_groups, child.num_channels, child.eps, child.affine, device='meta')
+            elif type(child) is torch.nn.LayerNorm:
+                half = HalfLayerNorm(child.normalized_shape, child.eps, child.elementwise_affine, device='meta')
+            else:
+                continue
+            half.weight = child.weight
+            half.bias = child.bias
+            half.train(child.training)
+            setattr(parent, name, half)
 
 
 class HalfGroupNorm(torch.nn.GroupNorm):
     """torch's group norm of (B, C, ...) in the type of what comes in; the weights stay as they are."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        if image.dtype not in HALF_DTYPES:
+        if image.dtype not in HALF_PRECISIONS:
             return super().forward(image)
         weight = self.weight.to(image.dtype)
         bias = self.bias.to(image.dtype)
@@ -36,7 +44,7 @@ class HalfLayerNorm(torch.nn.LayerNorm):
     """torch's layer norm in the type of what comes in; the weights stay as they are."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        if states.dtype not in HALF_DTYPES:
+        if states.dtype not in HALF_PRECISIONS:
             return super().forward(states)
         weight = self.weight.to(states.dtype)
         bias = self.bias.to(states.dtype)

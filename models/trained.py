@@ -7,7 +7,7 @@ from models.loading import ModelFiles
 
 
 def unet_of(files: ModelFiles, weights: dict[str, torch.Tensor], sample_size: int | None) -> UNet2DConditionModel:
-    """The UNet with `weights`, which are not copied. RuntimeError: they do not fit.
+    """The UNet with `weights`, which are not copied. Raises RuntimeError if they do not fit.
 
     Args:
         files: of the model.
@@ -23,14 +23,14 @@ def unet_of(files: ModelFiles, weights: dict[str, torch.Tensor], sample_size: in
 
 
 def vae_of(files: ModelFiles, weights: dict[str, torch.Tensor]) -> AutoencoderKL:
-    """The VAE with `weights`, which are not copied. RuntimeError: they do not fit."""
+    """The VAE with `weights`, which are not copied. Raises RuntimeError if they do not fit."""
     with torch.device('meta'):
         vae = AutoencoderKL.from_config(files.configs['vae'])
     return with_weights(vae, weights)
 
 
 def text_encoder_of(files: ModelFiles, weights: dict[str, torch.Tensor]) -> CLIPTextModel:
-    """The text encoder with `weights`, which are not copied. RuntimeError: they do not fit."""
+    """The text encoder with `weights`, which are not copied. Raises RuntimeError if they do not fit."""
     with torch.device('meta'):
         text_encoder = CLIPTextModel(CLIPTextConfig(**files.configs['text_encoder']))
     return with_weights(text_encoder, weights)

@@ -9,6 +9,7 @@ import pandas as pd
 from cli.options import benchmark_parser
 from fitting.switch_table import Situation, switch_of
 from reporting.records import IDENTITY, SETTINGS, SWITCHES_OF_SPEED, one_line_of_text
+from settings import ENCODER_PRECISIONS
 
 COLUMNS = {  # key: heading, template and decimals in print; {} in a heading stands for the kind of device
     'num_devices': ('{}s', '{}', 0),
@@ -27,7 +28,6 @@ COLUMNS = {  # key: heading, template and decimals in print; {} in a heading sta
     'cache_tb_per_node': ('cache', '{} TB', 2),
 }
 ALWAYS_STATED = ('device', 'image_size', 'stage', 'batch_size', 'encoders')  # also where they are at their defaults
-HALF_PRECISION = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # of the encoders, by that of the UNet
 
 
 @dataclass
@@ -142,7 +142,7 @@ def defaults() -> dict[str, str]:
 def is_at_default(row: pd.Series, key: str) -> bool:
     """Whether a setting is what a run without this flag would have taken on the same device."""
     if key == 'encoder_precision':
-        return row[key] == HALF_PRECISION.get(row['precision'])
+        return row[key] == ENCODER_PRECISIONS.get(row['precision'])
     if key == 'precision':
         return row[key] == ('fp32' if row['on_cpu'] else 'amp_bf16')
     if key in SWITCHES_OF_SPEED:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from composer import Callback
 
 import benchmark
 from tests.runs import ROOT, free_port
@@ -134,16 +135,14 @@ def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> N
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    class Witness(benchmark.Safeguard):
+    class Witness(Callback):
         def batch_start(self, state, logger):
-            super().batch_start(state, logger)
             self.captions = state.batch['caption'].tolist()
             self.number = state.timestamp.batch.value
             if (moment, batch_to_die) == ('start', self.number):
                 die()
 
         def after_train_batch(self, state, logger):
-            super().after_train_batch(state, logger)
             if (moment, batch_to_die) == ('update', self.number):
                 die()
 
@@ -156,7 +155,6 @@ def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> N
                     torch.save = save_half
                 elif moment == 'link':
                     os.symlink = die
-            super().batch_end(state, logger)
 
     save = torch.save
 
@@ -170,8 +168,7 @@ def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> N
         os.remove(path)
         die()
 
-    benchmark.Safeguard = Witness
-    benchmark.main(argv)
+    benchmark.main(argv, [Witness()])
 
 
 def run(server, ranks: int, argv: list, folder: Path, kill=None) -> list[int]:

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from benchmark import main
+from cli.defaults import fill_in_training_defaults
+from cli.options import benchmark_parser
+from settings import Settings
 from training.checkpoints import checkpoints, load_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +27,11 @@ RECORD_KEYS = {
     'drift', 'data_wait_fraction', 'peak_memory_gib', 'tflops_per_image', 'tflops_per_sec_per_device', 'mfu',
     'warmup_batches', 'measured_batches', 'loss',
 }
+
+
+def settings_of(*argv) -> Settings:
+    """The settings of a run with these flags, on this machine."""
+    return fill_in_training_defaults(benchmark_parser('').parse_args([str(argument) for argument in argv]))
 
 
 def check_record(record: dict) -> None:
@@ -47,11 +55,11 @@ def error_line(capfd) -> str:
     return line
 
 
-def failed(argv, results, capfd) -> str:
+def failed(argv, results, capfd, callbacks=()) -> str:
     """Run what must fail; its one line, which the record has too."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
-        main([*map(str, argv), '--results', str(results)])
+        main([*map(str, argv), '--results', str(results)], callbacks)
     line, record = error_line(capfd), json.loads(results.read_text().splitlines()[-1])
     assert exit.value.code == 2 and record['status'] == 'failed' and line.endswith(record['error'])
     return line

@@ -9,12 +9,10 @@ from composer import Trainer
 import benchmark
 from benchmark import StableDiffusion, main
 from cli.checks import refuse_bad_training
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from data import SyntheticImageCaptionDataset, build_loader
 from measuring.measurement import Measurement
 from models.loading import find_model
-from tests.runs import TINY, check_record
+from tests.runs import TINY, check_record, settings_of
 
 
 def batch_of(size: int = 64, num: int = 2, vocab: int = 49408) -> dict[str, torch.Tensor]:
@@ -135,12 +133,11 @@ def test_a_run_on_real_shards_reads_jpegs_with_workers(results, shards):
 
 
 def test_the_optimizer_holds_the_unet_alone(results):
-    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', str(results)])
-    fill_in_training_defaults(args)
-    refuse_bad_training(args)
+    settings = settings_of('--use_synth_data', *TINY, '--results', str(results))
+    refuse_bad_training(settings)
     model = StableDiffusion('tiny', 64)
-    data = benchmark.build_data(args, find_model('tiny'))
-    trainer = benchmark.build_trainer(args, model, data, [Measurement(1, 3), benchmark.Safeguard(args.seed)], [])
+    data = benchmark.build_data(settings, find_model('tiny'))
+    trainer = benchmark.build_trainer(settings, model, data, [Measurement(1, 3), benchmark.Safeguard(17)], [])
     [group] = trainer.state.optimizers[0].param_groups
     assert {id(p) for p in group['params']} == {id(p) for p in model.unet.parameters()}
     assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)
@@ -162,9 +159,8 @@ def test_weights_are_made_on_the_device_that_is_asked_for():
 
 
 def test_the_arithmetic_is_counted_before_the_clock_runs(results):
-    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', str(results)])
-    fill_in_training_defaults(args)
-    run = benchmark.build_run(args, benchmark.build_data(args, find_model('tiny')))
+    settings = settings_of('--use_synth_data', *TINY, '--results', str(results))
+    run = benchmark.build_run(settings, benchmark.build_data(settings, find_model('tiny')))
     assert 'flops_per_image' in vars(run.model)  # cached: the first batch does not count it
     assert run.flops_per_image == sum(StableDiffusion('tiny', 64).flops_per_image.values())
     run.trainer.close()

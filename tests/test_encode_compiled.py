@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import encode
-from cli.defaults import fill_in_shared_defaults
+from cli.defaults import fill_in_encoding_defaults
 from cli.options import encode_parser
 from data import StreamingLAIONDataset
 from inputs.shards import read_index
@@ -38,11 +38,11 @@ def encoded_moments(remote: str, out, model_folder: str, *flags: str) -> list[np
     args = encode_parser('').parse_args(['--remote', remote, '--out', str(out), '--model_name', model_folder,
                                          '--pretrained', '--image_size', '64', '--batch_size', '4', '--num_workers',
                                          '0', *flags])
-    fill_in_shared_defaults(args, args.batch_size, 'fp32')
+    flags = fill_in_encoding_defaults(args, devices=1)
     index = read_index(remote)
     output = open_output(str(out), '--out')
     claim(output, {'program': 'encode.py'})
-    encoder = Encoder(output, encode.settings_of(args, index), 0)
+    encoder = Encoder(output, encode.settings_of(flags, index), 0)
     encoder([Part(number, []) for number in range(len(index['shards']))])
     merge_parts(output, len(index['shards']), {'latents': {}})
     stored = StreamingLAIONDataset(str(out), image_size=64, batch_size=1)

@@ -1,5 +1,4 @@
 """Training in half precision by CUDA's rules: what is computed in which type, how near float32, and what overflows."""
-import argparse
 
 import pytest
 import torch
@@ -9,14 +8,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import benchmark
 from benchmark import StableDiffusion
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from ema import EMA
 from fitting.cuda_autocast import cuda_rules
 from models.latents import vae_moments
 from models.loading import DTYPES, SD2_BASE, find_model
+from settings import Settings
 from tests.cuda_rules import HALF, Dtypes, Fault, composer_on_a_gpu, one_rank
-from tests.runs import TINY
+from tests.runs import TINY, settings_of
 
 NORMS = ('native_group_norm', 'native_layer_norm')
 PRODUCTS = ('convolution', 'addmm', 'mm', 'bmm', '_scaled_dot_product_flash_attention_for_cpu')
@@ -29,22 +27,21 @@ def batch() -> dict[str, torch.Tensor]:
             'caption': torch.randint(49408, (4, 77), generator=generator)}
 
 
-def arguments(*argv: str) -> argparse.Namespace:
-    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', '/dev/null', *argv])
-    fill_in_training_defaults(args)
-    return args
+def arguments(*argv: str) -> Settings:
+    return settings_of('--use_synth_data', *TINY, '--results', '/dev/null', *argv)
 
 
 def loss_and_gradient(batch, *argv: str, dtypes: Dtypes | None = None) -> tuple[float, torch.Tensor]:
     """Of `tiny`, all gradients as one vector; with fp16 the loss is scaled, as a scaler begins."""
-    args = arguments(*argv)
+    settings = arguments(*argv)
     torch.manual_seed(0)
-    model = StableDiffusion('tiny', 64, encoder_precision=args.encoder_precision).train()
-    benchmark.apply_switches(model, args)
-    scale = 2. ** 16 if args.precision == 'amp_fp16' else 1.
+    model = StableDiffusion('tiny', 64, encoder_precision=settings.model.encoder_precision).train()
+    benchmark.apply_switches(model, settings.speed)
+    scale = 2. ** 16 if settings.speed.precision == 'amp_fp16' else 1.
     torch.manual_seed(1)
     with cuda_rules(), dtypes or Dtypes():
-        with torch.autocast('cpu', HALF.get(args.precision, torch.bfloat16), enabled=args.precision in HALF):
+        precision = settings.speed.precision
+        with torch.autocast('cpu', HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
             outputs = model(batch)
             loss = model.loss(outputs, batch)
         (loss * scale).backward()
@@ -78,8 +75,8 @@ def test_loss_and_gradients_are_near_those_of_float32(batch, plain, argv, tolera
 
 @pytest.mark.parametrize('precision', HALF)
 def test_the_unets_norms_run_in_float32_and_its_products_in_half(batch, precision):
-    args = arguments('--precision', precision)
-    model = StableDiffusion('tiny', 64, encoder_precision=args.encoder_precision).train()
+    settings = arguments('--precision', precision)
+    model = StableDiffusion('tiny', 64, encoder_precision=settings.model.encoder_precision).train()
     model.encode = lambda batch: (torch.randn(4, 4, 8, 8), torch.randn(4, 77, model.text_encoder.config.hidden_size))
     with cuda_rules(), Dtypes() as dtypes:
         with torch.autocast('cpu', HALF[precision]):
@@ -104,12 +101,13 @@ def test_norms_in_half_leave_the_moments_of_the_vae_as_near_to_float32_as_autoca
     """By the norm of the moments; and the norms in half precision add no more than autocast's own error."""
     moments = []
     for flags in (['fp32'], [precision], [precision, '--half_precision_norms']):
-        args = arguments('--encoder_precision', 'fp32', '--precision', *flags)
+        settings = arguments('--encoder_precision', 'fp32', '--precision', *flags)
         torch.manual_seed(0)
         model = StableDiffusion('tiny', 64).train()
-        benchmark.apply_switches(model, args)
+        benchmark.apply_switches(model, settings.speed)
         with cuda_rules(), torch.no_grad():
-            with torch.autocast('cpu', HALF.get(args.precision, torch.bfloat16), enabled=args.precision in HALF):
+            precision = settings.speed.precision
+            with torch.autocast('cpu', HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
                 moments.append(vae_moments(model.vae, batch['image']).float())
     exact, autocast, half = moments
     assert not torch.equal(half, autocast)
@@ -190,11 +188,11 @@ class Witness(Callback):
 
 def run_in_fp16(monkeypatch, spoil, *argv: str) -> tuple[Witness, dict[str, str], benchmark.Run]:
     """Five batches of two microbatches, of which `spoil` makes some overflow: what was seen, and how it ended."""
-    args = arguments('--precision', 'amp_fp16', '--use_ema', '--device_train_microbatch_size', '2',
+    settings = arguments('--precision', 'amp_fp16', '--use_ema', '--device_train_microbatch_size', '2',
                      '--max_duration', '5ba', *argv)
     witness = Witness()
     with composer_on_a_gpu(monkeypatch):
-        run = benchmark.build_run(args, benchmark.build_data(args, find_model('tiny')))
+        run = benchmark.build_run(settings, benchmark.build_data(settings, find_model('tiny')))
         run.trainer.state.callbacks.append(witness)
         spoil(run.model)
         try:

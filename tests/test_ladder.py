@@ -61,12 +61,11 @@ def test_every_rung_is_a_run_of_its_own_that_the_benchmark_takes(results, monkey
     assert len(started) == len(set(map(tuple, started))) == capfd.readouterr().err.count('expected: ') > 19
     for flags in started:
         args = benchmark_parser('').parse_args(flags)
-        fill_in_training_defaults(args)
-        refuse_bad_switches(args)
+        settings = fill_in_training_defaults(args)
+        refuse_bad_switches(settings.speed, settings.data.batch_size)
         refuse_bad_modes(args)
         refuse_flags_alone(args)
-        if isinstance(args.device_train_microbatch_size, int):
-            refuse_bad_batch(args)
+        refuse_bad_batch(args)
     switches = {flag for flags in started for flag in flags}
     assert {'--half_precision_norms', '--cast_weights_once', '--cudnn_benchmark', '--compile_blocks',
             'max-autotune-no-cudagraphs', 'reduce-overhead', 'cudnn', 'xformers'} < switches

@@ -9,7 +9,7 @@ from composer.utils import dist
 
 import benchmarks.smoke
 from benchmark import main
-from cli.checks import refuse_bad_switches
+from cli.checks import refuse_bad_switches, refuse_missing_stack
 from cli.defaults import fill_in_training_defaults
 from cli.options import benchmark_parser
 from tests.runs import ROOT, one_error_line
@@ -89,16 +89,18 @@ def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(as_on_a_gpu, mo
     monkeypatch.setenv('WORLD_SIZE', str(gpus))
     monkeypatch.chdir(ROOT)
     runs = benchmarks.smoke.commands(gpus)
-    args = {}
+    speeds = {}
     for name, command in runs.items():
         assert ('composer.cli.launcher' in command) == (gpus > 1)
-        args[name] = parsed(*command[command.index('benchmark.py') + 1:])
-        fill_in_training_defaults(args[name])
-        refuse_bad_switches(args[name])
-        assert args[name].batch_size == 64 * gpus and args[name].use_ema
-    original, fastest = args['original'], args['fastest']
+        settings = fill_in_training_defaults(parsed(*command[command.index('benchmark.py') + 1:]))
+        refuse_bad_switches(settings.speed, settings.data.batch_size)
+        refuse_missing_stack(settings.speed)
+        assert settings.data.batch_size == 64 * gpus and settings.optimizer.use_ema
+        speeds[name] = settings.speed
+    original, fastest = speeds['original'], speeds['fastest']
     assert (original.precision, original.device_train_microbatch_size, original.compile) == ('amp_fp16', 4, False)
-    assert fastest.microbatch_search and fastest.compile and fastest.half_precision_norms and fastest.cudnn_benchmark
+    assert fastest.device_train_microbatch_size == 'auto' and fastest.compile
+    assert fastest.half_precision_norms and fastest.cudnn_benchmark
     assert fastest.compile_blocks == (gpus > 1) and fastest.attention == 'sdpa'
 
 

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 import benchmark
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from fitting import allocator
 from fitting.allocator import let_segments_grow
 from models.loading import ModelFiles, find_model
-from tests.runs import ROOT, TINY, one_error_line
+from tests.runs import ROOT, TINY, one_error_line, settings_of
 
 
 def test_a_run_finds_its_model_once_and_gives_it_memory_once(monkeypatch, capfd):
@@ -40,11 +38,10 @@ def test_images_need_no_hash_of_the_vae(monkeypatch, shards, model_folder):
     monkeypatch.setattr(ModelFiles, 'vae_sha256', lambda self: pytest.fail('the VAE was hashed'))
     flags = ['--remote', shards, '--eval_remote', shards, '--num_workers', '0', *TINY, '--model_name', model_folder,
              '--pretrained']
-    args = benchmark_parser('').parse_args(flags)
-    fill_in_training_defaults(args)
+    settings = settings_of(*flags)
     files = find_model(model_folder, pretrained=True)
-    assert benchmark.build_data(args, files).dataloader.dataset.latents is False
-    assert len(benchmark.open_held_out(args, files, latents=False)) == 24
+    assert benchmark.build_data(settings, files).dataloader.dataset.latents is False
+    assert len(benchmark.open_held_out(settings.evaluation.eval_remote, files, 64, 17, latents=False)) == 24
 
 
 @pytest.mark.parametrize('version, variable', [

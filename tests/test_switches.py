@@ -4,11 +4,10 @@ import torch
 
 import benchmark
 from benchmark import StableDiffusion, apply_switches
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from data import collate, normalize
 from inputs.captions import build_tokenizer
 from inputs.images import decode_image
+from tests.runs import settings_of
 
 
 def batch_of(samples: list[dict], image_size: int) -> dict[str, torch.Tensor]:
@@ -23,14 +22,12 @@ def batch(samples) -> dict[str, torch.Tensor]:
 
 def loss_and_gradients(batch, argv: list[str], model_name: str = 'tiny') -> tuple[float, dict[str, torch.Tensor]]:
     image_size = batch['image'].shape[-1]
-    args = benchmark_parser('').parse_args(['--use_synth_data', '--model_name', model_name,
-                                            '--image_size', str(image_size), *argv, '--results', '/dev/null'])
-    fill_in_training_defaults(args)
+    settings = settings_of('--use_synth_data', '--model_name', model_name, '--image_size', image_size, *argv)
     torch.manual_seed(0)
-    model = StableDiffusion(model_name, image_size, encoder_precision=args.encoder_precision).train()
-    apply_switches(model, args)
+    model = StableDiffusion(model_name, image_size, encoder_precision=settings.model.encoder_precision).train()
+    apply_switches(model, settings.speed)
     torch.manual_seed(1)
-    with torch.autocast('cpu', torch.bfloat16, enabled=args.precision == 'amp_bf16'):
+    with torch.autocast('cpu', torch.bfloat16, enabled=settings.speed.precision == 'amp_bf16'):
         loss = model.loss(model(batch), batch)
     loss.backward()
     return float(loss), {name: parameter.grad for name, parameter in model.unet.named_parameters()}
@@ -72,10 +69,10 @@ def test_compiling_leaves_loss_and_gradients_as_they_are(samples, smallest_model
 def test_the_fused_optimizer_takes_the_same_steps():
     weights = []
     for flag in ('--fused_optimizer', '--no-fused_optimizer'):
-        args = benchmark_parser('').parse_args([flag])
+        settings = settings_of(flag)
         torch.manual_seed(0)
         model = StableDiffusion('tiny', 64)
-        optimizer = benchmark.build_optimizer(model, args)
+        optimizer = benchmark.build_optimizer(model, settings.optimizer, settings.speed.fused_optimizer)
         assert optimizer.param_groups[0]['fused'] == (flag == '--fused_optimizer')
         for step in range(3):
             for index, parameter in enumerate(model.unet.parameters()):

@@ -50,7 +50,7 @@ def from_storage(function: Callable[[str], Any], folder: str, flag: str = '--sav
 def checkpoints(folder: str) -> list[str]:
     """Paths or URIs of Composer's checkpoints in a folder or an object store, by batch, the oldest first.
 
-    OSError, or what a storage client raises: the folder is there and cannot be read.
+    Raises OSError, or what a storage client raises, if the folder is there and cannot be read.
     """
     store = maybe_create_object_store_from_uri(str(folder))
     if store:
@@ -68,7 +68,7 @@ def checkpoints(folder: str) -> list[str]:
 
 
 def names_in(folder: str | os.PathLike) -> list[str]:
-    """Of the files in a folder; none if it is not there. OSError: it cannot be read."""
+    """Of the files in a folder; none if it is not there. Raises OSError if it cannot be read."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def newest_checkpoint(folder: str) -> Iterator[str | None]:
     A damaged one that is newer is set aside, under the name NAME.damaged, and in a store left where it is. What killed
     runs left unfinished in the folder is removed. One from a store is downloaded, and removed at the context's end.
 
-    ValueError, on all ranks: one cannot be read, it cannot be trusted, or other nodes do not see it.
+    Raises ValueError on all ranks if one cannot be read, it cannot be trusted, or other nodes do not see it.
     """
     found = on_rank_0(partial(from_storage, tidied_checkpoints, folder))
     with newest_sound(found, f'--save_folder {folder}', set_aside=True) as path:
@@ -121,7 +121,10 @@ def newest_sound(found: list[str], place: str, set_aside: bool = False) -> Itera
 
 @contextlib.contextmanager
 def sound_checkpoint(name: str, place: str) -> Iterator[str]:
-    """The path of a checkpoint, fetched where it lies in a store. ValueError, on all ranks: it is none, or damaged."""
+    """The path of a checkpoint, fetched where it lies in a store.
+
+    Raises ValueError on all ranks if it is none, or damaged.
+    """
     with fetched(name, place) as path:
         damage = damage_on_any_node(path, place, is_download=path != name)
         if damage is not None:
@@ -150,7 +153,7 @@ def fetched(name: str, place: str) -> Iterator[str]:
 
 
 def download(uri: str, path: str, place: str) -> str:
-    """`path`, which then holds the object of that URI. ValueError: it cannot be had."""
+    """`path`, which then holds the object of that URI. Raises ValueError if it cannot be had."""
     try:
         get_file(uri, path, overwrite=True, progress_bar=False)
     except Exception as error:  # every storage client has its own exceptions
@@ -213,7 +216,10 @@ class WatchedFile(io.FileIO):
 
 
 def damage_in(path: str) -> str | None:
-    """What is damaged in a checkpoint, of which every byte is read; None if it is sound. OSError: it cannot be read."""
+    """What is damaged in a checkpoint, of which every byte is read; None if it is sound.
+
+    Raises OSError if it cannot be read.
+    """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError(f'{path} is no file; give it another name, or use another folder')
     with WatchedFile(path) as raw, io.BufferedReader(raw, 1 << 20) as file:
@@ -232,12 +238,12 @@ def damage_in(path: str) -> str | None:
 
 
 def require_harmless(path: str, place: str) -> None:
-    """ValueError, on all ranks: a checkpoint would run code when loaded, or is an archive of another kind."""
+    """Raises ValueError on all ranks if a checkpoint would run code when loaded, or is an archive of another kind."""
     on_each_node(partial(require_plain_types, path, place))
 
 
 def require_plain_types(path: str, place: str) -> None:
-    """ValueError: a checkpoint holds more than tensors, Python's own types and PLAIN_TYPES."""
+    """Raises ValueError if a checkpoint holds more than tensors, Python's own types and PLAIN_TYPES."""
     try:
         contents = set(get_unsafe_globals_in_checkpoint(path))
     except pickle.UnpicklingError as error:  # instructions that torch does not write

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from composer import ComposerModel
 from diffusers import UNet2DConditionModel
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from inputs.errors import one_line
+from models.diffusion_model import DiffusionModel
 from training.checkpoints import checkpoints, from_storage, load_checkpoint, newest_sound, sound_checkpoint
 from training.ranks import on_rank_0
 
@@ -24,7 +24,7 @@ OF_NO_WEIGHT = ('sample_size', 'upcast_attention')  # entries of it that weights
 ENCODERS = ('vae', 'text_encoder')
 
 
-def load_initial_weights(path: str, model: ComposerModel) -> dict | None:
+def load_initial_weights(path: str, model: DiffusionModel) -> dict | None:
     """Put the weights of `path` into the UNet of `model`.
 
     Args:
@@ -34,7 +34,7 @@ def load_initial_weights(path: str, model: ComposerModel) -> dict | None:
 
     Returns the state of the EMA that the checkpoint holds, for its `load_state_dict`; None if there is none.
 
-    ValueError, on all ranks: there is nothing of the kind, or it does not fit this model.
+    Raises ValueError on all ranks if there is nothing of the kind, or it does not fit this model.
     """
     place = f'--load_weights {path}'
     folder = on_rank_0(partial(unet_folder, path))
@@ -61,8 +61,8 @@ def unet_folder(path: str) -> str | None:
 def checkpoint_in(place: str, flag: str) -> Iterator[str | None]:
     """The path of a checkpoint: `place`, or the newest sound one in it, fetched from its store; None if there is none.
 
-    Nothing in `place` is renamed or removed: it is another run's. ValueError, on all ranks: it cannot be read or
-    trusted.
+    Nothing in `place` is renamed or removed: it is another run's. Raises ValueError on all ranks if it cannot be
+    read or trusted.
     """
     is_checkpoint = on_rank_0(partial(names_one_checkpoint, place))
     if is_checkpoint:
@@ -80,7 +80,7 @@ def names_one_checkpoint(place: str) -> bool:
     return os.path.isfile(place)
 
 
-def load_from_checkpoint(path: str, model: ComposerModel, place: str) -> dict | None:
+def load_from_checkpoint(path: str, model: DiffusionModel, place: str) -> dict | None:
     """Put the weights of a checkpoint into the UNet of `model`; returns the state of its EMA, None if there is none."""
     weights, average = weights_of_checkpoint(path, place)
     require_same_encoders(weights, model, place)
@@ -92,7 +92,10 @@ def load_from_checkpoint(path: str, model: ComposerModel, place: str) -> dict | 
 
 
 def weights_of_checkpoint(path: str, place: str) -> tuple[dict[str, torch.Tensor], dict | None]:
-    """The weights of a whole model, and the state of their average, None if there is none. ValueError: no weights."""
+    """The weights of a whole model, and the state of their average, None if there is none.
+
+    Raises ValueError if there are no weights.
+    """
     try:
         state = load_checkpoint(path, mmap=True)['state']
         weights = dict(state['model'])
@@ -112,8 +115,8 @@ def weights_of_checkpoint(path: str, place: str) -> tuple[dict[str, torch.Tensor
     return weights, average
 
 
-def unet_of_folder(folder: str, model: ComposerModel, place: str) -> dict[str, torch.Tensor]:
-    """The weights of the UNet in a folder of diffusers. ValueError: it has none, or another configuration."""
+def unet_of_folder(folder: str, model: DiffusionModel, place: str) -> dict[str, torch.Tensor]:
+    """The weights of the UNet in a folder of diffusers. Raises ValueError if it has none, or another configuration."""
     try:
         unet = UNet2DConditionModel.from_pretrained(folder, use_safetensors=True)
     except Exception as error:  # diffusers and safetensors raise many kinds for files that are not there or damaged
@@ -126,8 +129,8 @@ def unet_of_folder(folder: str, model: ComposerModel, place: str) -> dict[str, t
     return unet.state_dict()
 
 
-def require_same_prediction(folder: Path, model: ComposerModel, place: str) -> None:
-    """ValueError: the scheduler of the pipeline that a UNet belongs to predicts something else than `model`."""
+def require_same_prediction(folder: Path, model: DiffusionModel, place: str) -> None:
+    """Raises ValueError if the scheduler of the pipeline that a UNet is of predicts something else than `model`."""
     scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
     if not scheduler.is_file():
         return
@@ -137,8 +140,8 @@ def require_same_prediction(folder: Path, model: ComposerModel, place: str) -> N
                          '--model_name that it is of')
 
 
-def require_same_encoders(weights: dict[str, torch.Tensor], model: ComposerModel, place: str) -> None:
-    """ValueError: the UNet was trained with another VAE or text encoder than `model` has, in whatever precision."""
+def require_same_encoders(weights: dict[str, torch.Tensor], model: DiffusionModel, place: str) -> None:
+    """Raises ValueError if the UNet was trained with another VAE or text encoder than `model`, in any precision."""
     for part in ENCODERS:
         module = getattr(model, part)
         if module is None:  # latents need no VAE
@@ -158,13 +161,13 @@ def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def load_unet(unet: UNet2DConditionModel, weights: dict[str, torch.Tensor], place: str) -> None:
-    """Copy weights into a UNet. ValueError: they are of another."""
+    """Copy weights into a UNet. Raises ValueError if they are of another."""
     require_same_shapes(weights, unet.state_dict(), place)
     unet.load_state_dict(weights)
 
 
 def require_same_shapes(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], place: str) -> None:
-    """ValueError: a name or a shape is in one of the two and not in the other."""
+    """Raises ValueError if a name or a shape is in one of the two and not in the other."""
     different = {(name, tensor.shape) for name, tensor in theirs.items()} ^ \
                 {(name, tensor.shape) for name, tensor in ours.items()}
     if different:

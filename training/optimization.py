@@ -1,6 +1,4 @@
 """What moves the weights beside the optimizer: the learning rate's schedule and the clipping of gradients."""
-import argparse
-
 from composer.algorithms import GradientClipping
 from composer.core import Event, State
 from composer.optim import (
@@ -43,9 +41,14 @@ class FiniteGradientClipping(GradientClipping):
         return event == Event.AFTER_TRAIN_BATCH and bool(gradients_are_finite(state))
 
 
-def build_schedule(args: argparse.Namespace) -> ComposerScheduler:
-    """The learning rate over time, as a share of --learning_rate: a warm-up or none, then --lr_schedule to the end."""
-    plain, with_warmup = SCHEDULES[args.lr_schedule]
-    if args.lr_warmup:
-        return with_warmup(args.lr_warmup)
+def build_schedule(name: str, warmup: str | None) -> ComposerScheduler:
+    """The learning rate over time, as a share of --learning_rate: a warm-up or none, then to the end.
+
+    Args:
+        name: one of SCHEDULES.
+        warmup: a time, such as 10000ba.
+    """
+    plain, with_warmup = SCHEDULES[name]
+    if warmup:
+        return with_warmup(warmup)
     return plain()

@@ -50,17 +50,24 @@ class Progress(Callback):
                  seconds_between_lines: float = SECONDS_BETWEEN_LINES):
         self.seconds_to_first_line = seconds_to_first_line
         self.seconds_between_lines = seconds_between_lines
-        self.bar = None
+        self.bar: tqdm | None = None
+        self._is_shown = False
+        self._start = 0.0  # of this process's training, by the clock
+        self._start_share = 0.0  # of the training that was done by then
+        self._next_line = 0.0  # when it is due, by the clock
+        self._line_time = 0.0  # when the last one was printed
+        self._line_samples = 0  # trained by then
+        self._line_batch = 0
 
     def fit_start(self, state: State, logger) -> None:
-        self._shown = dist.get_global_rank() == 0
+        self._is_shown = dist.get_global_rank() == 0
         self._start = time.monotonic()
         self._start_share = self._share(state)
         self._next_line = self._start + self.seconds_to_first_line
         self._line_time = self._start
         self._line_samples = state.timestamp.sample.value
         self._line_batch = state.timestamp.batch.value
-        if self._shown and sys.stderr.isatty():
+        if self._is_shown and sys.stderr.isatty():
             self.bar = tqdm(total=total_batches(state), initial=state.timestamp.batch.value, unit=' batches',
                             file=sys.stderr, dynamic_ncols=True)
 
@@ -68,11 +75,11 @@ class Progress(Callback):
         if self.bar is not None:
             self.bar.set_postfix_str(self._loss(state), refresh=False)
             self.bar.update()
-        elif self._shown and time.monotonic() >= self._next_line:
+        elif self._is_shown and time.monotonic() >= self._next_line:
             self._print_line(state)
 
     def fit_end(self, state: State, logger) -> None:
-        if self._shown and self.bar is None and state.timestamp.batch.value > self._line_batch:
+        if self._is_shown and self.bar is None and state.timestamp.batch.value > self._line_batch:
             self._print_line(state)
         self.stop()
 

@@ -21,7 +21,7 @@ def cores_per_rank() -> int:
 
 
 def join_ranks(device, timeout: int) -> None:
-    """Meet all ranks within `timeout` seconds (ValueError: some did not come), and share the host's cores."""
+    """Meet all ranks within `timeout` seconds, and share the host's cores. Raises ValueError if some did not come."""
     if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
         torch.set_num_threads(cores_per_rank())  # each rank on all cores is 10 times slower on a CPU
     try:

@@ -1,12 +1,11 @@
-"""A training that is ready to start: how it begins, runs, ends and is recorded. It knows no model of its own."""
-import argparse
+"""A training that is ready to start: how it begins, runs, ends and is recorded."""
 import contextlib
 import sys
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from composer import ComposerModel, Trainer
+from composer import Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
@@ -15,7 +14,9 @@ from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
 from measuring.tracing import PROFILED, attention_kernels
+from models.diffusion_model import DiffusionModel
 from models.flops import utilization
+from settings import Settings
 from training.checkpoints import save_interrupted
 from training.evaluation import Evaluations, take_live_weights_back
 from training.failures import reason
@@ -32,8 +33,8 @@ class RunFailed(Exception):
 @dataclass
 class Run:
     """A training that is ready to start, and what its record will be made of."""
-    args: argparse.Namespace
-    model: ComposerModel
+    settings: Settings
+    model: DiffusionModel
     data: DataSpec
     trainer: Trainer
     flops_per_image: int  # counted before the clock runs
@@ -56,24 +57,25 @@ class Run:
         return f'--device_train_microbatch_size {self.trainer.state.device_train_microbatch_size}'
 
 
-def say_how_it_begins(args: argparse.Namespace, state: State, load_path: str | None) -> None:
+def say_how_it_begins(settings: Settings, state: State, load_path: str | None) -> None:
     """On rank 0: what is resumed or started from, or that nothing will be kept."""
     if dist.get_global_rank():
         return
-    if args.load_weights and not load_path:
-        print(f'starting from the weights of {args.load_weights}')
+    training = settings.training
+    if training.load_weights and not load_path:
+        print(f'starting from the weights of {training.load_weights}')
     if load_path:
         print(f'resuming from {load_path}, {batches_in_words(state)}')
-    elif args.autoresume:
-        print(f'--save_folder {args.save_folder} holds no checkpoint yet: starting anew')
-    elif args.keeps_nothing:
-        print(f'warning: without --save_folder nothing of these {args.max_duration} will be kept', file=sys.stderr)
+    elif settings.saving.autoresume:
+        print(f'--save_folder {settings.saving.save_folder} holds no checkpoint yet: starting anew')
+    elif settings.keeps_nothing:
+        print(f'warning: without --save_folder nothing of these {training.max_duration} will be kept', file=sys.stderr)
 
 
 def train(run: Run) -> dict[str, str]:
     """Train; returns how it ended: complete, interrupted (Ctrl-C or SIGTERM) or failed, with the error in one line."""
     outcome = {'status': 'complete'}
-    run.safeguard.when_stuck = partial(conclude_while_stuck, run)
+    run.safeguard.conclude_when_stuck(partial(conclude_while_stuck, run))
     try:
         run.trainer.fit()
     except (SystemExit, KeyboardInterrupt):
@@ -97,30 +99,31 @@ def train(run: Run) -> dict[str, str]:
 def leave_evaluation(run: Run) -> None:
     """Where a signal ended the run within an evaluation, the model holds the averages: take the live weights back."""
     take_live_weights_back(run.trainer.state, run.trainer.logger)
-    run.safeguard.updating = False
+    run.safeguard.leave_update()
 
 
 def make_record(run: Run, outcome: dict[str, str]) -> dict:
     """The record of a training that ended as `outcome` says."""
-    record = training_settings(run.args, run.model.vae is None) | outcome
+    microbatch = run.trainer.state.device_train_microbatch_size
+    record = training_settings(run.settings, run.model.vae is None, microbatch) | outcome
     bad_samples = run.data.batch_transforms.found
     all_ranks = outcome['status'] == 'complete'
     record |= figures(run.measurement.window, all_ranks, bad_samples)
     record |= gather_gpu_figures(run.measurement.gpu, record['images_per_sec'], all_ranks)
     record['turnover_batches'] = run.measurement.turnover_batches
     if record['images_per_sec']:
-        record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.args.precision,
+        record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.settings.speed.precision,
                               record['device'])
     record |= run.evaluations.figures()
     timestamp = run.trainer.state.timestamp
     record |= {'first_batch': run.safeguard.first_batch, 'trained_batches': timestamp.batch.value,
                'trained_epochs': timestamp.epoch.value, 'loss': run.measurement.loss,
                'skipped_batches': run.safeguard.skipped_batches}
-    record |= {'microbatch_search': run.args.microbatch_search, 'compiled_graphs': compiled_graphs(),
+    record |= {'microbatch_search': run.settings.searches_microbatch, 'compiled_graphs': compiled_graphs(),
                'tf32': uses_tf32(), 'attention_kernels': attention_kernels(run.trainer.state.callbacks)}
     if record['status'] == 'complete' and not record['images_per_sec']:
         record['status'] = UNMEASURED
-    elif run.args.profile and record['status'] == 'complete':
+    elif run.settings.measurement.profile and record['status'] == 'complete':
         record['status'] = PROFILED
     return record
 
@@ -130,7 +133,7 @@ def conclude(run: Run, outcome: dict[str, str]) -> dict:
 
     Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
     """
-    args = run.args
+    cost = run.settings.cost
     record = make_record(run, outcome)
     log_record(run.trainer.logger.destinations, record)
     save_state = None
@@ -139,8 +142,8 @@ def conclude(run: Run, outcome: dict[str, str]) -> dict:
     try:
         if outcome['status'] == 'complete':
             run.trainer.close()
-        text = summary(record, args.training_images, args.dollars_per_gpu_hour)
-        keep(record, text, args.results, save_state)
+        text = summary(record, cost.training_images, cost.dollars_per_gpu_hour)
+        keep(record, text, run.settings.measurement.results, save_state)
     except Exception as error:
         raise RunFailed(redacted(reason(error, run.microbatch_flag))) from None
     if outcome['status'] == 'interrupted' or dist.get_global_rank() == 0:
@@ -167,18 +170,19 @@ def conclude_while_stuck(run: Run) -> None:
     with own_queue:
         print('a signal came, and another rank does not answer: ending without it', file=sys.stderr)
         record = make_record(run, {'status': 'interrupted'})
-        text = summary(record, run.args.training_images, run.args.dollars_per_gpu_hour)
-        keep(record, text, run.args.results, partial(save_where_it_stopped, run))
+        text = summary(record, run.settings.cost.training_images, run.settings.cost.dollars_per_gpu_hour)
+        keep(record, text, run.settings.measurement.results, partial(save_where_it_stopped, run))
 
 
 def save_where_it_stopped(run: Run) -> None:
     """Save what an interrupted run has learned, where it is to be kept, and say how to go on."""
-    folder = run.args.save_folder
+    saving = run.settings.saving
+    folder = saving.save_folder
     stopped = f'stopped at {batches_in_words(run.trainer.state)}'
     if not folder:
         print(f'{stopped}; without --save_folder nothing was saved')
     elif run.measurement.batches and not run.safeguard.updating:
-        path = save_interrupted(run.trainer.state, folder, run.args.save_num_checkpoints_to_keep)
+        path = save_interrupted(run.trainer.state, folder, saving.save_num_checkpoints_to_keep)
         print(f'{stopped}; saved {path}; the same command with --autoresume goes on')
     else:
         print(f'{stopped}; the same command with --autoresume goes on from the newest checkpoint in {folder}')

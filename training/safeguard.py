@@ -55,16 +55,25 @@ class Safeguard(Callback):
         self.interrupted = False
         self.first_batch = 0  # of this process: more than 0 where it resumed
         self.updating = False  # between two consistent states
+        self._loss: float | torch.Tensor = 0.0  # of the microbatches of this batch so far
         self._stop = False
         self._handlers_before: dict = {}  # of SIGNALS
-        self.when_stuck: Callable[[], None] | None = None  # what to do where a signal cannot be answered otherwise
+        self._conclude: Callable[[], None] | None = None  # what to do where a signal cannot be answered otherwise
         self._watch: SignalWatch | None = None
+
+    def conclude_when_stuck(self, conclude: Callable[[], None]) -> None:
+        """Before the run starts: what a thread does where a signal came and the main one waits for another rank."""
+        self._conclude = conclude
+
+    def leave_update(self) -> None:
+        """The weights are those of a whole batch again, as after an evaluation that was left in its middle."""
+        self.updating = False
 
     def fit_start(self, state, logger) -> None:
         """Take the signals over, and let the data go on where the weights are."""
         self._handlers_before = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
-        if dist.get_world_size() > 1 and self.when_stuck is not None:
-            self._watch = SignalWatch(SIGNALS, lambda: seconds_to_agree(self._batch_seconds) + 3, self.when_stuck)
+        if dist.get_world_size() > 1 and self._conclude is not None:
+            self._watch = SignalWatch(SIGNALS, lambda: seconds_to_agree(self._batch_seconds) + 3, self._conclude)
         self.first_batch = state.timestamp.batch.value
         dataset = state.train_dataloader.dataset
         if self.first_batch and isinstance(dataset, PatchedStreamingDataset):
@@ -140,7 +149,7 @@ class Safeguard(Callback):
         return {'flags': self.flags}
 
     def load_state_dict(self, state: dict) -> None:
-        """ValueError: a flag of the run that is resumed had another value."""
+        """Raises ValueError if a flag of the run that is resumed had another value."""
         for flag, value in state['flags'].items():
             if isinstance(value, str):
                 value = redacted(value)  # earlier versions kept passwords

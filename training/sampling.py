@@ -1,12 +1,11 @@
 """--sample_prompts: what the model draws while it is trained."""
-import argparse
 import math
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from composer import Algorithm, Callback, ComposerModel
+from composer import Algorithm, Callback
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
@@ -18,8 +17,10 @@ from tqdm import tqdm
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
 from measuring.measurement import Measurement
+from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
 from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
+from settings import Settings
 from training.own_files import written_whole
 from training.ranks import SECONDS_FOR_DRAWINGS, patient_group
 
@@ -37,22 +38,22 @@ class Sampling(Callback):
     is neither run nor compiled anew.
 
     Args:
-        args: of benchmark.py, with the flags for sampling.
-        model: a StableDiffusion; where it trains on latents, the VAE of `files` decodes.
+        settings: of the run.
+        model: where it trains on latents, the VAE of `files` decodes.
         files: of the model.
         measurement: of the run, which counts the seconds apart.
         ema: the algorithm that keeps the average; None where there is none.
     """
 
-    def __init__(self, args: argparse.Namespace, model: ComposerModel, files: ModelFiles, measurement: Measurement,
+    def __init__(self, settings: Settings, model: DiffusionModel, files: ModelFiles, measurement: Measurement,
                  ema: Algorithm | None):
-        self.args = args
+        self.settings = settings
         self.model = model
         self.files = files
         self.measurement = measurement
         self.ema = ema
-        self.prompts = read_prompts(args.sample_prompts)
-        self._is_due = create_interval_scheduler(args.sample_interval)
+        self.prompts = read_prompts(settings.drawing.sample_prompts)
+        self._is_due = create_interval_scheduler(settings.drawing.sample_interval)
         self._last_batch = None  # that was drawn after
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -62,12 +63,12 @@ class Sampling(Callback):
 
     def _prepare(self, device: torch.device) -> None:
         """What is the same each time: tokens, noise, and the decoder."""
-        captions = build_tokenizer(self.args.tokenizer).encode_batch(['', *self.prompts])
+        captions = build_tokenizer(self.settings.data.tokenizer).encode_batch(['', *self.prompts])
         self._tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
-        self._noise = noise_of(len(self.prompts), self.args.seed, self.args.image_size // 8).to(device)
+        self._noise = noise_of(len(self.prompts), self.settings.training.seed, self.model.image_size // 8).to(device)
         self._vae = self.model.vae
         if self._vae is None:
-            self._vae = build_vae(self.files, self.args.encoder_precision).to(device)
+            self._vae = build_vae(self.files, self.settings.model.encoder_precision).to(device)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._draw_if_due(Event.BATCH_CHECKPOINT, state, logger)
@@ -99,7 +100,7 @@ class Sampling(Callback):
         for key, value in (('prompts', '\n'.join(self.prompts)), ('weights', kind), ('guidance', GUIDANCE),
                            ('steps', STEPS)):
             text.add_itxt(key, str(value))
-        path = Path(self.args.sample_folder, f'ba{batch}.png')
+        path = Path(self.settings.drawing.sample_folder, f'ba{batch}.png')
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as file:
             grid.save(file, 'PNG', pnginfo=text)
@@ -115,7 +116,7 @@ class Sampling(Callback):
         try:
             with torch.compiler.set_stance('force_eager'):  # as it stands, not as it is compiled
                 for noise, tokens in zip(self._noise.split(at_once), self._tokens[1:].split(at_once), strict=True):
-                    with get_precision_context(self.args.precision):
+                    with get_precision_context(self.settings.speed.precision):
                         text = self.model.text_states(tokens)
                         empty_text = self.model.text_states(self._tokens[:1])
                         latents = denoise(pipeline, noise, text, empty_text)

@@ -1,15 +1,13 @@
 """What cannot run is refused before anything is built, in one line that names the flag."""
 import os
-from types import SimpleNamespace
 
 import pytest
 
 from benchmark import main
 from cli import checks, defaults
 from cli.early_checks import refuse_bad_results
-from cli.options import benchmark_parser
 from tests.forked_runs import on_small_disk
-from tests.runs import TINY
+from tests.runs import TINY, settings_of
 from tests.samples import write_shards
 
 SYNTHETIC = ['--use_synth_data', *TINY]
@@ -22,7 +20,7 @@ SYNTHETIC = ['--use_synth_data', *TINY]
      ['--device_train_microbatch_size 4', 'use 3']),
     ([*SYNTHETIC, '--device_train_microbatch_size', '8'], ['--device_train_microbatch_size 8', '4 images']),
     ([*SYNTHETIC, '--device_train_microbatch_size', 'auto'], ['--device_train_microbatch_size auto', 'GPU']),
-    ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], ['--device_train_microbatch_size two']),
+    ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], ['--device_train_microbatch_size: two is neither']),
     ([*SYNTHETIC, '--image_size', '100'], ['--image_size 100', 'multiple of 8', '96']),
     ([*SYNTHETIC, '--batch_size', '0'], ['--batch_size', '0']),
     ([*SYNTHETIC, '--num_workers', '-1'], ['--num_workers', '-1']),
@@ -106,17 +104,16 @@ def test_ranks_whose_hosts_differ_take_the_fewest_loader_processes_and_one_lengt
     ranks = [(8, 80, '99ba'), (6, 60, '75ba')]
     monkeypatch.setattr(checks.dist, 'all_gather_object', lambda mine: ranks)
     for workers, measured, duration in ranks:
-        args = SimpleNamespace(num_workers=workers, measure_batches=measured, max_duration=duration)
-        defaults.agree_on_workers(args)
-        assert (args.num_workers, args.measure_batches, args.max_duration) == (6, 60, '75ba')
+        mine = settings_of(*SYNTHETIC, '--num_workers', workers, '--measure_batches', measured, '--max_duration',
+                           duration)
+        agreed = defaults.agree_on_workers(mine).flags()
+        assert [agreed[flag] for flag in ('num_workers', 'measure_batches', 'max_duration')] == [6, 60, '75ba']
 
 
 def refusal(*argv) -> str:
     """What a run with these flags is refused with, before anything is built."""
-    args = benchmark_parser('').parse_args([*SYNTHETIC, *map(str, argv)])
-    defaults.fill_in_training_defaults(args)
     with pytest.raises(ValueError) as error:
-        checks.refuse_bad_training(args)
+        checks.refuse_bad_training(settings_of(*SYNTHETIC, *argv))
     return str(error.value)
 
 
@@ -141,26 +138,25 @@ def test_a_check_of_what_can_be_made_leaves_nothing_behind(tmp_path):
 
 def test_records_that_would_go_to_a_pipe_are_refused(tmp_path):
     os.mkfifo(tmp_path / 'pipe')
-    assert refusal('--results', tmp_path / 'pipe').startswith(f'--results {tmp_path}/pipe is a pipe')
+    with pytest.raises(ValueError, match=f'^--results {tmp_path}/pipe is a pipe'):
+        refuse_bad_results(str(tmp_path / 'pipe'))
 
 
 def test_what_comes_after_the_end_of_the_run_is_said():
-    args = SimpleNamespace(batch_size=4, max_duration='3ep', use_ema=True, ema_start='99ep', save_interval='1ep',
-                           eval_interval='13ba', sample_interval='1000ba')
-    average, evaluation = checks.too_late(args, 12, 4)
+    settings = settings_of(*SYNTHETIC, '--max_duration', '3ep', '--use_ema', '--ema_start', '99ep', '--save_interval',
+                           '1ep', '--eval_interval', '13ba', '--sample_interval', '1000ba')
+    average, evaluation = checks.too_late(settings, 12, 4)
     assert average.startswith('--ema_start 99ep comes after the end') and 'no average' in average
     assert evaluation.startswith('--eval_interval 13ba is longer')
-    args = SimpleNamespace(batch_size=4, max_duration='12ba', use_ema=True, ema_start='1dur', save_interval='49sp',
-                           eval_interval='3ep', sample_interval=None)
-    [saving] = checks.too_late(args, 12, 4)
+    settings = settings_of(*SYNTHETIC, '--max_duration', '12ba', '--use_ema', '--ema_start', '1dur', '--save_interval',
+                           '49sp', '--eval_interval', '3ep')
+    [saving] = checks.too_late(settings, 12, 4)
     assert saving.startswith('--save_interval 49sp is longer')
 
 
 def test_a_flag_that_does_nothing_is_said_before_the_start():
     def said(*flags):
-        args = benchmark_parser('').parse_args([*SYNTHETIC, *flags])
-        defaults.fill_in_training_defaults(args)
-        return checks.without_effect(args)
+        return checks.without_effect(settings_of(*SYNTHETIC, *flags))
 
     assert said() == said('--tokenizer', 'x', '--save_folder', 'y') == []
     assert said('--save_interval', '2ba') == ['--save_interval 2ba does nothing without --save_folder: nothing is '

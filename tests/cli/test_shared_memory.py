@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from cli import checks, defaults
-from cli.checks import refuse_bad_shared_flags
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
+from cli.checks import refuse_bad_loading
 from inputs.sample_size import CAPTION_BYTES, bytes_of_sample
+from tests.runs import settings_of
 from tests.samples import encoded, picture, write_shards
 
 MIB = 2 ** 20
@@ -25,9 +24,7 @@ def parsed(shared_bytes: int, remote: str, monkeypatch, *flags: str):
     """The flags of a run in batches of 8 images of 512 pixels, on four cores with so much free shared memory."""
     monkeypatch.setattr(defaults, 'free_bytes', lambda: shared_bytes)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {0, 1, 2, 3})
-    args = benchmark_parser('').parse_args(['--remote', remote, '--batch_size', '8', *flags])
-    fill_in_training_defaults(args)
-    return args
+    return settings_of('--remote', remote, '--batch_size', '8', *flags).data
 
 
 @pytest.mark.parametrize('shared_mib, workers', [(64, 4), (60, 3), (31, 1), (12, 0)])
@@ -64,11 +61,11 @@ def test_small_images_and_latents_are_counted_as_what_they_are(shards, tmp_path,
     assert bytes_of_sample(latents, 512) == 8 * 64 * 64 * 2 + CAPTION_BYTES
     for remote in (shards, latents):
         assert parsed(12 * MIB, remote, monkeypatch).num_workers == 4
-        refuse_bad_shared_flags(parsed(12 * MIB, remote, monkeypatch, '--num_workers', '4'), 8)
+        refuse_bad_loading(parsed(12 * MIB, remote, monkeypatch, '--num_workers', '4'), 512, 8)
     assert capfd.readouterr().err == ''
 
 
 def test_more_workers_than_fit_are_refused(mixed, monkeypatch):
-    args = parsed(31 * MIB, mixed, monkeypatch, '--num_workers', '4')
+    data = parsed(31 * MIB, mixed, monkeypatch, '--num_workers', '4')
     with pytest.raises(ValueError, match='--num_workers 4 may fill the shared memory.* use at most 1, or make it'):
-        refuse_bad_shared_flags(args, 8)
+        refuse_bad_loading(data, 512, 8)

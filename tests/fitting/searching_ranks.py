@@ -5,18 +5,15 @@ import torch
 from composer.utils import dist, get_device
 
 import benchmark
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from models.loading import find_model
 from tests.fitting.test_microbatch import run_out_of_memory_above
-from tests.runs import TINY
+from tests.runs import TINY, settings_of
 
 
 def main(out: str, microbatch_size: str) -> None:
     flags = ['--use_synth_data', '--use_ema', *TINY, '--batch_size', '16', '--results', '/dev/null']
-    args = benchmark_parser('').parse_args([*flags, '--device_train_microbatch_size', microbatch_size])
-    fill_in_training_defaults(args)
-    benchmark.join_ranks(get_device(), args.dist_timeout)
+    settings = settings_of(*flags, '--device_train_microbatch_size', microbatch_size)
+    benchmark.join_ranks(get_device(), settings.training.dist_timeout)
     rank = dist.get_global_rank()
     build_model = benchmark.build_model
     tried = []
@@ -28,7 +25,7 @@ def main(out: str, microbatch_size: str) -> None:
         return model
 
     benchmark.build_model = build_limited_model
-    run = benchmark.build_run(args, benchmark.build_data(args, find_model('tiny')))
+    run = benchmark.build_run(settings, benchmark.build_data(settings, find_model('tiny')))
     sizes = list(tried[0])
     assert benchmark.train(run) == {'status': 'complete'}
     torch.save({'tried': sizes, 'microbatch': run.trainer.state.device_train_microbatch_size,

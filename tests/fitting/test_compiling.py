@@ -12,15 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmark import StableDiffusion, apply_switches, build_data, main
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from fitting.compiling import compile_in_place, compiled_graphs
 from fitting.microbatch import largest_microbatch
 from fitting.switches import UNET_BLOCKS
 from models.loading import find_model
 from tests.cuda_rules import one_rank
 from tests.forked_runs import run_ranks
-from tests.runs import TINY
+from tests.runs import TINY, settings_of
 from training.failures import reason
 from training.ranks import join_ranks
 
@@ -55,10 +53,10 @@ def batch_of(number: int) -> dict[str, torch.Tensor]:
 
 
 def switched_model(*argv: str) -> StableDiffusion:
-    args = benchmark_parser('').parse_args([*TINY, *argv])
+    settings = settings_of(*TINY, *argv)
     torch.manual_seed(0)
     model = StableDiffusion('tiny', 64).train()
-    apply_switches(model, args)
+    apply_switches(model, settings.speed)
     return model
 
 
@@ -106,10 +104,9 @@ def test_the_record_says_how_many_graphs_were_compiled(graphs, results, flags, e
 
 @pytest.mark.long
 def test_the_search_for_a_microbatch_compiles_nothing(graphs):
-    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--compile'])
-    fill_in_training_defaults(args)
+    settings = settings_of('--use_synth_data', *TINY, '--compile')
     model = switched_model('--compile')
-    assert largest_microbatch(model, build_data(args, find_model('tiny')), args) == 4
+    assert largest_microbatch(model, build_data(settings, find_model('tiny')), 4, 'fp32', use_ema=False) == 4
     assert not graphs
     model(batch_of(2))
     assert len(graphs) == 3
@@ -160,11 +157,10 @@ def exchanging_rank(out: Path, model_name: str) -> None:
     backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=noting,
                            partition_fn=min_cut_rematerialization_partition)
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
-    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--compile'])
-    fill_in_training_defaults(args)
-    join_ranks(get_device(), args.dist_timeout)
+    settings = settings_of('--use_synth_data', *TINY, '--compile')
+    join_ranks(get_device(), settings.training.dist_timeout)
     model = StableDiffusion(model_name, 32, latents=True).train()
-    apply_switches(model, args)
+    apply_switches(model, settings.speed)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
     wrapped.register_comm_hook(None, exchange)
     batch = {'moments': torch.rand(2, 8, 4, 4), 'caption': torch.randint(49408, (2, 77))}
@@ -191,6 +187,5 @@ def test_two_ranks_exchange_gradients_while_a_compiled_backward_pass_still_runs(
     (['--compile', '--no-compile_blocks'], 8, False), (['--compile', '--compile_blocks'], 1, True)], ids=str)
 def test_several_devices_compile_blocks_unless_they_are_told(monkeypatch, flags, devices, blocks):
     monkeypatch.setenv('WORLD_SIZE', str(devices))
-    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--batch_size', '8', *flags])
-    fill_in_training_defaults(args)
-    assert args.compile_blocks is blocks
+    settings = settings_of('--use_synth_data', *TINY, '--batch_size', '8', *flags)
+    assert settings.speed.compile_blocks is blocks

@@ -1,5 +1,4 @@
 """--dry_run: what it says against what was published and measured, and that it needs nothing but the flags."""
-import argparse
 import dataclasses
 from pathlib import Path
 
@@ -7,26 +6,23 @@ import pytest
 import torch
 
 import benchmark
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from fitting.dry_run import CARDS, Estimate, estimate, in_a_row, parts_table, speed_table
 from fitting.fake_step import FakeModel, build_fake
 from fitting.memory import GIB, build_outline, taken_on_a_gpu
 from models.loading import find_model
 from models.peaks import PEAKS
-from tests.runs import one_error_line
+from settings import Settings
+from tests.runs import one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
 
 
-def arguments(*flags: str) -> argparse.Namespace:
-    args = benchmark_parser('').parse_args(list(flags))
-    fill_in_training_defaults(args)
-    return args
+def arguments(*flags: str) -> Settings:
+    return settings_of(*flags)
 
 
-def fake_model(args: argparse.Namespace, latents: bool = False) -> FakeModel:
-    return build_fake(build_outline(args, find_model(args.model_name), latents, benchmark.build_model))
+def fake_model(settings: Settings, latents: bool = False) -> FakeModel:
+    return build_fake(build_outline(settings, find_model(settings.model.model_name), latents, benchmark.build_model))
 
 
 @pytest.fixture(scope='module')
@@ -37,8 +33,8 @@ def sd2() -> FakeModel:
 @pytest.fixture(scope='module')
 def milabench(sd2) -> Estimate:
     """One H200, 80 images in a single microbatch, encoders in bf16, no average."""
-    args = arguments('--dry_run', '1', '--batch_size', '80')
-    return estimate('', args, sd2)
+    settings = arguments('--dry_run', '1', '--batch_size', '80')
+    return estimate('', settings, sd2)
 
 
 def test_the_estimate_is_a_tenth_below_what_an_h200_took_and_within_what_is_added(milabench):
@@ -50,8 +46,8 @@ def test_the_estimate_is_a_tenth_below_what_an_h200_took_and_within_what_is_adde
 
 
 def test_of_32_images_it_is_as_near(milabench):
-    args = arguments('--dry_run', '1', '--batch_size', '32')
-    needed = dataclasses.replace(milabench, args=args).needed(32)
+    settings = arguments('--dry_run', '1', '--batch_size', '32')
+    needed = dataclasses.replace(milabench, settings=settings).needed(32)
     assert sum(needed.values()) / GIB == pytest.approx(55 / 1.1, rel=0.02)
     assert 1 < taken_on_a_gpu(needed) / GIB / 55 < 1.05
 
@@ -61,17 +57,17 @@ def test_each_image_more_takes_what_it_took_there(milabench):
 
 
 def test_the_originals_microbatch_of_4_fits_40_gb_with_fused_attention_and_without_it_2(milabench, sd2):
-    args = arguments('--dry_run', '8', '--use_ema')
-    matrices = estimate('', args, sd2, fused_attention=False)
+    settings = arguments('--dry_run', '8', '--use_ema')
+    matrices = estimate('', settings, sd2, fused_attention=False)
     assert matrices.largest_microbatch(CARDS['40 GB']) == 2
     fused = dataclasses.replace(matrices, step=milabench.step)
     assert fused.largest_microbatch(CARDS['40 GB']) >= 4
 
 
 def test_an_optimizer_that_is_not_fused_has_its_temporaries_when_activations_are_gone(milabench):
-    args = arguments('--dry_run', '--no-fused_optimizer')
-    plain = dataclasses.replace(milabench, args=args)
-    fused = dataclasses.replace(milabench, args=arguments('--dry_run'))
+    settings = arguments('--dry_run', '--no-fused_optimizer')
+    plain = dataclasses.replace(milabench, settings=settings)
+    fused = dataclasses.replace(milabench, settings=arguments('--dry_run'))
     assert plain.needed(64) == fused.needed(64)  # within the microbatch
     lasting = sum(milabench.lasting.values())
     assert sum(plain.needed(1).values()) == lasting + milabench.lasting['weights'] > sum(fused.needed(1).values())
@@ -115,8 +111,8 @@ def assert_speeds(lines: list[str], images_per_sec: float) -> None:
 
 
 def test_latents_need_no_vae():
-    args = arguments('--dry_run', *TINY, '--use_synth_latents')
-    needed = estimate('', args, fake_model(args, latents=True))
+    settings = arguments('--dry_run', *TINY, '--use_synth_latents')
+    needed = estimate('', settings, fake_model(settings, latents=True))
     assert 'VAE' not in needed.lasting
     assert not [line for line in parts_table(needed.model) if line.startswith('VAE')]
 
@@ -143,8 +139,8 @@ def test_flags_that_cannot_run_are_refused_in_one_line(flags, words, capfd):
 
 
 def test_a_run_and_its_dry_run_build_the_same_model():
-    args = arguments('--dry_run', *TINY, '--gradient_checkpointing')
-    [fake, real] = [fake_model(args).model, benchmark.build_model(args, False)]
+    settings = arguments('--dry_run', *TINY, '--gradient_checkpointing')
+    [fake, real] = [fake_model(settings).model, benchmark.build_model(settings, False)]
     assert fake.unet.is_gradient_checkpointing and real.unet.is_gradient_checkpointing
     sizes = [{name: (weight.shape, weight.dtype) for name, weight in model.state_dict().items()}
              for model in (fake, real)]

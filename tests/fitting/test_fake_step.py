@@ -1,5 +1,4 @@
 """The memory of a step by calculation is what a step on real tensors takes, as torch's profiler sees it."""
-import argparse
 import copy
 
 import pytest
@@ -8,34 +7,32 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import benchmark
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from fitting.cuda_autocast import cuda_rules
-from fitting.fake_step import HALF_DTYPES, ITEMS, FakeModel, StepMemory, build_fake
+from fitting.fake_step import AUTOCAST_DTYPES, ITEMS, FakeModel, StepMemory, build_fake
 from fitting.memory import build_outline, trace_training
 from models.loading import find_model
+from settings import Settings
+from tests.runs import settings_of
 
 IMAGES = 3  # not the number that is traced
 
 
-def arguments(*flags: str) -> argparse.Namespace:
-    args = benchmark_parser('').parse_args(['--dry_run', '--model_name', 'tiny', '--batch_size', '3', *flags])
-    fill_in_training_defaults(args)
-    return args
+def arguments(*flags: str) -> Settings:
+    return settings_of('--dry_run', '--model_name', 'tiny', '--batch_size', '3', *flags)
 
 
-def fake_model(args: argparse.Namespace) -> FakeModel:
-    return build_fake(build_outline(args, find_model('tiny'), False, benchmark.build_model))
+def fake_model(settings: Settings) -> FakeModel:
+    return build_fake(build_outline(settings, find_model('tiny'), False, benchmark.build_model))
 
 
-def calculated(args: argparse.Namespace, fused_attention: bool = True) -> StepMemory:
-    return trace_training(args, fake_model(args), fused_attention)
+def calculated(settings: Settings, fused_attention: bool = True) -> StepMemory:
+    return trace_training(settings, fake_model(settings), fused_attention)
 
 
-def measured(args: argparse.Namespace, fused_attention: bool = True) -> tuple[int, int]:
+def measured(settings: Settings, fused_attention: bool = True) -> tuple[int, int]:
     """Of a real step: the peak of the memory that torch allocated, and the bytes that autograd kept, in two passes."""
-    model = benchmark.build_model(args, False).train()
-    side = args.image_size
+    model = benchmark.build_model(settings, False).train()
+    side = settings.model.image_size
     backend = SDPBackend.FLASH_ATTENTION if fused_attention else SDPBackend.MATH
     kept = {}  # the tensors themselves, so that no address is used twice
 
@@ -47,7 +44,7 @@ def measured(args: argparse.Namespace, fused_attention: bool = True) -> tuple[in
         return {'image': torch.zeros(IMAGES, 3, side, side), 'caption': torch.zeros(IMAGES, 77, dtype=torch.long)}
 
     def loss(batch):
-        dtype = HALF_DTYPES.get(args.precision)
+        dtype = AUTOCAST_DTYPES.get(settings.speed.precision)
         with torch.autocast('cpu', dtype, enabled=dtype is not None):
             return model.loss(model(batch), batch)
 
@@ -78,9 +75,9 @@ def peak_of(profiler: profile) -> int:
     (['--precision', 'fp32'], True), (['--encoder_precision', 'fp32'], True), ([], True), ([], False),
 ], ids=str)
 def test_the_peak_is_that_of_real_tensors_under_cudas_rules(flags, fused_attention):
-    args = arguments('--image_size', '128', *flags)
-    step = calculated(args, fused_attention)
-    peak, saved = measured(args, fused_attention)
+    settings = arguments('--image_size', '128', *flags)
+    step = calculated(settings, fused_attention)
+    peak, saved = measured(settings, fused_attention)
     # in half precision the kernels of some CPUs take up to 2 % of this for themselves
     assert sum(step.peak(IMAGES, accumulated=False).values()) == pytest.approx(peak, rel=0.03)
     kept = [ITEMS.index('activations'), ITEMS.index('cast weights')]
@@ -90,13 +87,13 @@ def test_the_peak_is_that_of_real_tensors_under_cudas_rules(flags, fused_attenti
 
 def test_with_gradient_checkpointing_the_peak_is_that_of_real_tensors():
     """What kernels take for themselves is not seen by calculation, and shows where little else is there."""
-    args = arguments('--image_size', '128', '--gradient_checkpointing')
-    peak, _ = measured(args)
-    assert sum(calculated(args).peak(IMAGES, accumulated=False).values()) == pytest.approx(peak, rel=0.1)
+    settings = arguments('--image_size', '128', '--gradient_checkpointing')
+    peak, _ = measured(settings)
+    assert sum(calculated(settings).peak(IMAGES, accumulated=False).values()) == pytest.approx(peak, rel=0.1)
 
 
 def test_without_a_fused_kernel_attentions_matrices_are_kept():
-    args = arguments('--image_size', '256')
+    settings = arguments('--image_size', '256')
     matrices = 0  # elements of an image, each kept in float32 at least
 
     def count(module, inputs, keywords, output):
@@ -106,12 +103,13 @@ def test_without_a_fused_kernel_attentions_matrices_are_kept():
         keys = queries if text is None else text.shape[1]
         matrices += module.heads * queries * keys
 
-    model = benchmark.build_model(args, False).train()
+    model = benchmark.build_model(settings, False).train()
     for module in model.unet.modules():
         if type(module).__name__ == 'Attention':
             module.register_forward_hook(count, with_kwargs=True)
     model({'image': torch.rand(1, 3, 256, 256), 'caption': torch.zeros(1, 77, dtype=torch.long)})
-    fused, matrix = (calculated(args, fused).per_image[:, ITEMS.index('activations')].max() for fused in (True, False))
+    column = ITEMS.index('activations')
+    fused, matrix = (calculated(settings, fused).per_image[:, column].max() for fused in (True, False))
     assert 4 * matrices <= matrix - fused < 12 * matrices
     assert matrices > 0
 
@@ -124,12 +122,12 @@ def test_gradients_of_an_earlier_microbatch_are_there_all_the_time():
 
 
 def test_a_fake_step_leaves_no_trace():
-    args = arguments('--image_size', '64')
+    settings = arguments('--image_size', '64')
     torch.manual_seed(3)
     expected = torch.rand(5)
     torch.manual_seed(3)
-    fake = fake_model(args)
-    trace_training(args, fake)
+    fake = fake_model(settings)
+    trace_training(settings, fake)
     assert torch.equal(torch.rand(5), expected)
     assert all(weight.grad is None for weight in fake.model.parameters())
     with torch.autocast('cpu', torch.bfloat16):

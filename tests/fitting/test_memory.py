@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import benchmark
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from fitting import memory
 from fitting.memory import GIB, build_outline, cgroup_limits, lasting_bytes, refuse_too_little_memory
 from models.loading import find_model
+from tests.runs import settings_of
 
 ROOT = Path(__file__).parent.parent.parent
 README = ['--use_ema', '--use_synth_data', '--device_train_microbatch_size', '4']
@@ -20,9 +19,7 @@ VAE = 83_653_863 * 4
 
 
 def parsed(argv: list[str]):
-    args = benchmark_parser('').parse_args(argv)
-    fill_in_training_defaults(args)
-    return args
+    return settings_of(*argv)
 
 
 @pytest.fixture
@@ -33,14 +30,14 @@ def host(monkeypatch):
     return set_memory
 
 
-def outline(args, latents: bool = False):
-    return build_outline(args, find_model(args.model_name), latents, benchmark.build_model)
+def outline(settings, latents: bool = False):
+    return build_outline(settings, find_model(settings.model.model_name), latents, benchmark.build_model)
 
 
 def refusal(argv: list[str]) -> str | None:
-    args = parsed(argv)
+    settings = parsed(argv)
     try:
-        refuse_too_little_memory(args, outline(args, args.use_synth_latents))
+        refuse_too_little_memory(settings, outline(settings, settings.data.use_synth_latents))
     except ValueError as error:
         return str(error)
     return None
@@ -68,12 +65,12 @@ def test_a_refusal_names_the_users_own_data(host):
 
 
 def test_items_are_the_published_sizes():
-    args = parsed(README)
-    needed = lasting_bytes(args, outline(args), 1)
+    settings = parsed(README)
+    needed = lasting_bytes(settings, outline(settings), 1)
     assert needed == {'weights': UNET, 'gradients': UNET, 'Adam moments': 2 * UNET, 'average of the weights': UNET,
                       'text encoder': TEXT_ENCODER, 'VAE': VAE, 'batch': 2048 * 3 * 512 * 512}
-    args = parsed(['--use_synth_latents', '--encoder_precision', 'bf16'])
-    needed = lasting_bytes(args, outline(args, latents=True), 1)
+    settings = parsed(['--use_synth_latents', '--encoder_precision', 'bf16'])
+    needed = lasting_bytes(settings, outline(settings, latents=True), 1)
     assert 'average of the weights' not in needed
     assert (needed['text encoder'], needed['batch']) == (TEXT_ENCODER // 2, 2048 * 8 * 64 * 64 * 2)
     assert 'VAE' not in needed
@@ -82,9 +79,9 @@ def test_items_are_the_published_sizes():
 def test_ranks_of_a_host_share_its_memory_and_each_has_buckets(host, monkeypatch):
     argv = ['--use_synth_data', '--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '256',
             '--device_train_microbatch_size', '16']
-    args = parsed(argv)
-    assert 'gradient buckets' not in lasting_bytes(args, outline(args), 1)
-    lasting = lasting_bytes(args, outline(args), 4)
+    settings = parsed(argv)
+    assert 'gradient buckets' not in lasting_bytes(settings, outline(settings), 1)
+    lasting = lasting_bytes(settings, outline(settings), 4)
     assert lasting['gradient buckets'] == lasting['weights']
     monkeypatch.setattr(memory.dist, 'get_world_size', lambda: 4)
     monkeypatch.setattr(memory.dist, 'get_local_world_size', lambda: 2)
@@ -95,16 +92,16 @@ def test_ranks_of_a_host_share_its_memory_and_each_has_buckets(host, monkeypatch
 
 
 def test_on_a_gpu_the_batch_stays_on_the_host(monkeypatch):
-    args = parsed(['--dry_run', '--use_synth_data', '--model_name', 'tiny'])
-    assert 'batch' not in lasting_bytes(args, outline(args), 1)
+    settings = parsed(['--dry_run', '--use_synth_data', '--model_name', 'tiny'])
+    assert 'batch' not in lasting_bytes(settings, outline(settings), 1)
 
 
 def test_where_there_are_several_gpus_an_outline_does_not_warn_of_their_random_states(as_on_a_gpu):
-    args = parsed(['--dry_run', '--model_name', 'tiny'])
+    settings = parsed(['--dry_run', '--model_name', 'tiny'])
     as_on_a_gpu(count=8)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        outline(args)
+        outline(settings)
 
 
 def test_an_outline_has_no_memory_and_leaves_random_state_as_it_was():

@@ -2,15 +2,14 @@
 import gc
 import json
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 import benchmark
 from benchmark import StableDiffusion, build_data, main
-from cli.checks import refuse_bad_training
 from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from fitting import microbatch
 from fitting.microbatch import (
     adam_moments,
@@ -23,7 +22,7 @@ from fitting.microbatch import (
 )
 from models.loading import find_model
 from tests.forked_runs import run_ranks
-from tests.runs import TINY
+from tests.runs import TINY, settings_of
 
 
 def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str, error=torch.OutOfMemoryError) -> list[int]:
@@ -46,14 +45,13 @@ def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str, erro
 
 
 def arguments(*argv: str):
-    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', '/dev/null', *argv])
-    fill_in_training_defaults(args)
-    return args
+    return settings_of('--use_synth_data', *TINY, '--results', '/dev/null', *argv)
 
 
 def search(model: StableDiffusion, *argv: str) -> int:
-    args = arguments(*argv)
-    return largest_microbatch(model, build_data(args, find_model('tiny')), args)
+    settings = arguments(*argv)
+    return largest_microbatch(model, build_data(settings, find_model('tiny')), settings.data.batch_size, 'fp32',
+                              settings.optimizer.use_ema)
 
 
 @pytest.fixture
@@ -89,9 +87,8 @@ def test_the_largest_divisor_that_fits_is_found_for_any_share_and_any_memory():
 def test_moments_are_searched_as_images_are():
     model = StableDiffusion('tiny', 64, latents=True)
     run_out_of_memory_above(2, model, 'backward')
-    args = arguments('--batch_size', '8')
-    args.use_synth_data, args.use_synth_latents = False, True
-    assert largest_microbatch(model, build_data(args, find_model('tiny')), args) == 2
+    settings = settings_of('--use_synth_latents', *TINY, '--batch_size', '8')
+    assert largest_microbatch(model, build_data(settings, find_model('tiny')), 8, 'fp32', use_ema=False) == 2
 
 
 @pytest.mark.parametrize('words', [
@@ -157,7 +154,7 @@ def test_nothing_of_a_try_is_alive_when_the_next_begins(model, monkeypatch, wher
 @pytest.mark.parametrize('flags, ranks, copies', [([], 1, 0), (['--use_ema'], 1, 1), ([], 2, 1), (['--use_ema'], 2, 2)])
 def test_adams_moments_the_average_and_ddps_buckets_have_their_memory(model, monkeypatch, flags, ranks, copies):
     monkeypatch.setattr(microbatch.dist, 'get_world_size', lambda: ranks)
-    held = memory_beside(model, arguments(*flags))
+    held = memory_beside(model, use_ema=bool(flags))
     weights = sum(parameter.nbytes for parameter in model.unet.parameters())
     assert sum(tensor.nbytes for tensor in held) == copies * weights
     assert sum(tensor.nbytes for tensor in adam_moments(model)) == 2 * weights
@@ -190,8 +187,8 @@ def test_a_try_holds_a_copy_of_its_microbatch_as_composer_does_and_no_batch(mode
     images = []
     model.register_forward_pre_hook(lambda module, inputs: images.extend(
         [tensor.shape[0], tensor.dtype] for tensor in images_in_memory() if id(tensor) not in of_others))
-    args = arguments('--batch_size', '8')
-    forward_and_backward(model, build_data(args, find_model('tiny')), args, 2)
+    settings = arguments('--batch_size', '8')
+    forward_and_backward(model, build_data(settings, find_model('tiny')), 2, 'fp32')
     assert images == [[2, torch.float32]] * 2
 
 
@@ -207,9 +204,9 @@ def test_ranks_exchange_as_much_as_a_bucket_before_the_first_try(model, monkeypa
 
 def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:
     """Let main() search as it does on a GPU, with memory for `limit` images at once."""
-    def refuse_then_search(args):
-        refuse_bad_training(args)
-        args.microbatch_search, args.device_train_microbatch_size = True, 'auto'
+    def fill_in_a_search(args):
+        settings = fill_in_training_defaults(args)
+        return replace(settings, speed=replace(settings.speed, device_train_microbatch_size='auto'))
 
     def build_limited_model(*args):
         model = build_model(*args)
@@ -217,7 +214,8 @@ def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:
         return model
 
     build_model = benchmark.build_model
-    monkeypatch.setattr(benchmark, 'refuse_bad_training', refuse_then_search)
+    monkeypatch.setattr(benchmark, 'fill_in_training_defaults', fill_in_a_search)
+    monkeypatch.setattr(benchmark, 'refuse_bad_training', lambda settings: None)
     monkeypatch.setattr(benchmark, 'build_model', build_limited_model)
 
 
@@ -243,7 +241,7 @@ def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, cap
 def test_a_gpu_searches_unless_a_number_is_given(as_on_a_gpu):
     for argv, searches in ([], True), (['auto'], True), (['2'], False):
         flag = ['--device_train_microbatch_size', *argv] if argv else []
-        assert arguments(*flag).microbatch_search == searches
+        assert arguments(*flag).searches_microbatch == searches
 
 
 def searching_rank(*arguments) -> None:

@@ -11,21 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
-from cli.checks import refuse_bad_switches
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
-from fitting.switches import process_switches
+from cli.checks import refuse_missing_stack
+from fitting.switches import gradients_in_buckets, process_switches
 from measuring.tracing import AttentionKernels, kernels_of_attention
 from models.loading import find_model
 from tests.cuda_rules import one_rank
 from tests.forked_runs import run, traced
-from tests.runs import TINY
+from tests.runs import TINY, settings_of
 
 
 def arguments(*argv: str):
-    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--results', '/dev/null', *argv])
-    fill_in_training_defaults(args)
-    return args
+    return settings_of('--use_synth_data', *TINY, '--results', '/dev/null', *argv)
 
 
 class WeightCasts(TorchDispatchMode):
@@ -51,8 +47,9 @@ def trained_in_bf16(monkeypatch, *argv: str) -> tuple[int, list[torch.Tensor]]:
 
     monkeypatch.setattr(composers_trainer, '_validate_precision', lambda precision, device: None)
     monkeypatch.setattr(composers_trainer, 'get_precision_context', autocast)
-    args = arguments('--precision', 'amp_bf16', '--device_train_microbatch_size', '2', '--max_duration', '2ba', *argv)
-    run = benchmark.build_run(args, benchmark.build_data(args, find_model('tiny')))
+    settings = arguments('--precision', 'amp_bf16', '--device_train_microbatch_size', '2', '--max_duration', '2ba',
+                         *argv)
+    run = benchmark.build_run(settings, benchmark.build_data(settings, find_model('tiny')))
     try:
         with WeightCasts(run.model.unet) as casts:
             assert benchmark.train(run) == {'status': 'complete'}
@@ -76,7 +73,7 @@ def test_attention_tries_its_kernels_in_the_order_that_is_asked_for(attention, o
     before = torch._C._get_sdp_priority_order()
     query = torch.randn(2, 2, 16, 8)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    with process_switches(arguments('--attention', attention, '--cudnn_benchmark')):
+    with process_switches(arguments('--attention', attention, '--cudnn_benchmark').speed):
         tried = torch._C._get_sdp_priority_order()
         found = torch.nn.functional.scaled_dot_product_attention(query, query, query)
         assert torch.backends.cudnn.benchmark
@@ -103,10 +100,11 @@ def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monke
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch.nn.Module, 'compile', functools.partialmethod(torch.nn.Module.compile, backend=backend))
-    args = arguments('--attention', 'math,flash', '--model_name', smallest_with_attention, '--image_size', '32', *flags)
-    with process_switches(args), one_rank():
-        model = benchmark.build_model(args, latents=False).train()
-        if not args.compile:
+    settings = arguments('--attention', 'math,flash', '--model_name', smallest_with_attention, '--image_size', '32',
+                         *flags)
+    with process_switches(settings.speed), one_rank():
+        model = benchmark.build_model(settings, latents=False).train()
+        if not settings.speed.compile:
             for name, module in model.named_modules():
                 if name.endswith(('attn1', 'attn2', 'self_attn')):
                     place = 'unet' if name.startswith('unet') else 'encoders'
@@ -119,7 +117,7 @@ def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monke
     torch._dynamo.reset()
     assert set(orders['unet']) == {SDPBackend.MATH}
     assert set(orders['encoders']) == {SDPBackend.FLASH_ATTENTION}
-    assert args.compile or len(orders['unet']) == 2 * in_forward  # it was computed again
+    assert settings.speed.compile or len(orders['unet']) == 2 * in_forward  # it was computed again
 
 
 @pytest.mark.parametrize('attention, version, words', [
@@ -128,12 +126,12 @@ def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monke
 def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gpu, monkeypatch, attention,
                                                                               version, words):
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
-    args = benchmark_parser('').parse_args([*TINY, '--attention', attention, '--precision', 'amp_bf16'])
+    settings = settings_of(*TINY, '--attention', attention, '--precision', 'amp_bf16')
     if words is None:
-        refuse_bad_switches(args)
+        refuse_missing_stack(settings.speed)
         return
     with pytest.raises(ValueError) as refusal:
-        refuse_bad_switches(args)
+        refuse_missing_stack(settings.speed)
     line = str(refusal.value)
     assert '\n' not in line and all(word in line for word in words)
 
@@ -141,7 +139,7 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gp
 def test_the_record_says_which_kernels_computed_attention(monkeypatch):
     """On a CPU, whose one kernel is known: two attentions in each of the UNet's transformer blocks."""
     kernels = AttentionKernels(last_batch=1)
-    monkeypatch.setattr(benchmark, 'tracing_callbacks', lambda args: [kernels])
+    monkeypatch.setattr(benchmark, 'tracing_callbacks', lambda measurement: [kernels])
     blocks = []
     build_model = benchmark.build_model
 
@@ -178,12 +176,12 @@ def test_kernels_of_attention_are_known_by_their_operators():
         'xformers_flash3::flash_fwd': 1, 'xformers::efficient_attention_forward_cutlass': 1}
 
 
-@pytest.mark.parametrize('microbatch, are_views', [('4', True), ('2', False)])
-def test_gradients_lie_in_the_buckets_where_a_batch_is_one_microbatch(microbatch, are_views):
+@pytest.mark.parametrize('are_views', [True, False])
+def test_gradients_lie_in_the_buckets_where_a_batch_is_one_microbatch(are_views):
     """DDP as Composer's Trainer makes it. A bucket holds several gradients, so that a view shows by its storage."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     composers_own = composers_trainer.prepare_ddp_module
-    with one_rank(), process_switches(arguments('--device_train_microbatch_size', microbatch)):
+    with one_rank(), gradients_in_buckets(is_one_microbatch=are_views):
         wrapped = composers_trainer.prepare_ddp_module(model, False)
         wrapped(torch.randn(4, 8)).sum().backward()
     assert isinstance(wrapped, DistributedDataParallel)

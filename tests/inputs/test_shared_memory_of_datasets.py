@@ -25,10 +25,10 @@ def captions(dataset) -> list[str]:
 def test_two_datasets_of_a_process_are_read_as_if_alone(shards, tmp_path):
     """A training set that was resumed in its middle, beside a validation set of other shards."""
     training = StreamingLAIONDataset(shards, batch_size=1)
-    training.captions_as_text = True
+    training.give_captions_as_text()
     training.load_state_dict({'epoch': 0, 'sample_in_epoch': 14, 'num_canonical_nodes': 1, 'shuffle_seed': 9176})
     validation = StreamingLAIONDataset(write_shards(tmp_path / 'other', [good(i) for i in range(40)]), batch_size=1)
-    validation.captions_as_text = True
+    validation.give_captions_as_text()
     assert captions(training) == [f'picture number {index}' for index in range(14, 24)]
     assert captions(validation) == [f'picture {index}' for index in range(40)]
 

@@ -11,12 +11,10 @@ import torch
 
 import report
 from benchmark import main
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from measuring.record import ResultsError, keep, redacted, summary, training_settings
 from models.loading import SD2_BASE
 from tests.forked_runs import run_program
-from tests.runs import TINY, check_record
+from tests.runs import TINY, check_record, settings_of
 
 
 def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
@@ -97,17 +95,16 @@ def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, ca
 
 @pytest.mark.parametrize('flags, by_default', [([], True), (['--num_workers', '0'], False)])
 def test_a_record_says_whether_the_program_chose_its_workers_and_on_what_it_ran(flags, by_default):
-    args = benchmark_parser('').parse_args(['--use_synth_data', *flags])
-    fill_in_training_defaults(args)
-    record = training_settings(args, latents=False)
+    settings = settings_of('--use_synth_data', *flags)
+    record = training_settings(settings, latents=False)
     assert (record['num_workers'], record['num_workers_by_default']) == (0, by_default)
     assert record['device_type'] == ('cuda' if torch.cuda.is_available() else 'cpu')
 
 
 def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', 's3://key:secret@bucket/a?X-Sig=abc&b=c', 'a@b', '?'])
-    args = benchmark_parser('').parse_args([])
-    assert training_settings(args, latents=False)['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
+    record = training_settings(settings_of(), latents=False)
+    assert record['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
 
 
 @pytest.mark.parametrize('text', [
@@ -166,9 +163,8 @@ def test_a_cpu_has_no_price_in_gpu_hours(as_on_a_gpu, gpu, last_line):
     ('tiny', [], None), ('tiny', ['--training_images', '5'], 5), (SD2_BASE, [], 2_867_200_000),
     ('a/b', ['--training_images', '5'], 5)])
 def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for(model, flags, images):
-    args = benchmark_parser('').parse_args(['--use_synth_data', '--model_name', model, *flags])
-    fill_in_training_defaults(args)
-    assert args.training_images == images
+    settings = settings_of('--use_synth_data', '--model_name', model, *flags)
+    assert settings.cost.training_images == images
 
 
 @pytest.mark.parametrize('queue, caution', [(0, False), (4, False), (5, True)])

@@ -8,10 +8,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import benchmark
 from cli.checks import refuse_bad_training
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from ema import EMA
 from models.loading import find_model
+from tests.runs import settings_of
 
 
 class BySample(benchmark.StableDiffusion):
@@ -51,18 +50,17 @@ class Witness(Callback):
 
 def main(out: str | Path, *argv: str) -> None:
     """The steps, with the flags of benchmark.py."""
-    args = benchmark_parser('').parse_args(argv)
-    fill_in_training_defaults(args)
-    refuse_bad_training(args)
-    benchmark.join_ranks(get_device(), args.dist_timeout)
+    settings = settings_of(*argv)
+    refuse_bad_training(settings)
+    benchmark.join_ranks(get_device(), settings.training.dist_timeout)
     torch.manual_seed(0)
-    model = BySample('tiny', args.image_size)
+    model = BySample('tiny', settings.model.image_size)
     model.unet.double()
-    data = benchmark.build_data(args, find_model('tiny'))
+    data = benchmark.build_data(settings, find_model('tiny'))
     witness = Witness()
-    trainer = benchmark.build_trainer(args, model, data,
-                                      [benchmark.Measurement(1, 2), benchmark.Safeguard(args.seed), witness],
-                                      benchmark.build_algorithms(args))
+    trainer = benchmark.build_trainer(settings, model, data,
+                                      [benchmark.Measurement(1, 2), benchmark.Safeguard(17), witness],
+                                      benchmark.build_algorithms(settings))
     trainer.fit()
     [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
     torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},

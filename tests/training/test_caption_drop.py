@@ -8,10 +8,8 @@ from composer.core import Event, Timestamp
 
 import benchmark
 from benchmark import main
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from models.loading import find_model
-from tests.runs import TINY
+from tests.runs import TINY, settings_of
 from training import augmentation
 from training.augmentation import CaptionDrop
 
@@ -56,9 +54,8 @@ def test_ranks_leave_out_what_one_rank_would(monkeypatch):
 
 
 def test_the_empty_caption_is_the_tokenizers_and_the_model_is_given_it(results, monkeypatch):
-    args = benchmark_parser('').parse_args(['--use_synth_data', *TINY, '--caption_drop', '0.2'])
-    fill_in_training_defaults(args)
-    [algorithm] = benchmark.build_algorithms(args, find_model('tiny'))
+    settings = settings_of('--use_synth_data', *TINY, '--caption_drop', '0.2')
+    [algorithm] = benchmark.build_algorithms(settings, find_model('tiny'))
     empty = [49406, 49407] + [0] * 75
     assert algorithm.empty_caption.tolist() == empty
     seen = []

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composer import Callback
 from composer.core import Timestamp
 
-import benchmark
 from benchmark import main
 from tests.forked_runs import RUN, on_small_disk, run, traced
 from tests.runs import TINY, assert_same_training, one_error_line
@@ -148,19 +148,17 @@ def test_a_signal_leaves_a_whole_checkpoint_of_the_same_batch_alone(tmp_path):
     assert not list(tmp_path.glob('*.tmp'))
 
 
-def test_what_an_interrupted_run_saves_counts_among_those_to_keep(tmp_path, results, monkeypatch):
+def test_what_an_interrupted_run_saves_counts_among_those_to_keep(tmp_path, results):
     folder = tmp_path / 'checkpoints'
 
-    class Interrupted(benchmark.Safeguard):
+    class Interrupted(Callback):
         def batch_start(self, state, logger):
-            super().batch_start(state, logger)
             if state.timestamp.batch.value == 7:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmark, 'Safeguard', Interrupted)
     with pytest.raises(SystemExit) as exit:
         main(['--use_synth_data', *TINY, '--max_duration', '9ba', '--save_folder', str(folder), '--save_interval',
-              '2ba', '--save_num_checkpoints_to_keep', '2', '--results', str(results)])
+              '2ba', '--save_num_checkpoints_to_keep', '2', '--results', str(results)], [Interrupted()])
     assert exit.value.code == 130
     assert [Path(path).name for path in checkpoints(folder)] == ['ep0-ba6-rank0.pt', 'ep0-ba7-rank0.pt']
     record = json.loads(results.read_text())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from composer import Callback
 
-import benchmark
 from benchmark import StableDiffusion, main
 from tests.forked_runs import RUN, run, traced
 from tests.runs import TINY, assert_equal, assert_same_training, one_error_line
@@ -32,24 +32,21 @@ def unet_and_average(state: dict) -> tuple[dict, dict]:
 
 
 def test_a_second_phase_starts_from_weights_and_average_with_another_size_and_all_else_fresh(first_phase, results,
-                                                                                            tmp_path, shards,
-                                                                                            monkeypatch):
+                                                                                            tmp_path, shards):
     at_start = {}
 
-    class Witness(benchmark.Safeguard):
+    class Witness(Callback):
         def batch_start(self, state, logger):
-            super().batch_start(state, logger)
             if state.timestamp.batch.value == 0:
                 [optimizer], [ema] = state.optimizers, state.algorithms
                 at_start['unet'] = {f'unet.{name}': p.clone() for name, p in state.model.unet.state_dict().items()}
                 at_start['average'] = {name: p.clone() for name, p in ema.ema_model.named_parameters()}
                 at_start['optimizer'] = len(optimizer.state)
 
-    monkeypatch.setattr(benchmark, 'Safeguard', Witness)
     kept = tmp_path / 'kept'
     record = main(['--remote', shards, *TINY, '--image_size', '128', '--device_train_microbatch_size', '2', '--use_ema',
                    '--load_weights', str(first_phase), '--save_folder', str(kept), '--save_interval', '1ba',
-                   '--num_workers', '0', '--results', str(results)])
+                   '--num_workers', '0', '--results', str(results)], [Witness()])
     unet, average = unet_and_average(load_checkpoint(checkpoints(str(first_phase))[-1])['state'])
     assert_equal(at_start['unet'], dict(unet))
     assert_equal(at_start['average'], dict(average))

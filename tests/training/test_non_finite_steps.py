@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from composer import Callback
 
 import benchmark
 from ema import EMA
@@ -11,22 +12,22 @@ from training import safeguard
 from training.safeguard import MOST_SKIPS_IN_A_ROW, seconds_to_agree
 
 
-class Weights(benchmark.Safeguard):
+class Weights(Callback):
     """All weights and averages when each batch ends, and what the gradients are made before the optimizer sees them."""
-    broken_from = 2  # batches, counted from 0
-    broken_to = 3
-    seen: list[torch.Tensor] = []
+
+    def __init__(self, broken_from: int = 2, broken_to: int = 3):  # batches, counted from 0
+        self.broken_from = broken_from
+        self.broken_to = broken_to
+        self.seen: list[torch.Tensor] = []
 
     def after_train_batch(self, state, logger):
         if self.broken_from <= state.timestamp.batch.value < self.broken_to:
             next(state.model.unet.parameters()).grad[0] = float('nan')
-        super().after_train_batch(state, logger)
 
     def batch_end(self, state, logger):
         [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
         tensors = [*state.model.unet.parameters(), *ema.ema_model.parameters()]
         self.seen.append(torch.cat([tensor.detach().flatten() for tensor in tensors]))
-        super().batch_end(state, logger)
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=['no CUDA', 'CUDA'])
@@ -40,48 +41,40 @@ def argv(smallest_model, results) -> list[str]:
     return ['--use_synth_latents', '--use_ema', *TINY, '--model_name', smallest_model, '--results', str(results)]
 
 
-@pytest.fixture
-def weights(monkeypatch):
-    monkeypatch.setattr(benchmark, 'Safeguard', Weights)
-    monkeypatch.setattr(Weights, 'seen', [])
-    return Weights
-
-
-def test_a_nan_gradient_of_a_finite_loss_ends_the_run_before_it_is_learned(argv, weights, results, capfd):
+def test_a_nan_gradient_of_a_finite_loss_ends_the_run_before_it_is_learned(argv, results, capfd):
+    weights = Weights()
     with pytest.raises(SystemExit):
-        benchmark.main(argv)
+        benchmark.main(argv, [weights])
     record = json.loads(results.read_text())
     assert record['status'] == 'failed'
     assert record['error'].startswith('a gradient of batch 3 is not finite, at microbatch size 4')
     assert len(weights.seen) == 2 and weights.seen[-1].isfinite().all()
 
 
-def test_on_nan_skip_leaves_the_step_of_a_nan_gradient_out(argv, weights):
-    record = benchmark.main([*argv, '--max_duration', '5ba', '--on_nan', 'skip'])
+def test_on_nan_skip_leaves_the_step_of_a_nan_gradient_out(argv):
+    weights = Weights()
+    record = benchmark.main([*argv, '--max_duration', '5ba', '--on_nan', 'skip'], [weights])
     assert (record['status'], record['skipped_batches']) == ('complete', 1)
     assert all(tensor.isfinite().all() for tensor in weights.seen)
 
 
-def test_too_many_skips_in_a_row_end_the_run(argv, weights, results, monkeypatch, capfd):
-    monkeypatch.setattr(weights, 'broken_to', 1000)
+def test_too_many_skips_in_a_row_end_the_run(argv, results, capfd):
+    weights = Weights(broken_to=1000)
     with pytest.raises(SystemExit):
-        benchmark.main([*argv, '--max_duration', '50ba', '--on_nan', 'skip'])
+        benchmark.main([*argv, '--max_duration', '50ba', '--on_nan', 'skip'], [weights])
     record = json.loads(results.read_text())
     assert f'{MOST_SKIPS_IN_A_ROW} steps before it were left out' in record['error']
     assert len(weights.seen) == 2 + MOST_SKIPS_IN_A_ROW and weights.seen[-1].isfinite().all()
 
 
-def test_skips_that_are_not_in_a_row_do_not_end_the_run(argv, weights, monkeypatch):
-    monkeypatch.setattr(safeguard, 'MOST_SKIPS_IN_A_ROW', 1)
-    torch_mark = weights.after_train_batch
+def test_skips_that_are_not_in_a_row_do_not_end_the_run(argv, monkeypatch):
+    class EverySecond(Callback):
+        def after_train_batch(self, state, logger):
+            if state.timestamp.batch.value % 2:
+                next(state.model.unet.parameters()).grad[0] = float('inf')
 
-    def every_second(self, state, logger):
-        self.broken_from = self.broken_to = 0
-        if state.timestamp.batch.value % 2:
-            next(state.model.unet.parameters()).grad[0] = float('inf')
-        torch_mark(self, state, logger)
-    monkeypatch.setattr(weights, 'after_train_batch', every_second)
-    record = benchmark.main([*argv, '--max_duration', '8ba', '--on_nan', 'skip'])
+    monkeypatch.setattr(safeguard, 'MOST_SKIPS_IN_A_ROW', 1)
+    record = benchmark.main([*argv, '--max_duration', '8ba', '--on_nan', 'skip'], [EverySecond()])
     assert (record['status'], record['skipped_batches']) == ('complete', 4)
 
 

@@ -11,9 +11,7 @@ from torch.amp import GradScaler
 
 import benchmark
 from benchmark import main
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
-from tests.runs import TINY
+from tests.runs import TINY, settings_of
 from training.checkpoints import load_checkpoint
 from training.optimization import FiniteGradientClipping
 
@@ -39,14 +37,8 @@ class Witness(Callback):
 def run(tmp_path_factory):
     """What a run of 7 batches with all flags did, its record and its checkpoint."""
     folder = tmp_path_factory.mktemp('optimization')
-    build_trainer = benchmark.build_trainer
-
-    def with_witness(args, model, data, callbacks, *others):
-        return build_trainer(args, model, data, [*callbacks, Witness()], *others)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(benchmark, 'build_trainer', with_witness)
-        record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--results', str(folder / 'results'),
-                       '--save_folder', str(folder / 'kept')])
+    record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--results', str(folder / 'results'),
+                   '--save_folder', str(folder / 'kept')], [Witness()])
     return SimpleNamespace(record=record, state=load_checkpoint(folder / 'kept' / 'latest-rank0.pt')['state'])
 
 
@@ -71,10 +63,7 @@ def test_the_learning_rate_rises_to_its_value_and_stays(run):
     ('cosine', [1, 0.5 + 0.5 ** 1.5, 0.5, 0.5 - 0.5 ** 1.5, 0])])
 @pytest.mark.parametrize('warmup', [0, 4])
 def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule, shares, warmup):
-    flags = ['--use_synth_data', *TINY, '--lr_schedule', schedule]
-    if warmup:
-        flags += ['--lr_warmup', f'{warmup}ba']
-    rate = benchmark.build_schedule(benchmark_parser('').parse_args(flags))
+    rate = benchmark.build_schedule(schedule, f'{warmup}ba' if warmup else None)
     state = SimpleNamespace(max_duration=Time.from_batch(warmup + 8), timestamp=Timestamp())
 
     def rate_at(batch: int) -> float:
@@ -98,13 +87,13 @@ def test_the_average_starts_when_it_is_told_and_moves_by_its_half_life(run):
 
 
 def test_without_the_flags_all_is_as_in_the_original():
-    args = benchmark_parser('').parse_args(['--use_synth_data', '--use_ema', *TINY])
-    fill_in_training_defaults(args)
-    [ema] = benchmark.build_algorithms(args)
+    settings = settings_of('--use_synth_data', '--use_ema', *TINY)
+    [ema] = benchmark.build_algorithms(settings)
     assert ema.smoothing == 2 ** (-1 / 1000) and ema.ema_start.value == 0
-    [group] = benchmark.build_optimizer(benchmark.StableDiffusion('tiny', 64), args).param_groups
+    model = benchmark.StableDiffusion('tiny', 64)
+    [group] = benchmark.build_optimizer(model, settings.optimizer, fused=True).param_groups
     assert (group['lr'], group['weight_decay']) == (1e-4, 0.001)
-    assert isinstance(benchmark.build_schedule(args), ConstantScheduler)
+    assert isinstance(benchmark.build_schedule('constant', None), ConstantScheduler)
 
 
 @pytest.fixture(params=[True, False], ids=['no CUDA', 'CUDA'])
@@ -139,13 +128,12 @@ def test_gradients_of_an_infinite_norm_are_not_clipped_to_nothing(scaler, gradie
         assert not FiniteGradientClipping(1.0).match(Event.AFTER_TRAIN_BATCH, state)
 
 
-def test_a_gradient_that_is_too_large_to_measure_ends_a_clipped_run(scaler, results, monkeypatch):
-    class Huge(benchmark.Safeguard):
+def test_a_gradient_that_is_too_large_to_measure_ends_a_clipped_run(scaler, results):
+    class Huge(Callback):
         def after_backward(self, state, logger):
             if state.timestamp.batch.value == 2:
                 state.model.unet.conv_in.bias.grad[:2] = 3e38
 
-    monkeypatch.setattr(benchmark, 'Safeguard', Huge)
     with pytest.raises(SystemExit):
-        main(['--use_synth_data', *TINY, '--clip_grad_norm', '1', '--results', str(results)])
+        main(['--use_synth_data', *TINY, '--clip_grad_norm', '1', '--results', str(results)], [Huge()])
     assert json.loads(results.read_text())['error'].startswith('a gradient of batch 3 is not finite')

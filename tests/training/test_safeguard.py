@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from composer import Callback
 from composer.core import Timestamp
 
 import benchmark
@@ -23,14 +24,16 @@ from training.checkpoints import checkpoints, load_checkpoint
 from training.safeguard import SIGNALS, Safeguard
 
 
-class Weights(benchmark.Safeguard):
+class Weights(Callback):
     """What the weights and their average are when each batch ends."""
+
+    def __init__(self):
+        self.seen: list[list[torch.Tensor]] = []
 
     def batch_end(self, state, logger):
         [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
         tensors = (*state.model.unet.parameters(), *ema.ema_model.parameters())
-        self.seen = [*getattr(self, 'seen', ()), [tensor.clone() for tensor in tensors]]
-        super().batch_end(state, logger)
+        self.seen.append([tensor.clone() for tensor in tensors])
 
 
 @pytest.fixture
@@ -42,27 +45,26 @@ def loss_at_batch_2_is(monkeypatch):
         def broken(self, outputs, batch):
             calls.append(1)
             return loss(self, outputs, batch) * (value if len(calls) == 3 else 1)
-        kept = []
         monkeypatch.setattr(benchmark.StableDiffusion, 'loss', broken)
-        monkeypatch.setattr(benchmark, 'Safeguard', lambda *args: kept.append(Weights(*args)) or kept[-1])
-        return kept
     return put
 
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_learned(results, capfd, loss_at_batch_2_is, value):
-    kept = loss_at_batch_2_is(value)
-    line = failed(['--use_synth_data', '--use_ema', *TINY], results, capfd)
+    loss_at_batch_2_is(value)
+    weights = Weights()
+    line = failed(['--use_synth_data', '--use_ema', *TINY], results, capfd, [weights])
     assert 'the run failed at batch 3: the loss of batch 3 is not finite, at microbatch size 4' in line
-    assert len(kept[0].seen) == 2 and json.loads(results.read_text())['loss'] > 0
+    assert len(weights.seen) == 2 and json.loads(results.read_text())['loss'] > 0
 
 
 def test_on_nan_skip_leaves_the_step_out_and_counts_it(results, loss_at_batch_2_is):
-    kept = loss_at_batch_2_is(float('nan'))
+    loss_at_batch_2_is(float('nan'))
+    witness = Weights()
     record = main(['--use_synth_data', '--use_ema', *TINY, '--on_nan', 'skip',
-                   '--max_duration', '5ba', '--results', str(results)])
+                   '--max_duration', '5ba', '--results', str(results)], [witness])
     assert (record['status'], record['skipped_batches']) == ('complete', 1) and record['loss'] > 0
-    weights = kept[0].seen
+    weights = witness.seen
     half = len(weights[0]) // 2
     assert all(map(torch.equal, weights[1][:half], weights[2][:half]))
     assert not all(map(torch.equal, weights[2][:half], weights[3][:half]))

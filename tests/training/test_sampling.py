@@ -1,6 +1,5 @@
 """What a run draws is what diffusers' own pipeline draws, and the run trains as if it had drawn nothing."""
 import json
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from models.loading import find_model
 from models.sampling import GUIDANCE, STEPS, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
-from tests.runs import TINY, assert_same_training, one_error_line
+from tests.runs import TINY, assert_same_training, one_error_line, settings_of
 from training.sampling import Sampling
 
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
@@ -112,9 +111,9 @@ def test_drawing_leaves_modes_random_state_and_terminal_alone_with_encoders_in_a
                                                                                                  capfd):
     files = find_model(model_folder, pretrained=True)
     model = StableDiffusion(image_size=64, encoder_precision='bf16', files=files).train()
-    args = Namespace(sample_prompts=prompts, sample_interval='1ba', tokenizer=None, seed=17, image_size=64,
-                     precision='fp32')
-    sampling = Sampling(args, model, files, Measurement(1, None), None)
+    settings = settings_of('--use_synth_data', '--image_size', '64', '--precision', 'fp32',
+                           '--model_name', model_folder, '--pretrained', '--sample_prompts', prompts)
+    sampling = Sampling(settings, model, files, Measurement(1, None), None)
     sampling._prepare(torch.device('cpu'))
     modes = {name: part.training for name, part in model.named_modules()}
     state = torch.get_rng_state()
