@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
-from inputs.cache import cache_folder, claim_cache, is_read_in_place, say_unused_caches
+from inputs.cache import cache_folder, is_read_in_place, say_unused_caches
 from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from inputs.errors import DataError, one_line, unreadable_shard
 from inputs.held_out import HeldOutSamples, collate_held_out
@@ -108,8 +108,8 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
 
     Args:
         remote: folder or object store with the shards. A local folder is read where it is, unless `local` is given.
-        local: folder that caches the shards; default: one for each dataset, see `cache_folder`. Without a remote it is
-            read where it is.
+        local: folder in which the shards are cached, in a folder for each dataset; default: see `cache_folder`. Without
+            a remote it is read where it is.
         split: subfolder of both.
         shuffle: whether each epoch has an order of its own.
         tokenizer_name_or_path: folder or hub name; the default is CLIP's own vocabulary, which is at hand.
@@ -123,7 +123,7 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         cache_limit: bytes, or a text such as 500gb, that the copies may take: the oldest are dropped.
         kwargs: more for `streaming.StreamingDataset`.
 
-    ValueError: `local` is the cache of another dataset, or an argument is not one that these shards can have.
+    ValueError: `local` cannot be written, or an argument is not one that these shards can have.
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
@@ -225,17 +225,16 @@ def place_of_shards(remote: str | None, local: str | None, index: dict) -> tuple
 
     Of folders, only shards that are not compressed are read in place: the others would be unpacked among them.
 
-    ValueError: `local` is not the cache of this dataset.
+    ValueError: `local` cannot be written.
     """
     only_place = remote or local
-    if (remote is None or local is None) and is_read_in_place(only_place, index):
+    parent = local if remote else None  # of the cache
+    if parent is None and is_read_in_place(only_place, index):
         return None, only_place
-    if remote is None or local is None:
-        local = cache_folder(only_place, index)
-        if dist.get_local_rank() == 0:
-            say_unused_caches(only_place, local)
-    claim_cache(local, only_place, index)
-    return only_place, local
+    folder = cache_folder(only_place, index, parent)
+    if dist.get_local_rank() == 0:
+        say_unused_caches(only_place, folder)
+    return only_place, folder
 
 
 def bad_sample_line(index: int, reason: str) -> str:

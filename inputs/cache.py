@@ -1,7 +1,6 @@
-"""The folders that keep copies of the shards of a remote: one for each dataset, and marked as its own.
+"""The folders that keep copies of the shards of a remote: one for each dataset, so that no other can meet it.
 
-A folder is marked while it is empty, so that all which is in it later has come from this program. What holds other
-files is refused, and left as it is.
+Each lies below a folder of the user, or the default one, in which nothing else is written, changed or removed.
 """
 import contextlib
 import fcntl
@@ -19,7 +18,6 @@ from pathlib import Path
 
 from inputs.shards import index_hash
 
-MARKER = 'cache.json'
 LOCK = 'cache.lock'
 INDEX = 'index.json'  # a copy, with which a whole cache is a dataset; it is not read from a cache
 SECONDS_TO_LEAVE = 10  # the workers of a killed run notice its end within 5
@@ -30,11 +28,33 @@ def is_read_in_place(folder: str, index: dict) -> bool:
     return os.path.isdir(folder) and not any(shard['zip_data'] for shard in index['shards'])
 
 
-def cache_folder(remote: str, index: dict) -> str:
-    """The default cache of a dataset, below a folder of this user alone. ValueError: that is somebody else's.
+def cache_folder(remote: str, index: dict, parent: str | None = None) -> str:
+    """The cache of a dataset, made where it is not there yet; it holds at least a copy of the index.json.
 
-    Its name comes from the remote and its index: a dataset that was made anew has another.
+    Its name comes from the remote and its index: a dataset that was made anew has another. Any number of processes may
+    call this at once.
+
+    Args:
+        remote: folder or object store with the shards.
+        index: the index.json of `remote`.
+        parent: folder that the cache lies in; default: one of this user alone.
+
+    ValueError: it cannot be written, or the default folder is somebody else's.
     """
+    parent = parent or private_parent()
+    if os.path.isdir(remote):
+        remote = os.path.abspath(remote)  # whose name another folder may have elsewhere
+    folder = Path(parent, short_hash(remote), index_hash(index)[:16])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_index(folder, index)
+    except OSError as error:
+        raise ValueError(f'--local {parent} cannot be written: {error.strerror}') from None
+    return str(folder)
+
+
+def private_parent() -> Path:
+    """The folder of this user alone that caches lie in by default. ValueError: it is somebody else's."""
     root = Path(tempfile.gettempdir(), f'mds-cache-{os.getuid()}')
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
@@ -42,94 +62,43 @@ def cache_folder(remote: str, index: dict) -> str:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ValueError(f'{root}, where shards are cached, can be changed by others; give --local a folder of your '
                          'own, or set TMPDIR')
-    return str(root / short_hash(remote) / index_hash(index)[:16])
+    return root
 
 
 def short_hash(remote: str) -> str:
     return hashlib.sha256(remote.encode()).hexdigest()[:16]
 
 
+def write_index(folder: Path, index: dict) -> None:
+    """Put a copy of its index.json into the cache of a dataset."""
+    path = folder / INDEX
+    if path.exists():
+        return
+    unfinished = folder / f'{INDEX}.{uuid.uuid4().hex}.tmp'
+    unfinished.write_text(json.dumps(index))
+    os.replace(unfinished, path)
+
+
 def say_unused_caches(remote: str, folder: str) -> None:
-    """Name, in one line, what is cached of `remote` and not read any more: it may take much of the disk.
+    """Name, in a line each, what is cached of `remote` and not read any more, and what else the user's folder holds.
 
     Args:
         remote: folder or object store.
-        folder: its default cache of today.
+        folder: its cache of today.
     """
+    of_remote = Path(folder).parent
+    parent = of_remote.parent
+    unused = [str(path) for path in of_remote.iterdir() if path != Path(folder)]
     of_earlier_version = Path(tempfile.gettempdir(), 'mds-cache', short_hash(remote))
-    unused = [str(path) for path in Path(folder).parent.glob('*') if path != Path(folder)]
     if of_earlier_version.is_dir() and of_earlier_version.stat().st_uid == os.getuid():
         unused.append(str(of_earlier_version))
     if unused:
         print(f'warning: {" and ".join(sorted(unused))} cached this dataset as it was made before, or for an earlier '
               'version of this program, and are not read any more; remove them for their space', file=sys.stderr)
-
-
-def claim_cache(folder: str, remote: str, index: dict) -> None:
-    """Mark `folder` as the cache of a dataset. ValueError: it is another's, holds other files, or is not writable.
-
-    Every rank may call this at once, and other runs, too: each looks for itself, and the first marker stays.
-
-    Args:
-        folder: empty or new, or marked for this dataset.
-        remote: folder or object store with the shards.
-        index: the index.json of `remote`.
-    """
-    marker = Path(folder, MARKER)
-    ours = {'remote_sha256': hashlib.sha256(remote.encode()).hexdigest(), 'index_sha256': index_hash(index)}
-    if not re.search('[@?;=]', remote):  # else it may hold a password
-        ours['remote'] = remote
-    try:
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        if not marker.exists():
-            refuse_other_files(marker)
-            write_marker(marker, ours)
-        content = marker.read_bytes()
-    except OSError as error:
-        raise ValueError(f'--local {folder} cannot be written: {error.strerror}') from None
-    try:
-        found = json.loads(content)
-        theirs = (found['remote_sha256'], found['index_sha256'])
-    except (ValueError, KeyError, TypeError):  # of JSON, of Unicode, of what is in it
-        raise ValueError(f'--local {folder} has a damaged {MARKER}; give {remote} another folder') from None
-    if theirs[0] != ours['remote_sha256']:
-        raise ValueError(f'--local {folder} caches {found.get("remote", "another remote")}; give {remote} another '
-                         'folder')
-    if theirs[1] != ours['index_sha256']:
-        raise ValueError(f'--remote {remote} has changed since --local {folder} was filled from it; remove that '
-                         'folder, or give the remote another one')
-
-
-def refuse_other_files(marker: Path) -> None:
-    """ValueError: a folder without the marker holds files, which are then not of this program."""
-    strangers = [name for name in os.listdir(marker.parent) if not name.startswith(MARKER)]
-    if strangers and not marker.exists():  # else another process was faster
-        raise ValueError(f'--local {marker.parent} holds {sorted(strangers)[0]}, and is no cache that this version of '
-                         'the program has made; give a new folder, or, if it holds the whole dataset, give it as '
-                         '--remote')
-
-
-def write_marker(marker: Path, content: dict) -> None:
-    """Mark a folder, unless another process is faster."""
-    unfinished = marker.with_name(f'{MARKER}.{uuid.uuid4().hex}.tmp')
-    unfinished.write_text(json.dumps(content))
-    try:
-        os.link(unfinished, marker)  # appears whole, and only if there is none
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links
-        os.rename(unfinished, marker)
-    unfinished.unlink(missing_ok=True)
-
-
-def write_index(folder: str, index: dict) -> None:
-    """Put a copy of its index.json into the cache of a dataset."""
-    path = Path(folder, INDEX)
-    if path.exists():
-        return
-    unfinished = Path(folder, f'{INDEX}.{uuid.uuid4().hex}.tmp')
-    unfinished.write_text(json.dumps(index))
-    os.replace(unfinished, path)
+    if (parent / INDEX).exists():
+        print(f'warning: --local {parent} holds an {INDEX}, of a dataset or of a cache of an earlier version or of '
+              f'another program; it is left as it is, and copies go to {folder}; if it holds the whole dataset, give '
+              'it as --remote', file=sys.stderr)
 
 
 def hold_cache(folder: str, alone: bool) -> tuple[int, bool]:
@@ -159,8 +128,8 @@ def hold_cache(folder: str, alone: bool) -> tuple[int, bool]:
         who = 'another dataset of this process'
     elif pids:
         who = f'process {", ".join(map(str, pids))}'
-    raise ValueError(f'--local {folder} is in use by {who}, and a --cache_limit would drop shards that are being read; '
-                     'give this run another folder, or wait')
+    raise ValueError(f'the cache {folder} is in use by {who}, and a --cache_limit would drop shards that are being '
+                     'read; give this run another --local, or wait')
 
 
 def try_to_hold(lock: int, alone: bool) -> bool:

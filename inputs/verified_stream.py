@@ -16,7 +16,7 @@ from streaming.base.format.mds.reader import MDSReader
 from streaming.base.stream import Stream, streams_registry
 from streaming.base.world import World
 
-from inputs.cache import cache_folder, claim_cache, is_read_in_place, write_index
+from inputs.cache import cache_folder, is_read_in_place
 from inputs.errors import DataError, one_line, unreadable_shard
 from inputs.shards import fault_of_bytes, fault_of_shard
 
@@ -48,8 +48,6 @@ class VerifiedStream(Stream):
 
     def get_shards(self, world: World, allow_unsafe_types: bool) -> list[MDSReader]:
         """Readers of all shards, from the index that was given: that of a cache may be older."""
-        if self.remote:
-            write_index(self.local, self.index)
         readers = [reader_from_json(self.local, self.split, entry) for entry in self.index['shards']]
         for reader in readers:
             reader.validate(allow_unsafe_types)
@@ -204,19 +202,17 @@ def open_shards(remote: str, folder: str | None, index: dict, download_retry: in
 
     Args:
         remote: folder or object store with the shards. A folder is read where it is, unless a `folder` is given.
-        folder: for copies of the shards: a cache of this dataset, or an empty or new folder. None: the default cache.
+        folder: in which the copies have a folder of their own. None: the default one.
         index: the index.json of `remote`.
         download_retry: times that a download is tried.
         download_timeout: seconds for a download.
 
-    ValueError: `folder` holds anything else, or cannot be written.
+    ValueError: `folder` cannot be written.
     """
-    local = folder
     if folder is None and is_read_in_place(remote, index):
         local, remote = remote, None
     else:
-        local = folder or cache_folder(remote, index)
-        claim_cache(local, remote, index)
+        local = cache_folder(remote, index, folder)
     stream = VerifiedStream(index=index, remote=remote, local=local, download_retry=download_retry,
                             download_timeout=download_timeout, keep_zip=False)
     readers = [reader_from_json(local, '', entry) for entry in index['shards']]

@@ -85,7 +85,7 @@ def test_an_epoch_too_large_for_the_shared_memory_is_a_sentence(shards, monkeypa
 
 def folder_size(folder: Path) -> int:
     size = 0
-    for path in folder.glob('*.mds'):
+    for path in folder.rglob('*.mds'):
         with contextlib.suppress(FileNotFoundError):  # dropped since it was listed
             size += path.stat().st_size
     return size
@@ -120,7 +120,7 @@ def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(tmp_pat
         run = subprocess.Popen([sys.executable, 'benchmark.py', '--remote', 's3://bucket/many', *TINY, '--max_duration',
                                 '2ep', '--local', str(tmp_path / 'cache'), '--results', str(results)], cwd=ROOT,
                                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        while len(list(tmp_path.glob('cache/*.mds'))) < 20:
+        while len(list(tmp_path.glob('cache/*/*/*.mds'))) < 20:
             assert run.poll() is None, run.communicate()
             time.sleep(0.02)
     _, errors = run.communicate(timeout=120)

@@ -12,6 +12,7 @@ from streaming.base.storage.download import LocalDownloader
 
 from data import StreamingLAIONDataset
 from inputs import streaming_patches, verified_stream
+from inputs.cache import cache_folder
 from inputs.errors import DataError
 from inputs.shards import read_index
 from inputs.verified_stream import open_shards
@@ -42,7 +43,13 @@ def remote(tmp_path) -> Path:
     return Path(write(tmp_path / 'remote'))
 
 
-def test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index(tmp_path, remote):
+@pytest.fixture
+def cache(tmp_path, remote) -> Path:
+    """Where the shards of `remote` are cached below `tmp_path / 'cache'`."""
+    return Path(cache_folder(str(remote), read_index(str(remote)), str(tmp_path / 'cache')))
+
+
+def test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index(tmp_path, remote, cache):
     """One was replaced in the remote by one of the same size, after a small cache had dropped it."""
     dataset = open_dataset(remote, tmp_path / 'cache')
     assert dataset.sample(0)['caption'] == 'picture 000'
@@ -54,14 +61,14 @@ def test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index(tmp_path,
         dataset.sample(0)
     with pytest.raises(DataError, match='fails its xxh64 hash'):  # of those who come later as well
         dataset.sample(1)
-    assert not (tmp_path / 'cache' / 'shard.00000.mds').exists()
+    assert not (cache / 'shard.00000.mds').exists()
 
 
-def test_a_shard_of_a_cache_is_looked_at_again_by_each_run_and_mended(tmp_path, remote):
+def test_a_shard_of_a_cache_is_looked_at_again_by_each_run_and_mended(tmp_path, remote, cache):
     list(open_dataset(remote, tmp_path / 'cache'))
-    flip(tmp_path / 'cache' / 'shard.00001.mds')
-    os.truncate(tmp_path / 'cache' / 'shard.00002.mds', 100)  # a run was killed while it wrote
-    (tmp_path / 'cache' / 'index.json.tmp').write_text('{"version": 2, "shards": []}')
+    flip(cache / 'shard.00001.mds')
+    os.truncate(cache / 'shard.00002.mds', 100)  # a run was killed while it wrote
+    (cache / 'index.json.tmp').write_text('{"version": 2, "shards": []}')
     dataset = open_dataset(remote, tmp_path / 'cache')
     usage = dataset.cache_usage
     assert [dataset.sample(index)['caption'] for index in range(24)] == [f'picture {index:03}' for index in range(24)]
@@ -81,7 +88,7 @@ def test_what_arrives_damaged_is_fetched_once_more(tmp_path, remote, monkeypatch
     assert times == [str(remote / 'shard.00000.mds')] * 2
 
 
-def test_a_download_that_breaks_off_leaves_nothing(tmp_path, remote, monkeypatch):
+def test_a_download_that_breaks_off_leaves_nothing(tmp_path, remote, cache, monkeypatch):
     def breaking(self, remote, local, timeout):
         Path(f'{local}.tmp').write_bytes(b'half')
         raise OSError(28, 'No space left on device')
@@ -89,7 +96,7 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path, remote, monkeypatch
     dataset = open_dataset(remote, tmp_path / 'cache', download_retry=1)
     with pytest.raises(DataError, match='remote/shard.00000.mds, could not be read .*No space left.*--cache_limit$'):
         dataset.sample(0)
-    assert set(os.listdir(tmp_path / 'cache')) == {'cache.json', 'cache.lock', 'index.json'}
+    assert set(os.listdir(cache)) == {'cache.lock', 'index.json'}
 
 
 def test_an_index_that_was_read_is_not_read_again(tmp_path, remote):
@@ -156,10 +163,10 @@ def test_a_compressed_shard_never_takes_more_than_its_index_says(tmp_path, unpac
         with pytest.raises(DataError, match='shard.00000.mds.zstd (cannot be unpacked by zstd into|is cut short)'):
             shards.fetch(0)
     assert sum(written) <= 2 * index['shards'][0]['raw_data']['bytes']
-    assert not list((tmp_path / 'cache').glob('shard*'))
+    assert not list((tmp_path / 'cache').rglob('shard*'))
 
 
-def test_whole_shards_are_read_without_a_dataset(tmp_path, remote):
+def test_whole_shards_are_read_without_a_dataset(tmp_path, remote, cache):
     for folder in (None, str(tmp_path / 'cache')):
         shards = open_shards(str(remote), folder, read_index(str(remote)))
         reader = shards.fetch(1)
@@ -171,40 +178,38 @@ def test_whole_shards_are_read_without_a_dataset(tmp_path, remote):
     assert (remote / 'shard.00001.mds').exists()
     flip(remote / 'shard.00001.mds')
     shards.drop(1)
-    assert not (tmp_path / 'cache' / 'shard.00001.mds').exists()
+    assert not (cache / 'shard.00001.mds').exists()
     with pytest.raises(DataError, match='fails its xxh64 hash'):
         shards.fetch(1)
 
 
-def test_what_killed_runs_were_fetching_is_removed_and_nothing_else(tmp_path, remote):
-    cache = tmp_path / 'cache'
-    open_dataset(remote, cache).sample(0)
+def test_what_killed_runs_were_fetching_is_removed_and_nothing_else(tmp_path, remote, cache):
+    open_dataset(remote, tmp_path / 'cache').sample(0)
     leftovers = [f'shard.00003.mds.0123abcd.part{ending}' for ending in ('', '.packed', '.aB3dE5f7', '.tmp')]
     others = ['shard.99999.mds.0123abcd.part', 'mine.part', 'shard.00003.mds.part', 'notes.txt']
     for name in (*leftovers, *others):
         (cache / name).write_text('x')
-    open_dataset(remote, cache)
+    open_dataset(remote, tmp_path / 'cache')
     left = set(os.listdir(cache))
     assert left.isdisjoint(leftovers) and left.issuperset(others)
 
 
-def test_while_another_run_fetches_into_a_cache_nothing_of_its_is_removed(tmp_path, remote):
-    cache = tmp_path / 'cache'
-    first = open_dataset(remote, cache)
+def test_while_another_run_fetches_into_a_cache_nothing_of_its_is_removed(tmp_path, remote, cache):
+    first = open_dataset(remote, tmp_path / 'cache')
     (cache / 'shard.00003.mds.0123abcd.part').write_text('x')
-    second = open_dataset(remote, cache)
+    second = open_dataset(remote, tmp_path / 'cache')
     assert (cache / 'shard.00003.mds.0123abcd.part').exists()
     assert [first.sample(3)['caption'], second.sample(3)['caption']] == ['picture 003'] * 2
 
 
-def test_a_cache_that_was_filled_before_stays_below_its_limit(tmp_path, remote):
+def test_a_cache_that_was_filled_before_stays_below_its_limit(tmp_path, remote, cache):
     list(open_dataset(remote, tmp_path / 'cache'))
     sizes = [entry['raw_data']['bytes'] for entry in read_index(str(remote))['shards']]
     limit = 4 * max(sizes) + os.path.getsize(remote / 'index.json')
     dataset = open_dataset(remote, tmp_path / 'cache', cache_limit=limit)
     for index in (*range(24), *range(23, -1, -1)):
         assert dataset.sample(index)['caption'] == f'picture {index:03}'
-    assert sum(path.stat().st_size for path in (tmp_path / 'cache').glob('*.mds')) <= limit
+    assert sum(path.stat().st_size for path in cache.glob('*.mds')) <= limit
     assert streaming_patches._ShardState.LOCAL in dataset._shard_states.numpy()
 
 
