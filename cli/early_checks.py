@@ -193,9 +193,9 @@ def refuse_bad_modes(args: argparse.Namespace) -> None:
     if args.dry_run is not None and args.loader_only:
         raise ValueError('--dry_run speaks of a training, --loader_only measures a loader; give one of them')
     for switch in switch_table.SWITCHES:
-        other = switch.useless_with
-        if other and getattr(args, switch.flag) and getattr(args, other):
-            raise ValueError(f'--{switch.flag} does nothing with --{other}, {switch.useless_because}; leave one out')
+        for other, why in switch.useless_with.items():
+            if getattr(args, switch.flag) and getattr(args, other):
+                raise ValueError(f'--{switch.flag} does nothing with --{other}, {why}; leave one out')
     if args.profile and args.loader_only:
         raise ValueError(f'--profile {args.profile} traces training; leave out --loader_only')
     if args.sample_prompts and not args.pretrained and args.model_name != 'tiny':

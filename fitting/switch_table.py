@@ -4,8 +4,8 @@ Options, checks, settings, records, the report, --dry_run and the ladder read th
 and the code that does it (fitting/switches.py). Nothing here needs torch.
 """
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention, in the order to try them
 
@@ -64,8 +64,7 @@ class Switch:
         in_encoding: encode.py has it as well.
         needs_half_precision: it does nothing in --precision fp32.
         needs: another switch, without which it does nothing.
-        useless_with: another switch, with which it does nothing.
-        useless_because: why, for the error.
+        useless_with: other switches, with which it does nothing, and why, for the error.
         bears_on_speed: reports keep records apart that differ in it.
         bears_on_memory: --dry_run shows the run with it and without.
     """
@@ -79,8 +78,7 @@ class Switch:
     in_encoding: bool = False
     needs_half_precision: bool = False
     needs: str | None = None
-    useless_with: str | None = None
-    useless_because: str = ''
+    useless_with: Mapping[str, str] = field(default_factory=dict)
     bears_on_speed: bool = True
     bears_on_memory: bool = False
 
@@ -171,9 +169,10 @@ SWITCHES = (
            '--precision instead of float32', needs_half_precision=True, bears_on_memory=True,
            values=(Value(True, '5 to 15 %, and a quarter less memory for activations'),)),
     Switch('cast_weights_once', "cast the UNet's weights to half precision once for a batch instead of for each "
-           'microbatch', needs_half_precision=True, useless_with='compile',
-           useless_because='whose graphs cast the weights themselves',
-           values=(Value(True, '1 to 4 % at a microbatch of 4: 5 GB less to read and write for each'),)),
+           'microbatch', needs_half_precision=True, useless_with={
+               'compile': 'whose graphs cast the weights themselves',
+               'gradient_checkpointing': 'which computes on a GPU in a thread that casts the weights anew',
+           }, values=(Value(True, '1 to 4 % at a microbatch of 4: 5 GB less to read and write for each'),)),
     Switch('cudnn_benchmark', 'let cuDNN try its algorithms for each new shape and keep the fastest',
            values=(Value(True, '1 to 5 %'),)),
     Switch('compile_blocks', "with --compile: compile each kind of the UNet's blocks once instead of the whole UNet, "

@@ -24,6 +24,7 @@ from settings import SpeedSettings
 SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
                  'efficient': SDPBackend.EFFICIENT_ATTENTION, 'math': SDPBackend.MATH}
 TORCHS_ORDER = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]  # before anyone changes it
+LAST_TO_TRY = ('flash', 'efficient', 'math', 'cudnn')  # of those that --attention does not name
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 
 
@@ -92,11 +93,14 @@ def orders_kernels(attention: str) -> bool:
 
 
 def attention_order(attention: str):
-    """A context in which torch tries its kernels of attention in the order of --attention, the others after them."""
+    """A context in which torch tries its kernels of attention in the order of --attention, the others after them.
+
+    cuDNN's come last unless they are named: refuse_missing_stack looks for their faults only then.
+    """
     if not orders_kernels(attention):
         return contextlib.nullcontext()
     first = attention.split(',')
-    others = [name for name in ATTENTION_BACKENDS if name not in first]
+    others = sorted(set(ATTENTION_BACKENDS) - set(first), key=LAST_TO_TRY.index)
     return sdpa_kernel([SDPA_BACKENDS[name] for name in first + others], set_priority=True)
 
 

@@ -99,8 +99,11 @@ class GpuMonitor:
             from pynvml import NVMLError
         except ImportError:
             return
+        quantities = dict(QUANTITIES)
+        if 'MIG' in torch.cuda.get_device_name(device):
+            del quantities['power_watts']  # that of the whole GPU, which others use as well
         while not self._stopped.is_set():
-            for quantity, (ask, unit) in QUANTITIES.items():
+            for quantity, (ask, unit) in quantities.items():
                 try:
                     value = ask(device) / unit
                 except (NVMLError, RuntimeError):  # not supported, or for a moment not to be had; torch's for no driver

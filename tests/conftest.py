@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline')  # before any library reads them
+# before any library reads them; a GPU would be lost to the processes that the tests fork
+os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline', CUDA_VISIBLE_DEVICES='')
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run beside this one
 
 import numpy as np

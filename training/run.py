@@ -168,8 +168,12 @@ def conclude_while_stuck(run: Run) -> None:
     if torch.cuda.is_available():
         own_queue = torch.cuda.stream(torch.cuda.Stream())
     with own_queue:
-        print('a signal came, and another rank does not answer: ending without it', file=sys.stderr)
-        record = make_record(run, {'status': 'interrupted'})
+        outcome = {'status': 'interrupted'}
+        failure = failure_of_ranks(None)
+        if failure:
+            outcome = {'status': 'failed', 'error': failure}
+        print(f'{failure or "a signal came, and another rank does not answer"}: ending without it', file=sys.stderr)
+        record = make_record(run, outcome)
         text = summary(record, run.settings.cost.training_images, run.settings.cost.dollars_per_gpu_hour)
         keep(record, text, run.settings.measurement.results, partial(save_where_it_stopped, run))
 

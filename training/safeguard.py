@@ -12,11 +12,12 @@ from composer.utils import dist
 
 from inputs.streaming_patches import PatchedStreamingDataset
 from measuring.record import redacted
-from training.ranks import SECONDS_FOR_A_BATCH, wait_at_most
+from training.ranks import SECONDS_FOR_A_BATCH, failure_of_ranks, wait_at_most
 from training.signal_watch import SignalWatch
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 LEAST_SECONDS_TO_AGREE = 15  # after a signal, for the ranks to reach the end of a batch together
+SECONDS_TO_NOTICE = 3  # for the main thread, that a collective has ended
 BATCHES_TO_AGREE = 2  # that may take longer: the one under way, and the next on a rank that heard of it late
 DATASET = 'dataset'  # among the flags of a checkpoint: the hash of the index of its --remote
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
@@ -73,7 +74,7 @@ class Safeguard(Callback):
         """Take the signals over, and let the data go on where the weights are."""
         self._handlers_before = {number: signal.signal(number, self._interrupt) for number in SIGNALS}
         if dist.get_world_size() > 1 and self._conclude is not None:
-            self._watch = SignalWatch(SIGNALS, lambda: seconds_to_agree(self._batch_seconds) + 3, self._conclude)
+            self._watch = SignalWatch(SIGNALS, lambda: seconds_to_answer(self._batch_seconds), self._conclude)
         self.first_batch = state.timestamp.batch.value
         dataset = state.train_dataloader.dataset
         if self.first_batch and isinstance(dataset, PatchedStreamingDataset):
@@ -201,6 +202,17 @@ def gradients_are_finite(state) -> torch.Tensor:
 def seconds_to_agree(batch_seconds: float) -> int:
     """How long ranks may take, after a signal, to agree on a last batch: long enough for the batches under way."""
     return max(LEAST_SECONDS_TO_AGREE, math.ceil(BATCHES_TO_AGREE * batch_seconds))
+
+
+def seconds_to_answer(batch_seconds: float) -> int:
+    """How long the main thread has to answer a signal, before a thread does it in its place.
+
+    Where another rank has failed, the signal is the launcher's, which kills 30 s later, and the main thread may wait
+    for that rank in vain.
+    """
+    if failure_of_ranks(None):
+        return SECONDS_TO_NOTICE
+    return seconds_to_agree(batch_seconds) + SECONDS_TO_NOTICE
 
 
 def ignore_signals() -> None:

@@ -68,7 +68,7 @@ def test_weights_are_cast_once_a_batch_and_learn_the_same(monkeypatch):
 
 @pytest.mark.parametrize('attention, order', [
     ('sdpa', None), ('cudnn', ['CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH']),
-    ('math,flash', ['MATH', 'FLASH_ATTENTION', 'CUDNN_ATTENTION', 'EFFICIENT_ATTENTION'])])
+    ('math,flash', ['MATH', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'CUDNN_ATTENTION'])])
 def test_attention_tries_its_kernels_in_the_order_that_is_asked_for(attention, order):
     before = torch._C._get_sdp_priority_order()
     query = torch.randn(2, 2, 16, 8)

@@ -92,6 +92,16 @@ def test_the_gpu_of_this_rank_is_asked_by_another_thread(gpu):
     assert len(nvml.asked_by) == 1 and threading.get_ident() not in nvml.asked_by
 
 
+def test_of_a_part_of_a_gpu_no_power_is_told_since_others_use_the_rest(gpu, as_on_a_gpu):
+    gpu([300] * 1000)
+    as_on_a_gpu(name='NVIDIA H100 80GB HBM3 MIG 3g.40gb')
+    monitor = GpuMonitor()
+    monitor.start()
+    wait_until(lambda: monitor._running['temperature_celsius'].count > 1)
+    readings = monitor.stop()
+    assert readings.of['power_watts'].count == 0 and readings.of['temperature_celsius'].mean == 61
+
+
 def test_an_error_in_the_middle_leaves_out_one_value(gpu):
     nvml, _ = gpu([300, None, 350])
     readings = watched(nvml)

@@ -10,6 +10,7 @@ import torch
 
 from tests.forks import status_of_child
 from tests.runs import free_port, wait_until
+from training.safeguard import seconds_to_answer
 from training.signal_watch import SignalWatch
 
 
@@ -53,3 +54,12 @@ def test_a_signal_that_is_answered_or_comes_to_a_child_is_left_alone():
         assert not concluded.is_set() and signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_where_another_rank_has_failed_a_signal_is_answered_before_the_launcher_kills():
+    """The launcher sends SIGKILL 30 s after its signal, and NCCL tells nobody that a rank is gone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
+    assert seconds_to_answer(batch_seconds=600) > 1200
+    torch.distributed.distributed_c10d._get_default_store().set('failure', 'rank 1: out of memory')
+    assert seconds_to_answer(batch_seconds=600) < 10
