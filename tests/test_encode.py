@@ -256,6 +256,7 @@ def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
     assert 'text_in_loop' in printed and 'stage encode' in printed
 
 
+@pytest.mark.long
 def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder, tmp_path, results):
     model = ['--model_name', model_folder, '--pretrained', '--image_size', '64', '--results', str(results)]
     record = encode.main(['--remote', shards, '--out', 's3://bucket/latents', '--batch_size', '5', *model])
