@@ -298,6 +298,7 @@ def test_a_damaged_tar_that_is_mended_before_the_run_has_ended_is_converted_anew
     assert read_back(out) == ALL_SAMPLES
 
 
+@pytest.mark.long
 def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, capsys):
     pictures = {f'{index}.{suffix}': content for index in range(30) for suffix, content in
                 (('png', encoded(picture(index, 256, 256), 'PNG')), ('txt', b'a'))}
@@ -312,8 +313,9 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, caps
     assert not list((tmp_path / 'run/disk').rglob('index.json'))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('number, status, line', [
-    pytest.param(signal.SIGINT, 130, 'interrupted', marks=pytest.mark.long), (signal.SIGTERM, 143, 'ended by SIGTERM')])
+    (signal.SIGINT, 130, 'interrupted'), (signal.SIGTERM, 143, 'ended by SIGTERM')])
 def test_a_signal_ends_a_run_in_one_line_and_the_next_run_goes_on(tmp_path, monkeypatch, capsys, number, status, line):
     out = tmp_path / 'out'
     with local_s3(monkeypatch) as store:

@@ -84,7 +84,8 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize('victim', [pytest.param('command', marks=pytest.mark.long), 'worker'])
+@pytest.mark.long
+@pytest.mark.parametrize('victim', ['command', 'worker'])
 def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_path, monkeypatch, shards, latents,
                                                                   model_folder, victim, capfd):
     out, log = tmp_path / 'latents', tmp_path / 'log'
@@ -203,6 +204,7 @@ def test_a_training_on_latents_says_so_and_counts_what_it_ran(latents, model_fol
     assert record['tflops_per_image'] == pytest.approx((flops['unet'] + flops['text_encoder']) / 1e12)
 
 
+@pytest.mark.long
 def test_sd2_base_on_latents_has_no_vae_and_a_third_less_arithmetic():
     with torch.device('meta'):
         model = StableDiffusion(latents=True)
@@ -254,6 +256,7 @@ def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
     assert 'text_in_loop' in printed and 'stage encode' in printed
 
 
+@pytest.mark.long
 def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder, tmp_path, results):
     model = ['--model_name', model_folder, '--pretrained', '--image_size', '64', '--results', str(results)]
     record = encode.main(['--remote', shards, '--out', 's3://bucket/latents', '--batch_size', '5', *model])

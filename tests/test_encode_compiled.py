@@ -49,6 +49,7 @@ def encoded_moments(remote: str, out, model_folder: str, *flags: str) -> list[np
     return [stored[index]['moments'].numpy() for index in range(stored.num_samples)]
 
 
+@pytest.mark.long
 def test_batches_with_any_number_of_good_images_share_one_graph(graphs, tmp_path, samples, model_folder):
     damaged = [dict(sample) for sample in samples[:18]]  # 4 good images, then 3, 2, 1, 0, and a last batch of 2
     for index in (4, 8, 9, 12, 13, 14, 16, 17):

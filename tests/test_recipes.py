@@ -30,6 +30,7 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_readm
     assert f'--phase {steps * 2048}@{size}' in (ROOT / 'README.md').read_text()
 
 
+@pytest.mark.long
 def test_the_recipes_train_two_phases_and_each_knows_its_end(shards, model_folder, results, tmp_path, capfd):
     small = ['--model_name', model_folder, '--remote', shards, '--batch_size', '4', '--lr_warmup', '2ba',
              '--max_duration', '4ba', '--warmup_batches', '1', '--num_workers', '0', '--results', str(results)]

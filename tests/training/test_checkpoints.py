@@ -275,6 +275,7 @@ def test_a_resume_notices_a_dataset_that_was_made_anew_and_keeps_no_password():
         Safeguard(17, flags={'remote': 's3://***@bucket', 'dataset': 'abd'}).load_state_dict(kept)
 
 
+@pytest.mark.long
 def test_a_run_on_a_dataset_that_was_made_anew_is_refused(tmp_path, results, capfd):
     shards = tmp_path / 'shards'
     argv = ['--remote', write_shards(shards, [good(index) for index in range(8)]), *TINY, '--max_duration', '2ba',

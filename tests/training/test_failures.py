@@ -29,6 +29,7 @@ def test_a_crash_leaves_a_record_that_says_why(results, capfd, monkeypatch):
     assert 'benchmark.py: error: the run failed at batch 1: RuntimeError: out of luck\n' in capfd.readouterr().err
 
 
+@pytest.mark.long
 def test_a_full_disk_at_the_cache_and_at_the_checkpoints_is_one_line(server, tmp_path, results):
     disk = tmp_path / 'disk'
     disk.mkdir()

@@ -42,6 +42,7 @@ def run_twice(argv: list[str]) -> None:
         main([*argv, '--wandb_name', name])
 
 
+@pytest.mark.long
 def test_two_runs_of_one_process_are_two(server, tmp_path):
     argv = ['--use_synth_data', *TINY, '--results', 'results']
     # a process of its own, since W&B keeps its first folder

@@ -33,7 +33,7 @@ def test_a_short_run_leaves_one_line_in_a_log(plain_run):
 
 @pytest.mark.parametrize('first, second, lines', [
     ('2ba', '4ba', ['batch 3 of 4', 'batch 4 of 4']),
-    ('2ba', '12sp', ['batch 3']),
+    pytest.param('2ba', '12sp', ['batch 3'], marks=pytest.mark.long),
 ])
 def test_a_resumed_run_says_from_where_and_counts_to_its_own_end(every_batch, tmp_path, results, capfd, first, second,
                                                                  lines):
