@@ -20,6 +20,7 @@ import pytest
 
 import report
 from cli.options import benchmark_parser, convert_parser, encode_parser, export_parser, report_parser
+from fitting.switch_table import SWITCHES
 from tests.samples import encoded, picture
 
 ROOT = Path(__file__).parents[1]
@@ -158,6 +159,13 @@ def test_every_flag_is_explained_in_some_page():
             flags = {flag for flag in action.option_strings if flag.startswith('--')}
             is_hidden = action.help == '==SUPPRESS=='
             assert not flags or is_hidden or flags & named or flags & {'--help', '--version'}, f'{program} {flags}'
+
+
+def test_the_table_of_switches_has_each_with_its_default():
+    rows = re.findall(r'^\| `--(\w+).*?` \| `?([\w.]+)', (ROOT / 'docs' / 'speed.md').read_text(), re.MULTILINE)
+    for switch in SWITCHES:
+        default = switch.default_in_words or {True: 'on', False: 'off'}.get(switch.default, switch.default)
+        assert (switch.flag, default.split()[0]) in rows
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
