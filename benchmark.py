@@ -369,14 +369,14 @@ def build_run(settings: Settings, data: DataSpec, files: ModelFiles | None = Non
         if settings.training.load_weights and not load_path:
             average = load_initial_weights(settings.training.load_weights, model)
         algorithms = build_algorithms(settings, files, average)
-        microbatch = microbatch_of(settings, model, data)
+        microbatch = find_microbatch(settings, model, data)
         evaluator = None
         if held_out is not None:
             evaluator = build_evaluator(settings, files, held_out, microbatch)
         return start_run(settings, model, files, data, algorithms, evaluator, load_path, microbatch, callbacks)
 
 
-def microbatch_of(settings: Settings, model: StableDiffusion, data: DataSpec) -> int:
+def find_microbatch(settings: Settings, model: StableDiffusion, data: DataSpec) -> int:
     """Images that go through the model at once: as asked for, or found. Raises ValueError if not even one fits."""
     if not settings.searches_microbatch:
         return settings.speed.device_train_microbatch_size

@@ -6,7 +6,7 @@
 torch keeps a list of operators for each device. A CPU's differ from CUDA's: a CPU leaves group_norm, layer_norm and
 softmax in half precision, CUDA computes them in float32, and so autograd keeps them in float32. The lists come from
 torch's own header, so that they are those of the torch that is installed. They are put in the place of the CPU's at the
-same point of the dispatcher, above autograd, so that gradients are cast back as on a GPU. It knows nothing of a model.
+same point of the dispatcher, above autograd, so that gradients are cast back as on a GPU.
 """
 import contextlib
 import re

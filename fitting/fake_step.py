@@ -2,7 +2,7 @@
 
 The model takes a step, forward and backward, under torch's FakeTensorMode. For each operator it is noted which storages
 are alive, and what they are: so the peak is where it is on a device, and not the sum of what is alive at different
-times. It knows nothing of what the model is.
+times.
 """
 import contextlib
 import gc

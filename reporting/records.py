@@ -1,4 +1,4 @@
-"""Throughput records: lines of JSON or rows of CSV, read, checked and made one table. It knows nothing of costs."""
+"""Throughput records: lines of JSON or rows of CSV, read, checked and made one table."""
 
 import csv
 import json
