@@ -132,7 +132,8 @@ def draw_ladder(figure, rows: pd.DataFrame, training_images: int, with_ratios: b
     labels = [wrapped(label, LABEL_CHARACTERS) for label in labels_of_bars(rows)]
     heights = pd.Series([max(2, label.count('\n') + 1.5) for label in labels])  # of a bar and its label, in lines
     centers = heights.cumsum() - heights / 2
-    ratios_are_of_use = with_ratios and rows['measured'].sum() > 1
+    ratios = {printed_figure('speed_over_first', ratio) for ratio in rows['speed_over_first'][rows['measured']]}
+    ratios_are_of_use = with_ratios and len(ratios) > 1
 
     figure.suptitle('Images per second in training Stable Diffusion', x=0.01, ha='left')
     axes = figure.add_subplot(xlabel='images/s')
@@ -254,6 +255,9 @@ def labels_of_bars(rows: pd.DataFrame) -> list[str]:
 
 
 def wrapped(label: str, characters: int) -> str:
-    """A label in at most eight lines, broken between two settings and not within one."""
-    unbroken = label.replace(' ', '\u00a0').replace(',\u00a0', ', ')
+    """A label in at most eight lines, broken between two settings, and within one only where it is longer than a line.
+    """
+    settings = [setting if len(setting) > characters else setting.replace(' ', '\u00a0')
+                for setting in label.split(', ')]
+    unbroken = ', '.join(settings)
     return '\n'.join(textwrap.wrap(unbroken, characters, max_lines=8, placeholder=' …', break_on_hyphens=False))

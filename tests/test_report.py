@@ -627,6 +627,11 @@ def test_bars_of_tables_of_their_own_have_no_ratio(drawn, write):
     assert texts(drawn(write(*SPEEDS)).axes[0])[:3] == ['800.0', '1,000.0', '900.0']
 
 
+def test_bars_that_are_all_as_long_as_the_first_have_no_ratio(drawn, write):
+    runs = [{'date': f'2026-11-2{day}T10:00:00+00:00', 'images_per_sec': 800 + day / 10} for day in range(3)]
+    assert texts(drawn(write(*runs), '--compare').axes[0]) == ['800.0', '800.1', '800.2']
+
+
 def test_a_setting_that_a_record_does_not_state_is_named_so_in_its_label(drawn, write):
     assert labels(drawn(write({}, {'precision': 'fp32'}), '--compare').axes[0]) == [
         'not stated: precision', 'precision fp32']
@@ -721,3 +726,9 @@ def test_neither_torch_nor_matplotlib_is_imported_for_a_table():
     code = ('import report, sys; report.main(sys.argv[1:]); '
             'assert not {"torch", "matplotlib"} & {*sys.modules}')
     subprocess.run([sys.executable, '-c', code, PUBLISHED], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_label_breaks_between_settings_and_a_long_name_before_it_breaks_within():
+    label = figures.wrapped('H200 Über, model_name Über/eine-Architektur-mit-langem-Namen, compile yes', 40)
+    assert label.replace('\u00a0', ' ').split('\n') == [
+        'H200 Über, model_name', 'Über/eine-Architektur-mit-langem-Namen,', 'compile yes']

@@ -58,6 +58,7 @@ def test_datasets_share_a_folder_and_read_their_own(tmp_path, shards):
     for remote, words in ((shards, 'picture number'), (other, 'picture')):
         dataset = StreamingLAIONDataset(remote, folder, batch_size=1)
         assert captions(dataset) == [f'{words} {index}' for index in range(24)]
+    assert len(list(Path(folder).rglob('shard.00000.mds'))) == 2
 
 
 def test_a_whole_cache_is_a_dataset(shards, tmp_path):
