@@ -74,7 +74,7 @@ def lasting_bytes(settings: Settings, model: DiffusionModel, num_devices: int) -
     """
     unet = parameter_bytes(model.unet)
     needed = {'weights': unet, 'gradients': unet}
-    for item, copies in copies_of_weights(settings.optimizer.use_ema, num_devices).items():
+    for item, copies in copies_of_weights(settings.optimizer.use_ema).items():
         needed[item] = copies * unet
     needed['text encoder'] = parameter_bytes(model.text_encoder)
     if model.vae is not None:
@@ -84,14 +84,20 @@ def lasting_bytes(settings: Settings, model: DiffusionModel, num_devices: int) -
     return needed
 
 
-def copies_of_weights(use_ema: bool, num_devices: int) -> dict[str, int]:
-    """How many tensors as large as a weight a run holds beside it and its gradient."""
+def copies_of_weights(use_ema: bool) -> dict[str, int]:
+    """How many tensors as large as a weight a run holds beside it and its gradient, whatever the microbatch."""
     copies = {'Adam moments': ADAM_MOMENTS}
     if use_ema:
         copies['average of the weights'] = 1
-    if num_devices > 1:
-        copies['gradient buckets'] = 1  # DistributedDataParallel's, beside the gradients themselves
     return copies
+
+
+def has_buckets(microbatch: int, share: int, num_devices: int) -> bool:
+    """Whether DistributedDataParallel holds a copy of all gradients in its buckets.
+
+    Where a device's share of the batch is one microbatch, the gradients lie in them (fitting/switches.py).
+    """
+    return num_devices > 1 and microbatch < share
 
 
 def parameter_bytes(module: torch.nn.Module) -> int:
@@ -132,8 +138,10 @@ def needed_bytes(settings: Settings, lasting: dict[str, int], step: StepMemory, 
         microbatch: images that go through the model at once.
         num_devices: that share the batch.
     """
-    accumulated = microbatch < settings.data.batch_size // num_devices
-    within = lasting | step.peak(microbatch, accumulated)
+    share = settings.data.batch_size // num_devices
+    if has_buckets(microbatch, share, num_devices):
+        lasting = lasting | {'gradient buckets': lasting['gradients']}
+    within = lasting | step.peak(microbatch, accumulated=microbatch < share)
     updating = dict(lasting)
     if not settings.speed.fused_optimizer:
         updating['working memory'] = lasting['weights']  # what Adam divides by, of all weights at once

@@ -13,7 +13,7 @@ from composer import ComposerModel
 from composer.core import DataSpec, get_precision_context
 from composer.utils import dist, get_device
 
-from fitting.memory import ADAM_MOMENTS, copies_of_weights
+from fitting.memory import ADAM_MOMENTS, copies_of_weights, has_buckets
 from inputs.captions import CAPTION_LENGTH
 from inputs.errors import is_out_of_memory
 from inputs.shards import LATENTS
@@ -47,8 +47,14 @@ def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precis
     """
     get_device().module_to_device(model)
     exchange_a_bucket()
+
+    def is_fitting(size: int) -> bool:
+        copies = sum(copies_of_weights(use_ema).values()) - ADAM_MOMENTS
+        copies += has_buckets(size, share, dist.get_world_size())
+        return on_all_ranks(fits(model, data, size, precision, copies))
+
     with random_state_kept(), torch.compiler.set_stance('force_eager'):
-        size = largest_that_fits(share, lambda size: on_all_ranks(fits(model, data, size, precision, use_ema)))
+        size = largest_that_fits(share, is_fitting)
     if size is None:
         raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of '
                          f'{memory_of_device()}; use --gradient_checkpointing, a smaller image, or a smaller '
@@ -105,10 +111,13 @@ def on_all_ranks(mine: bool) -> bool:
     return bool(agreed.item())
 
 
-def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, use_ema: bool) -> bool:
-    """Whether `size` images at once can be trained on this rank. Nothing that the try needed is left in memory."""
+def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:
+    """Whether `size` images at once can be trained on this rank, beside so many copies of the weights.
+
+    Nothing that the try needed is left in memory.
+    """
     try:
-        train_twice(model, data, size, precision, use_ema)
+        train_twice(model, data, size, precision, copies)
         return True
     except RuntimeError as error:
         if not is_too_large(error, size):
@@ -123,13 +132,13 @@ def is_too_large(error: RuntimeError, size: int) -> bool:
     return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
-def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str, use_ema: bool) -> None:
+def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> None:
     """Two batches of `size` images, beside what a run holds. Raises RuntimeError if they are too many.
 
     Adam's moments come between them, as in a run: they go where the activations of the first have left room, and the
     activations of the second have to find theirs beside them.
     """
-    beside = memory_beside(model, use_ema)
+    beside = memory_beside(model, copies)
     forward_and_backward(model, data, size, precision)
     beside += adam_moments(model)
     forward_and_backward(model, data, size, precision)
@@ -157,12 +166,11 @@ def free_memory(model: ComposerModel) -> None:
         torch.cuda.empty_cache()
 
 
-def memory_beside(model: ComposerModel, use_ema: bool) -> list[torch.Tensor]:
+def memory_beside(model: ComposerModel, copies: int) -> list[torch.Tensor]:
     """As much memory as a run holds from its first batch on, beside weights and activations.
 
     The gradients are put where they belong: all but the first microbatch of a batch find them there.
     """
-    copies = sum(copies_of_weights(use_ema, dist.get_world_size()).values()) - ADAM_MOMENTS
     held = []
     for parameter in trainable(model):
         parameter.grad = torch.zeros_like(parameter)

@@ -64,6 +64,12 @@ def test_the_originals_microbatch_of_4_fits_40_gb_with_fused_attention_and_witho
     assert fused.largest_microbatch(CARDS['40 GB']) >= 4
 
 
+def test_buckets_are_counted_where_gradients_lie_beside_them(milabench):
+    of_eight = dataclasses.replace(milabench, settings=arguments('--dry_run', '8', '--batch_size', '256'))
+    assert of_eight.needed(16)['gradient buckets'] == milabench.lasting['gradients']
+    assert 'gradient buckets' not in of_eight.needed(32) | milabench.needed(16)
+
+
 def test_an_optimizer_that_is_not_fused_has_its_temporaries_when_activations_are_gone(milabench):
     settings = arguments('--dry_run', '--no-fused_optimizer')
     plain = dataclasses.replace(milabench, settings=settings)

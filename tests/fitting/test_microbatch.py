@@ -151,10 +151,22 @@ def test_nothing_of_a_try_is_alive_when_the_next_begins(model, monkeypatch, wher
     assert not [tensor for tensor in alive if tensor() is not None]
 
 
-@pytest.mark.parametrize('flags, ranks, copies', [([], 1, 0), (['--use_ema'], 1, 1), ([], 2, 1), (['--use_ema'], 2, 2)])
-def test_adams_moments_the_average_and_ddps_buckets_have_their_memory(model, monkeypatch, flags, ranks, copies):
+@pytest.mark.parametrize('flags, ranks, copies', [
+    ([], 1, {1: 0, 2: 0}), (['--use_ema'], 1, {1: 1, 2: 1}), ([], 2, {1: 1, 2: 0}), (['--use_ema'], 2, {1: 2, 2: 1})])
+def test_the_average_and_ddps_buckets_are_beside_a_try_where_the_run_will_have_them(model, monkeypatch, flags, ranks,
+                                                                                    copies):
+    """In two microbatches gradients lie beside the buckets; in one they lie in them."""
+    tried = {}
     monkeypatch.setattr(microbatch.dist, 'get_world_size', lambda: ranks)
-    held = memory_beside(model, use_ema=bool(flags))
+    monkeypatch.setattr(microbatch, 'fits',
+                        lambda model, data, size, precision, held: tried.setdefault(size, held) is not None)
+    largest_microbatch(model, None, 2, 'fp32', use_ema=bool(flags))
+    assert tried == copies
+
+
+@pytest.mark.parametrize('copies', [0, 2])
+def test_copies_and_adams_moments_have_their_memory(model, copies):
+    held = memory_beside(model, copies)
     weights = sum(parameter.nbytes for parameter in model.unet.parameters())
     assert sum(tensor.nbytes for tensor in held) == copies * weights
     assert sum(tensor.nbytes for tensor in adam_moments(model)) == 2 * weights
