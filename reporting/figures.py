@@ -28,6 +28,7 @@ LINE_INCHES = 0.18       # of a label
 LABEL_CHARACTERS = 45    # of a line of a bar's label
 FOOTER_CHARACTERS = 140
 LEGEND_CHARACTERS = 110
+MOST_LINES = 8           # of a label
 STYLE = {
     'text.parse_math': False,  # a $ in a name begins no formula
     'axes.spines.top': False,
@@ -259,5 +260,9 @@ def wrapped(label: str, characters: int) -> str:
     """
     settings = [setting if len(setting) > characters else setting.replace(' ', '\u00a0')
                 for setting in label.split(', ')]
-    unbroken = ', '.join(settings)
-    return '\n'.join(textwrap.wrap(unbroken, characters, max_lines=8, placeholder=' …', break_on_hyphens=False))
+    lines = []
+    for line in textwrap.wrap(', '.join(settings), characters, break_long_words=False, break_on_hyphens=False):
+        lines += textwrap.wrap(line, characters)  # a name that is longer than a line, at its hyphens
+    if len(lines) > MOST_LINES:
+        lines = [*lines[:MOST_LINES - 1], f'{lines[MOST_LINES - 1]} …']
+    return '\n'.join(lines)

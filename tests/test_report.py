@@ -728,7 +728,8 @@ def test_neither_torch_nor_matplotlib_is_imported_for_a_table():
     subprocess.run([sys.executable, '-c', code, PUBLISHED], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
-def test_a_label_breaks_between_settings_and_a_long_name_before_it_breaks_within():
-    label = figures.wrapped('H200 Über, model_name Über/eine-Architektur-mit-langem-Namen, compile yes', 40)
+def test_a_label_breaks_between_settings_and_a_name_longer_than_a_line_begins_one_and_breaks_at_a_hyphen():
+    label = figures.wrapped('H200 Über, model_name Über/eine-Architektur-mit-sehr-langem-Namen, compile yes', 40)
     assert label.replace('\u00a0', ' ').split('\n') == [
-        'H200 Über, model_name', 'Über/eine-Architektur-mit-langem-Namen,', 'compile yes']
+        'H200 Über, model_name', 'Über/eine-Architektur-mit-sehr-langem-', 'Namen,', 'compile yes']
+    assert figures.wrapped('a b, ' * 10, 4).split('\n')[7:] == ['a\u00a0b, …']
