@@ -64,7 +64,7 @@ from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from settings import OptimizerSettings, Settings
+from settings.subjects import OptimizerSettings, Settings
 from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import WholeCheckpoints, leave_out_empty_scaler, newest_checkpoint, tensors_alone_are_loaded
 from training.evaluation import LABEL, METRIC, Evaluations, PatientTrainer

@@ -33,8 +33,8 @@ from cli.next_command import training_command
 from inputs.errors import DataError, one_line
 from inputs.stores import streaming_address
 from parts.engine import Part, WorkerFailed, make_parts
-from parts.local_workers import LocalWorkers
 from parts.held_out import TooFewSamples, find_edge, give_back, parts_with_held_out, refuse_leftovers, remove_replaced
+from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
 from parts.names import File, held_out_beside
 from parts.output import DAMAGED, SKIPPED, Output, claim, finished_parts, open_output, redo, refuse_finished, release

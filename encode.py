@@ -46,7 +46,7 @@ from parts.output import Output, claim, finished_parts, open_output, refuse_fini
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_encoder
-from settings import ENCODING_FLAGS, EncodingFlags
+from settings.subjects import ENCODING_FLAGS, EncodingFlags
 from training.failures import reason
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead

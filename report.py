@@ -187,7 +187,7 @@ def remarks_on_costs(records: pd.DataFrame, given: Assumptions) -> list[str]:
     """Which records have no days or no price."""
     remarks = []
     if (records['model_name'] == 'tiny').any() and not given.counts_tiny:
-        remarks.append('The model tiny, which nobody trains for real, has no days and no cost; --training_images asks '
+        remarks.append('The model tiny is for trying things out and has no days and no cost; --training_images asks '
                        'for them.')
     if records['on_cpu'].any():
         remarks.append('Ranks on a CPU have no GPU-hours and no cost.')

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fitting.switch_table import SWITCHES, switch_of
+from settings.switch_table import SWITCHES, switch_of
 
 ROOT = Path(__file__).parent.parent
 SECONDS_FOR_REPORT = 60

@@ -14,12 +14,11 @@ from composer.utils import dist
 
 from cli.defaults import INTERVALS, is_for_gpus, workers_that_fit
 from cli.options import split_time
-from fitting import switch_table
-from fitting.switch_table import Value
 from inputs.shards import parse_size
 from measuring.measurement import total_batches
 from measuring.tracing import TRACE_WARMUP, TRACED_BATCHES
-from settings import (
+from settings import switch_table
+from settings.subjects import (
     DataSettings,
     DrawingSettings,
     EncodingFlags,
@@ -28,6 +27,7 @@ from settings import (
     Settings,
     SpeedSettings,
 )
+from settings.switch_table import Value
 from training.checkpoints import checkpoints, from_storage
 from training.sampling import read_prompts
 

@@ -8,14 +8,14 @@ import torch
 from composer.utils import dist
 
 from cli.early_checks import number_of_devices
-from fitting import switch_table
-from fitting.switch_table import Situation
 from inputs.sample_size import bytes_of_sample, most_bytes_of_sample
 from inputs.shared_memory import free_bytes
 from inputs.timed_loader import queued_batches
 from measuring.costs import TRAINING_IMAGES
 from measuring.measurement import QUEUES_IN_WINDOW
-from settings import ENCODER_PRECISIONS, EncodingFlags, Settings, settings_from, subject_from
+from settings import switch_table
+from settings.subjects import ENCODER_PRECISIONS, EncodingFlags, Settings, settings_from, subject_from
+from settings.switch_table import Situation
 from training.ranks import cores_per_rank
 
 MOST_WORKERS = 8

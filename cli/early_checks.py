@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from cli.options import Parser
-from fitting import switch_table
 from inputs.errors import one_line
 from parts.names import held_out_beside
+from settings import switch_table
 
 TRAINING_PACKAGES = ('torch', 'composer', 'streaming', 'diffusers')
 REPORT_PACKAGES = ('pandas', 'tabulate')

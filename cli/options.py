@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-from fitting import switch_table
-from fitting.switch_table import Switch
 from inputs.hub import SD2_BASE
 from measuring.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Phase
 from measuring.versions import git_commit, package_versions
+from settings import switch_table
+from settings.switch_table import Switch
 
 GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
           'evaluation and drawing', 'logging', 'cost')

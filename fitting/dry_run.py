@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from composer.utils import dist
 from tqdm import tqdm
 
-from fitting import switch_table
 from fitting.fake_step import FakeModel, StepMemory, build_fake
 from fitting.memory import (
     GIB,
@@ -23,13 +22,14 @@ from fitting.memory import (
     trace_training,
 )
 from fitting.microbatch import divisors
-from fitting.switch_table import Switch
 from inputs.shards import read_index, require_columns
 from measuring.costs import days_to_train, gpu_hours
+from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, find_model
 from models.peaks import PEAKS, peak_of
-from models.diffusion_model import DiffusionModel
-from settings import Settings
+from settings import switch_table
+from settings.subjects import Settings
+from settings.switch_table import Switch
 
 CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
 SHARES_OF_PEAK = (1, 0.5, 0.3)

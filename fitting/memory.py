@@ -15,10 +15,10 @@ from composer.utils import dist
 from fitting.fake_step import FakeModel, StepMemory, trace_step
 from inputs.captions import CAPTION_LENGTH
 from inputs.shards import LATENTS
-from models.loading import ModelFiles
 from measuring.gpu_monitor import GIB
 from models.diffusion_model import DiffusionModel
-from settings import Settings
+from models.loading import ModelFiles
+from settings.subjects import Settings
 
 # What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.

@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.clip.modeling_clip import CLIPEncoder
 
 from fitting.compiling import compile_blocks, compile_in_place, compile_mode
-from fitting.switch_table import ATTENTION_BACKENDS
 from inputs.errors import one_line
-from models.norms import switch_norms_to_half
 from models.diffusion_model import DiffusionModel
-from settings import SpeedSettings
+from models.norms import switch_norms_to_half
+from settings.subjects import SpeedSettings
+from settings.switch_table import ATTENTION_BACKENDS
 
 SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
                  'efficient': SDPBackend.EFFICIENT_ATTENTION, 'math': SDPBackend.MATH}

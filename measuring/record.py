@@ -18,7 +18,7 @@ from composer.utils.collect_env import get_cpu_model
 from measuring.costs import days_to_train, gpu_hours
 from measuring.measurement import ASIDE, QUEUES_IN_WINDOW
 from measuring.versions import git_commit, package_versions
-from settings import LOADER_FLAGS, TRAINING_FLAGS, Settings
+from settings.subjects import LOADER_FLAGS, TRAINING_FLAGS, Settings
 
 # such as ;AccountKey=... in a connection string of Azure
 SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)

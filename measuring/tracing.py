@@ -9,7 +9,7 @@ from composer import Callback
 from composer.core import State
 from composer.profiler import JSONTraceHandler, Profiler, ProfilerAction
 
-from settings import MeasurementSettings
+from settings.subjects import MeasurementSettings
 
 TRACE_WARMUP = 1   # batches in which the profiler itself warms up
 TRACED_BATCHES = 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from fitting.switch_table import SWITCHES
+from settings.switch_table import SWITCHES
 
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
 # More devices leave each a smaller share of a fixed batch: to be one table, all runs need a microbatch that fits them.

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from cli.options import benchmark_parser
-from fitting.switch_table import Situation, switch_of
 from reporting.records import IDENTITY, SETTINGS, SWITCHES_OF_SPEED, one_line_of_text
-from settings import ENCODER_PRECISIONS
+from settings.subjects import ENCODER_PRECISIONS
+from settings.switch_table import Situation, switch_of
 
 COLUMNS = {  # key: heading, template and decimals in print; {} in a heading stands for the kind of device
     'num_devices': ('{}s', '{}', 0),

@@ -11,7 +11,7 @@ import torch
 from benchmark import main
 from cli.defaults import fill_in_training_defaults
 from cli.options import benchmark_parser
-from settings import Settings
+from settings.subjects import Settings
 from training.checkpoints import checkpoints, load_checkpoint
 
 ROOT = Path(__file__).parent.parent

@@ -20,7 +20,7 @@ import pytest
 
 import report
 from cli.options import benchmark_parser, convert_parser, encode_parser, export_parser, report_parser
-from fitting.switch_table import SWITCHES
+from settings.switch_table import SWITCHES
 from tests.samples import encoded, picture
 
 ROOT = Path(__file__).parents[1]

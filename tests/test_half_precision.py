@@ -12,7 +12,7 @@ from ema import EMA
 from fitting.cuda_autocast import cuda_rules
 from models.latents import vae_moments
 from models.loading import DTYPES, SD2_BASE, find_model
-from settings import Settings
+from settings.subjects import Settings
 from tests.cuda_rules import HALF, Dtypes, Fault, composer_on_a_gpu, one_rank
 from tests.runs import TINY, settings_of
 

@@ -16,7 +16,7 @@ from measuring.record import UNMEASURED, keep, redacted, summary, training_setti
 from measuring.tracing import PROFILED, attention_kernels
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
-from settings import Settings
+from settings.subjects import Settings
 from training.checkpoints import save_interrupted
 from training.evaluation import Evaluations, take_live_weights_back
 from training.failures import reason

@@ -20,7 +20,7 @@ from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
 from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
-from settings import Settings
+from settings.subjects import Settings
 from training.own_files import written_whole
 from training.ranks import SECONDS_FOR_DRAWINGS, patient_group
 

@@ -11,7 +11,7 @@ from fitting.fake_step import FakeModel, build_fake
 from fitting.memory import GIB, build_outline, taken_on_a_gpu
 from models.loading import find_model
 from models.peaks import PEAKS
-from settings import Settings
+from settings.subjects import Settings
 from tests.runs import one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']

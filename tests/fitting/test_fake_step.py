@@ -11,7 +11,7 @@ from fitting.cuda_autocast import cuda_rules
 from fitting.fake_step import AUTOCAST_DTYPES, ITEMS, FakeModel, StepMemory, build_fake
 from fitting.memory import build_outline, trace_training
 from models.loading import find_model
-from settings import Settings
+from settings.subjects import Settings
 from tests.runs import settings_of
 
 IMAGES = 3  # not the number that is traced

@@ -10,7 +10,7 @@ from inputs.shards import read_index
 from parts.encoding import Encoder
 from parts.engine import Part
 from parts.output import claim, open_output
-from settings import EncodingFlags
+from settings.subjects import EncodingFlags
 
 
 def parsed(remote: str, out, model_folder: str, *flags: str) -> EncodingFlags:

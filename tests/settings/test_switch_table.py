@@ -3,14 +3,14 @@ import json
 import subprocess
 import sys
 
-from fitting.switch_table import SWITCHES, Situation, switch_of
+from settings.switch_table import SWITCHES, Situation, switch_of
 from tests.runs import ROOT
 
 # In a process of its own: the table is read where these modules are imported.
 WITH_AN_ENTRY = '''
 import argparse, dataclasses, json
-from fitting import switch_table
-from fitting.switch_table import Switch, Value
+from settings import switch_table
+from settings.switch_table import Switch, Value
 
 switch_table.SWITCHES += (Switch('turbo', 'go faster', needs_half_precision=True, bears_on_memory=True,
                                  values=(Value(True, '0 to 1 %'),)),)
@@ -19,7 +19,7 @@ from benchmarks.ladder import Machine, rungs
 from cli.options import benchmark_parser
 from reporting.records import SETTINGS
 from reporting.tables import defaults
-from settings import SpeedSettings, TRAINING_FLAGS
+from settings.subjects import SpeedSettings, TRAINING_FLAGS
 
 parser = benchmark_parser('')
 help = ' '.join(parser.format_help().split())

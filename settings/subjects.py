@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fitting.switch_table import flags_of_switches
+from settings.switch_table import flags_of_switches
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 from cli.defaults import fill_in_training_defaults
 from cli.options import benchmark_parser
 from measuring.record import training_settings
-from settings import Settings
+from settings.subjects import Settings
 from tests.runs import TINY, settings_of
 
 
