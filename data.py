@@ -123,7 +123,7 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         cache_limit: bytes, or a text such as 500gb, that the copies may take: the oldest are dropped.
         kwargs: more for `streaming.StreamingDataset`.
 
-    ValueError: `local` cannot be written, or an argument is not one that these shards can have.
+    Raises ValueError if `local` cannot be written, or an argument is not one that these shards can have.
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
@@ -199,7 +199,7 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
     def sample(self, index: int) -> dict:
         """`image` uint8 (3, H, H) or `moments` float16 (8, H/8, H/8), and `caption`.
 
-        ValueError: the sample is bad; DataError: its shard cannot be had, or is not what index.json says.
+        Raises ValueError if the sample is bad, and DataError if its shard cannot be had or is not what index.json says.
         """
         try:
             columns = super().__getitem__(index)
@@ -225,7 +225,7 @@ def place_of_shards(remote: str | None, local: str | None, index: dict) -> tuple
 
     Of folders, only shards that are not compressed are read in place: the others would be unpacked among them.
 
-    ValueError: `local` cannot be written.
+    Raises ValueError if `local` cannot be written.
     """
     only_place = remote or local
     parent = local if remote else None  # of the cache
@@ -265,7 +265,7 @@ class BadSamples:
         self.found: set[int] = set()  # the bad ones
 
     def __call__(self, batch: dict) -> dict:
-        """The batch without its `bad_samples`. DataError: too many are bad."""
+        """The batch without its `bad_samples`. Raises DataError if too many are bad."""
         self.read += batch.pop('read', len(batch['caption']))
         for index, reason in batch.pop('bad_samples', ()):
             if index not in self.found:
@@ -298,7 +298,8 @@ def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> 
     Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. Those that
     the batch's `flip` bool (B,) names are mirrored. Moments stay as they are.
 
-    ValueError: the images are whole numbers of another type, so that nothing says what is black and what is white.
+    Raises ValueError if the images are whole numbers of another type, so that nothing says what is black and what is
+    white.
     """
     if LATENTS in batch:
         return batch
@@ -320,8 +321,8 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         tokenizer: for the streamed dataset's captions, which it gives as text from here on.
         max_bad_samples: the share that may be bad before the run ends.
 
-    ValueError: the streamed dataset has a transform, where images are scaled on the device here, or an epoch's order
-    does not fit into the shared memory.
+    Raises ValueError if the streamed dataset has a transform, where images are scaled on the device here, or an epoch's
+    order does not fit into the shared memory.
     """
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)

@@ -135,7 +135,7 @@ class EMA(Algorithm):
         update_interval: time between updates, in the units of `half_life`. Default: 1 of them.
 
     Raises:
-        ValueError: both of the first two are given, or one is out of range, or a time has the wrong unit.
+        Raises ValueError if both of the first two are given, or one is out of range, or a time has the wrong unit.
     """
 
     def __init__(self, half_life: str | None = None, smoothing: float | None = None, ema_start: str = '0.0dur',
@@ -194,7 +194,7 @@ class EMA(Algorithm):
         """A model that shares memory with the averages, and with `model` what is not averaged. `model` is not touched.
 
         Raises:
-            ValueError: no update was made yet, or the averages are swapped into `model` for an evaluation.
+            Raises ValueError if no update was made yet, or the averages are swapped into `model` for an evaluation.
         """
         if not self.ema_started or self.ema_weights_active:
             raise ValueError('there is no average beside the model: call this after the first EMA update, '

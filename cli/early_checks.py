@@ -80,7 +80,8 @@ def refuse_early_encoding(args: argparse.Namespace) -> None:
 
 
 def refuse_early_conversion(args: argparse.Namespace) -> None:
-    """ValueError: a SOURCE is not there, or OUT is something else than a folder that convert.py can begin or go on in.
+    """Raises ValueError if a SOURCE is not there, or OUT is something else than a folder that convert.py can begin or
+    go on in.
 
     `parts` looks at both more closely, and at those in stores.
     """
@@ -109,8 +110,8 @@ def refuse_occupied_folder(out: str) -> None:
 
 
 def refuse_early_report(args: argparse.Namespace) -> None:
-    """ValueError: records are not there, a file to write is a folder or holds the records, or a picture's name says no
-    format.
+    """Raises ValueError if records are not there, a file to write is a folder or holds the records, or a picture's name
+    says no format.
     """
     records = {Path(path).resolve() for path in args.records}
     for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png')):

@@ -57,10 +57,15 @@ class Parser(argparse.ArgumentParser):
             self.error(f'{error} in a file of flags: {arg_line.strip()}')
 
     def parse_known_args(self, args=None, namespace=None):
+        for argument in sys.argv[1:] if args is None else args:
+            if argument.startswith('@') and not os.path.isfile(argument[1:]):
+                self.error(f'{argument} names no file of flags; check the name behind the @')
         try:
             return super().parse_known_args(args, namespace)
         except UnicodeDecodeError:
             self.error('a file of flags, named by @FILE, is no text')
+        except RecursionError:
+            self.error('a file of flags, named by @FILE, names itself; take that line out')
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """As argparse does, but for a flag that is none, with which it names the nearest one."""
@@ -168,7 +173,7 @@ def microbatch(text: str) -> int | Literal['auto']:
 
 
 def split_time(text: str) -> tuple[float, str]:
-    """The number and the unit of a time such as 5000ba, 2ep or 0.5dur. ValueError: it is none."""
+    """The number and the unit of a time such as 5000ba, 2ep or 0.5dur. Raises ValueError if it is none."""
     match = re.fullmatch('([-0-9.e+_]+)(' + '|'.join(TIME_UNITS) + ')', text)
     if not match:
         raise ValueError(text)

@@ -39,7 +39,7 @@ def cache_folder(remote: str, index: dict, parent: str | None = None) -> str:
         index: the index.json of `remote`.
         parent: folder that the cache lies in; default: one of this user alone.
 
-    ValueError: it cannot be written, or the default folder is somebody else's.
+    Raises ValueError if it cannot be written, or the default folder is somebody else's.
     """
     parent = parent or private_parent()
     if os.path.isdir(remote):
@@ -54,7 +54,7 @@ def cache_folder(remote: str, index: dict, parent: str | None = None) -> str:
 
 
 def private_parent() -> Path:
-    """The folder of this user alone that caches lie in by default. ValueError: it is somebody else's."""
+    """The folder of this user alone that caches lie in by default. Raises ValueError if it is somebody else's."""
     root = Path(tempfile.gettempdir(), f'mds-cache-{os.getuid()}')
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
@@ -103,7 +103,7 @@ def say_unused_caches(remote: str, folder: str) -> None:
 
 def hold_cache(folder: str, alone: bool) -> tuple[int, bool]:
     """A descriptor that holds a cache for as long as it is open, here or in a forked process; and whether nobody else
-    was using the cache. ValueError: another run does, and one of the two drops shards from it.
+    was using the cache. Raises ValueError if another run does, and one of the two drops shards from it.
 
     Runs that only add shards share a cache.
 

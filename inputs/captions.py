@@ -36,7 +36,7 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
 
 
 def load_transformers_tokenizer(name: str):
-    """The transformers tokenizer in a folder or a hub's repository. ValueError: there is none."""
+    """The transformers tokenizer in a folder or a hub's repository. Raises ValueError if there is none."""
     from transformers import AutoTokenizer
     folder = local_folder('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
     if (folder / 'tokenizer').is_dir():
@@ -53,7 +53,7 @@ def load_transformers_tokenizer(name: str):
 def pipeline_tokenizer(name: str | None = None):
     """The tokenizer of `build_tokenizer` as a transformers tokenizer, which gives a diffusers pipeline the same ids.
 
-    ValueError: there is none of that name.
+    Raises ValueError if there is none of that name.
     """
     if name is not None:
         tokenizer = load_transformers_tokenizer(name)
@@ -90,7 +90,10 @@ def clip_tokenizer() -> Tokenizer:
 
 
 def clip_merges() -> list[tuple[str, str]]:
-    """The pairs of symbols that CLIP's vocabulary merges, in their order. ValueError: open_clip_torch is missing."""
+    """The pairs of symbols that CLIP's vocabulary merges, in their order.
+
+    Raises ValueError if open_clip_torch is missing.
+    """
     package = importlib.util.find_spec('open_clip')  # finds the file without the 3 s of importing open_clip
     if package is None:
         raise ValueError('--tokenizer needs the package open_clip_torch for its vocabulary; install it or name one')

@@ -8,7 +8,7 @@ SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built 
 def local_folder(flag: str, name: str, patterns: list[str]) -> Path:
     """The folder `name`, or what matches `patterns` of the hub's repository, downloaded once.
 
-    ValueError: there is neither; it names `flag`.
+    Raises ValueError if there is neither; it names `flag`.
     """
     if os.path.isdir(name):
         return Path(name)

@@ -49,7 +49,7 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
     """The centre square of an image of any of FORMATS, uint8 (3, H, H), upright and in RGB.
 
     Args:
-        data: the encoded image. ValueError: it does not decode, or would take more than MOST_BYTES of memory.
+        data: the encoded image. Raises ValueError if it does not decode, or would take more than MOST_BYTES of memory.
         image_size: a larger square is reduced to this many pixels a side (antialiased); None leaves the size.
     """
     image = decode_whole_image(data, image_size)
@@ -66,7 +66,7 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
     """All of an image of any of FORMATS, uint8 (3, H, W), upright and in RGB.
 
     Args:
-        data: the encoded image. ValueError: it does not decode, or would take more than MOST_BYTES of memory.
+        data: the encoded image. Raises ValueError if it does not decode, or would take more than MOST_BYTES of memory.
         image_size: a much larger image may be decoded smaller, with no side shorter than this.
     """
     try:

@@ -21,7 +21,7 @@ def most_bytes_of_sample(image_size: int) -> int:
 def bytes_of_sample(remote: str, image_size: int) -> int:
     """Bytes of a sample in a batch: of latents exactly, of images as many as the first of three shards suggest.
 
-    Batches of images that differ in size are brought to `image_size`. ValueError: the dataset cannot be read.
+    Batches of images that differ in size are brought to `image_size`. Raises ValueError if the dataset cannot be read.
     """
     index = read_index(remote)
     require_columns(remote, index)
@@ -41,7 +41,7 @@ def bytes_of_sample(remote: str, image_size: int) -> int:
 def sides_of_images(remote: str, index: dict, image_size: int) -> set[int]:
     """Pixels a side, as they come in a batch, of the first images of the first, the middle and the last shard.
 
-    DataError: a shard cannot be had.
+    Raises DataError if a shard cannot be had.
     """
     sides = set()
     with tempfile.TemporaryDirectory() as folder:

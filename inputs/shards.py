@@ -26,7 +26,9 @@ LARGEST_SHARD = 2 ** 32  # bytes: a shard says in four where each sample begins
 
 
 def read_index(remote: str, flag: str = '--remote') -> dict:
-    """The index.json of a dataset of MDS shards. ValueError: there is none, or none that can be read and trusted.
+    """The index.json of a dataset of MDS shards.
+
+    Raises ValueError if there is none, or none that can be read and trusted.
 
     Errors name the `flag` that the dataset was given by.
     """
@@ -52,7 +54,7 @@ def index_hash(index: dict) -> str:
 
 
 def fetch_index(remote: str, flag: str = '--remote') -> bytes:
-    """The bytes of a dataset's index.json, from a folder or an object store. ValueError: they cannot be had."""
+    """The bytes of a dataset's index.json, from a folder or a store. Raises ValueError if they cannot be had."""
     is_folder = os.path.isdir(remote)
     if not is_folder and '://' not in remote and not remote.startswith('dbfs:/'):
         raise ValueError(f'{flag} {remote} is no folder here, and no address such as s3://bucket/folder; check the '
@@ -74,7 +76,7 @@ def fetch_index(remote: str, flag: str = '--remote') -> bytes:
 
 
 def refuse_unfinished(flag: str, remote: str, folder: str) -> None:
-    """ValueError: a remote without an index.json holds the beginning of a dataset.
+    """Raises ValueError if a remote without an index.json holds the beginning of a dataset.
 
     Args:
         flag: what the error calls it.
@@ -123,7 +125,7 @@ def fault_of_entry(shard: dict) -> str | None:
 
 
 def refuse_bad_columns(shard: dict) -> None:
-    """ValueError: the columns of a shard have not each a name, a type, and a size or None."""
+    """Raises ValueError if the columns of a shard have not each a name, a type, and a size or None."""
     names, encodings, sizes = (shard[key] for key in ('column_names', 'column_encodings', 'column_sizes'))
     if not len(names) == len(encodings) == len(sizes):
         raise ValueError(f'a shard has {len(names)} column_names, {len(encodings)} column_encodings and {len(sizes)} '
@@ -137,7 +139,7 @@ def refuse_bad_columns(shard: dict) -> None:
 
 
 def refuse_bad_file(file: dict) -> None:
-    """ValueError: the entry of a file has no name, size or hashes that Streaming takes."""
+    """Raises ValueError if the entry of a file has no name, size or hashes that Streaming takes."""
     if file.keys() != FILE_KEYS or not isinstance(file['basename'], str) or not file['basename']:
         raise ValueError(f'a shard has a file of {str(file)[:100]}')
     refuse_bad_number('bytes of a shard', file['bytes'])
@@ -147,13 +149,13 @@ def refuse_bad_file(file: dict) -> None:
 
 
 def refuse_bad_number(what: str, value: int) -> None:
-    """ValueError: `value` is no number, is negative, or is more than any shard has."""
+    """Raises ValueError if `value` is no number, is negative, or is more than any shard has."""
     if type(value) is not int or not 0 <= value < LARGEST_SHARD:
         raise ValueError(f'{what} is {value!r}, not a number from 0 to {LARGEST_SHARD - 1}')
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes, of a number or a text such as 500gb. ValueError: it is no size."""
+    """Bytes, of a number or a text such as 500gb. Raises ValueError if it is no size."""
     try:
         return bytes_to_int(text)
     except OverflowError:
@@ -161,7 +163,7 @@ def parse_size(text: str | int) -> int:
 
 
 def require_columns(remote: str, index: dict, flag: str = '--remote') -> None:
-    """ValueError: a shard of `index` lacks a column, of images and captions or of latents and captions."""
+    """Raises ValueError if a shard of `index` lacks a column, of images and captions or of latents and captions."""
     for shard in index['shards']:
         columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
         needed = dict(MDS_COLUMNS)
@@ -175,7 +177,7 @@ def require_columns(remote: str, index: dict, flag: str = '--remote') -> None:
 
 
 def require_cache_for(remote: str, index: dict, cache_limit: str | int | None) -> None:
-    """ValueError: `cache_limit` (bytes, or a text such as 500gb) is too small for the shards of `index`."""
+    """Raises ValueError if `cache_limit` (bytes, or a text such as 500gb) is too small for the shards of `index`."""
     if cache_limit is None:
         return
     least = 4 * max(map(most_bytes, index['shards']), default=0)  # Streaming refuses less
@@ -190,7 +192,7 @@ def most_bytes(shard: dict) -> int:
 
 
 def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--remote') -> None:
-    """ValueError: the latents of `index` are not of the size and the VAE that `origin` names (models.latents)."""
+    """Raises ValueError if the latents of `index` are not of the size and VAE that `origin` names (models.latents)."""
     if 'latents' not in index:
         return
     for key, ours in origin.items():

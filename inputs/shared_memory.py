@@ -140,7 +140,8 @@ def free_bytes() -> int | None:
 
 
 def refuse_too_many_samples(samples: int) -> None:
-    """ValueError: the numbers of an epoch's samples do not fit into the shared memory, where they would be a bus error.
+    """Raises ValueError if the numbers of an epoch's samples do not fit into the shared memory, where they would be a
+    bus error.
     """
     needed = 8 * samples
     free = free_bytes()

@@ -93,7 +93,7 @@ def streaming_address(address: str) -> str:
 
 
 def parse_address(address: str, flag: str) -> Address:
-    """ValueError: there is no client for such an address, or it names no bucket."""
+    """Raises ValueError if there is no client for such an address, or it names no bucket."""
     scheme, _, place = address.partition('://')
     if scheme not in SCHEMES:
         raise ValueError(f'{flag} {address}: of stores, s3://, gs://, az:// and azure:// can be used; '

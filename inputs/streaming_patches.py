@@ -32,7 +32,7 @@ class PatchedStreamingDataset(StreamingDataset):
         cache_limit: bytes of the copies.
         kwargs: for StreamingDataset.
 
-    ValueError: another run uses `local`, and one of the two drops shards from it.
+    Raises ValueError if another run uses `local`, and one of the two drops shards from it.
     """
     failure = None  # why a background thread failed
 
@@ -52,7 +52,7 @@ class PatchedStreamingDataset(StreamingDataset):
         self._checked = checked_shards(self._shm_prefix_int, self.num_shards)
 
     def __iter__(self):
-        """Samples of this worker's part of an epoch. DataError: a background thread failed.
+        """Samples of this worker's part of an epoch. Raises DataError if a background thread failed.
 
         Without this: where a shard cannot be had, the epoch ends early and quietly, and a short run looks whole.
         Test: test_an_epoch_ends_with_the_reason_when_both_background_threads_fail.
@@ -74,7 +74,7 @@ class PatchedStreamingDataset(StreamingDataset):
             self._iterator.on_exit()  # for the thread that failed
 
     def refuse_after_failure(self) -> None:
-        """DataError: a background thread failed.
+        """Raises DataError if a background thread failed.
 
         Without this: `Background thread failed. Check other traceback.`, where there is none.
         Test: test_a_sample_after_a_failure_says_what_failed.
@@ -83,7 +83,7 @@ class PatchedStreamingDataset(StreamingDataset):
             raise DataError(self.failure)
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict:
-        """A sample by its number, of a shard that was compared with index.json. DataError: it cannot be had.
+        """A sample by its number, of a shard that was compared with index.json. Raises DataError if it cannot be had.
 
         Without this: Streaming reads whatever lies in the place of a shard.
         Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.

@@ -72,7 +72,7 @@ class VerifiedStream(Stream):
                 cache_usage_per_shard[number] = shard.raw_data.bytes
 
     def prepare_shard(self, shard: MDSReader) -> int:
-        """Make a shard present and verified; returns the bytes that it takes. DataError: it cannot be had.
+        """Make a shard present and verified; returns the bytes that it takes. Raises DataError if it cannot be had.
 
         What is on disk already is looked at once more: a process that was killed, or a disk, may have left less.
         """
@@ -119,7 +119,7 @@ class VerifiedStream(Stream):
                 Path(leftover).unlink(missing_ok=True)
 
     def _download(self, basename: str, path: str) -> None:
-        """Download a file of the remote. DataError: it cannot be had."""
+        """Download a file of the remote. Raises DataError if it cannot be had."""
         try:
             self._download_file(basename, os.path.relpath(path, self.local))
         except Exception as error:  # every storage client has its own
@@ -182,7 +182,7 @@ class Shards:
         return len(self.readers)
 
     def fetch(self, number: int) -> MDSReader:
-        """The reader of a shard, which is present and verified from now on. DataError: it cannot be had.
+        """The reader of a shard, which is present and verified from now on. Raises DataError if it cannot be had.
 
         `len(reader)` is its number of samples, and `reader[0]` the first, a dict of columns.
         """
@@ -207,7 +207,7 @@ def open_shards(remote: str, folder: str | None, index: dict, download_retry: in
         download_retry: times that a download is tried.
         download_timeout: seconds for a download.
 
-    ValueError: `folder` cannot be written.
+    Raises ValueError if `folder` cannot be written.
     """
     if folder is None and is_read_in_place(remote, index):
         local, remote = remote, None

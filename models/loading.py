@@ -65,7 +65,7 @@ class ModelFiles:
 def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     """The files of a model: built in, in the folder `name`, or downloaded once from the hub's repository `name`.
 
-    ValueError: there is no such model, or it lacks the weights that `pretrained` asks for.
+    Raises ValueError if there is no such model, or it lacks the weights that `pretrained` asks for.
     """
     if name in BUILT_IN and not pretrained:
         folder = BUILT_IN[name]
@@ -89,7 +89,7 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
 
 
 def read_configs(name: str, folder: Path) -> dict[str, dict]:
-    """The configuration of each part of the model in `folder`. ValueError: one is missing, or is none."""
+    """The configuration of each part of the model in `folder`. Raises ValueError if one is missing, or is none."""
     configs = {}
     for part, file in CONFIG_FILES.items():
         try:
@@ -105,7 +105,8 @@ def read_configs(name: str, folder: Path) -> dict[str, dict]:
 
 @functools.cache
 def require_working_model(name: str, configs_as_json: str) -> None:
-    """ValueError: the parts cannot be made as they are configured, do not fit each other, or are no model for images.
+    """Raises ValueError if the parts cannot be made as they are configured, do not fit each other, or are no model for
+    images.
 
     They are made and run without memory, on the meta device, once a process: that finds what no list of keys and types
     would. It takes 3 s for a model of the size of Stable Diffusion 2.
@@ -145,7 +146,7 @@ def require_working_model(name: str, configs_as_json: str) -> None:
 
 
 def require_reasonable_numbers(name: str, configs: dict[str, dict]) -> None:
-    """ValueError: a model of so many layers or channels would take hours, or all memory, only to be made."""
+    """Raises ValueError if a model of so many layers or channels would take hours, or all memory, only to be made."""
     for part, config in configs.items():
         for key, value in config.items():
             most = MOST_LAYERS if 'layers' in key else MOST_CHANNELS
@@ -159,7 +160,7 @@ def require_reasonable_numbers(name: str, configs: dict[str, dict]) -> None:
 
 
 def require_noise(config: dict) -> None:
-    """ValueError: the scheduler's noise is no number, or does not grow from timestep to timestep."""
+    """Raises ValueError if the scheduler's noise is no number, or does not grow from timestep to timestep."""
     with torch.device('cpu'):
         scheduler = DDPMScheduler.from_config(config)
     signal = scheduler.alphas_cumprod  # (timesteps,): the share of the image's variance
@@ -180,7 +181,10 @@ def described(name: str, part: str) -> Iterator[None]:
 
 
 def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
-    """The VAE, frozen, in eval mode, and held in `precision`, one of DTYPES. ValueError: its weights do not load."""
+    """The VAE, frozen, in eval mode, and held in `precision`, one of DTYPES.
+
+    Raises ValueError if its weights do not load.
+    """
     if not files.pretrained:
         return frozen(AutoencoderKL.from_config(files.configs['vae']), precision)
     with described(files.name, 'vae'):
@@ -190,7 +194,7 @@ def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
 def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
     """The CLIP text encoder, frozen, in eval mode, and held in `precision`, one of DTYPES.
 
-    ValueError: its weights do not load.
+    Raises ValueError if its weights do not load.
     """
     if not files.pretrained:
         return frozen(CLIPTextModel(CLIPTextConfig(**files.configs['text_encoder'])), precision)

@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from inputs.errors import one_line
 from parts.engine import Answering, Part, WorkerDied, WorkerFailed, unpacked
 
 SECONDS_TO_CONNECT = 20
+SECONDS_BETWEEN_LINES = 60  # that say what is waited for
 ROOMS = ('fitting', 'inputs', 'models', 'parts')  # what a worker is made of
 ROOT = Path(__file__).parent.parent
 # What the machines of a cluster need to know to reach a store, and is no secret; they have credentials of their own.
@@ -36,21 +38,23 @@ class RayWorkers:
         try:
             import ray
         except ModuleNotFoundError:
-            raise ValueError(f'--ray {address} needs the package ray; pip install -r requirements.txt') from None
+            raise ValueError(f'{name_of(address)} needs the package ray; pip install -r requirements.txt') from None
         self.ray = ray
-        self.make = make
+        self.make = InFolder(make, os.getcwd())
         self.most = most
+        self.name = name_of(address)
         refuse_silent_address(address)
         try:
             ray.init(address, runtime_env=environment_of_workers(), logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ValueError(f'--ray {address}: no Ray cluster answers there ({one_line(error)[:200]}); start one with '
+            raise ValueError(f'{self.name}: no Ray cluster answers there ({one_line(error)[:200]}); start one with '
                              '"ray start --head"') from None
         self.kind = 'CPU'
         if for_gpus and ray.cluster_resources().get('GPU'):
             self.kind = 'GPU'
         self.needs = {'num_gpus': 1} if self.kind == 'GPU' else {'num_cpus': 1}
         self.actor = ray.remote(Answering).options(max_restarts=0, **self.needs)
+        self.next_line = time.monotonic() + SECONDS_BETWEEN_LINES
 
     def __enter__(self) -> 'RayWorkers':
         return self
@@ -59,8 +63,12 @@ class RayWorkers:
         self.ray.shutdown()
 
     def places(self) -> int:
-        """How many workers there may be, now."""
-        return min(self.most, int(self.ray.cluster_resources().get(self.kind, 0)))
+        """How many workers there may be, now. At least one, for which a cluster that grows by itself starts a machine.
+        """
+        return max(1, min(self.most, self._devices()))
+
+    def _devices(self) -> int:
+        return int(self.ray.cluster_resources().get(self.kind, 0))
 
     def start(self):
         """A new worker."""
@@ -72,10 +80,12 @@ class RayWorkers:
 
     def wait(self, calls: list, seconds: float) -> list:
         """The calls that have an answer, at the latest after that many seconds."""
-        if not calls:
-            time.sleep(seconds)  # until a machine comes
-            return []
-        return self.ray.wait(calls, timeout=seconds)[0]
+        answered = self.ray.wait(calls, timeout=seconds)[0]
+        if time.monotonic() > self.next_line:
+            self.next_line += SECONDS_BETWEEN_LINES
+            if self._devices() == 0:
+                print(f'{self.name}: waiting for a machine with a {self.kind}; the cluster has none', file=sys.stderr)
+        return answered
 
     def result(self, call) -> list:
         """The answer to a call. Raises WorkerDied, and what the worker raised."""
@@ -91,6 +101,33 @@ class RayWorkers:
         self.ray.kill(worker)
 
 
+class InFolder:
+    """Makes workers in the folder that the command was started in, from which relative names lead on.
+
+    Ray starts its workers where the cluster was started, in which other files can have these names. Where a machine has
+    no such folder, an empty one takes its place, so that none is found.
+    """
+
+    def __init__(self, make: Callable, folder: str):
+        self.make = make
+        self.folder = folder
+
+    def __call__(self, place: int) -> Callable:
+        try:
+            os.chdir(self.folder)
+        except OSError:
+            self.empty = tempfile.TemporaryDirectory(prefix='no-such-folder-')  # as long as this lives
+            os.chdir(self.empty.name)
+        return self.make(place)
+
+
+def name_of(address: str) -> str:
+    """How the user gave the address of a cluster."""
+    if address == os.environ.get('RAY_ADDRESS'):
+        return f'RAY_ADDRESS={address}'
+    return f'--ray {address}'
+
+
 def refuse_silent_address(address: str) -> None:
     """Raises ValueError if nothing listens at HOST:PORT, which Ray would call for minutes."""
     place = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
@@ -99,7 +136,7 @@ def refuse_silent_address(address: str) -> None:
     try:
         socket.create_connection((place[1], int(place[2])), SECONDS_TO_CONNECT).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(f'--ray {address}: no Ray cluster answers there ({one_line(error)}); start one with '
+        raise ValueError(f'{name_of(address)}: no Ray cluster answers there ({one_line(error)}); start one with '
                          '"ray start --head"') from None
 
 

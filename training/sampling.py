@@ -136,7 +136,7 @@ def grid_of(pictures: list[Image.Image]) -> Image.Image:
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts in a file, one a line. ValueError: there is none, or too many."""
+    """The prompts in a file, one a line. Raises ValueError if there is none, or too many."""
     try:
         lines = Path(path).read_text(encoding='utf-8').splitlines()
     except (OSError, UnicodeDecodeError) as error:

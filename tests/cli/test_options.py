@@ -168,3 +168,17 @@ def test_a_rank_that_is_none_is_one_line(name, value, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         benchmark_parser('').parse_args([])
     assert capsys.readouterr().err.startswith(f'benchmark.py: error: {name}={value} in the environment is no number')
+
+
+def test_a_file_of_flags_that_is_not_there_or_names_itself_is_one_line(tmp_path, capsys):
+    file = tmp_path / 'self.txt'
+    for argument in (f'@{file}', f'@{tmp_path}', '@'):
+        with pytest.raises(SystemExit):
+            benchmark_parser('').parse_args([argument])
+        assert capsys.readouterr().err == (f'benchmark.py: error: {argument} names no file of flags; check the name '
+                                           'behind the @\n')
+    file.write_text(f'@{file}')
+    with pytest.raises(SystemExit):
+        benchmark_parser('').parse_args([f'@{file}'])
+    assert capsys.readouterr().err == ('benchmark.py: error: a file of flags, named by @FILE, names itself; take that '
+                                       'line out\n')

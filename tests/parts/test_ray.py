@@ -107,3 +107,14 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
         convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out'), '--ray', '127.0.0.1:1'])
     [line] = capsys.readouterr().err.splitlines()
     assert stop.value.code == 2 and '--ray 127.0.0.1:1' in line and 'ray start --head' in line
+
+
+@pytest.mark.long
+def test_names_lead_on_from_where_the_command_was_started_not_the_cluster(cluster, tmp_path, monkeypatch):
+    (tmp_path / 'tars').mkdir()
+    for number in range(3):
+        write_tar(tmp_path / 'tars' / f'{number}.tar', sample_files('x', number))
+    monkeypatch.chdir(tmp_path)
+    assert convert.main(['tars', 'undisturbed']) == 0
+    assert convert.main(['tars', 'out', '--ray', cluster.address]) == 0
+    assert files_of(tmp_path / 'out') == files_of(tmp_path / 'undisturbed')
