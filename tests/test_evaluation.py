@@ -12,15 +12,13 @@ import torch.nn.functional as F
 
 import benchmark
 from benchmark import StableDiffusion, main
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
 from ema import EMA
 from inputs.captions import build_tokenizer
 from inputs.shards import LATENTS
 from models.latents import origin_of_latents
 from models.loading import find_model
 from tests.forked_runs import run_ranks
-from tests.runs import TINY, assert_same_training, final_state, one_error_line
+from tests.runs import TINY, assert_same_training, final_state, one_error_line, settings_of
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 from training.checkpoints import checkpoints, load_checkpoint
 
@@ -218,10 +216,10 @@ def test_an_evaluation_that_fails_is_warned_of_and_the_training_stays_the_same(t
 
 
 def test_a_last_batch_that_is_smaller_than_the_microbatch_is_not_warned_of(held_out, shards):
-    args = benchmark_parser('').parse_args(['--remote', shards, '--eval_remote', held_out, *TINY])
-    fill_in_training_defaults(args)
+    settings = settings_of('--remote', shards, '--eval_remote', held_out, *TINY)
     files = find_model('tiny')
-    loader = benchmark.build_evaluator(args, files, benchmark.open_held_out(args, files, latents=False)).dataloader
+    samples = benchmark.open_held_out(held_out, files, image_size=64, seed=17, latents=False)
+    loader = benchmark.build_evaluator(settings, files, samples, 4).dataloader
     [_, last] = loader.dataloader
     assert len(last['caption']) == 3
     with warnings.catch_warnings():

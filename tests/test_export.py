@@ -118,6 +118,7 @@ def test_an_exported_model_is_trained_further(exported, tmp_path):
     assert record['status'] == 'complete' and 0 < record['loss'] < 5
 
 
+@pytest.mark.long
 def test_a_checkpoint_in_s3_is_exported(s3, latent_checkpoints, tmp_path):
     for key in ('runs/1/ep0-ba4-rank0.pt', 'runs/1/deeper/ep0-ba9-rank0.pt'):
         s3.client.upload_file(f'{latent_checkpoints}/ep0-ba4-rank0.pt', 'bucket', key)

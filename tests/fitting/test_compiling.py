@@ -60,6 +60,7 @@ def switched_model(*argv: str) -> StableDiffusion:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
 def test_ddp_does_not_cut_the_unet(graphs, flags):
     expected = switched_model(*flags)
@@ -95,6 +96,7 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
     assert not capfd.readouterr().err.count('Traceback')
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('flags, expected', [([], 0), (['--compile'], 3)], ids=str)
 def test_the_record_says_how_many_graphs_were_compiled(graphs, results, flags, expected):
     record = main(['--use_synth_data', *TINY, '--results', str(results), *flags])

@@ -37,6 +37,7 @@ def milabench(sd2) -> Estimate:
     return estimate('', settings, sd2)
 
 
+@pytest.mark.long
 def test_the_estimate_is_a_tenth_below_what_an_h200_took_and_within_what_is_added(milabench):
     images, taken = 80, 115.6  # GiB by NVML
     needed = milabench.needed(images)
@@ -45,6 +46,7 @@ def test_the_estimate_is_a_tenth_below_what_an_h200_took_and_within_what_is_adde
     assert 1 < taken_on_a_gpu(needed) / GIB / taken < 1.05
 
 
+@pytest.mark.long
 def test_of_32_images_it_is_as_near(milabench):
     settings = arguments('--dry_run', '1', '--batch_size', '32')
     needed = dataclasses.replace(milabench, settings=settings).needed(32)
@@ -52,10 +54,12 @@ def test_of_32_images_it_is_as_near(milabench):
     assert 1 < taken_on_a_gpu(needed) / GIB / 55 < 1.05
 
 
+@pytest.mark.long
 def test_each_image_more_takes_what_it_took_there(milabench):
     assert milabench.gib_per_image() == pytest.approx((115.6 - 55) / (80 - 32), rel=0.08)
 
 
+@pytest.mark.long
 def test_the_originals_microbatch_of_4_fits_40_gb_with_fused_attention_and_without_it_2(milabench, sd2):
     settings = arguments('--dry_run', '8', '--use_ema')
     matrices = estimate('', settings, sd2, fused_attention=False)
@@ -64,12 +68,14 @@ def test_the_originals_microbatch_of_4_fits_40_gb_with_fused_attention_and_witho
     assert fused.largest_microbatch(CARDS['40 GB']) >= 4
 
 
+@pytest.mark.long
 def test_buckets_are_counted_where_gradients_lie_beside_them(milabench):
     of_eight = dataclasses.replace(milabench, settings=arguments('--dry_run', '8', '--batch_size', '256'))
     assert of_eight.needed(16)['gradient buckets'] == milabench.lasting['gradients']
     assert 'gradient buckets' not in of_eight.needed(32) | milabench.needed(16)
 
 
+@pytest.mark.long
 def test_an_optimizer_that_is_not_fused_has_its_temporaries_when_activations_are_gone(milabench):
     settings = arguments('--dry_run', '--no-fused_optimizer')
     plain = dataclasses.replace(milabench, settings=settings)

@@ -116,6 +116,7 @@ def test_no_form_of_password_is_left_in_a_text(text):
     assert redacted('s3://bucket/path, a@b, key: x, 5 = 6') == 's3://bucket/path, a@b, key: x, 5 = 6'
 
 
+@pytest.mark.long
 def test_no_secret_of_the_environment_is_written_down(server, tmp_path, shards):
     secrets = {'WANDB_API_KEY': 'f' * 40, 'AWS_ACCESS_KEY_ID': 'AKIASECRETSECRET', 'AWS_SECRET_ACCESS_KEY': 'w0nder'}
     argv = ['--remote', shards, *TINY, '--wandb_name', 'x', '--tensorboard', 'board', '--save_folder', 'checkpoints',
