@@ -51,7 +51,6 @@ class Workers(Protocol):
         """End a worker, whatever it is at."""
 
 
-
 def make_parts(workers: Workers, parts: Iterable[Part], parts_at_once: int = 1) -> Iterator[object]:
     """Have each part made; yields what the workers return of it, in the order in which they end.
 
