@@ -84,7 +84,7 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
     folder.mkdir()
     process = server.Process(target=become_program, args=(folder, disk, environment, function, list(map(str, argv))))
     process.start()
-    process.join(120)
+    process.join(600)
     assert process.exitcode is not None, (folder / 'err').read_text()
     return process.exitcode, (folder / 'out').read_text(), (folder / 'err').read_text()
 
@@ -118,7 +118,7 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
                                                           arguments[rank])) for rank in range(ranks)]
     for process in processes:
         process.start()
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while any(process.exitcode is None for process in processes):
         assert time.monotonic() < end, [log.read_text() for log in set(logs)]
         if any(process.exitcode for process in processes):

@@ -114,7 +114,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def wait_until(true: Callable[[], object], seconds: float = 60) -> None:
+def wait_until(true: Callable[[], object], seconds: float = 300) -> None:
     """Until `true()` is; a failure after that many seconds."""
     end = time.monotonic() + seconds
     while not true():

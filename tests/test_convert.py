@@ -329,7 +329,7 @@ def test_a_signal_ends_a_run_in_one_line_and_the_next_run_goes_on(tmp_path, monk
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         wait_until((out / 'parts/000001.json').exists)
         command.send_signal(number)
-        _, error = command.communicate(timeout=60)
+        _, error = command.communicate(timeout=300)
         store.delay = 0
         assert command.returncode == status and error.count('\n') == 1, error
         assert error.startswith(f'convert.py: error: {line}') and str(out) in error

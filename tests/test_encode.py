@@ -102,7 +102,7 @@ def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_pa
                 for path in [part, *out.glob(f'{part.stem}/*')]}
         workers = [worker for child in psutil.Process(command.pid).children() for worker in child.children()]
         os.kill(command.pid if victim == 'command' else workers[0].pid, signal.SIGKILL)
-        command.join(60)
+        command.join(300)
         store.delay = 0
         if victim == 'command':
             assert command.exitcode == -signal.SIGKILL and not (out / 'index.json').exists()

@@ -80,7 +80,7 @@ def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undist
     conversion = threading.Thread(target=convert.convert, args=(args, open_output(out, 'OUT')))
     conversion.start()
     kill_a_worker(before, lambda: finished(out, store) >= done)
-    conversion.join(60)
+    conversion.join(300)
     assert contents(out, store) == expected
 
 
@@ -95,7 +95,7 @@ def test_a_conversion_that_is_killed_and_started_again_equals_one_that_never_was
     command.start()
     wait_until(lambda: workers_of(psutil.Process(command.pid)) and finished(out, store) >= done)
     os.kill(command.pid, signal.SIGKILL)
-    command.join(30)
+    command.join(300)
     assert command.exitcode == -signal.SIGKILL and 'index.json' not in contents(out, store)
     store.delay = 0
     assert convert.main([*argv, out]) == 1

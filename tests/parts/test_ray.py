@@ -76,7 +76,7 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
     wait_until(lambda: len(actors()) == 2 or not conversion.is_alive())  # a machine that comes later gets work, too
     store.delay = 0
-    conversion.join(120)
+    conversion.join(600)
     assert merged and merged[0][0].samples == NUM_TARS
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
 

@@ -24,7 +24,7 @@ def launch(*arguments, wrapper=(), **environment) -> subprocess.Popen:
 
 
 def finish(*runs: subprocess.Popen) -> list[tuple[str, str]]:
-    outputs = [run.communicate(timeout=180) for run in runs]
+    outputs = [run.communicate(timeout=600) for run in runs]
     for run, output in zip(runs, outputs, strict=True):
         assert run.returncode == 0, output
     return outputs

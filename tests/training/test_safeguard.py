@@ -127,7 +127,7 @@ def group_is_gone(group: int) -> bool:
 def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results):
     run = start_and_train(results)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
-    run.wait(timeout=60)
+    run.wait(timeout=300)
     wait_until(lambda: group_is_gone(run.pid))
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
@@ -140,7 +140,7 @@ def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_
     folder = results.with_name('checkpoints')
     run = start_and_train(results, '--use_ema', '--save_folder', str(folder))
     os.kill(run.pid, signal.SIGTERM)  # to it alone, which passes it on to its ranks
-    run.wait(timeout=60)
+    run.wait(timeout=300)
     wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted'

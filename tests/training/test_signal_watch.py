@@ -34,7 +34,7 @@ def test_a_rank_that_waits_for_a_stopped_one_answers_a_signal(server, tmp_path):
     try:
         wait_until((tmp_path / 'waits').exists)
         os.kill(ranks[0].pid, signal.SIGTERM)
-        ranks[0].join(60)
+        ranks[0].join(300)
         assert ranks[0].exitcode == 130 and (tmp_path / 'saved').exists()
     finally:
         ranks[1].kill()
