@@ -28,7 +28,7 @@ from training.ranks import SECONDS_FOR_A_CHECKPOINT, first_rank_of_node, on_each
 
 PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints beside tensors and Python's own types
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
-CHECKPOINT_NAME = re.compile(r'\bep(\d+)-ba(\d+)-rank0\.pt$')
+CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
 LATEST = 'latest-rank{rank}.pt'
 ZIP_START = b'PK\x03\x04'
 
@@ -60,7 +60,7 @@ def checkpoints(folder: str) -> list[str]:
         names = [os.path.join(folder, name) for name in names_in(folder)]
     found = []
     for name in names:
-        match = CHECKPOINT_NAME.search(name)
+        match = CHECKPOINT_NAME.fullmatch(os.path.basename(name))
         if match:
             epoch, batch = map(int, match.groups())
             found.append((batch, epoch, name))

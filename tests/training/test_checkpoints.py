@@ -215,6 +215,16 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_it_is_taken
     assert (kept / 'ep0-ba3-rank0.pt.damaged').read_bytes() == content
 
 
+def test_a_file_whose_name_only_ends_as_that_of_a_checkpoint_is_none_and_stays(kept):
+    saved = checkpoints(str(kept))
+    own = [kept / name for name in ('best-ep0-ba2-rank0.pt', '0-ep0-ba1-rank0.pt', 'thesis-ep0-ba99-rank0.pt')]
+    for path in own:
+        path.write_text('mine')
+    with newest_checkpoint(str(kept)) as path:
+        assert Path(path).name == 'ep0-ba3-rank0.pt'
+    assert checkpoints(str(kept)) == saved and all(path.read_text() == 'mine' for path in own)
+
+
 @pytest.mark.parametrize('target, words', [
     ('ep0-ba9-rank0.pt', 'Too many levels of symbolic links'), ('/proc/self/mem', 'Input/output error'),
     ('/nowhere', 'No such file'), ('/', 'is no file')])
@@ -249,12 +259,14 @@ def test_a_damaged_newest_checkpoint_in_a_store_falls_back_and_stays_and_downloa
     change(kept / 'ep0-ba3-rank0.pt')
     for path in checkpoints(str(kept)):
         s3.client.upload_file(path, 'bucket', f'runs/1/{Path(path).name}')
+    s3.client.put_object(Bucket='bucket', Key='runs/1/best-ep0-ba9-rank0.pt', Body=b'of the user')
     with newest_checkpoint('s3://bucket/runs/1') as path:
         assert load_checkpoint(path)['state']['batch'] == 2
         assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
     assert os.listdir(downloads) == []
-    assert len(s3.client.list_objects_v2(Bucket='bucket', Prefix='runs/1/')['Contents']) == 3
-    assert 'ep0-ba3-rank0.pt is damaged' in capfd.readouterr().err
+    assert len(s3.client.list_objects_v2(Bucket='bucket', Prefix='runs/1/')['Contents']) == 4
+    errors = capfd.readouterr().err
+    assert 'ep0-ba3-rank0.pt is damaged' in errors and 'best' not in errors
 
 
 def test_what_is_swapped_in_after_the_look_runs_no_code(kept, tmp_path):
