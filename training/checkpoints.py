@@ -108,14 +108,14 @@ def newest_sound(found: list[str], place: str, set_aside: bool = False) -> Itera
         place: what errors call where they lie, a flag with its value.
         set_aside: whether they are those of this run.
     """
-    for name in reversed(found):
+    for number, name in reversed(list(enumerate(found))):
         with fetched(name, place) as path:
             damage = damage_on_any_node(path, place, is_download=path != name)
             if damage is None:
                 require_harmless(path, place)
                 yield path
                 return
-        on_rank_0(partial(report_damage, name, damage, set_aside))
+        on_rank_0(partial(report_damage, name, damage, set_aside, number > 0))
     yield None
 
 
@@ -172,8 +172,15 @@ def damage_on_any_node(path: str, place: str, is_download: bool) -> str | None:
     return next(filter(None, damages.values()), None)
 
 
-def report_damage(name: str, damage: str, set_aside: bool) -> None:
-    """Say that a damaged checkpoint is passed over, and where it is this run's own, in a folder, give it another name.
+def report_damage(name: str, damage: str, set_aside: bool, has_another: bool) -> None:
+    """Say that a damaged checkpoint is passed over, and what follows, and where it is this run's own, in a folder, give
+    it another name.
+
+    Args:
+        name: path or URI.
+        damage: in words.
+        set_aside: whether it is this run's own.
+        has_another: whether there is one before it.
     """
     what_is_done = 'is passed over'
     if set_aside and '://' not in name:
@@ -182,8 +189,12 @@ def report_damage(name: str, damage: str, set_aside: bool) -> None:
         except OSError as error:
             raise ValueError(f'{name} is damaged ({damage}), and cannot be renamed: {error.strerror}; move it away'
                              ) from None
-    print(f'warning: {name} is damaged ({damage}) and {what_is_done}; going back to the checkpoint before it',
-          file=sys.stderr)
+    what_follows = 'there is none before it'
+    if has_another:
+        what_follows = 'going back to the checkpoint before it'
+    elif set_aside:
+        what_follows += ': the run starts anew'
+    print(f'warning: {name} is damaged ({damage}) and {what_is_done}; {what_follows}', file=sys.stderr)
 
 
 def rename_aside(path: str) -> str:

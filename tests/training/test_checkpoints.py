@@ -293,6 +293,15 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_it_is_taken
     assert (kept / 'ep0-ba3-rank0.pt.damaged').read_bytes() == content
 
 
+def test_where_no_checkpoint_is_before_a_damaged_one_it_is_said_that_the_run_starts_anew(kept, capfd):
+    for path in checkpoints(str(kept)):
+        cut(Path(path))
+    with newest_checkpoint(str(kept)) as path:
+        assert path is None
+    words = [line.rsplit('; ', 1)[1] for line in capfd.readouterr().err.splitlines()]
+    assert words == 2 * ['going back to the checkpoint before it'] + ['there is none before it: the run starts anew']
+
+
 def test_a_file_whose_name_only_ends_as_that_of_a_checkpoint_is_none_and_stays(kept):
     saved = checkpoints(str(kept))
     own = [kept / name for name in ('best-ep0-ba2-rank0.pt', '0-ep0-ba1-rank0.pt', 'thesis-ep0-ba99-rank0.pt')]
