@@ -91,9 +91,8 @@ def newest_checkpoint(folder: str) -> Iterator[str | None]:
 
 def tidied_checkpoints(folder: str) -> list[str]:
     """As `checkpoints`; what killed runs left unfinished beside them is removed, and said."""
-    if '://' not in folder and os.path.isdir(folder):
-        for name in remove_unfinished(folder):
-            print(f'removed {os.path.join(folder, name)}, which a killed run left unfinished', file=sys.stderr)
+    if '://' not in folder:
+        remove_unfinished(folder)
     return checkpoints(folder)
 
 
