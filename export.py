@@ -16,7 +16,6 @@ if __name__ == '__main__':
 import argparse
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
+from cli.launcher import Stopped, signals_raise
 from inputs.captions import pipeline_tokenizer
 from inputs.errors import one_line
 from models.loading import ModelFiles, build_vae, find_model
@@ -33,6 +33,7 @@ from models.sampling import build_pipeline
 from models.trained import text_encoder_of, unet_of, vae_of
 from training.checkpoints import load_checkpoint
 from training.initial_weights import checkpoint_in, weights_of_checkpoint, with_prefix_removed
+from training.own_files import folder_written_whole, remove_unfinished
 
 PIXELS_PER_LATENT = 8  # along each side
 
@@ -125,20 +126,19 @@ def build_decoder(args: argparse.Namespace, files: ModelFiles, trained: Trained)
 @contextlib.contextmanager
 def new_folder(out: str) -> Iterator[str]:
     """A folder beside OUT that takes its name at the end, so that OUT is whole or not there. ValueError: it is there.
+
+    What killed exports left beside OUT is removed.
     """
     out = os.path.abspath(out)
     if os.path.lexists(out):
         raise ValueError(f'OUT {out} already exists; give a new folder')
-    unfinished = f'{out}.unfinished-{os.getpid()}'
-    try:
-        os.makedirs(unfinished)
-    except OSError as error:
-        raise ValueError(f'OUT {out} cannot be made: {error.strerror}; name another') from None
-    try:
-        yield unfinished
-        os.rename(unfinished, out)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    remove_unfinished(os.path.dirname(out))
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(folder_written_whole(out))
+        except OSError as error:
+            raise ValueError(f'OUT {out} cannot be made: {error.strerror}; name another') from None
+        yield folder
 
 
 def summary(args: argparse.Namespace, trained: Trained) -> str:
@@ -165,13 +165,25 @@ def export(args: argparse.Namespace) -> None:
     print(summary(args, trained))
 
 
+def what_is_there(out: str) -> str:
+    """Of OUT, where a signal has ended the export, in words."""
+    if os.path.lexists(out):
+        return f'OUT {out} is whole'
+    return f'nothing is left of OUT {out}'
+
+
 def main(argv: list[str] | None = None) -> None:
     """Export a checkpoint."""
     parser = export_parser(__doc__)
     args = parser.parse_args(argv)
     try:
-        refuse_early_export(args)
-        export(args)
+        with signals_raise():
+            refuse_early_export(args)
+            export(args)
+    except KeyboardInterrupt:
+        parser.end(130, f'interrupted; {what_is_there(args.out)}')
+    except Stopped:
+        parser.end(143, f'ended by SIGTERM; {what_is_there(args.out)}')
     except ValueError as error:
         parser.error(one_line(error))
     except (OSError, SafetensorError) as error:

@@ -55,7 +55,7 @@ BREAKS = {
         'tests/training/test_checkpoints.py'),
     'a_checkpoint_is_not_atomic': Break(
         'a run that is killed while it saves leaves half a checkpoint under its name', 'training/own_files.py',
-        {"unfinished = f'{os.fspath(path)}.{MARK}-{uuid.uuid4().hex}.tmp'": 'unfinished = os.fspath(path)',
+        {'unfinished = unfinished_name(path)': 'unfinished = os.fspath(path)',
          "with open(unfinished, 'xb') as file:": "with open(unfinished, 'wb') as file:"},
         'tests/training/test_own_files.py'),
     'images_are_not_scaled': Break(

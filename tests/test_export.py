@@ -1,17 +1,24 @@
 """A checkpoint becomes a pipeline of diffusers that draws with what was trained, or nothing at all."""
+import os
 import resource
 import shutil
+import signal
 import zipfile
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 
+import export as export_module
 from benchmark import main
 from export import main as export
+from export import new_folder
 from inputs.captions import build_tokenizer
-from tests.runs import TINY
+from tests.forks import living_child
+from tests.runs import TINY, wait_until
 from tests.samples import Hostile
 from training.checkpoints import load_checkpoint
 
@@ -158,6 +165,33 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(checkpoints, lat
     assert 'already exists' in refused([checkpoints, empty], capfd)
     assert 'cannot be made' in refused([checkpoints, other / 'out'], capfd)
     assert sorted(tmp_path.iterdir()) == [empty, other]
+
+
+@pytest.mark.parametrize('ending', [signal.SIGTERM, signal.SIGKILL], ids=str)
+def test_what_an_ended_export_leaves_is_gone_at_its_end_or_with_the_next(tmp_path, capfd, ending):
+    out = tmp_path / 'out'
+    with living_child(lambda ready: export_for_ever(out, ready)) as child:
+        assert list(tmp_path.rglob('half.safetensors'))
+        os.kill(child, ending)
+        wait_until(lambda: psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+        if ending == signal.SIGTERM:
+            assert os.listdir(tmp_path) == []
+            assert f'ended by SIGTERM; nothing is left of OUT {out}' in capfd.readouterr().err
+    with new_folder(str(out)) as folder:
+        Path(folder, 'whole').touch()
+    assert os.listdir(tmp_path) == ['out'] and os.listdir(out) == ['whole']
+
+
+def export_for_ever(out: Path, ready) -> None:
+    """An export that has written half of OUT."""
+    def half(args):
+        with new_folder(args.out) as folder:
+            Path(folder, 'half.safetensors').touch()
+            ready()
+            signal.pause()
+
+    export_module.export = half
+    export(['/dev/null', str(out)])
 
 
 def test_a_disk_that_fills_leaves_nothing(checkpoints, tmp_path, capfd):

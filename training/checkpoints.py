@@ -28,7 +28,7 @@ from training.ranks import SECONDS_FOR_A_CHECKPOINT, first_rank_of_node, on_each
 
 PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints beside tensors and Python's own types
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
-CHECKPOINT_NAME = re.compile(r'\bep(\d+)-ba(\d+)-rank0\.pt$')
+CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
 LATEST = 'latest-rank{rank}.pt'
 ZIP_START = b'PK\x03\x04'
 
@@ -60,7 +60,7 @@ def checkpoints(folder: str) -> list[str]:
         names = [os.path.join(folder, name) for name in names_in(folder)]
     found = []
     for name in names:
-        match = CHECKPOINT_NAME.search(name)
+        match = CHECKPOINT_NAME.fullmatch(os.path.basename(name))
         if match:
             epoch, batch = map(int, match.groups())
             found.append((batch, epoch, name))
@@ -91,9 +91,8 @@ def newest_checkpoint(folder: str) -> Iterator[str | None]:
 
 def tidied_checkpoints(folder: str) -> list[str]:
     """As `checkpoints`; what killed runs left unfinished beside them is removed, and said."""
-    if '://' not in folder and os.path.isdir(folder):
-        for name in remove_unfinished(folder):
-            print(f'removed {os.path.join(folder, name)}, which a killed run left unfinished', file=sys.stderr)
+    if '://' not in folder:
+        remove_unfinished(folder)
     return checkpoints(folder)
 
 
@@ -108,14 +107,14 @@ def newest_sound(found: list[str], place: str, set_aside: bool = False) -> Itera
         place: what errors call where they lie, a flag with its value.
         set_aside: whether they are those of this run.
     """
-    for name in reversed(found):
+    for number, name in reversed(list(enumerate(found))):
         with fetched(name, place) as path:
             damage = damage_on_any_node(path, place, is_download=path != name)
             if damage is None:
                 require_harmless(path, place)
                 yield path
                 return
-        on_rank_0(partial(report_damage, name, damage, set_aside))
+        on_rank_0(partial(report_damage, name, damage, set_aside, number > 0))
     yield None
 
 
@@ -172,8 +171,15 @@ def damage_on_any_node(path: str, place: str, is_download: bool) -> str | None:
     return next(filter(None, damages.values()), None)
 
 
-def report_damage(name: str, damage: str, set_aside: bool) -> None:
-    """Say that a damaged checkpoint is passed over, and where it is this run's own, in a folder, give it another name.
+def report_damage(name: str, damage: str, set_aside: bool, has_another: bool) -> None:
+    """Say that a damaged checkpoint is passed over, and what follows, and where it is this run's own, in a folder, give
+    it another name.
+
+    Args:
+        name: path or URI.
+        damage: in words.
+        set_aside: whether it is this run's own.
+        has_another: whether there is one before it.
     """
     what_is_done = 'is passed over'
     if set_aside and '://' not in name:
@@ -182,8 +188,12 @@ def report_damage(name: str, damage: str, set_aside: bool) -> None:
         except OSError as error:
             raise ValueError(f'{name} is damaged ({damage}), and cannot be renamed: {error.strerror}; move it away'
                              ) from None
-    print(f'warning: {name} is damaged ({damage}) and {what_is_done}; going back to the checkpoint before it',
-          file=sys.stderr)
+    what_follows = 'there is none before it'
+    if has_another:
+        what_follows = 'going back to the checkpoint before it'
+    elif set_aside:
+        what_follows += ': the run starts anew'
+    print(f'warning: {name} is damaged ({damage}) and {what_is_done}; {what_follows}', file=sys.stderr)
 
 
 def rename_aside(path: str) -> str:
@@ -290,29 +300,51 @@ class WholeCheckpoints(CheckpointSaver):
     """Composer's saver, which leaves either a whole checkpoint or none, also where the run is killed or a disk fills.
 
     Composer 0.32 writes in place, into the name that a resume looks for, and leaves it to the system when that goes to
-    the disk. What it stages for an object store, up to two checkpoints, it leaves in the temporary folder.
+    the disk. It removes what stands at the name of the latest checkpoint, a file as well as a link, and ends the run
+    where a checkpoint that it would remove is gone. What it stages for an object store, up to two checkpoints, it
+    leaves in the temporary folder.
 
     Args:
         folder: or object store.
         save_interval: a time.
-        to_keep: the newest that stay in a folder; None keeps all. A store keeps all.
+        to_keep: the newest that stay in a folder, of those that this run, or the one that it resumes, has written; None
+            keeps all. A store keeps all.
     """
 
     def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
+        self.to_keep = to_keep
         self._staging = None
-        common = {'filename': NAME, 'latest_remote_file_name': None, 'save_interval': save_interval,
+        common = {'filename': NAME, 'latest_filename': None, 'latest_remote_file_name': None,
+                  'save_interval': save_interval,
                   'overwrite': True,  # files newer than the one resumed from, which a killed run left
                   'ignore_keys': ['rng']}  # Safeguard seeds every batch
         if '://' not in folder:
-            super().__init__(folder, remote_file_name=None, latest_filename=LATEST,
-                             num_checkpoints_to_keep=to_keep or -1, **common)
-            self.saved_checkpoints = checkpoints(folder)  # Composer forgets those of earlier processes
+            super().__init__(folder, remote_file_name=None, num_checkpoints_to_keep=-1, **common)
             return
         self._staging = PrivateFolder()
         with temporary_files_in(self._staging.name):
             super().__init__(folder, remote_file_name=os.path.join(parse_uri(folder)[2], NAME),
-                             latest_filename=None,  # Composer waits 30 s for each in a store
                              num_checkpoints_to_keep=1, **common)  # staged
+
+    @property
+    def _tends_a_folder(self) -> bool:
+        return self._staging is None and dist.get_global_rank() == 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The checkpoints of the run that is resumed go by their names, since its folder may have another name now."""
+        super().load_state_dict(state)
+        if self._tends_a_folder:
+            written = map(os.path.basename, self.all_saved_checkpoints_to_timestamp)
+            self.saved_checkpoints = [os.path.join(self.folder, name) for name in written]
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        super().fit_start(state, logger)
+        if not self._tends_a_folder:
+            return
+        link = latest_beside(Path(self.folder, NAME))
+        if link.exists() and not link.is_symlink():
+            print(f'warning: {link} is no link and stays as it is; it will not be the newest checkpoint of this run',
+                  file=sys.stderr)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         write_in_place = composer_checkpoint._write_checkpoint_file
@@ -322,11 +354,31 @@ class WholeCheckpoints(CheckpointSaver):
                 super()._save_checkpoint(state, logger)
         finally:
             composer_checkpoint._write_checkpoint_file = write_in_place
+        if self._tends_a_folder:
+            self.make_newest(self.saved_checkpoints[-1])
+
+    def make_newest(self, path: str) -> None:
+        """Let the link to the latest checkpoint of the folder point to this one, and remove the oldest of the run.
+
+        Those that the user has moved away, or put a link in place of, are no longer the run's.
+        """
+        point_latest_to(Path(path))
+        if self.to_keep is None:
+            return
+        written = [name for name in dict.fromkeys([*self.saved_checkpoints, path]) if is_plain_file(name)]
+        self.saved_checkpoints = written[-self.to_keep:]
+        for older in written[:-self.to_keep]:
+            Path(older).unlink(missing_ok=True)
 
     def post_close(self) -> None:
         super().post_close()
         if self._staging is not None:
             self._staging.cleanup()
+
+
+def is_plain_file(path: str) -> bool:
+    """Whether a file lies there, and no link to one."""
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def write_whole(state_dict: dict[str, Any], filename: str) -> None:
@@ -335,35 +387,32 @@ def write_whole(state_dict: dict[str, Any], filename: str) -> None:
         torch.save(state_dict, file)
 
 
-def save_interrupted(state: State, folder: str, to_keep: int | None = None) -> str:
+def save_interrupted(state: State, folder: str) -> str:
     """Save the state as of the last whole batch, by rank 0 alone, since other ranks may be gone; returns where.
 
     Composer's own saver, whose names and contents these are, waits for all ranks.
 
     Args:
-        state: of the run.
+        state: of the run, with its WholeCheckpoints among the callbacks.
         folder: or object store.
-        to_keep: the newest that stay in a folder; None keeps all.
     """
+    saver = next(callback for callback in state.callbacks if isinstance(callback, WholeCheckpoints))
     name = NAME.format(epoch=state.timestamp.epoch.value, batch=state.timestamp.batch.value, rank=0)
+    path = os.path.join(folder, name)
     store = maybe_create_object_store_from_uri(folder)
     if store:
         with PrivateFolder() as staging:
-            path = os.path.join(staging, name)
-            torch.save({'state': state.state_dict()}, path)
-            store.upload_object(os.path.join(parse_uri(folder)[2], name), path)
-        return os.path.join(folder, name)
-    path = Path(folder, name)
-    if path.exists():
-        if zipfile.is_zipfile(path):
-            return str(path)  # Composer has saved this batch
-        rename_aside(str(path))
-    write_whole({'state': state.state_dict()}, str(path))
-    point_latest_to(path)
-    if to_keep:
-        for older in checkpoints(folder)[:-to_keep]:
-            os.remove(older)
-    return str(path)
+            staged = os.path.join(staging, name)
+            torch.save({'state': state.state_dict()}, staged)
+            store.upload_object(os.path.join(parse_uri(folder)[2], name), staged)
+        return path
+    if not zipfile.is_zipfile(path):  # else Composer has saved this batch
+        if os.path.lexists(path):
+            rename_aside(path)
+        saver.all_saved_checkpoints_to_timestamp[path] = state.timestamp  # as Composer does: it is in the state
+        write_whole({'state': state.state_dict()}, path)
+    saver.make_newest(path)
+    return path
 
 
 def leave_out_empty_scaler(checkpoint: dict) -> None:
@@ -378,9 +427,14 @@ def leave_out_empty_scaler(checkpoint: dict) -> None:
 
 
 def point_latest_to(path: Path) -> None:
-    """Let the link to the latest checkpoint of a folder point to this one, as Composer does."""
-    link = path.with_name(LATEST.format(rank=0))
+    """Let the link to the latest checkpoint of a folder point to this one. What is no link is the user's, and stays."""
+    link = latest_beside(path)
     if link.is_symlink():
         link.unlink()
     if not link.exists():
         link.symlink_to(path.name)
+
+
+def latest_beside(path: Path) -> Path:
+    """Where the link to the latest checkpoint of a folder is, beside this one."""
+    return path.with_name(LATEST.format(rank=0))

@@ -13,19 +13,18 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
-from pathlib import Path
 from typing import BinaryIO
 
 MARK = 'sd-benchmark'
-UNFINISHED = re.compile(rf'.+\.{MARK}-[0-9a-f]{{32}}\.tmp')  # names of files that are being written
-LOCK = 'in-use'  # the file in a private folder that its run has locked
+UNFINISHED = re.compile(rf'.+\.{MARK}-[0-9a-f]{{32}}\.tmp')  # names of files and folders that are being written
+LOCK = 'in-use'  # the file in a folder that its run has locked
 
 
 @contextlib.contextmanager
 def written_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """A file that takes the name `path` when the context ends and all of it is on the disk; else nothing is left of it.
     """
-    unfinished = f'{os.fspath(path)}.{MARK}-{uuid.uuid4().hex}.tmp'
+    unfinished = unfinished_name(path)
     with open(unfinished, 'xb') as file:
         try:
             lock(file)
@@ -37,6 +36,26 @@ def written_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
             os.remove(unfinished)
             raise
     sync_folder(os.path.dirname(unfinished) or '.')
+
+
+@contextlib.contextmanager
+def folder_written_whole(path: str | os.PathLike) -> Iterator[str]:
+    """A new folder that takes the name `path` when the context ends; else nothing is left of it."""
+    around = unfinished_name(path)
+    os.makedirs(around)
+    with locked_file_in(around):
+        try:
+            folder = os.path.join(around, os.path.basename(path))
+            os.mkdir(folder)
+            yield folder
+            os.rename(folder, path)
+        finally:
+            remove_locked_folder(around)
+
+
+def unfinished_name(path: str | os.PathLike) -> str:
+    """A new name for what is to be `path`, by which a later run knows it."""
+    return f'{os.fspath(path)}.{MARK}-{uuid.uuid4().hex}.tmp'
 
 
 def sync_folder(folder: str) -> None:
@@ -59,18 +78,55 @@ def lock(file: BinaryIO) -> bool:
     return True
 
 
+def locked_file_in(folder: str) -> BinaryIO:
+    """The open file of a new folder that tells other processes that it is in use; they never see it without its lock.
+    """
+    file = open(os.path.join(folder, f'{LOCK}.new'), 'xb')  # noqa: SIM115
+    lock(file)
+    os.rename(file.name, os.path.join(folder, LOCK))
+    return file
+
+
+def remove_locked_folder(folder: str) -> None:
+    """Remove a folder whose lock this process has: that goes last, so that what a kill leaves is removed later."""
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.name != LOCK:
+            os.remove(entry.path)
+    shutil.rmtree(folder)
+
+
 def remove_unfinished(folder: str) -> list[str]:
-    """Take away what killed runs left of files that they wrote in `folder`; returns their names."""
+    """Take away what killed processes left of files and folders that they wrote in `folder`, and say so.
+
+    What another user left stays. Returns the names.
+    """
     removed = []
-    for name in sorted(os.listdir(folder)):
-        if not UNFINISHED.fullmatch(name):
-            continue
+    for name in sorted(os.listdir(folder) if os.path.isdir(folder) else ()):
         path = os.path.join(folder, name)
-        with contextlib.suppress(FileNotFoundError), open(path, 'r+b') as file:
-            if lock(file):
-                os.remove(path)
+        if not UNFINISHED.fullmatch(name) or os.path.islink(path):
+            continue
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # another process was faster; another user's
+            if remove_if_abandoned(path):
+                print(f'removed {path}, which a killed process left unfinished', file=sys.stderr)
                 removed.append(name)
     return removed
+
+
+def remove_if_abandoned(path: str) -> bool:
+    """Remove a file, or a folder that has a file LOCK, unless a process has locked it; whether it was removed."""
+    if not os.path.isdir(path):
+        with open(path, 'r+b') as file:
+            if not lock(file):
+                return False
+            os.remove(path)
+        return True
+    with open(os.path.join(path, LOCK), 'r+b') as file:
+        if not lock(file):
+            return False
+        remove_locked_folder(path)
+    return True
 
 
 class PrivateFolder(tempfile.TemporaryDirectory):
@@ -83,9 +139,7 @@ class PrivateFolder(tempfile.TemporaryDirectory):
     def __init__(self):
         remove_abandoned_folders()
         super().__init__(prefix=f'{MARK}-')
-        self._lock = open(os.path.join(self.name, f'{LOCK}.new'), 'xb')  # noqa: SIM115
-        lock(self._lock)
-        os.rename(self._lock.name, os.path.join(self.name, LOCK))  # nobody sees it without its lock
+        self._lock = locked_file_in(self.name)
 
     def cleanup(self) -> None:
         super().cleanup()
@@ -110,12 +164,6 @@ def remove_abandoned_folders() -> None:
 def is_private(status: os.stat_result) -> bool:
     """Whether it is a folder that this user alone can enter."""
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) == 0o700
-
-
-def remove_if_abandoned(folder: str) -> None:
-    with open(Path(folder, LOCK), 'r+b') as file:
-        if lock(file):
-            shutil.rmtree(folder)
 
 
 @contextlib.contextmanager

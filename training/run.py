@@ -186,7 +186,7 @@ def save_where_it_stopped(run: Run) -> None:
     if not folder:
         print(f'{stopped}; without --save_folder nothing was saved')
     elif run.measurement.batches and not run.safeguard.updating:
-        path = save_interrupted(run.trainer.state, folder, saving.save_num_checkpoints_to_keep)
+        path = save_interrupted(run.trainer.state, folder)
         print(f'{stopped}; saved {path}; the same command with --autoresume goes on')
     else:
         print(f'{stopped}; the same command with --autoresume goes on from the newest checkpoint in {folder}')

@@ -21,7 +21,7 @@ from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
 from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
 from settings.subjects import Settings
-from training.own_files import written_whole
+from training.own_files import remove_unfinished, written_whole
 from training.ranks import SECONDS_FOR_DRAWINGS, patient_group
 
 MOST_PROMPTS = 100  # a longer file is a mistake: its pictures would take hours each time
@@ -59,6 +59,7 @@ class Sampling(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         self._ranks = patient_group(SECONDS_FOR_DRAWINGS)
         if dist.get_global_rank() == 0:
+            remove_unfinished(self.settings.drawing.sample_folder)
             self._prepare(next(self.model.unet.parameters()).device)
 
     def _prepare(self, device: torch.device) -> None:

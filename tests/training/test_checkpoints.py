@@ -10,14 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composer import Callback
+from composer import Callback, ComposerModel, Trainer
 from composer.core import Timestamp
+from torch.utils.data import DataLoader
 
 from benchmark import main
 from tests.forked_runs import RUN, on_small_disk, run, traced
 from tests.runs import TINY, assert_same_training, one_error_line
 from tests.samples import Hostile, good, write_shards
 from training.checkpoints import (
+    WholeCheckpoints,
     checkpoints,
     load_checkpoint,
     newest_checkpoint,
@@ -136,8 +138,84 @@ def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_l
     assert checkpoints(str(tmp_path / 'kept')) == saved and len(results.read_text().splitlines()) == 1
 
 
+class Line(ComposerModel):
+    """The smallest model that Composer trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = torch.nn.Linear(1, 1)
+
+    def forward(self, batch):
+        return self.slope(batch)
+
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+
+def train_a_line(folder: Path, batches: int, to_keep: int | None = None, load_path: Path | None = None,
+                 callbacks=()) -> None:
+    """Train with checkpoints after every second batch."""
+    saver = WholeCheckpoints(str(folder), '2ba', to_keep)
+    trainer = Trainer(model=Line(), train_dataloader=DataLoader(torch.ones(20, 1)), max_duration=f'{batches}ba',
+                      device='cpu', progress_bar=False, callbacks=[*callbacks, saver],
+                      load_path=load_path and str(load_path))
+    trainer.fit()
+    trainer.close()
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_only_what_the_run_or_the_one_that_it_resumes_has_written_makes_room_for_newer_checkpoints(tmp_path):
+    train_a_line(tmp_path / 'before', 4)
+    folder = (tmp_path / 'before').rename(tmp_path / 'after')
+    own = folder / 'ep0-ba1-rank0.pt'
+    own.write_text('mine')
+    train_a_line(folder, 8, to_keep=1, load_path=folder / 'ep0-ba4-rank0.pt')
+    assert names_in(folder) == [own.name, 'ep0-ba8-rank0.pt', 'latest-rank0.pt'] and own.read_text() == 'mine'
+
+
+@pytest.mark.parametrize('moved', [2, 4])
+def test_a_checkpoint_that_is_moved_away_in_a_run_does_not_end_it_and_leaves_its_place_to_an_older_one(tmp_path, moved):
+    class User(Callback):
+        def batch_end(self, state, logger):
+            if state.timestamp.batch.value == 5:
+                (tmp_path / 'kept' / f'ep0-ba{moved}-rank0.pt').rename(tmp_path / 'mine.pt')
+
+    train_a_line(tmp_path / 'kept', 6, to_keep=2, callbacks=[User()])
+    assert [Path(path).name for path in checkpoints(tmp_path / 'kept')] == [
+        f'ep0-ba{batch}-rank0.pt' for batch in (2, 4, 6) if batch != moved]
+    assert (tmp_path / 'mine.pt').exists()
+
+
+def test_a_latest_checkpoint_that_is_a_file_of_its_own_stays_as_it_is(tmp_path, capfd):
+    train_a_line(tmp_path / 'linked', 2)
+    kept = shutil.copytree(tmp_path / 'linked', tmp_path / 'kept')  # as `cp -rL` does: copies of what is linked to
+    latest = kept / 'latest-rank0.pt'
+    content = latest.read_bytes()
+    assert not latest.is_symlink() and capfd.readouterr().err == ''
+    train_a_line(kept, 4, load_path=kept / 'ep0-ba2-rank0.pt')
+    assert not latest.is_symlink() and latest.read_bytes() == content
+    assert f'warning: {latest} is no link' in capfd.readouterr().err
+
+
+def test_a_signal_leaves_what_is_not_of_the_run_and_what_it_saves_is(tmp_path):
+    saver = WholeCheckpoints(str(tmp_path), '2ba', to_keep=1)
+    of_the_run, own = tmp_path / 'ep0-ba2-rank0.pt', tmp_path / 'ep0-ba1-rank0.pt'
+    of_the_run.touch(), own.touch()
+    saver.saved_checkpoints = [str(tmp_path / 'ep0-ba0-rank0.pt'), str(of_the_run)]  # the first was moved away
+    state = SimpleNamespace(timestamp=Timestamp(epoch=0, batch=3), callbacks=[saver], state_dict=saver.state_dict)
+    path = save_interrupted(state, str(tmp_path))
+    assert names_in(tmp_path) == [own.name, 'ep0-ba3-rank0.pt', 'latest-rank0.pt']
+    resumed = WholeCheckpoints(str(tmp_path), '2ba', to_keep=1)
+    resumed.load_state_dict(load_checkpoint(path)['state'])
+    assert resumed.saved_checkpoints == [path]
+
+
 def test_a_signal_leaves_a_whole_checkpoint_of_the_same_batch_alone(tmp_path):
-    state = SimpleNamespace(timestamp=Timestamp(epoch=0, batch=3), state_dict=lambda: {'new': torch.ones(3)})
+    state = SimpleNamespace(timestamp=Timestamp(epoch=0, batch=3), state_dict=lambda: {'new': torch.ones(3)},
+                            callbacks=[WholeCheckpoints(str(tmp_path), '2ba')])
     path = tmp_path / 'ep0-ba3-rank0.pt'
     torch.save({'state': {'old': torch.zeros(3)}}, path)
     save_interrupted(state, str(tmp_path))
@@ -215,6 +293,25 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_it_is_taken
     assert (kept / 'ep0-ba3-rank0.pt.damaged').read_bytes() == content
 
 
+def test_where_no_checkpoint_is_before_a_damaged_one_it_is_said_that_the_run_starts_anew(kept, capfd):
+    for path in checkpoints(str(kept)):
+        cut(Path(path))
+    with newest_checkpoint(str(kept)) as path:
+        assert path is None
+    words = [line.rsplit('; ', 1)[1] for line in capfd.readouterr().err.splitlines()]
+    assert words == 2 * ['going back to the checkpoint before it'] + ['there is none before it: the run starts anew']
+
+
+def test_a_file_whose_name_only_ends_as_that_of_a_checkpoint_is_none_and_stays(kept):
+    saved = checkpoints(str(kept))
+    own = [kept / name for name in ('best-ep0-ba2-rank0.pt', '0-ep0-ba1-rank0.pt', 'thesis-ep0-ba99-rank0.pt')]
+    for path in own:
+        path.write_text('mine')
+    with newest_checkpoint(str(kept)) as path:
+        assert Path(path).name == 'ep0-ba3-rank0.pt'
+    assert checkpoints(str(kept)) == saved and all(path.read_text() == 'mine' for path in own)
+
+
 @pytest.mark.parametrize('target, words', [
     ('ep0-ba9-rank0.pt', 'Too many levels of symbolic links'), ('/proc/self/mem', 'Input/output error'),
     ('/nowhere', 'No such file'), ('/', 'is no file')])
@@ -249,12 +346,14 @@ def test_a_damaged_newest_checkpoint_in_a_store_falls_back_and_stays_and_downloa
     change(kept / 'ep0-ba3-rank0.pt')
     for path in checkpoints(str(kept)):
         s3.client.upload_file(path, 'bucket', f'runs/1/{Path(path).name}')
+    s3.client.put_object(Bucket='bucket', Key='runs/1/best-ep0-ba9-rank0.pt', Body=b'of the user')
     with newest_checkpoint('s3://bucket/runs/1') as path:
         assert load_checkpoint(path)['state']['batch'] == 2
         assert os.stat(os.path.dirname(path)).st_mode & 0o777 == 0o700
     assert os.listdir(downloads) == []
-    assert len(s3.client.list_objects_v2(Bucket='bucket', Prefix='runs/1/')['Contents']) == 3
-    assert 'ep0-ba3-rank0.pt is damaged' in capfd.readouterr().err
+    assert len(s3.client.list_objects_v2(Bucket='bucket', Prefix='runs/1/')['Contents']) == 4
+    errors = capfd.readouterr().err
+    assert 'ep0-ba3-rank0.pt is damaged' in errors and 'best' not in errors
 
 
 def test_what_is_swapped_in_after_the_look_runs_no_code(kept, tmp_path):

@@ -98,10 +98,13 @@ def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, promp
 
 def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts):
     latents = tmp_path / 'latents'
+    latents.mkdir()
+    (latents / f'ba3.png.sd-benchmark-{"a" * 32}.tmp').touch()  # of a run that was killed while it drew
     record = main(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
                    '--sample_prompts', prompts, '--sample_folder', str(latents), '--results', str(tmp_path / 'r'),
                    '--save_folder', str(tmp_path / 'kept-latents')])
     assert record['encoders'] == 'text_in_loop'
+    assert [path.name for path in latents.iterdir()] == ['ba3.png']
     export([str(tmp_path / 'kept-latents'), str(tmp_path / 'out'), '--pretrained'])
     for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
