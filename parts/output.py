@@ -26,6 +26,7 @@ SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'damaged.json'  # the files that could not be read to their end, as they were when OUT was begun
 ATTEMPTS = 3  # workers that may die of a part before the run ends
 RELEASED = 'released'  # in the claim of a run that found nothing to store: another may take its place
+UNFINISHED_CLAIM = re.compile(rf'{re.escape(CLAIM)}\.tmp\d+')  # what a run leaves that is killed while it claims OUT
 
 
 class Output:
@@ -70,8 +71,7 @@ class FolderOutput(Output):
             raise ValueError(f'{self.place} is not a folder; give a new one')
         with self._reaching(), contextlib.suppress(FileNotFoundError):
             names = os.listdir(self.folder)
-            others = [name for name in names if not re.fullmatch(rf'{re.escape(CLAIM)}\.tmp\d+', name)]
-            if others and CLAIM not in names:
+            if CLAIM not in names and not all(map(UNFINISHED_CLAIM.fullmatch, names)):
                 raise ValueError(f'{self.place} already holds something; give a new folder')
 
     def create(self, name: str, content: bytes) -> bool:
@@ -113,6 +113,10 @@ class FolderOutput(Output):
                 return (self.folder / name).read_bytes()
             except (FileNotFoundError, NotADirectoryError):
                 return None
+
+    def names(self) -> Iterator[str]:
+        """The names of all that lies in OUT itself, files and folders."""
+        return self.names_in('.')
 
     def names_in(self, folder: str) -> Iterator[str]:
         """The names of the files in a folder of OUT."""
@@ -199,6 +203,11 @@ class StoreOutput(Output):
                 return obstore.get(self._store_of(name), self._key(name)).bytes().to_bytes()
             except FileNotFoundError:
                 return None
+
+    def names(self) -> Iterator[str]:
+        """The names of all that lies in OUT, with their folders: 1000 a request."""
+        for key in self._listed(''):
+            yield key.removeprefix(self._key('')).lstrip('/')
 
     def names_in(self, folder: str) -> Iterator[str]:
         """The names of the files in a folder of OUT: 1000 a request."""
@@ -302,6 +311,7 @@ def claim(output: Output, contents: dict) -> bool:
     except (ValueError, TypeError):
         raise ValueError(f'{output.place} holds a {CLAIM} that is damaged; give a new folder') from None
     if begun == {'program': contents['program'], RELEASED: True}:
+        refuse_others_files(output)
         output.write(CLAIM, text)
         output.remove([SKIPPED])
         return False
@@ -310,6 +320,13 @@ def claim(output: Output, contents: dict) -> bool:
             raise ValueError(f'{output.place} was begun with {key} {begun.get(key)}, and this run has {ours}; give '
                              'what it was begun with, or a new folder')
     return True
+
+
+def refuse_others_files(output: Output) -> None:
+    """Raises ValueError if an OUT that was given back holds more than a run leaves in it."""
+    for name in output.names():
+        if name not in (CLAIM, SKIPPED) and not UNFINISHED_CLAIM.fullmatch(name):
+            raise ValueError(f'{output.place} already holds something, {name}; give a new folder')
 
 
 def is_begun(output: Output) -> bool:

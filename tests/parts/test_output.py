@@ -70,6 +70,19 @@ def test_parts_without_a_sample_make_no_dataset_and_leave_out_to_another_run(out
     assert output.read('skipped.jsonl') is None
 
 
+@pytest.mark.parametrize('name', ['000000/shard.00000.mds', 'index.json', 'claim.json.old'])
+def test_an_out_that_was_given_back_is_not_taken_where_somebody_has_put_a_file_there_since(output, name):
+    claim(output, CONTENTS)
+    write_part(output, 0, [], skipped=[{'source': 'a', 'key': None, 'reason': 'no image'}])
+    merge_parts(output, 1, {})
+    release(output, 1, 'convert.py')
+    before = {kept: output.read(kept) for kept in (CLAIM, 'skipped.jsonl')}
+    output.write(name, b'mine')
+    with pytest.raises(ValueError, match=f'^OUT .* already holds something, {name.partition("/")[0]}'):
+        claim(output, CONTENTS)
+    assert {kept: output.read(kept) for kept in before} == before and output.read(name) == b'mine'
+
+
 def test_parts_are_taken_back_with_all_their_shards_and_the_index(output):
     claim(output, CONTENTS)
     for number in (0, 1):
