@@ -24,6 +24,7 @@ CLAIM = 'claim.json'
 INDEX = 'index.json'
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'damaged.json'  # the files that could not be read to their end, as they were when OUT was begun
+EDGE = 'held-out.json'  # the last sample that is held out
 ATTEMPTS = 3  # workers that may die of a part before the run ends
 RELEASED = 'released'  # in the claim of a run that found nothing to store: another may take its place
 UNFINISHED_CLAIM = re.compile(rf'{re.escape(CLAIM)}\.tmp\d+')  # what a run leaves that is killed while it claims OUT
@@ -315,17 +316,23 @@ def claim(output: Output, contents: dict) -> bool:
         output.write(CLAIM, text)
         output.remove([SKIPPED])
         return False
-    for key, ours in contents.items():
+    for key in {**contents, **begun}:  # what only the earlier run knows of makes it another dataset as well
+        ours = contents.get(key)
         if begun.get(key) != ours:
             raise ValueError(f'{output.place} was begun with {key} {begun.get(key)}, and this run has {ours}; give '
                              'what it was begun with, or a new folder')
     return True
 
 
+def names_beside_claim(output: Output) -> Iterator[str]:
+    """The names of what lies in OUT beside its claim."""
+    return (name for name in output.names() if name != CLAIM and not UNFINISHED_CLAIM.fullmatch(name))
+
+
 def refuse_others_files(output: Output) -> None:
     """Raises ValueError if an OUT that was given back holds more than a run leaves in it."""
-    for name in output.names():
-        if name not in (CLAIM, SKIPPED) and not UNFINISHED_CLAIM.fullmatch(name):
+    for name in names_beside_claim(output):
+        if name != SKIPPED:
             raise ValueError(f'{output.place} already holds something, {name}; give a new folder')
 
 
@@ -370,6 +377,7 @@ def remove_part_folders(output: Output, numbers: Iterable[int]) -> None:
 def release(output: Output, num_parts: int, program: str) -> None:
     """Give an OUT back that no sample came to, so that the next run may use it; the list of reasons stays."""
     output.remove(map(part_index, range(num_parts)))
-    output.remove([DAMAGED])
+    output.remove([DAMAGED, EDGE])
+    remove_part_folders(output, range(num_parts))
     output.remove_folder('parts')
     output.write(CLAIM, json.dumps({'program': program, RELEASED: True}).encode())
