@@ -33,7 +33,15 @@ from cli.next_command import training_command
 from inputs.errors import DataError, one_line
 from inputs.stores import streaming_address
 from parts.engine import Part, WorkerFailed, make_parts
-from parts.held_out import TooFewSamples, find_edge, give_back, parts_with_held_out, refuse_leftovers, remove_replaced
+from parts.held_out import (
+    TooFewSamples,
+    find_edge,
+    give_back,
+    parts_that_lost_samples,
+    parts_with_held_out,
+    refuse_leftovers,
+    remove_replaced,
+)
 from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
 from parts.names import File, held_out_beside
@@ -90,9 +98,9 @@ def begin(args: argparse.Namespace, output: Output) -> Plan:
     plan = Plan(parts, list(range(len(parts))), found, damaged, held_out)
     contents = {'program': PROGRAM, 'source': fingerprint(begun), 'size_limit': args.size_limit,
                 'held_out': args.held_out, 'seed': args.seed if args.held_out else None}
-    is_resumed = claim(output, contents)
-    if held_out:
+    if held_out:  # first: where it cannot be, OUT is not begun either
         claim(held_out, contents | {'is_held_out': True})
+    is_resumed = claim(output, contents)
     if not is_resumed:
         return plan
     if again:
@@ -101,6 +109,12 @@ def begin(args: argparse.Namespace, output: Output) -> Plan:
         if held_out:
             redo(held_out, again)
     done = finished_parts(output, len(parts))
+    if held_out:
+        lost = parts_that_lost_samples(output, held_out, done)
+        if lost:
+            print(f'converting anew, as what was held out of them is gone: {len(lost):,} parts')
+            redo(output, lost)
+            done -= lost
     if done:
         print(f'going on with OUT {args.out}: {len(done):,} of {len(parts):,} parts are done')
     plan.missing = [number for number in plan.missing if number not in done]
@@ -186,8 +200,9 @@ def convert(args: argparse.Namespace, output: Output) -> tuple[Merged, Merged | 
         plan.damaged.update(number, plan.parts[number], of_part)
     if not merged.samples:
         if plan.held_out:
-            release(plan.held_out, 0, PROGRAM)
-        release(output, len(plan.parts), PROGRAM)
+            give_back(output, plan.held_out, len(plan.parts), PROGRAM)
+        else:
+            release(output, len(plan.parts), PROGRAM)
         warn_of_damage(merged)
         raise NothingConverted(f'nothing could be converted of SOURCE {" ".join(args.source)}: '
                                f'{what_was_skipped(merged, args)}')

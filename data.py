@@ -251,12 +251,22 @@ def open_dataset(remote: str, local: str | None, flag: str = '--remote', **kwarg
         raise ValueError(f'{flag} {remote} could not be opened ({one_line(error)[:300]})') from None
 
 
+def refuse_many_bad_samples(bad: int, read: int, limit: float) -> None:
+    """Raises DataError if of the samples that were read more are bad than the share `limit`.
+
+    Of few samples chance makes a larger share bad: three standard deviations more are let pass.
+    """
+    expected = limit * read
+    if bad > math.ceil(expected + 3 * math.sqrt(expected)):
+        raise DataError(f'{bad:,} of {read:,} samples are bad, more than --max_bad_samples {limit:g} of them; mend the '
+                        'data or raise it')
+
+
 class BadSamples:
     """Names each bad sample once, and ends the run where too many are bad.
 
     Args:
-        limit: the share of samples that may be bad. Of few samples chance makes a larger share bad: three standard
-            deviations more are let pass.
+        limit: the share of samples that may be bad.
     """
 
     def __init__(self, limit: float):
@@ -271,10 +281,7 @@ class BadSamples:
             if index not in self.found:
                 self.found.add(index)
                 print(bad_sample_line(index, reason), file=sys.stderr)
-        expected = self.limit * self.read
-        if len(self.found) > math.ceil(expected + 3 * math.sqrt(expected)):
-            raise DataError(f'{len(self.found):,} of {self.read:,} samples are bad, more than --max_bad_samples '
-                            f'{self.limit:g} of them; mend the data or raise it')
+        refuse_many_bad_samples(len(self.found), self.read, self.limit)
         return batch
 
 

@@ -29,7 +29,7 @@ import torch
 from cli.checks import refuse_bad_loading
 from cli.defaults import fill_in_encoding_defaults
 from cli.next_command import training_command
-from data import BadSamples
+from data import BadSamples, refuse_many_bad_samples
 from fitting.compiling import compile_mode
 from inputs.errors import DataError, one_line
 from inputs.shards import index_hash, read_index, require_cache_for, require_columns
@@ -42,7 +42,7 @@ from parts.encoding import EncodingSettings
 from parts.engine import Part, WorkerFailed, make_parts
 from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
-from parts.output import Output, claim, finished_parts, open_output, refuse_finished, release
+from parts.output import SKIPPED, Output, claim, finished_parts, open_output, refuse_finished, release
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_encoder
@@ -135,7 +135,7 @@ def encode_missing(flags: EncodingFlags, output: Output, index: dict, missing: l
     progress = Progress(flags.max_bad_samples)
     shards = index['shards']
     parts = (Part(number, [shards[number]['raw_data']['basename']]) for number in missing)
-    total = sum(shard['samples'] for shard in shards)
+    total = number_of_samples(index)
     to_do = sum(shards[number]['samples'] for number in missing)
     with (open_workers(flags, output, index, len(missing)) as workers,
           progress_bar(total, ' images', total - to_do) as bar):
@@ -144,8 +144,24 @@ def encode_missing(flags: EncodingFlags, output: Output, index: dict, missing: l
     return progress
 
 
-def make_record(flags: EncodingFlags, progress: Progress, merged: Merged, flops_per_image: int) -> dict:
-    """The record of an encoding: throughput over all workers, and what is stored for an image."""
+def number_of_samples(index: dict) -> int:
+    return sum(shard['samples'] for shard in index['shards'])
+
+
+def refuse_bad_dataset(flags: EncodingFlags, num_samples: int, merged: Merged) -> None:
+    """Raises DataError if too many samples are bad, over all runs that have encoded a part of them."""
+    try:
+        refuse_many_bad_samples(num_samples - merged.samples, num_samples, flags.max_bad_samples)
+    except DataError as error:
+        raise DataError(f'{error}; they are listed in {flags.out}/{SKIPPED}') from None
+
+
+def make_record(flags: EncodingFlags, progress: Progress, merged: Merged, num_samples: int,
+                flops_per_image: int) -> dict:
+    """The record of an encoding: throughput over all workers, and what is stored for an image.
+
+    `samples` are those of this run; `stored_samples` and `bad_samples` are of all runs that have made OUT.
+    """
     workers = list(progress.workers.values())
     seconds = max((worker['seconds'] for worker in workers), default=0)
     record = circumstances('encode', dataclasses.asdict(flags), ENCODING_FLAGS) | {
@@ -156,7 +172,7 @@ def make_record(flags: EncodingFlags, progress: Progress, merged: Merged, flops_
         'samples': progress.samples,
         'stored_samples': merged.samples,
         'bytes_per_image': merged.bytes / merged.samples,
-        'bad_samples': len(progress.bad_samples.found),
+        'bad_samples': num_samples - merged.samples,
     }
     if workers:
         record['num_devices'] = len(workers)
@@ -181,8 +197,11 @@ def summary(record: dict, flags: EncodingFlags) -> str:
     if flags.pretrained:
         model.append('--pretrained')
     speed = record['images_per_sec'] or 0
+    skipped = ''
+    if record['bad_samples']:
+        skipped = f'skipped         {record["bad_samples"]:,} bad samples; listed in {flags.out}/{SKIPPED}\n'
     return (f'encoded         {record["samples"]:,} images, {speed:,.4g} images/s; {record["stored_samples"]:,} are '
-            f'stored, {record["bytes_per_image"]:,.0f} bytes each\n'
+            f'stored, {record["bytes_per_image"]:,.0f} bytes each\n{skipped}'
             f'next            {training_command(streaming_address(flags.out), record["stored_samples"], model)}')
 
 
@@ -196,11 +215,13 @@ def encode(flags: EncodingFlags) -> dict:
     progress = Progress(flags.max_bad_samples)
     if missing:
         progress = encode_missing(flags, output, index, missing)
-    merged = merge_parts(output, len(index['shards']), {'latents': origin})
+    num_samples = number_of_samples(index)
+    merged = merge_parts(output, len(index['shards']), {'latents': origin},
+                         check=partial(refuse_bad_dataset, flags, num_samples))
     if not merged.samples:
         release(output, len(index['shards']), PROGRAM)
         raise DataError('not one image could be encoded')
-    record = make_record(flags, progress, merged, encoding_flops(files.configs['vae'], flags.image_size))
+    record = make_record(flags, progress, merged, num_samples, encoding_flops(files.configs['vae'], flags.image_size))
     return keep(record, summary(record, flags), flags.results)
 
 

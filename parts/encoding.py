@@ -146,7 +146,10 @@ class Encoder:
         self.clock = [(0, time.perf_counter())]  # images so far, and when, at the start and after each batch
 
     def __call__(self, parts: list[Part]) -> list[dict]:
-        """Encode a part after the other; returns what there is to say of each, see `encode_part`."""
+        """Encode a part after the other; returns what there is to say of each.
+
+        A part's index keeps its bad samples, each with its number among all samples.
+        """
         settings = self.settings
         samples = Samples(self.shards, settings.image_size)
         loader = DataLoader(samples, batch_sampler=BatchesOfShards(self.shards, [part.number for part in parts],
@@ -167,7 +170,8 @@ class Encoder:
                 bad += [(self.first_numbers[part.number] + number, reason) for number, reason in batch['bad']]
                 self.clock.append((self.clock[-1][0] + len(batch['caption']), time.perf_counter()))
                 batch = next(batches, None)
-            writer.finish()
+            writer.finish(skipped=[{'source': name, 'key': number, 'reason': reason}
+                                   for name in part.files for number, reason in bad])
             if self.copies or not settings.keep_copies:
                 self.shards.drop(part.number)
             made.append({'number': part.number, 'samples': stored, 'bad': bad, 'worker': self.figures()})

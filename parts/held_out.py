@@ -16,9 +16,17 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from parts.merge import read_parts
-from parts.output import Output, is_begun, redo, release, remove_part_folders
-
-EDGE = 'held-out.json'
+from parts.output import (
+    EDGE,
+    Output,
+    finished_parts,
+    is_begun,
+    names_beside_claim,
+    redo,
+    refuse_finished,
+    release,
+    remove_part_folders,
+)
 
 
 class Draw(NamedTuple):
@@ -95,15 +103,26 @@ def refuse_leftovers(output: Output, held_out: Output) -> None:
     """Raises ValueError if there are samples that were held out of another OUT, or either place is somebody else's."""
     output.require_new_or_begun()
     held_out.require_new_or_begun()
-    if is_begun(held_out) and not is_begun(output):
+    if is_begun(held_out) and not is_begun(output) and any(names_beside_claim(held_out)):
         raise ValueError(f'{held_out.place} holds what an earlier run held out of another {output.place}; give a new '
                          'folder')
+    if output.read(EDGE) is None:  # nothing of this OUT can be held out yet
+        refuse_finished(held_out)
+
+
+def parts_that_lost_samples(output: Output, held_out: Output, done: Iterable[int]) -> set[int]:
+    """The parts of `done` that were split, and whose samples are gone from `held_out`, as where somebody removed it."""
+    if output.read(EDGE) is None:
+        return set()
+    numbers = sorted(done)
+    there = finished_parts(held_out, max(numbers, default=0) + 1)
+    parts = zip(numbers, read_parts(output, numbers), strict=True)
+    return {number for number, part in parts if 'replaced' in part and number not in there}
 
 
 def give_back(output: Output, held_out: Output, num_parts: int, program: str) -> None:
     """Take all parts of a dataset back, which is too small to hold samples out of, so that the next run may use OUT."""
     redo(output, range(num_parts))
-    remove_part_folders(output, range(num_parts))
-    output.remove([EDGE])
-    release(held_out, 0, program)
+    redo(held_out, range(num_parts))
+    release(held_out, num_parts, program)
     release(output, num_parts, program)

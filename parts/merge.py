@@ -2,7 +2,7 @@
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -25,7 +25,8 @@ class Merged:
 
 
 def merge_parts(output: Output, num_parts: int, about: dict, left_out: Iterable[dict] = (),
-                counts: Counter | None = None, numbers: Sequence[int] | None = None) -> Merged:
+                counts: Counter | None = None, numbers: Sequence[int] | None = None,
+                check: Callable[[Merged], None] | None = None) -> Merged:
     """Write OUT/index.json, the index of all parts with `about` beside them, unless they hold no sample.
 
     What was left out is listed in OUT/skipped.jsonl, if anything was. The entries pass through one by one, so that
@@ -38,6 +39,7 @@ def merge_parts(output: Output, num_parts: int, about: dict, left_out: Iterable[
         left_out: more lines for the list of what was left out.
         counts: of these, by reason.
         numbers: of the parts, where they are not all from 0 to `num_parts`.
+        check: called before the index is written; where it raises, there is none.
 
     Raises DataError if a part is not there or damaged.
     """
@@ -63,20 +65,22 @@ def merge_parts(output: Output, num_parts: int, about: dict, left_out: Iterable[
                 merged.skipped[line['reason'].partition(':')[0]] += 1  # without the particulars
             merged.damaged += [{'part': number, **file} for file in part.get('damaged', ())]
         index.write(b']}')
-        publish(output, merged, index, skipped)
+        publish_skipped(output, merged, skipped)
+        if merged.samples:
+            if check is not None:
+                check(merged)
+            index.seek(0)
+            output.write(INDEX, index)
     return merged
 
 
-def publish(output: Output, merged: Merged, index: BinaryIO, skipped: BinaryIO) -> None:
-    """Bring what a merge has made to OUT, the index last."""
-    index.seek(0)
+def publish_skipped(output: Output, merged: Merged, skipped: BinaryIO) -> None:
+    """Bring the list of what was left out to OUT, or remove an earlier one where nothing was."""
     skipped.seek(0)
     if merged.skipped:
         output.write(SKIPPED, skipped)
     else:
         output.remove([SKIPPED])
-    if merged.samples:
-        output.write(INDEX, index)
 
 
 def read_parts(output: Output, numbers: Sequence[int]) -> Iterator[dict]:

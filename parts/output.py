@@ -24,8 +24,10 @@ CLAIM = 'claim.json'
 INDEX = 'index.json'
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'damaged.json'  # the files that could not be read to their end, as they were when OUT was begun
+EDGE = 'held-out.json'  # the last sample that is held out
 ATTEMPTS = 3  # workers that may die of a part before the run ends
 RELEASED = 'released'  # in the claim of a run that found nothing to store: another may take its place
+UNFINISHED_CLAIM = re.compile(rf'{re.escape(CLAIM)}\.tmp\d+')  # what a run leaves that is killed while it claims OUT
 
 
 class Output:
@@ -70,8 +72,7 @@ class FolderOutput(Output):
             raise ValueError(f'{self.place} is not a folder; give a new one')
         with self._reaching(), contextlib.suppress(FileNotFoundError):
             names = os.listdir(self.folder)
-            others = [name for name in names if not re.fullmatch(rf'{re.escape(CLAIM)}\.tmp\d+', name)]
-            if others and CLAIM not in names:
+            if CLAIM not in names and not all(map(UNFINISHED_CLAIM.fullmatch, names)):
                 raise ValueError(f'{self.place} already holds something; give a new folder')
 
     def create(self, name: str, content: bytes) -> bool:
@@ -113,6 +114,10 @@ class FolderOutput(Output):
                 return (self.folder / name).read_bytes()
             except (FileNotFoundError, NotADirectoryError):
                 return None
+
+    def names(self) -> Iterator[str]:
+        """The names of all that lies in OUT itself, files and folders."""
+        return self.names_in('.')
 
     def names_in(self, folder: str) -> Iterator[str]:
         """The names of the files in a folder of OUT."""
@@ -199,6 +204,11 @@ class StoreOutput(Output):
                 return obstore.get(self._store_of(name), self._key(name)).bytes().to_bytes()
             except FileNotFoundError:
                 return None
+
+    def names(self) -> Iterator[str]:
+        """The names of all that lies in OUT, with their folders: 1000 a request."""
+        for key in self._listed(''):
+            yield key.removeprefix(self._key('')).lstrip('/')
 
     def names_in(self, folder: str) -> Iterator[str]:
         """The names of the files in a folder of OUT: 1000 a request."""
@@ -302,14 +312,28 @@ def claim(output: Output, contents: dict) -> bool:
     except (ValueError, TypeError):
         raise ValueError(f'{output.place} holds a {CLAIM} that is damaged; give a new folder') from None
     if begun == {'program': contents['program'], RELEASED: True}:
+        refuse_others_files(output)
         output.write(CLAIM, text)
         output.remove([SKIPPED])
         return False
-    for key, ours in contents.items():
+    for key in {**contents, **begun}:  # what only the earlier run knows of makes it another dataset as well
+        ours = contents.get(key)
         if begun.get(key) != ours:
             raise ValueError(f'{output.place} was begun with {key} {begun.get(key)}, and this run has {ours}; give '
                              'what it was begun with, or a new folder')
     return True
+
+
+def names_beside_claim(output: Output) -> Iterator[str]:
+    """The names of what lies in OUT beside its claim."""
+    return (name for name in output.names() if name != CLAIM and not UNFINISHED_CLAIM.fullmatch(name))
+
+
+def refuse_others_files(output: Output) -> None:
+    """Raises ValueError if an OUT that was given back holds more than a run leaves in it."""
+    for name in names_beside_claim(output):
+        if name != SKIPPED:
+            raise ValueError(f'{output.place} already holds something, {name}; give a new folder')
 
 
 def is_begun(output: Output) -> bool:
@@ -353,6 +377,7 @@ def remove_part_folders(output: Output, numbers: Iterable[int]) -> None:
 def release(output: Output, num_parts: int, program: str) -> None:
     """Give an OUT back that no sample came to, so that the next run may use it; the list of reasons stays."""
     output.remove(map(part_index, range(num_parts)))
-    output.remove([DAMAGED])
+    output.remove([DAMAGED, EDGE])
+    remove_part_folders(output, range(num_parts))
     output.remove_folder('parts')
     output.write(CLAIM, json.dumps({'program': program, RELEASED: True}).encode())

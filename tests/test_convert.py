@@ -251,16 +251,18 @@ def test_a_folder_of_somebodys_files_is_refused_and_stays_as_it_is(tmp_path, mon
 def test_files_that_come_into_out_meanwhile_stay_when_nothing_could_be_converted(tmp_path, monkeypatch, capsys):
     write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a'})
     out = tmp_path / 'out'
-    find_files = convert.find_files
+    convert_missing = convert.convert_missing
 
-    def find_while_somebody_writes(source):
-        (out / 'parts').mkdir(parents=True)
-        (out / 'claim.json').write_text(json.dumps({'program': 'convert.py', 'released': True}))
+    def convert_while_somebody_writes(*args):
+        convert_missing(*args)
         for name in ('notes.txt', 'parts/mine', '000000'):
             (out / name).write_text('mine')
-        return find_files(source)
-    monkeypatch.setattr(convert, 'find_files', find_while_somebody_writes)
+    monkeypatch.setattr(convert, 'convert_missing', convert_while_somebody_writes)
     assert failing_status(tmp_path / 'in', out) == 1
+    assert [(out / name).read_text() for name in ('notes.txt', 'parts/mine', '000000')] == ['mine'] * 3
+    capsys.readouterr()
+    assert failing_status(tmp_path / 'in', out) == 2
+    assert_one_error_line(capsys, f'OUT {out} already holds something')
     assert [(out / name).read_text() for name in ('notes.txt', 'parts/mine', '000000')] == ['mine'] * 3
 
 

@@ -139,7 +139,27 @@ def test_bad_samples_are_left_out_and_counted(tmp_path, model_folder, capfd):
     record = encode_shards(shards, tmp_path / 'latents', model_folder)
     assert (record['samples'], record['stored_samples'], record['bad_samples']) == (8, 8, 2)
     assert captions(tmp_path / 'latents') == [str(index) for index in range(9) if index != 2]
-    assert 'bad sample 2' in capfd.readouterr().err
+    captured = capfd.readouterr()
+    assert 'bad sample 2' in captured.err
+    assert f'2 bad samples; listed in {tmp_path}/latents/skipped.jsonl' in captured.out
+    lines = map(json.loads, (tmp_path / 'latents/skipped.jsonl').read_text().splitlines())
+    assert [(line['key'], line['reason']) for line in lines] == [
+        (2, 'image does not decode: not a known format'), (9, 'no caption')]
+
+
+def test_bad_samples_of_an_earlier_run_are_judged_listed_and_counted_as_well(tmp_path, model_folder, capfd):
+    samples = [{'jpg': encoded(picture(index)), 'caption': str(index) if index > 4 else ''} for index in range(10)]
+    shards = write_shards(tmp_path / 'shards', samples, size_limit=6000)
+    out = tmp_path / 'latents'
+    few = ['--max_bad_samples', '0.1']
+    for _ in range(2):  # the second encodes the shards that the first has not come to
+        assert '--max_bad_samples 0.1' in refusal(capfd, encode_shards, shards, out, model_folder, *few)
+        assert not (out / 'index.json').exists()
+    line = refusal(capfd, encode_shards, shards, out, model_folder, *few)
+    assert '5 of 10 samples are bad' in line and f'they are listed in {out}/skipped.jsonl' in line
+    assert len((out / 'skipped.jsonl').read_text().splitlines()) == 5 and not (out / 'index.json').exists()
+    record = encode_shards(shards, out, model_folder, '--max_bad_samples', '1')
+    assert (record['samples'], record['stored_samples'], record['bad_samples']) == (0, 5, 5)
 
 
 def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):

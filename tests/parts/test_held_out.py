@@ -9,6 +9,7 @@ from streaming import StreamingDataset
 
 import convert
 from cli.options import benchmark_parser
+from inputs.errors import DataError
 from inputs.shared_memory import own_shared_memory
 from parts.names import held_out_beside
 from parts.output import FolderOutput
@@ -232,6 +233,84 @@ def test_what_was_held_out_of_another_out_is_not_written_over(tars, tmp_path, wo
     shutil.rmtree(out)
     assert 'held out of another OUT' in error_line(capsys, *argv)
     assert contents(Path(f'{out}-held-out')) == before and not out.exists()
+
+
+def test_the_place_of_another_runs_held_out_samples_is_no_out(tars, tmp_path, workers_here, monkeypatch, capsys):
+    out = tmp_path / 'out'
+    argv = [str(tars), str(out), '--held_out', '3']
+    with monkeypatch.context() as patches:
+        kill_at(patches, 2)  # both are claimed
+        with pytest.raises(Killed):
+            convert.main(argv)
+    assert [list(folder) for folder in contents(out, Path(f'{out}-held-out'))] == [['claim.json'], ['claim.json']]
+    line = error_line(capsys, tars, f'{out}-held-out', '--held_out', 3)
+    assert 'was begun with is_held_out True, and this run has None' in line
+    assert convert.main(argv) == 0
+    assert [len(side) for side in sides(out)] == [21, 3]
+
+
+def test_a_dataset_in_the_place_of_held_out_samples_is_not_written_over(tars, tmp_path, workers_here, monkeypatch,
+                                                                        capsys):
+    out, beside = tmp_path / 'out', tmp_path / 'out-held-out'
+    argv = [str(tars), str(out), '--held_out', '3']
+    with monkeypatch.context() as patches:
+        kill_at(patches, 2)
+        with pytest.raises(Killed):
+            convert.main(argv)
+    (beside / 'index.json').write_text('as an earlier version could end that took it for an OUT')
+    before = contents(beside)
+    assert f'OUT {beside} already holds a dataset' in error_line(capsys, *argv)
+    assert contents(beside) == before
+
+
+def test_what_was_held_out_and_is_gone_before_the_run_has_ended_is_made_anew(tars, tmp_path, workers_here, monkeypatch):
+    argv = [str(tars), '--held_out', '7', '--size_limit', '1kb']
+    convert.main([*argv, str(tmp_path / 'undisturbed')])
+    out = tmp_path / 'out'
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(convert, 'merge_parts', interrupted)
+    with pytest.raises(SystemExit):
+        convert.main([*argv, str(out)])
+    monkeypatch.undo()
+    monkeypatch.setattr(convert, 'open_workers', lambda args, make, num_parts: WorkersHere(make))
+    shutil.rmtree(f'{out}-held-out')
+    assert convert.main([*argv, str(out)]) == 0
+    undisturbed = tmp_path / 'undisturbed'
+    assert contents(out, Path(f'{out}-held-out')) == contents(undisturbed, Path(f'{undisturbed}-held-out'))
+
+
+def test_where_the_held_out_samples_cannot_lie_out_is_not_begun(tars, tmp_path, workers_here, monkeypatch, capsys):
+    out = tmp_path / 'out'
+    create = FolderOutput.create
+
+    def refuse_beside(output, name, content):
+        if output.out.endswith('-held-out'):
+            raise DataError(f'{output.place} cannot be written or read: Permission denied')
+        return create(output, name, content)
+    with monkeypatch.context() as patches:
+        patches.setattr(FolderOutput, 'create', refuse_beside)
+        with pytest.raises(SystemExit):
+            convert.main([str(tars), str(out), '--held_out', '3'])
+    assert 'out-held-out cannot be written' in capsys.readouterr().err
+    assert convert.main([str(tars), str(out)]) == 0
+
+
+def test_an_out_whose_last_image_is_gone_is_given_back_without_its_edge(tmp_path, workers_here, capsys):
+    tar = write_tar(tmp_path / 'in/x.tar', {name: content for shade in (1, 2, 3)
+                                                for name, content in sample_files(f'{shade}', shade).items()})
+    whole = tar.read_bytes()
+    tar.write_bytes(whole[:whole.index(b'3.jpg') + 600])
+    out = tmp_path / 'out'
+    argv = [str(tmp_path / 'in'), str(out), '--held_out', '1']
+    assert convert.main(argv) == 1
+    tar.write_bytes(b'no tar any more')
+    with pytest.raises(SystemExit):
+        convert.main(argv)
+    assert 'nothing could be converted' in capsys.readouterr().err
+    assert [sorted(folder) for folder in contents(out, Path(f'{out}-held-out'))] == [
+        ['claim.json', 'skipped.jsonl'], ['claim.json']]
 
 
 @pytest.mark.parametrize('flags, words', [

@@ -7,7 +7,7 @@ import pytest
 
 from inputs.errors import DataError
 from parts.merge import merge_parts
-from parts.output import CLAIM, FolderOutput, claim, finished_parts, open_output, part_index, redo, release
+from parts.output import CLAIM, EDGE, FolderOutput, claim, finished_parts, open_output, part_index, redo, release
 from parts.writer import PartWriter
 from tests.local_s3 import local_s3
 
@@ -68,6 +68,19 @@ def test_parts_without_a_sample_make_no_dataset_and_leave_out_to_another_run(out
     assert output.read(part_index(0)) is None and output.read('skipped.jsonl') is not None
     assert claim(output, CONTENTS | {'source': 'b'}) is False
     assert output.read('skipped.jsonl') is None
+
+
+@pytest.mark.parametrize('name', ['000000/shard.00000.mds', 'index.json', 'claim.json.old'])
+def test_an_out_that_was_given_back_is_not_taken_where_somebody_has_put_a_file_there_since(output, name):
+    claim(output, CONTENTS)
+    write_part(output, 0, [], skipped=[{'source': 'a', 'key': None, 'reason': 'no image'}])
+    merge_parts(output, 1, {})
+    release(output, 1, 'convert.py')
+    before = {kept: output.read(kept) for kept in (CLAIM, 'skipped.jsonl')}
+    output.write(name, b'mine')
+    with pytest.raises(ValueError, match=f'^OUT .* already holds something, {name.partition("/")[0]}'):
+        claim(output, CONTENTS)
+    assert {kept: output.read(kept) for kept in before} == before and output.read(name) == b'mine'
 
 
 def test_parts_are_taken_back_with_all_their_shards_and_the_index(output):
@@ -172,3 +185,19 @@ def test_what_a_killed_worker_left_unfinished_is_removed_when_its_part_is_whole(
 def test_a_place_that_cannot_be_written_to_is_refused_by_its_name(place, words):
     with pytest.raises(ValueError, match=words):
         open_output(place, 'OUT')
+
+
+def test_a_dataset_that_an_earlier_run_said_more_of_is_another_one(output):
+    claim(output, CONTENTS | {'is_held_out': True})
+    with pytest.raises(ValueError, match='was begun with is_held_out True, and this run has None'):
+        claim(output, CONTENTS)
+    assert claim(output, CONTENTS | {'is_held_out': True, 'of_a_later_version': None})
+
+
+def test_an_out_that_is_given_back_keeps_nothing_of_its_dataset(output):
+    claim(output, CONTENTS)
+    write_part(output, 0, ['a'])
+    output.write(EDGE, b'[1, 0, 0]')
+    redo(output, [0])
+    release(output, 1, 'convert.py')
+    assert list(output.names()) == [CLAIM]
