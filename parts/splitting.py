@@ -50,9 +50,9 @@ def split_part(part: Part, output: Output, held_out: Output, shard_bytes: int, e
     for number, sample in enumerate(samples_of(index['shards'], output)):
         writer = moved if number in leaving else kept
         writer.write(sample)
-    moved.finish()
+    moved.finish(replaces=True)
     replaced = [shard['raw_data']['basename'] for shard in index.pop('shards')]
-    kept.finish(**index, replaced=replaced)
+    kept.finish(replaces=True, **index, replaced=replaced)
     remove_replaced(output, part.number, replaced)
     return part.number
 
