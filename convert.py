@@ -45,7 +45,18 @@ from parts.held_out import (
 from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
 from parts.names import File, held_out_beside
-from parts.output import DAMAGED, SKIPPED, Output, claim, finished_parts, open_output, redo, refuse_finished, release
+from parts.output import (
+    DAMAGED,
+    SKIPPED,
+    Output,
+    claim,
+    finished_parts,
+    open_output,
+    read_json,
+    redo,
+    refuse_finished,
+    release,
+)
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.sources import Found, find_files, join_neighbours
@@ -76,7 +87,10 @@ class Plan:
 
 def find_source(args: argparse.Namespace) -> Found:
     """What there is to convert. Raises NothingConverted if there is nothing."""
-    found = find_files(args.source)
+    places = [args.out]
+    if args.held_out:
+        places.append(held_out_beside(args.out))
+    found = find_files(args.source, places)
     if not found.files:
         raise NothingConverted(f'nothing to convert in SOURCE {" ".join(args.source)}: {what_was_found(found)}')
     return found
@@ -142,7 +156,7 @@ class DamagedFiles:
 
     def __init__(self, output: Output):
         self.output = output
-        self.files = {file['name']: file for file in json.loads(output.read(DAMAGED) or '[]')}
+        self.files = {file['name']: file for file in read_json(output, DAMAGED) or []}
 
     def size_at_begin(self, file: File) -> int:
         """The bytes that a file had when OUT was begun."""

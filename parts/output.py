@@ -158,8 +158,11 @@ class FolderOutput(Output):
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if there is none."""
         with self._reaching():
+            path = self.folder / name
+            if path.exists() and not path.is_file():
+                raise DataError(f'{name} of {self.place} is no file, but a folder, a pipe or a device; remove it')
             try:
-                return (self.folder / name).read_bytes()
+                return path.read_bytes()
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -353,6 +356,26 @@ def part_index(number: int) -> str:
     return f'parts/{part_name(number)}.json'
 
 
+def read_json(output: Output, name: str) -> object:
+    """What a file of OUT holds; None if there is none. Raises ValueError if it is damaged."""
+    content = output.read(name)
+    if content is None:
+        return None
+    try:
+        return json.loads(content)
+    except ValueError:
+        raise ValueError(f'{name} of {output.place} is damaged; give a new folder') from None
+
+
+def read_part(output: Output, number: int) -> dict | None:
+    """The index of a part; None if there is none. Raises DataError if it is damaged."""
+    try:
+        return read_json(output, part_index(number))
+    except ValueError:
+        raise DataError(f'{part_index(number)} of {output.place} is damaged; remove it, and run the same command again'
+                        ) from None
+
+
 def claim(output: Output, contents: dict) -> bool:
     """Say in OUT what it is made of.
 
@@ -425,7 +448,9 @@ def redo(output: Output, numbers: Iterable[int]) -> None:
     """Take parts of a dataset back, so that they are made again, and with them what makes a dataset of it."""
     output.remove([INDEX])
     for number in numbers:
-        part = json.loads(output.read(part_index(number)) or '{"shards": []}')
+        part = read_part(output, number)
+        if part is None:
+            continue
         shards = [shard['raw_data']['basename'] for shard in part['shards']]
         output.remove([part_index(number), *shards, *part.get('replaced', ())])
 

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from inputs.errors import DataError
+from parts.held_out import find_edge
 from parts.merge import merge_parts
 from parts.output import (
     CLAIM,
@@ -263,3 +264,18 @@ def test_an_out_that_is_given_back_keeps_nothing_of_its_dataset(output):
     redo(output, [0])
     release(output, 1, 'convert.py')
     assert list(output.names()) == [CLAIM]
+
+
+def test_a_damaged_file_of_out_is_named_with_the_remedy(output):
+    output.write(EDGE, b'[1, ')
+    with pytest.raises(ValueError, match=r'^held-out.json of OUT .* is damaged; give a new folder$'):
+        find_edge(output, 1, 1)
+    output.write(part_index(0), b'{')
+    with pytest.raises(DataError, match=r'^parts/000000.json of OUT .* is damaged; remove it, and run the same'):
+        redo(output, [0])
+
+
+def test_a_claim_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / CLAIM)
+    with pytest.raises(DataError, match='claim.json of OUT .* is no file'):
+        claim(open_output(str(tmp_path), 'OUT'), CONTENTS)
