@@ -75,7 +75,8 @@ class FolderOutput(Output):
             raise ValueError(f'{self.place} is not a folder; give a new one')
         with self._reaching(), contextlib.suppress(FileNotFoundError):
             names = os.listdir(self.folder)
-            if CLAIM not in names and not all(map(LEFT_BY_KILLED.fullmatch, names)):
+            others = [name for name in names if not LEFT_BY_KILLED.fullmatch(name)]
+            if others and CLAIM not in names:
                 raise ValueError(f'{self.place} already holds something; give a new folder')
 
     @contextlib.contextmanager
