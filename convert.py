@@ -45,7 +45,18 @@ from parts.held_out import (
 from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
 from parts.names import File, held_out_beside
-from parts.output import DAMAGED, SKIPPED, Output, claim, finished_parts, open_output, redo, refuse_finished, release
+from parts.output import (
+    DAMAGED,
+    SKIPPED,
+    Output,
+    claim,
+    finished_parts,
+    open_output,
+    read_json,
+    redo,
+    refuse_finished,
+    release,
+)
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.sources import Found, find_files, join_neighbours
@@ -74,19 +85,31 @@ class Plan:
         return sum(file.size for number in self.missing for file in self.parts[number])
 
 
-def begin(args: argparse.Namespace, output: Output) -> Plan:
-    """Find what there is to convert, claim OUT for it, and see what an earlier run has done.
-
-    Raises ValueError if there is nothing, or OUT holds something else.
-    """
-    found = find_files(args.source)
+def find_source(args: argparse.Namespace) -> Found:
+    """What there is to convert. Raises NothingConverted if there is nothing."""
+    places = [args.out]
+    if args.held_out:
+        places.append(held_out_beside(args.out))
+    found = find_files(args.source, places)
     if not found.files:
         raise NothingConverted(f'nothing to convert in SOURCE {" ".join(args.source)}: {what_was_found(found)}')
-    held_out = None
-    output.require_new_or_begun()
-    if args.held_out:
-        held_out = open_output(held_out_beside(args.out), 'OUT')
-        refuse_leftovers(output, held_out)
+    return found
+
+
+def open_held_out(args: argparse.Namespace, output: Output) -> Output | None:
+    """Where samples that are held out go. Raises ValueError if that holds something else."""
+    if not args.held_out:
+        return None
+    held_out = open_output(held_out_beside(args.out), 'OUT')
+    refuse_leftovers(output, held_out)
+    return held_out
+
+
+def begin(args: argparse.Namespace, output: Output, held_out: Output | None, found: Found) -> Plan:
+    """Claim OUT for what was found, and see what an earlier run has done.
+
+    Raises ValueError if OUT holds something else.
+    """
     damaged = DamagedFiles(output)
     again = damaged.parts()
     if not again:
@@ -133,7 +156,7 @@ class DamagedFiles:
 
     def __init__(self, output: Output):
         self.output = output
-        self.files = {file['name']: file for file in json.loads(output.read(DAMAGED) or '[]')}
+        self.files = {file['name']: file for file in read_json(output, DAMAGED) or []}
 
     def size_at_begin(self, file: File) -> int:
         """The bytes that a file had when OUT was begun."""
@@ -188,7 +211,14 @@ def convert(args: argparse.Namespace, output: Output) -> tuple[Merged, Merged | 
 
     Raises NothingConverted if there is nothing.
     """
-    plan = begin(args, output)
+    found = find_source(args)
+    held_out = open_held_out(args, output)
+    with output.in_use():
+        return convert_and_merge(begin(args, output, held_out, found), args, output)
+
+
+def convert_and_merge(plan: Plan, args: argparse.Namespace, output: Output) -> tuple[Merged, Merged | None]:
+    """Carry a plan out; returns what OUT holds, and what was held out. Raises NothingConverted if there is nothing."""
     if plan.missing:
         convert_missing(plan, args, output)
     held_out = None

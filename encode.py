@@ -211,18 +211,28 @@ def encode(flags: EncodingFlags) -> dict:
     origin = origin_of_latents(files, flags.image_size)
     index = read_image_index(flags)
     output = open_output(flags.out, '--out')
+    with output.in_use():
+        progress, merged = encode_and_merge(flags, output, origin, index)
+    record = make_record(flags, progress, merged, number_of_samples(index),
+                         encoding_flops(files.configs['vae'], flags.image_size))
+    return keep(record, summary(record, flags), flags.results)
+
+
+def encode_and_merge(flags: EncodingFlags, output: Output, origin: dict, index: dict) -> tuple[Progress, Merged]:
+    """Encode what is missing, and make a dataset of it.
+
+    Raises DataError if not one image could be encoded, or too many could not.
+    """
     missing = claim_output(flags, output, origin, index)
     progress = Progress(flags.max_bad_samples)
     if missing:
         progress = encode_missing(flags, output, index, missing)
-    num_samples = number_of_samples(index)
     merged = merge_parts(output, len(index['shards']), {'latents': origin},
-                         check=partial(refuse_bad_dataset, flags, num_samples))
+                         check=partial(refuse_bad_dataset, flags, number_of_samples(index)))
     if not merged.samples:
         release(output, len(index['shards']), PROGRAM)
         raise DataError('not one image could be encoded')
-    record = make_record(flags, progress, merged, num_samples, encoding_flops(files.configs['vae'], flags.image_size))
-    return keep(record, summary(record, flags), flags.results)
+    return progress, merged
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -3,6 +3,7 @@
 A worker is made once in its process and then called with some parts after others. Where it dies, alone or with its
 machine, what it was at is given to another; machines that join a cluster later get work as well.
 """
+import platform
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -121,6 +122,8 @@ class Answering:
             return 'refused', one_line(error)
         except MemoryError:
             return 'refused', 'there is not enough memory; free some, or use fewer workers'
+        except OSError as error:
+            return 'refused', f'a worker on {platform.node()} cannot go on ({one_line(error)})'
         except Exception:
             return 'failed', traceback.format_exc()
 

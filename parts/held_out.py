@@ -22,6 +22,7 @@ from parts.output import (
     finished_parts,
     is_begun,
     names_beside_claim,
+    read_json,
     redo,
     refuse_finished,
     release,
@@ -66,9 +67,9 @@ def find_edge(output: Output, num_parts: int, number: int) -> Draw | None:
 
     Raises TooFewSamples if there are no more than that.
     """
-    kept = output.read(EDGE)
+    kept = read_json(output, EDGE)
     if kept is not None:
-        return Draw(*json.loads(kept))
+        return Draw(*kept)
     samples = 0
 
     def all_draws() -> Iterator[Draw]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from inputs.errors import DataError
-from parts.output import INDEX, SKIPPED, Output, part_index
+from parts.output import INDEX, SKIPPED, Output, part_index, read_part
 
 READERS = 64  # of part indexes, at once
 PARTS_AT_ONCE = 1000  # whose indexes are held
@@ -89,13 +89,10 @@ def read_parts(output: Output, numbers: Sequence[int]) -> Iterator[dict]:
     Raises DataError if one is not there or damaged.
     """
     def read(number: int) -> dict:
-        content = output.read(part_index(number))
-        try:
-            return json.loads(content)
-        except (TypeError, ValueError):
-            state = 'is gone' if content is None else 'is damaged'
-            raise DataError(f'{part_index(number)} of {output.place} {state}; remove it, if it is there, and run the '
-                            'same command again') from None
+        part = read_part(output, number)
+        if part is None:
+            raise DataError(f'{part_index(number)} of {output.place} is gone; run the same command again')
+        return part
 
     with ThreadPoolExecutor(READERS) as readers:
         for start in range(0, len(numbers), PARTS_AT_ONCE):

@@ -5,8 +5,10 @@ OUT/000042, and OUT/parts/000042.json is the part's own index, which is written 
 of OUT/parts says what is done. OUT/index.json, which makes a dataset of it, comes last.
 """
 import contextlib
+import fcntl
 import json
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -27,7 +29,8 @@ DAMAGED = 'damaged.json'  # the files that could not be read to their end, as th
 EDGE = 'held-out.json'  # the last sample that is held out
 ATTEMPTS = 3  # workers that may die of a part before the run ends
 RELEASED = 'released'  # in the claim of a run that found nothing to store: another may take its place
-UNFINISHED_CLAIM = re.compile(rf'{re.escape(CLAIM)}\.tmp\d+')  # what a run leaves that is killed while it claims OUT
+LOCK = f'{CLAIM}.lock'  # in a folder, while a run works in it
+LEFT_BY_KILLED = re.compile(rf'{re.escape(CLAIM)}\.(tmp\d+|lock)')  # what a run can leave that is killed, beside files
 
 
 class Output:
@@ -72,8 +75,50 @@ class FolderOutput(Output):
             raise ValueError(f'{self.place} is not a folder; give a new one')
         with self._reaching(), contextlib.suppress(FileNotFoundError):
             names = os.listdir(self.folder)
-            if CLAIM not in names and not all(map(UNFINISHED_CLAIM.fullmatch, names)):
+            others = [name for name in names if not LEFT_BY_KILLED.fullmatch(name)]
+            if others and CLAIM not in names:
                 raise ValueError(f'{self.place} already holds something; give a new folder')
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A context in which no other run works in OUT, as far as its file system has locks.
+
+        Raises ValueError if another run works in it, or it holds files and no claim of ours.
+        """
+        self.require_new_or_begun()
+        with self._reaching():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            descriptor = self._locked()
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                with self._reaching():
+                    (self.folder / LOCK).unlink(missing_ok=True)
+                os.close(descriptor)  # the lock goes last
+
+    def _locked(self) -> int | None:
+        """The descriptor of the lock, in which this process is named; None where the file system has no locks."""
+        path = self.folder / LOCK
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 200, 0).decode(errors='replace') or 'it has just begun'
+                os.close(descriptor)
+                raise ValueError(f'{self.place} is in use by another run ({holder}); wait until that has ended'
+                                 ) from None
+            except OSError:
+                os.close(descriptor)
+                path.unlink(missing_ok=True)
+                return None
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f'pid {os.getpid()} on {platform.node()}'.encode())
+                    return descriptor
+            os.close(descriptor)  # of a run that has removed it since, when it ended
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a file if there is none of that name; returns whether there was none."""
@@ -88,6 +133,10 @@ class FolderOutput(Output):
                 return False
             finally:
                 unfinished.unlink(missing_ok=True)
+
+    def write_first(self, name: str, content: bytes, attempt: int = 0) -> None:
+        """A file that no other run writes: this one has OUT to itself."""
+        self.write(name, content, attempt)
 
     def write(self, name: str, content: bytes | BinaryIO, attempt: int = 0) -> None:
         """A file that appears whole, in the place of an earlier one.
@@ -110,8 +159,11 @@ class FolderOutput(Output):
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if there is none."""
         with self._reaching():
+            path = self.folder / name
+            if path.exists() and not path.is_file():
+                raise DataError(f'{name} of {self.place} is no file, but a folder, a pipe or a device; remove it')
             try:
-                return (self.folder / name).read_bytes()
+                return path.read_bytes()
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -183,6 +235,15 @@ class StoreOutput(Output):
         if is_occupied and not is_begun:
             raise ValueError(f'{self.place} already holds something; give a new folder')
 
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A context in which this run works in OUT. A store has no locks; see `write_first`.
+
+        Raises ValueError if OUT holds objects and no claim of ours, or the store cannot be reached.
+        """
+        self.require_new_or_begun()
+        yield
+
     def create(self, name: str, content: bytes) -> bool:
         """Write a file if there is none of that name, as the store itself decides; returns whether there was none."""
         with self._reaching():
@@ -191,6 +252,11 @@ class StoreOutput(Output):
                 return True
             except AlreadyExistsError:
                 return False
+
+    def write_first(self, name: str, content: bytes, attempt: int = 0) -> None:
+        """A file that stays as it is where it is there already: another run of the same claim has been faster, and may
+        have gone on from it."""
+        self.create(name, content)
 
     def write(self, name: str, content: bytes | BinaryIO, attempt: int = 0) -> None:
         """A file that appears whole, in the place of an earlier one."""
@@ -291,6 +357,26 @@ def part_index(number: int) -> str:
     return f'parts/{part_name(number)}.json'
 
 
+def read_json(output: Output, name: str) -> object:
+    """What a file of OUT holds; None if there is none. Raises ValueError if it is damaged."""
+    content = output.read(name)
+    if content is None:
+        return None
+    try:
+        return json.loads(content)
+    except ValueError:
+        raise ValueError(f'{name} of {output.place} is damaged; give a new folder') from None
+
+
+def read_part(output: Output, number: int) -> dict | None:
+    """The index of a part; None if there is none. Raises DataError if it is damaged."""
+    try:
+        return read_json(output, part_index(number))
+    except ValueError:
+        raise DataError(f'{part_index(number)} of {output.place} is damaged; remove it, and run the same command again'
+                        ) from None
+
+
 def claim(output: Output, contents: dict) -> bool:
     """Say in OUT what it is made of.
 
@@ -326,7 +412,7 @@ def claim(output: Output, contents: dict) -> bool:
 
 def names_beside_claim(output: Output) -> Iterator[str]:
     """The names of what lies in OUT beside its claim."""
-    return (name for name in output.names() if name != CLAIM and not UNFINISHED_CLAIM.fullmatch(name))
+    return (name for name in output.names() if name != CLAIM and not LEFT_BY_KILLED.fullmatch(name))
 
 
 def refuse_others_files(output: Output) -> None:
@@ -363,7 +449,9 @@ def redo(output: Output, numbers: Iterable[int]) -> None:
     """Take parts of a dataset back, so that they are made again, and with them what makes a dataset of it."""
     output.remove([INDEX])
     for number in numbers:
-        part = json.loads(output.read(part_index(number)) or '{"shards": []}')
+        part = read_part(output, number)
+        if part is None:
+            continue
         shards = [shard['raw_data']['basename'] for shard in part['shards']]
         output.remove([part_index(number), *shards, *part.get('replaced', ())])
 

@@ -62,17 +62,17 @@ class LeftOut:
         return self.lines + rest
 
 
-def find_files(sources: Iterable[str]) -> Found:
+def find_files(sources: Iterable[str], excluded: Iterable[str] = ()) -> Found:
     """The tars and images that `sources` name, and what they name that is neither.
 
     A source is a file, a folder (searched to its leaves) or a glob; or in a store an address of a tar, of a folder of
-    tars or a glob.
+    tars or a glob. What lies in the folders or addresses `excluded`, as that which is being made does, is passed over.
 
     Raises ValueError if a source names nothing or cannot be reached, and DataError if a folder cannot be read for a
     reason of the moment.
     """
     sources = list(sources)
-    search = Search(sources)
+    search = Search(sources, list(excluded))
     for source in sources:
         if is_address(source):
             search.add_store(source)
@@ -106,13 +106,15 @@ class Search:
         linked_folders, linked_files: links, which are followed last, so that a file keeps its plain name.
     """
 
-    def __init__(self, sources: list[str]):
+    def __init__(self, sources: list[str], excluded: list[str]):
         self.files: list[File] = []
         self.left_out = LeftOut()
         self.names: dict[str | tuple, str] = {}
         self.walked: dict[str, str] = {}
         self.linked_folders: list[str] = []
         self.linked_files: list[tuple[File, list[str | tuple]]] = []  # with their identities
+        self.excluded_folders = {os.path.realpath(place) for place in excluded if not is_address(place)}
+        self.excluded_addresses = tuple(f'{place.rstrip("/")}/' for place in excluded if is_address(place))
         self.roots = [os.path.realpath(source) for source in sources if os.path.isdir(source)]
 
     def add_paths(self, source: str) -> None:
@@ -154,6 +156,8 @@ class Search:
         while folders:
             folder = folders.pop()
             real = os.path.realpath(folder)
+            if real in self.excluded_folders:
+                continue
             if real not in self.walked:
                 self.walked[real] = folder
                 folders += self.look_into(folder)
@@ -272,6 +276,8 @@ class Search:
         if not found:
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
         for path, size in found:
+            if (root + path).startswith(self.excluded_addresses):
+                continue
             self.add_object(root + path, path.removeprefix(beginning) or path, size)
 
     def add_object(self, name: str, path: str, size: int) -> None:

@@ -3,7 +3,6 @@
 The samples that stay are written anew beside the shards of the part. When the new index of the part is there, the old
 shards are removed, by the names that the new index keeps. So a worker may be killed at any moment.
 """
-import json
 import tempfile
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ from inputs.shards import MDS_COLUMNS
 from inputs.verified_stream import open_shards
 from parts.engine import Part
 from parts.held_out import Draw, first_draws, remove_replaced
-from parts.output import FolderOutput, Output, part_index, part_name
+from parts.output import FolderOutput, Output, part_name, read_part
 from parts.writer import PartWriter
 
 
@@ -41,7 +40,7 @@ def split_part(part: Part, output: Output, held_out: Output, shard_bytes: int, e
 
     Returns its number.
     """
-    index = json.loads(output.read(part_index(part.number)))
+    index = read_part(output, part.number)
     if 'replaced' in index:  # a worker that was taken for dead has done it
         return part.number
     leaving = {draw.sample for draw in first_draws(index, part.number) if draw <= edge}
@@ -50,9 +49,9 @@ def split_part(part: Part, output: Output, held_out: Output, shard_bytes: int, e
     for number, sample in enumerate(samples_of(index['shards'], output)):
         writer = moved if number in leaving else kept
         writer.write(sample)
-    moved.finish()
+    moved.finish(replaces=True)
     replaced = [shard['raw_data']['basename'] for shard in index.pop('shards')]
-    kept.finish(**index, replaced=replaced)
+    kept.finish(replaces=True, **index, replaced=replaced)
     remove_replaced(output, part.number, replaced)
     return part.number
 

@@ -70,8 +70,13 @@ class PartWriter:
         """A sample, as MDSWriter takes it."""
         self.writer.write(sample)
 
-    def finish(self, **about) -> None:
-        """Bring the last samples to OUT, and then say that the part is whole, and what else there is to say of it."""
+    def finish(self, replaces: bool = False, **about) -> None:
+        """Bring the last samples to OUT, and then say that the part is whole.
+
+        Args:
+            replaces: an index that is there already; else that one stays.
+            about: what else there is to say of the part.
+        """
         self.writer.finish()
         self.carrier.shutdown()
         for shard in self.on_their_way:
@@ -81,7 +86,8 @@ class PartWriter:
             shard['raw_data']['basename'] = name
             self.output.remove_unfinished(name, self.attempt)
         index = {'shards': self.writer.shards, **about}
-        self.output.write(part_index(self.number), json.dumps(index).encode(), self.attempt)
+        write = self.output.write if replaces else self.output.write_first
+        write(part_index(self.number), json.dumps(index).encode(), self.attempt)
         self.output.remove_unfinished(part_index(self.number), self.attempt)
 
     def _keep(self, name: str, content: bytes) -> None:

@@ -14,6 +14,7 @@ from streaming import StreamingDataset
 import convert
 from benchmark import main
 from inputs.shared_memory import own_shared_memory
+from parts.output import open_output
 from tests.forked_runs import run_program
 from tests.local_s3 import local_s3
 from tests.parts.commands import convert_program
@@ -264,6 +265,21 @@ def test_files_that_come_into_out_meanwhile_stay_when_nothing_could_be_converted
     assert failing_status(tmp_path / 'in', out) == 2
     assert_one_error_line(capsys, f'OUT {out} already holds something')
     assert [(out / name).read_text() for name in ('notes.txt', 'parts/mine', '000000')] == ['mine'] * 3
+
+
+def test_a_run_on_an_out_that_another_works_in_is_one_line(tars, tmp_path, capsys):
+    with open_output(str(tmp_path / 'out'), 'OUT').in_use():
+        assert failing_status(tars, tmp_path / 'out') == 2
+    assert_one_error_line(capsys, f'OUT {tmp_path}/out is in use by another run (pid {os.getpid()} on')
+
+
+def test_a_damaged_list_of_damaged_files_is_named(tars, tmp_path, capsys):
+    out = tmp_path / 'out'
+    (out / 'parts').mkdir(parents=True)
+    (out / 'claim.json').write_text('{"program": "convert.py"}')
+    (out / 'damaged.json').write_text('[{')
+    assert failing_status(tars, out) == 2
+    assert_one_error_line(capsys, f'damaged.json of OUT {out} is damaged; give a new folder')
 
 
 def test_what_was_damaged_is_converted_anew_and_the_rest_is_not(tars, tmp_path, capsys):

@@ -1,4 +1,5 @@
 """A worker for tests of the engine: it notes what it is given, and dies or fails where it is told."""
+import errno
 import os
 import signal
 import time
@@ -51,6 +52,10 @@ def failing_maker(place: int) -> Maker:
 def cuda_maker(place: int) -> Maker:
     import torch
     return lambda parts: [torch.cuda._is_in_bad_fork()]
+
+
+def maker_on_a_full_disk(place: int) -> Maker:
+    raise OSError(errno.ENOSPC, 'No space left on device')
 
 
 def hungry_maker(place: int) -> Maker:

@@ -10,7 +10,15 @@ import torch
 from inputs.errors import DataError
 from parts.engine import Part, WorkerFailed, make_parts
 from parts.local_workers import LocalWorkers
-from tests.parts.making import cuda_maker, failing_maker, hungry_maker, make_maker, refusing_maker, start_and_wait
+from tests.parts.making import (
+    cuda_maker,
+    failing_maker,
+    hungry_maker,
+    make_maker,
+    maker_on_a_full_disk,
+    refusing_maker,
+    start_and_wait,
+)
 from tests.runs import wait_until
 
 PRELOAD = 'tests.parts.making'
@@ -59,6 +67,7 @@ def test_a_part_that_a_worker_died_of_is_given_alone_and_the_others_with_it_are_
 @pytest.mark.parametrize('make, error, words', [
     (refusing_maker, DataError, '^a disk is full$'),
     (hungry_maker, DataError, 'not enough memory'),
+    (maker_on_a_full_disk, DataError, r'^a worker on \S+ cannot go on \(.*No space left on device'),
     (failing_maker, WorkerFailed, 'ZeroDivisionError'),
 ])
 def test_what_a_worker_raises_is_raised_here(make, error, words):

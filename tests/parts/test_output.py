@@ -1,4 +1,6 @@
 """A dataset in parts: claimed once, written part by part, merged; and nothing of anybody else's is touched."""
+import errno
+import fcntl
 import json
 import os
 import threading
@@ -6,8 +8,20 @@ import threading
 import pytest
 
 from inputs.errors import DataError
+from parts.held_out import find_edge
 from parts.merge import merge_parts
-from parts.output import CLAIM, EDGE, FolderOutput, claim, finished_parts, open_output, part_index, redo, release
+from parts.output import (
+    CLAIM,
+    EDGE,
+    LOCK,
+    FolderOutput,
+    claim,
+    finished_parts,
+    open_output,
+    part_index,
+    redo,
+    release,
+)
 from parts.writer import PartWriter
 from tests.local_s3 import local_s3
 
@@ -113,6 +127,55 @@ def test_of_several_runs_that_start_at_once_one_has_begun_it(output):
     assert all('was begun with source' in answer for answer in begun if answer is not False), begun
 
 
+def test_a_second_run_in_a_folder_is_refused_by_the_pid_of_the_first_and_nothing_is_left_of_the_lock(tmp_path):
+    first, second = (open_output(str(tmp_path / 'out'), 'OUT') for _ in range(2))
+    with first.in_use():
+        with pytest.raises(ValueError, match=rf'^OUT .* is in use by another run \(pid {os.getpid()} on '):
+            with second.in_use():
+                pass
+        claim(first, CONTENTS)
+    with second.in_use():
+        assert claim(second, CONTENTS)
+    assert os.listdir(tmp_path / 'out') == [CLAIM]
+
+
+def test_what_a_killed_run_leaves_of_its_lock_is_taken_over(tmp_path):
+    (tmp_path / LOCK).write_text('pid 1 on a machine that is gone')
+    with open_output(str(tmp_path), 'OUT').in_use():
+        assert (tmp_path / LOCK).read_text().startswith(f'pid {os.getpid()} on ')
+    assert not os.listdir(tmp_path)
+
+
+def test_a_folder_whose_file_system_has_no_locks_is_worked_in_all_the_same(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, 'No locks available')
+    monkeypatch.setattr(fcntl, 'flock', refuse)
+    output = open_output(str(tmp_path), 'OUT')
+    with output.in_use():
+        assert claim(output, CONTENTS) is False
+    assert os.listdir(tmp_path) == [CLAIM]
+
+
+def test_somebodys_folder_gets_no_lock(tmp_path):
+    (tmp_path / 'mine').write_text('mine')
+    before = tmp_path.stat().st_mtime_ns
+    with pytest.raises(ValueError, match='already holds something'):
+        with open_output(str(tmp_path), 'OUT').in_use():
+            pass
+    assert tmp_path.stat().st_mtime_ns == before
+
+
+def test_in_a_store_a_slower_run_does_not_write_over_a_part_that_a_faster_one_has_split(monkeypatch):
+    with local_s3(monkeypatch):
+        output = open_output('s3://bucket/out', 'OUT')
+        claim(output, CONTENTS)
+        slower = PartWriter(output, 0, {'caption': 'str'})
+        slower.write({'caption': 'a'})
+        PartWriter(output, 0, {'caption': 'str'}).finish(replaces=True, replaced=['x'])
+        slower.finish()
+        assert json.loads(output.read(part_index(0)))['replaced'] == ['x']
+
+
 def test_an_out_with_files_of_others_is_refused_and_they_stay(output):
     output.write('000000/shard.00000.mds', b'mine')
     output.write('index.json', b'mine')
@@ -201,3 +264,18 @@ def test_an_out_that_is_given_back_keeps_nothing_of_its_dataset(output):
     redo(output, [0])
     release(output, 1, 'convert.py')
     assert list(output.names()) == [CLAIM]
+
+
+def test_a_damaged_file_of_out_is_named_with_the_remedy(output):
+    output.write(EDGE, b'[1, ')
+    with pytest.raises(ValueError, match=r'^held-out.json of OUT .* is damaged; give a new folder$'):
+        find_edge(output, 1, 1)
+    output.write(part_index(0), b'{')
+    with pytest.raises(DataError, match=r'^parts/000000.json of OUT .* is damaged; remove it, and run the same'):
+        redo(output, [0])
+
+
+def test_a_claim_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / CLAIM)
+    with pytest.raises(DataError, match='claim.json of OUT .* is no file'):
+        claim(open_output(str(tmp_path), 'OUT'), CONTENTS)

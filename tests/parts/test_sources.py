@@ -160,3 +160,18 @@ def test_sources_of_tars_of_one_name_stay_apart(tmp_path):
     for folder in 'ab':
         write_tar(tmp_path / folder / '0.tar', sample_files('x', 1))
     assert names_of(find_files([str(tmp_path)]), tmp_path) == ['a/0.tar', 'b/0.tar']
+
+
+def test_what_is_being_made_inside_source_is_passed_over(tmp_path, monkeypatch):
+    make(tmp_path, 'x.tar', 'out/000000/shard.00000.mds', 'out/parts/000000.json', 'out/y.tar',
+         'out-held-out/claim.json')
+    (tmp_path / 'link').symlink_to(tmp_path / 'out')
+    for source in (str(tmp_path), f'{tmp_path}/*'):
+        found = find_files([source], [f'{tmp_path}/./out', f'{tmp_path}/out-held-out'])
+        assert names_of(found, tmp_path) == ['x.tar'] and not found.left_out
+    with local_s3(monkeypatch) as store:
+        for key in ('tars/x.tar', 'tars/out/claim.json', 'tars/outer.tar'):
+            store.put(key, b'1')
+        found = find_files(['s3://bucket/tars'], ['s3://bucket/tars/out'])
+        assert [file.name for file in found.files] == ['s3://bucket/tars/outer.tar', 's3://bucket/tars/x.tar']
+        assert not found.left_out
