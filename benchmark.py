@@ -66,7 +66,13 @@ from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from settings.subjects import OptimizerSettings, Settings
 from training.augmentation import CaptionDrop, RandomFlip
-from training.checkpoints import WholeCheckpoints, leave_out_empty_scaler, newest_checkpoint, tensors_alone_are_loaded
+from training.checkpoints import (
+    WholeCheckpoints,
+    leave_out_empty_scaler,
+    newest_checkpoint,
+    saving_alone,
+    tensors_alone_are_loaded,
+)
 from training.evaluation import LABEL, METRIC, Evaluations, PatientTrainer
 from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
@@ -481,13 +487,21 @@ def read_settings(parser: Parser, argv: list[str] | None) -> Settings:
 
 
 def run_benchmark(settings: Settings, parser: Parser, callbacks: Sequence[Callback]) -> dict:
-    """Build, train and record; returns the record, or with --dry_run the microbatches that fit."""
+    """Meet the other ranks, train and record; returns the record, or with --dry_run the microbatches that fit."""
     try:
         if settings.measurement.dry_run is not None:
             find_model(settings.model.model_name, settings.model.pretrained)  # says what is wrong with it
             return dry_run(settings, build_model)
         join_ranks(get_device(), settings.training.dist_timeout)
-        settings = agree_on_workers(settings)
+        with saving_alone(settings.saving.save_folder):
+            return train_and_record(agree_on_workers(settings), parser, callbacks)
+    except (ValueError, DataError) as error:
+        parser.error(one_line(error))
+
+
+def train_and_record(settings: Settings, parser: Parser, callbacks: Sequence[Callback]) -> dict:
+    """Build and train, or measure the loader; returns the record."""
+    try:
         files = find_model(settings.model.model_name, settings.model.pretrained)
         data = build_data(settings, files)
         if settings.measurement.loader_only:

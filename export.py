@@ -141,6 +141,17 @@ def new_folder(out: str) -> Iterator[str]:
         yield folder
 
 
+def warn_of_young_average(args: argparse.Namespace, trained: Trained) -> None:
+    """Say where the average is still near the weights that the training started from."""
+    half_life = str(trained.flags.get('ema_half_life') or '')
+    if trained.averaged is None or args.live or not trained.batch or not half_life.endswith('ba'):
+        return
+    if 4 * float(half_life.removesuffix('ba')) > trained.batch:
+        print('export.py: warning: the average is still near the weights that the training started from, since '
+              f'--ema_half_life was {half_life}, and the checkpoint is of batch {trained.batch:,}; --live exports the '
+              'live weights', file=sys.stderr)
+
+
 def summary(args: argparse.Namespace, trained: Trained) -> str:
     """What was written, and how to draw from it."""
     kind = 'averaged'
@@ -162,6 +173,7 @@ def export(args: argparse.Namespace) -> None:
                              'of a run')
         trained = read_trained(path)
         trained_pipeline(args, trained).save_pretrained(folder)
+    warn_of_young_average(args, trained)
     print(summary(args, trained))
 
 

@@ -28,7 +28,7 @@ from settings.subjects import (
     SpeedSettings,
 )
 from settings.switch_table import Value
-from training.checkpoints import checkpoints, from_storage
+from training.checkpoints import LOCK, checkpoints, from_storage
 from training.sampling import read_prompts
 
 BATCHES_OR_EPOCHS = ('ba', 'ep')
@@ -225,7 +225,7 @@ def refuse_bad_save_folder(saving: SavingSettings) -> None:
     if '://' in folder:
         occupied = bool(from_storage(checkpoints, folder))
     else:
-        occupied = os.path.isdir(folder) and bool(os.listdir(folder))
+        occupied = os.path.isdir(folder) and bool(set(os.listdir(folder)) - {LOCK})
     if occupied:
         raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
                          'there')
@@ -277,15 +277,20 @@ def too_late(settings: Settings, total: int, epoch: int) -> list[str]:
     """A sentence for each flag whose time is beyond the `total` batches of a run, with `epoch` batches in an epoch."""
     batches = {'ba': 1, 'ep': epoch, 'sp': 1 / settings.data.batch_size, 'dur': total}  # in one of each unit
 
-    def is_too_late(time: str) -> bool:
+    def is_too_late(time: str, share: float = 1) -> bool:
         value, unit = split_time(time)
-        return value * batches[unit] > total
+        return value * batches[unit] > share * total
 
     run = f'this run of {total} batches (--max_duration {settings.training.max_duration})'
     sentences = []
     ema_start = settings.optimizer.ema_start
     if ema_start and is_too_late(ema_start):
         sentences.append(f'--ema_start {ema_start} comes after the end of {run}: there will be no average')
+    half_life = settings.optimizer.ema_half_life
+    is_used = settings.saving.save_folder or settings.evaluation.eval_remote or settings.drawing.sample_prompts
+    if half_life and is_used and is_too_late(half_life, share=1 / 4):
+        sentences.append(f'--ema_half_life {half_life} is more than a quarter of {run}: the average will still be near '
+                         f'the weights that it started from; give {max(1, total // 10)}ba')
     intervals = (('save_interval', settings.saving.save_interval, 'saved'),
                  ('eval_interval', settings.evaluation.eval_interval, 'evaluated'),
                  ('sample_interval', settings.drawing.sample_interval, 'drawn'))

@@ -1,4 +1,5 @@
 """Folders of models and tokenizers: on this machine, or from the hub."""
+import difflib
 import os
 from pathlib import Path
 
@@ -16,5 +17,9 @@ def local_folder(flag: str, name: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # wrong names, missing repositories, no network, no access
-        raise ValueError(f'{flag} {name} is not a folder, and the hub gave nothing ({type(error).__name__}): check the '
-                         'name and the network, or give a local folder') from None
+        meant = ': check the name and the network, or give a local folder'
+        nearest = difflib.get_close_matches(name, (SD2_BASE, 'tiny'), n=1)
+        if nearest and flag == '--model_name':
+            meant = f'; did you mean {nearest[0]}?'
+        raise ValueError(f'{flag} {name} is not a folder, and the hub gave nothing ({type(error).__name__}){meant}'
+                         ) from None

@@ -17,6 +17,7 @@ from composer.utils.collect_env import get_cpu_model
 
 from measuring.costs import days_to_train, gpu_hours
 from measuring.measurement import ASIDE, QUEUES_IN_WINDOW
+from measuring.tracing import PROFILED
 from measuring.versions import git_commit, package_versions
 from settings.subjects import LOADER_FLAGS, TRAINING_FLAGS, Settings
 
@@ -126,8 +127,8 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
                     f'{record["images_per_sec_per_device"]:.4g} each',
         'batch': f'{record["batch_seconds_median"]:.3g} s median of {record["measured_batches"]}, 10th to 90th '
                  f'percentile {record["batch_seconds_p10"]:.3g} to {record["batch_seconds_p90"]:.3g} s',
-        'drift': drift_sentence(record['drift']),
-        'wait for data': wait_sentence(record['data_wait_fraction']),
+        'drift': drift_sentence(record['drift'], has_remedy=record.get('status') != PROFILED),
+        'wait for data': wait_sentence(record['data_wait_fraction'], record.get('encoders') == 'in_loop'),
         'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
         'trained': trained_sentence(record),
@@ -146,11 +147,13 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
 
 
-def drift_sentence(drift: float | None) -> str:
-    """How the speed changed within the window, and what to do where it has not settled."""
+def drift_sentence(drift: float | None, has_remedy: bool = True) -> str:
+    """How the speed changed within the window, and what to do where it has not settled, if something can be done."""
     if drift is None:
-        return '-'
+        return 'too few batches to tell'
     sentence = f'{drift:+.1%} in speed from the first to the last third'
+    if not has_remedy:
+        return sentence
     if drift > MUCH_DRIFT:
         sentence += ': the start was slow; use more --warmup_batches'
     elif drift < -MUCH_DRIFT:
@@ -163,19 +166,21 @@ def has_not_settled(drift: float | None) -> bool:
     return drift is not None and abs(drift) > MUCH_DRIFT
 
 
-def wait_sentence(wait_fraction: float) -> str:
+def wait_sentence(wait_fraction: float, has_images: bool = True) -> str:
     """How long the run waited for its loader, and what to do where that is much."""
     sentence = f'{wait_fraction:.1%} of the time'
     if wait_fraction > MUCH_WAITING:
-        sentence += '; use more --num_workers, smaller images, or latents (encode.py)'
+        sentence += '; use more --num_workers'
+        if has_images:
+            sentence += ', smaller images, or latents (encode.py)'
     return sentence
 
 
 def trained_sentence(record: dict) -> str:
     """How much was trained in all, and the loss."""
-    sentence = f'{record["trained_batches"]:,} batches'
+    sentence = counted(record['trained_batches'], 'batch', 'batches')
     if record['trained_epochs']:
-        sentence += f', {record["trained_epochs"]:,} whole epochs'
+        sentence += ', ' + counted(record['trained_epochs'], 'whole epoch', 'whole epochs')
     if record['first_batch']:
         sentence += f', {record["first_batch"]:,} of them before this run resumed'
     if record['loss_mean'] is not None:
@@ -185,16 +190,26 @@ def trained_sentence(record: dict) -> str:
 
 def caution_sentence(record: dict) -> str | None:
     """Why these figures should not be trusted yet, and the remedy; None where they can be."""
-    if record.get('status') == 'profiled':
+    if record.get('status') == PROFILED:
         return 'these figures include the cost of the trace, so that no report counts them'
     batches = record['measured_batches']
     least_window = QUEUES_IN_WINDOW * record['queue_batches']
     if batches < least_window:
-        return (f'so few batches show the {record["queue_batches"]} that lay ready, not the loader; use '
-                f'--measure_batches {least_window} or more')
+        return (f'{record["queue_batches"]} batches had been loaded before the clock started, and so few show these, '
+                f'not the loader; {longer_window(least_window)}')
     if batches < FEWEST_BATCHES:
-        return f'{batches} measured batches are too few to rely on; use --measure_batches {FEWEST_BATCHES} or more'
+        return f'{batches} measured batches are too few to rely on; {longer_window(FEWEST_BATCHES)}'
     return None
+
+
+def counted(number: int, one: str, several: str) -> str:
+    """A number of things in words."""
+    return f'{number:,} {one if number == 1 else several}'
+
+
+def longer_window(batches: int) -> str:
+    """How to measure that many."""
+    return f'use --measure_batches {batches} or more, and where --max_duration is given, a longer one'
 
 
 def cost_sentence(record: dict, num_images: int, dollars_per_gpu_hour: float) -> str:

@@ -5,10 +5,8 @@ OUT/000042, and OUT/parts/000042.json is the part's own index, which is written 
 of OUT/parts says what is done. OUT/index.json, which makes a dataset of it, comes last.
 """
 import contextlib
-import fcntl
 import json
 import os
-import platform
 import re
 import secrets
 import shutil
@@ -20,6 +18,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from inputs.errors import DataError
+from inputs.run_lock import give_lock_back, take_lock
 from inputs.stores import is_address, open_store, store_error, streaming_address
 
 CLAIM = 'claim.json'
@@ -88,37 +87,12 @@ class FolderOutput(Output):
         self.require_new_or_begun()
         with self._reaching():
             self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = self._locked()
+            descriptor = take_lock(self.folder / LOCK, self.place)
         try:
             yield
         finally:
-            if descriptor is not None:
-                with self._reaching():
-                    (self.folder / LOCK).unlink(missing_ok=True)
-                os.close(descriptor)  # the lock goes last
-
-    def _locked(self) -> int | None:
-        """The descriptor of the lock, in which this process is named; None where the file system has no locks."""
-        path = self.folder / LOCK
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(descriptor, 200, 0).decode(errors='replace') or 'it has just begun'
-                os.close(descriptor)
-                raise ValueError(f'{self.place} is in use by another run ({holder}); wait until that has ended'
-                                 ) from None
-            except OSError:
-                os.close(descriptor)
-                path.unlink(missing_ok=True)
-                return None
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    os.ftruncate(descriptor, 0)
-                    os.write(descriptor, f'pid {os.getpid()} on {platform.node()}'.encode())
-                    return descriptor
-            os.close(descriptor)  # of a run that has removed it since, when it ended
+            with self._reaching():
+                give_lock_back(self.folder / LOCK, descriptor)
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a file if there is none of that name; returns whether there was none."""

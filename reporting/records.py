@@ -65,7 +65,8 @@ def json_records(path: str, lines: list[str], left_out: list[str]) -> Iterator[t
             record = json.loads(line)
         except json.JSONDecodeError as error:
             if not is_cut(line, error):
-                raise ValueError(f'{path}:{number}: not a record: {error}') from None
+                raise ValueError(f'{path}:{number}: not a record: no line of JSON ({error}); give files that '
+                                 '--results named, or CSV') from None
             left_out.append(f'Left out: {path}:{number} is cut, as by a full disk or a killed run.')
             continue
         except (ValueError, RecursionError) as error:

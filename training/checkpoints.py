@@ -23,6 +23,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from torch.torch_version import TorchVersion
 
 from inputs.errors import one_line
+from inputs.run_lock import give_lock_back, take_lock
 from training.own_files import PrivateFolder, remove_unfinished, temporary_files_in, written_whole
 from training.ranks import SECONDS_FOR_A_CHECKPOINT, first_rank_of_node, on_each_node, on_rank_0, waiting_at_most
 
@@ -30,6 +31,7 @@ PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints be
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
 LATEST = 'latest-rank{rank}.pt'
+LOCK = 'in-use.lock'  # in a --save_folder, while a run saves there
 ZIP_START = b'PK\x03\x04'
 
 
@@ -73,6 +75,36 @@ def names_in(folder: str | os.PathLike) -> list[str]:
         return os.listdir(folder)
     except FileNotFoundError:
         return []
+
+
+@contextlib.contextmanager
+def saving_alone(folder: str | None) -> Iterator[None]:
+    """A context in which no other run saves in a --save_folder, as far as its file system has locks; a store has none.
+
+    Raises ValueError on all ranks if another run does.
+    """
+    if folder is None or '://' in folder:
+        yield
+        return
+    lock = Path(folder, LOCK)
+    is_new = not lock.parent.exists()
+
+    def take() -> int | None:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            return take_lock(lock, f'--save_folder {folder}')
+        except OSError as error:
+            raise ValueError(f'--save_folder {folder} cannot be written: {error.strerror}; name another') from None
+
+    descriptor = on_rank_0(take)
+    try:
+        yield
+    finally:
+        if dist.get_global_rank() == 0:
+            give_lock_back(lock, descriptor)
+            if is_new:
+                with contextlib.suppress(OSError):  # it holds what was saved
+                    lock.parent.rmdir()
 
 
 @contextlib.contextmanager

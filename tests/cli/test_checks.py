@@ -162,3 +162,13 @@ def test_a_flag_that_does_nothing_is_said_before_the_start():
     assert said('--save_interval', '2ba') == ['--save_interval 2ba does nothing without --save_folder: nothing is '
                                               'saved']
     assert said('--tokenizer', 'x') == ['--tokenizer x does nothing here: synthetic captions are tokens already']
+
+
+def test_an_average_that_a_run_is_too_short_for_is_said_with_what_would_do():
+    def said(*argv: str) -> list[str]:
+        return checks.too_late(settings_of('--use_synth_data', *TINY, '--use_ema', *argv), 40, 4)
+    [sentence] = said('--max_duration', '10ep', '--save_folder', 'kept')
+    assert sentence.startswith('--ema_half_life 1000ba is more than a quarter of this run of 40 batches')
+    assert sentence.endswith('give 4ba')
+    assert said('--max_duration', '10ep') == []  # nothing uses it
+    assert said('--max_duration', '10ep', '--save_folder', 'kept', '--ema_half_life', '10ba') == []

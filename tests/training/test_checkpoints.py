@@ -24,6 +24,7 @@ from training.checkpoints import (
     load_checkpoint,
     newest_checkpoint,
     save_interrupted,
+    saving_alone,
     sound_checkpoint,
     tensors_alone_are_loaded,
 )
@@ -383,3 +384,13 @@ def test_a_run_on_a_dataset_that_was_made_anew_is_refused(tmp_path, results, cap
     shutil.rmtree(shards)
     write_shards(shards, [good(index) for index in range(1, 9)])
     assert 'the dataset of --remote was made anew' in one_error_line([*argv, '--max_duration', '3ba'], capfd)
+
+
+def test_a_second_run_in_a_save_folder_is_refused_by_the_pid_of_the_first(tmp_path):
+    with saving_alone(str(tmp_path / 'kept')):
+        with pytest.raises(ValueError, match=rf'kept is in use by another run \(pid {os.getpid()} on '):
+            with saving_alone(str(tmp_path / 'kept')):
+                pass
+    assert not (tmp_path / 'kept').exists()  # nothing was saved
+    with saving_alone(str(tmp_path / 'kept')), saving_alone(None), saving_alone('s3://bucket/kept'):
+        pass
