@@ -70,7 +70,7 @@ def test_a_file_of_flags_may_have_comments_quotations_and_many_flags_a_line(tmp_
 
 
 @pytest.mark.parametrize('content, words', [
-    (None, 'No such file'), (b"--wandb_name 'a b\n", 'No closing quotation'), (b'\xff\xfe\x00', 'is no text'),
+    (None, 'names no file of flags'), (b"--wandb_name 'a b\n", 'No closing quotation'), (b'\xff\xfe\x00', 'is no text'),
     (b'--sed 3\n', '--sed')])
 def test_a_file_of_flags_that_cannot_be_read_is_one_line(tmp_path, capfd, content, words):
     recipe = tmp_path / 'flags.txt'
