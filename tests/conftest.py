@@ -1,5 +1,6 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
+import ctypes
 import io
 import os
 import random
@@ -47,9 +48,15 @@ def the_same_numbers_are_drawn():
 
 @pytest.fixture(autouse=True)
 def no_ranks_are_left():
-    """A run leaves its process group, which would answer a later test's question for the number of ranks."""
+    """A run leaves its process group, which would answer a later test's question for the number of ranks.
+
+    The group itself stays in memory: where it ends, Gloo waits, without letting Python go on, for threads of its own,
+    which may wait for Python.
+    """
     yield
     if torch.distributed.is_initialized():
+        for group in torch.distributed.distributed_c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         torch.distributed.destroy_process_group()
 
 

@@ -101,12 +101,6 @@ def patient_group(seconds: int = 30 * 24 * 3600) -> torch.distributed.ProcessGro
     return torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(seconds=seconds))
 
 
-def leave_ranks() -> None:
-    """At the end of a process: NCCL warns where it is not told."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def failure_of_ranks(mine: str | None) -> str | None:
     """On rank 0, why another rank failed, if one did; on others, leave word for rank 0, which may see only silence."""
     if not torch.distributed.is_initialized():
