@@ -1,6 +1,5 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
-import ctypes
 import io
 import os
 import random
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.process_groups import leave_ranks
 from tests.samples import encoded, picture, write_shards
 
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
@@ -48,16 +48,9 @@ def the_same_numbers_are_drawn():
 
 @pytest.fixture(autouse=True)
 def no_ranks_are_left():
-    """A run leaves its process group, which would answer a later test's question for the number of ranks.
-
-    The group itself stays in memory: where it ends, Gloo waits, without letting Python go on, for threads of its own,
-    which may wait for Python.
-    """
+    """A run leaves its process group, which would answer a later test's question for the number of ranks."""
     yield
-    if torch.distributed.is_initialized():
-        for group in torch.distributed.distributed_c10d._world.pg_map:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        torch.distributed.destroy_process_group()
+    leave_ranks()
 
 
 @pytest.fixture(scope='session')

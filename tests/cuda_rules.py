@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fitting.cuda_autocast import cuda_rules
+from tests.process_groups import leave_ranks
 
 HALF = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 
@@ -76,7 +77,7 @@ def one_rank() -> Iterator[None]:
         try:
             yield
         finally:
-            torch.distributed.destroy_process_group()
+            leave_ranks()
 
 
 class Fault:
