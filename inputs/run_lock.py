@@ -5,6 +5,18 @@ import os
 import platform
 from pathlib import Path
 
+_held: set[int] = set()  # descriptors of locks
+
+
+def close_in_child() -> None:
+    """A forked process, such as a loader's worker, may outlive a run that is killed, and would hold its locks."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=close_in_child)
+
 
 def take_lock(path: Path, place: str) -> int | None:
     """The descriptor of the lock `path`, for `give_lock_back`; None where the file system has no locks.
@@ -33,6 +45,7 @@ def take_lock(path: Path, place: str) -> int | None:
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f'pid {os.getpid()} on {platform.node()}'.encode())
+                _held.add(descriptor)
                 return descriptor
         os.close(descriptor)  # of a run that has removed it since, when it ended
 
@@ -44,4 +57,5 @@ def give_lock_back(path: Path, descriptor: int | None) -> None:
     try:
         path.unlink(missing_ok=True)
     finally:
+        _held.discard(descriptor)
         os.close(descriptor)
