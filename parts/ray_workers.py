@@ -49,6 +49,7 @@ class RayWorkers:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ValueError(f'{self.name}: no Ray cluster answers there ({one_line(error)[:200]}); start one with '
                              '"ray start --head"') from None
+        leave_out_state_of_lost_machines()
         self.kind = 'CPU'
         if for_gpus and ray.cluster_resources().get('GPU'):
             self.kind = 'GPU'
@@ -94,6 +95,7 @@ class RayWorkers:
         except (self.ray.exceptions.RayTaskError, self.ray.exceptions.RuntimeEnvSetupError) as error:
             raise WorkerFailed(str(error)) from None
         except self.ray.exceptions.RayError:
+            print(f'{self.name}: a worker or its machine was lost; what it was at is made again', file=sys.stderr)
             raise WorkerDied from None
 
     def end(self, worker) -> None:
@@ -119,6 +121,12 @@ class InFolder:
             self.empty = tempfile.TemporaryDirectory(prefix='no-such-folder-')  # as long as this lives
             os.chdir(self.empty.name)
         return self.make(place)
+
+
+def leave_out_state_of_lost_machines() -> None:
+    """Ray 2.60 prints pages of the state of a lost machine among our own lines, and has no option for that."""
+    from ray._private import worker
+    worker.print_to_stdstream = lambda *data, **options: None
 
 
 def name_of(address: str) -> str:

@@ -61,7 +61,7 @@ def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
 
 
 @pytest.mark.long
-def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path):
+def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path, capfd):
     for number in range(NUM_TARS):
         store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
     argv = ['s3://bucket/tars', '--size_limit', '1kb']
@@ -77,6 +77,8 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     wait_until(lambda: len(actors()) == 2 or not conversion.is_alive())  # a machine that comes later gets work, too
     store.delay = 0
     conversion.join(600)
+    out_lines, error_lines = capfd.readouterr()
+    assert 'raylet' not in out_lines + error_lines and 'was lost; what it was at is made again' in error_lines
     assert merged and merged[0][0].samples == NUM_TARS
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
