@@ -39,6 +39,6 @@ def test_the_notebook_runs_and_shows_the_loss_the_pictures_and_a_report():
                          text=True, env=os.environ | {'MPLBACKEND': 'Agg'})
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count('a figure') == 5
-    for words in ('held out   16 samples', 'on the held-out samples', '| images/s',
+    for words in ('held out   16 samples', 'on the held-out samples', 'images/s per CPU rank',
                   "['ba42.png', 'ba84.png'] True"):
         assert words in run.stdout, run.stdout

@@ -88,6 +88,7 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
 def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, prompts):
     flags = ['--image_size', '32', '--compile', '--channels_last', '--max_duration', '4ba']
     torch._dynamo.utils.counters.clear()
+    torch._dynamo.reset()  # of what tests before have compiled
     plain = run(tmp_path, smallest_model, *flags)
     torch._dynamo.utils.counters.clear()
     torch._dynamo.reset()
