@@ -36,7 +36,7 @@ def test_all_of_a_lock_has_hashes_and_names_the_command_that_wrote_it_and_no_pla
     assert 'uv pip compile' in header and f'--output-file {lock}' in header
     assert len(packages) >= len(pins(text)) > 100  # of some packages one version for each Python
     assert all('--hash=sha256:' in package for package in packages)
-    for word in ('://', '--index-url', '--extra-index-url', '--find-links', '--trusted-host', ' @ ', '/opt', '/work'):
+    for word in ('://', '--index-url', '--extra-index-url', '--find-links', '--trusted-host', ' @ ', ' /'):
         assert word not in text
 
 
