@@ -23,9 +23,10 @@ from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from inputs.places import CLAIM
 from inputs.shards import read_index
 from parts.merge import merge_parts
-from parts.output import CLAIM, claim, finished_parts, open_output, part_index
+from parts.output import claim, finished_parts, open_output, part_index
 from tests.local_s3 import environment
 from tests.runs import free_port, wait_until
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from cli.options import Parser
 from inputs.errors import one_line
+from inputs.places import hold_others_files, is_address
 from parts.names import held_out_beside
 from settings import switch_table
 
@@ -86,7 +87,7 @@ def refuse_early_conversion(args: argparse.Namespace) -> None:
     `parts` looks at both more closely, and at those in stores.
     """
     for source in args.source:
-        if not is_in_store(source) and not os.path.lexists(source) and not glob.glob(source, recursive=True):
+        if not is_address(source) and not os.path.lexists(source) and not glob.glob(source, recursive=True):
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
     if not args.out.strip():
         raise ValueError('OUT is empty; give a new folder, or an address in a store')
@@ -96,8 +97,8 @@ def refuse_early_conversion(args: argparse.Namespace) -> None:
 
 
 def refuse_occupied_folder(out: str) -> None:
-    """ValueError: OUT is no folder, or holds what convert.py has not begun."""
-    if is_in_store(out) or not os.path.lexists(out):
+    """Raises ValueError if OUT is no folder, or holds what convert.py has not begun."""
+    if is_address(out) or not os.path.lexists(out):
         return
     if not os.path.isdir(out):
         raise ValueError(f'OUT {out} is not a folder; give a new one')
@@ -105,7 +106,7 @@ def refuse_occupied_folder(out: str) -> None:
         names = os.listdir(out)
     except OSError:
         return  # parts/output.py says what is wrong with it
-    if any(not name.startswith('claim.json') for name in names) and 'claim.json' not in names:
+    if hold_others_files(names):
         raise ValueError(f'OUT {out} already holds something; give a new folder')
 
 
@@ -143,11 +144,6 @@ def refuse_bad_source(args: argparse.Namespace) -> None:
         raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
     if sum(map(bool, (args.remote, args.use_synth_data, args.use_synth_latents))) > 1:
         raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
-
-
-def is_in_store(place: str) -> bool:
-    """Whether it is an address, and not a path that there is."""
-    return '://' in place and not os.path.exists(place)
 
 
 def refuse_missing_folder(flag: str, place: str | None) -> None:

@@ -5,7 +5,8 @@ import signal
 import sys
 from collections.abc import Iterator
 
-RANK_VARIABLES = ('RANK', 'LOCAL_RANK', 'NODE_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
+RANK_NUMBERS = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')  # that a launcher sets
+RANK_VARIABLES = (*RANK_NUMBERS, 'MASTER_ADDR', 'MASTER_PORT')
 
 
 class Stopped(BaseException):

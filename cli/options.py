@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
+from cli.launcher import RANK_NUMBERS
 from inputs.hub import SD2_BASE
 from measuring.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Phase
 from measuring.versions import git_commit, package_versions
@@ -21,7 +22,6 @@ from settings.switch_table import Switch
 GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', 'optimizer and average',
           'evaluation and drawing', 'logging', 'cost')
 LR_SCHEDULES = ('constant', 'cosine', 'linear')
-RANK_NUMBERS = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')  # that a launcher sets
 TIME_UNITS = {'ba': 'batches', 'ep': 'epochs', 'sp': 'samples', 'dur': 'of the run'}
 LONGEST = 10 ** 15  # of any unit: Composer counts in 64 bits
 BYTES = {'': 1, 'b': 1, 'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}

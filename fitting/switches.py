@@ -24,7 +24,6 @@ from settings.switch_table import ATTENTION_BACKENDS
 SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
                  'efficient': SDPBackend.EFFICIENT_ATTENTION, 'math': SDPBackend.MATH}
 TORCHS_ORDER = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]  # before anyone changes it
-LAST_TO_TRY = ('flash', 'efficient', 'math', 'cudnn')  # of those that --attention does not name
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 
 
@@ -100,7 +99,8 @@ def attention_order(attention: str):
     if not orders_kernels(attention):
         return contextlib.nullcontext()
     first = attention.split(',')
-    others = sorted(set(ATTENTION_BACKENDS) - set(first), key=LAST_TO_TRY.index)
+    others = [name for name in ATTENTION_BACKENDS if name not in first]
+    others.sort(key=lambda name: name == 'cudnn')
     return sdpa_kernel([SDPA_BACKENDS[name] for name in first + others], set_priority=True)
 
 

@@ -13,10 +13,10 @@ from streaming.base.storage import CloudDownloader
 from streaming.base.util import bytes_to_int
 
 from inputs.errors import one_line
+from inputs.places import CLAIM
 
 LATENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
-CLAIM = 'claim.json'  # of a dataset that is made in parts, see parts.output: there before its index.json
 LATENT_COLUMNS = {'caption': 'str'}  # and LATENTS, whose type has the size in it
 # what Streaming takes in the entry of a shard, and of a file of it
 SHARD_KEYS = {'column_encodings', 'column_names', 'column_sizes', 'compression', 'format', 'hashes', 'raw_data',

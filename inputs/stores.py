@@ -61,11 +61,6 @@ class Address(NamedTuple):
     key: str
 
 
-def is_address(place: str) -> bool:
-    """Whether a place is in a store, of a kind that can be read or not; what exists as a path is not."""
-    return ('://' in place or place.startswith('dbfs:')) and not os.path.exists(place)
-
-
 def open_store(address: str, flag: str) -> Place:
     """A client for an address and the key in it. It asks AWS for the bucket's region, and no other store for anything.
 

@@ -2,10 +2,11 @@
 import torch
 
 from inputs.errors import DataError
+from inputs.places import CLAIM
 from inputs.shards import MDS_COLUMNS
 from parts.engine import Part
 from parts.held_out import draw_of, smallest_draws
-from parts.output import CLAIM, Output
+from parts.output import Output
 from parts.tars import Damage, make_sample, read_samples
 from parts.writer import PartWriter
 

@@ -17,12 +17,13 @@ from torch.utils.data import DataLoader, Dataset
 from fitting.compiling import compile_in_place
 from inputs.errors import DataError, is_out_of_memory
 from inputs.images import decode_image, normalize_images, stack_images
+from inputs.places import CLAIM
 from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
 from models.latents import vae_moments
 from models.loading import build_vae, find_model
 from parts.engine import Part
-from parts.output import CLAIM, Output
+from parts.output import Output
 from parts.writer import PartWriter
 
 

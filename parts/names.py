@@ -10,6 +10,8 @@ import os
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from inputs.places import is_address
+
 IMAGES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2', '.ppm')
 HEIF = ('.heic', '.heif')  # read where pillow-heif is installed
 CAPTIONS = ('.txt', '.json')
@@ -59,9 +61,9 @@ def is_hidden(name: str) -> bool:
 def held_out_beside(out: str) -> str:
     """Where the samples that are held out of OUT lie: beside it, OUT-held-out.
 
-    ValueError: OUT is a whole bucket, beside which there is nothing.
+    Raises ValueError if OUT is a whole bucket, beside which there is nothing.
     """
-    if '://' in out and not os.path.exists(out):
+    if is_address(out):
         address = out.rstrip('/')
         scheme, _, place = address.partition('://')
         names_before_a_folder = 2 if scheme == 'azure' else 1  # an account and a container, or a bucket

@@ -18,10 +18,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from inputs.errors import DataError
+from inputs.places import CLAIM, LEFT_BY_KILLED, hold_others_files, is_address
 from inputs.run_lock import give_lock_back, take_lock
-from inputs.stores import is_address, open_store, store_error, streaming_address
+from inputs.stores import open_store, store_error, streaming_address
 
-CLAIM = 'claim.json'
 INDEX = 'index.json'
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'damaged.json'  # the files that could not be read to their end, as they were when OUT was begun
@@ -29,7 +29,6 @@ EDGE = 'held-out.json'  # the last sample that is held out
 ATTEMPTS = 3  # workers that may die of a part before the run ends
 RELEASED = 'released'  # in the claim of a run that found nothing to store: another may take its place
 LOCK = f'{CLAIM}.lock'  # in a folder, while a run works in it
-LEFT_BY_KILLED = re.compile(rf'{re.escape(CLAIM)}\.(tmp\d+|lock)')  # what a run can leave that is killed, beside files
 
 
 class Output:
@@ -73,9 +72,7 @@ class FolderOutput(Output):
         if os.path.lexists(self.folder) and not self.folder.is_dir():
             raise ValueError(f'{self.place} is not a folder; give a new one')
         with self._reaching(), contextlib.suppress(FileNotFoundError):
-            names = os.listdir(self.folder)
-            others = [name for name in names if not LEFT_BY_KILLED.fullmatch(name)]
-            if others and CLAIM not in names:
+            if hold_others_files(os.listdir(self.folder)):
                 raise ValueError(f'{self.place} already holds something; give a new folder')
 
     @contextlib.contextmanager

@@ -113,12 +113,13 @@ class InFolder:
     def __init__(self, make: Callable, folder: str):
         self.make = make
         self.folder = folder
+        self.empty: tempfile.TemporaryDirectory | None = None  # in its place, as long as this lives
 
     def __call__(self, place: int) -> Callable:
         try:
             os.chdir(self.folder)
         except OSError:
-            self.empty = tempfile.TemporaryDirectory(prefix='no-such-folder-')  # as long as this lives
+            self.empty = tempfile.TemporaryDirectory(prefix='no-such-folder-')
             os.chdir(self.empty.name)
         return self.make(place)
 

@@ -19,7 +19,8 @@ import obstore
 from obstore.exceptions import BaseError
 
 from inputs.errors import DataError, one_line
-from inputs.stores import is_address, open_store, store_error
+from inputs.places import is_address
+from inputs.stores import open_store, store_error
 from parts.names import ARCHIVES, CAPTIONS, File, is_hidden, is_image, split_name, why_not_read
 
 COMPANIONS = ('_stats.json', '.parquet', 'Thumbs.db', 'desktop.ini')  # of tars by img2dataset, of images by Windows

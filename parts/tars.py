@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from inputs.errors import DataError, one_line
 from inputs.images import decode_image
-from inputs.stores import StoredFile, is_address
+from inputs.places import is_address
+from inputs.stores import StoredFile
 from parts.names import CAPTIONS, HEIF, IMAGES, File, is_hidden, is_image, split_name, why_not_read
 
 # A tar can declare any size, so nothing larger is read into memory.

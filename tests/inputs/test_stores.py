@@ -9,7 +9,8 @@ import pytest
 
 from inputs import stores
 from inputs.errors import DataError
-from inputs.stores import ObjectLost, StoredFile, is_address, open_store, parse_address, store_error, streaming_address
+from inputs.places import is_address
+from inputs.stores import ObjectLost, StoredFile, open_store, parse_address, store_error, streaming_address
 from tests.forks import status_of_child
 from tests.local_s3 import local_s3
 

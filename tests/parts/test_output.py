@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from inputs.errors import DataError
+from inputs.places import CLAIM
 from parts.held_out import find_edge
 from parts.merge import merge_parts
 from parts.output import (
-    CLAIM,
     EDGE,
     LOCK,
     FolderOutput,
