@@ -207,6 +207,34 @@ class EncodingFlags(SwitchesOfEncoding):
     ray: str | None
 
 
+@dataclass(frozen=True)
+class EvaluateFlags:
+    """All settings of a run of evaluate.py. `batch_size` is of each device; `guidance` holds each scale once.
+
+    `image_size` None is that of the model.
+    """
+    model: str
+    data: str
+    out: str
+    inception: str | None
+    clip: str | None
+    reference: str | None
+    samples: int
+    guidance: list[float]
+    steps: int
+    seed: int
+    image_size: int | None
+    batch_size: int
+    precision: str
+    live: bool
+    model_name: str | None
+    pretrained: bool
+    tokenizer: str | None
+    save_pictures: bool
+    ray: str | None
+    results: str
+
+
 def settings_from(flags: dict[str, Any]) -> Settings:
     """The settings that the values of all flags are, by their names."""
     return Settings(**{subject.name: subject_from(subject.type, flags) for subject in dataclasses.fields(Settings)})
@@ -224,3 +252,4 @@ TRAINING_FLAGS = (*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'e
                   'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip', 'eval_interval')
 ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', *flags_of_switches(in_encoding=True),
                   'seed')
+EVALUATE_FLAGS = ('batch_size', 'precision', 'samples', 'steps', 'seed')
