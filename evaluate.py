@@ -240,16 +240,25 @@ def read_data(flags: EvaluateFlags) -> Data:
     return Data(captions, index if has_images else None)
 
 
-def read_judges(flags: EvaluateFlags) -> dict[str, str | None]:
-    """The hashes of the weights that pictures are judged by. Raises ValueError if these are no such weights."""
+def hashes_of_judges(flags: EvaluateFlags) -> dict[str, str | None]:
+    """Of the weights that pictures are judged by. Raises ValueError if a folder has none."""
     judges = {'inception_sha256': None, 'clip_sha256': None}
+    try:
+        if flags.inception:
+            judges['inception_sha256'] = sha256_of(Path(flags.inception))
+        if flags.clip:
+            judges['clip_sha256'] = sha256_of(Path(flags.clip, CLIP_WEIGHTS))
+    except OSError as error:
+        raise ValueError(f'{error.filename} cannot be read ({error.strerror}); give weights that can') from None
+    return judges
+
+
+def require_judges(flags: EvaluateFlags) -> None:
+    """Raises ValueError if the weights that pictures are judged by are not those of their networks."""
     if flags.inception:
         load_inception(flags.inception)
-        judges['inception_sha256'] = sha256_of(Path(flags.inception))
     if flags.clip:
         load_clip(flags.clip)
-        judges['clip_sha256'] = sha256_of(Path(flags.clip, CLIP_WEIGHTS))
-    return judges
 
 
 def resize_in_words(image_size: int) -> str:
@@ -290,8 +299,9 @@ def plan(flags: EvaluateFlags, model: Model) -> Evaluation:
     """What is to be done. Raises ValueError for what cannot be."""
     image_size = flags.image_size or model.config('unet')['sample_size'] * PIXELS_PER_LATENT
     data = read_data(flags)
-    judges = read_judges(flags)
+    judges = hashes_of_judges(flags)
     reference, given = find_reference(flags, data, image_size, judges['inception_sha256'])
+    require_judges(flags)
     return Evaluation(flags, model, hash_of_pipeline(model.folder), data, image_size, judges, reference, given)
 
 
