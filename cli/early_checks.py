@@ -120,15 +120,17 @@ def refuse_early_report(args: argparse.Namespace) -> None:
     says no format.
     """
     records = {Path(path).resolve() for path in args.records}
-    for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png')):
+    for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png'),
+                                ('--quality', args.quality, 'quality.png')):
         if path is None:
             continue
         if Path(path).resolve() in records:
             raise ValueError(f'{flag} {path} would overwrite the records; give another file')
         if Path(path).is_dir():
             raise ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
-    if args.figure and not Path(args.figure).suffix:
-        raise ValueError(f'--figure {args.figure} has no ending that says its format; use {args.figure}.png')
+    for flag, path in (('--figure', args.figure), ('--quality', args.quality)):
+        if path and not Path(path).suffix:
+            raise ValueError(f'{flag} {path} has no ending that says its format; use {path}.png')
     for path in args.records:
         if not os.path.exists(path):
             raise ValueError(f'{path}: No such file or directory; give files of JSON lines or CSV')
