@@ -114,6 +114,8 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
     """
     port = free_port()
     ranks = len(arguments)
+    for log in logs:
+        log.touch()  # a rank can be killed before it opens its own
     processes = [server.Process(target=become_rank, args=(rank, ranks, nodes, port, logs[rank], function,
                                                           arguments[rank])) for rank in range(ranks)]
     for process in processes:
