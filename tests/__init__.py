@@ -1,1 +1,1 @@
-"""Tests of the rooms and of the commands; a package, as an installed library that brings one of this name has it else."""
+"""A package, and no mere folder: an installed library may bring one that is called tests as well, found before it."""
