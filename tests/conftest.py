@@ -1,5 +1,6 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
+import gc
 import io
 import os
 import random
@@ -15,11 +16,34 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import dataloader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from tests.process_groups import leave_ranks
 from tests.samples import encoded, picture, write_shards
 
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
+
+
+def pytest_collection_finish():
+    """A full garbage collection looks at every object, and what has been imported by now is a million that stay."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_loader_processes_are_left(monkeypatch):
+    """The garbage collector would find their iterators in some later test, and wait 5 s for each process."""
+    iterators = []
+
+    class Noted(_MultiProcessingDataLoaderIter):
+        def __init__(self, loader):
+            iterators.append(self)
+            super().__init__(loader)
+    monkeypatch.setattr(dataloader, '_MultiProcessingDataLoaderIter', Noted)
+    yield
+    for iterator in iterators:
+        iterator._shutdown_workers()
 
 
 @pytest.fixture(autouse=True)
