@@ -118,8 +118,6 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
         log.touch()  # a rank can be killed before it opens its own
     processes = [server.Process(target=become_rank, args=(rank, ranks, nodes, port, logs[rank], function,
                                                           arguments[rank])) for rank in range(ranks)]
-    for log in logs:
-        log.touch()  # a rank may die before it prints
     for process in processes:
         process.start()
     end = time.monotonic() + 600
