@@ -17,7 +17,7 @@ from models.sampling import GUIDANCE, STEPS, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
 from tests.runs import TINY, assert_same_training, one_error_line, settings_of
-from training.sampling import Painter, Sampling
+from training.sampling import Painter
 
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
 
