@@ -11,15 +11,14 @@ from cli.early_checks import number_of_devices
 from inputs.sample_size import bytes_of_sample, most_bytes_of_sample
 from inputs.shared_memory import free_bytes
 from inputs.timed_loader import queued_batches
+from measuring.caution import fewest_batches
 from measuring.costs import TRAINING_IMAGES
-from measuring.measurement import QUEUES_IN_WINDOW
 from settings import switch_table
 from settings.subjects import ENCODER_PRECISIONS, EncodingFlags, Settings, settings_from, subject_from
 from settings.switch_table import Situation
 from training.ranks import cores_per_rank
 
 MOST_WORKERS = 8
-MEASURED_BATCHES = 20
 INTERVALS = {'save_interval': '1ep', 'eval_interval': '1000ba', 'sample_interval': '1000ba'}  # unless given
 
 
@@ -98,7 +97,7 @@ def fill_in_duration(args: argparse.Namespace) -> None:
         return
     queue = queued_batches(args.num_workers) if args.remote else 0
     if args.measure_batches is None:
-        args.measure_batches = max(MEASURED_BATCHES, QUEUES_IN_WINDOW * queue)
+        args.measure_batches = fewest_batches(queue)
     args.max_duration = args.max_duration or f'{args.warmup_batches + queue + args.measure_batches}ba'
 
 
