@@ -73,7 +73,7 @@ from training.checkpoints import (
     saving_alone,
     tensors_alone_are_loaded,
 )
-from training.evaluation import LABEL, METRIC, Evaluations, PatientTrainer
+from training.evaluation import LABEL, METRIC, Evaluations, TolerantTrainer
 from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
 from training.optimization import FiniteGradientClipping, build_schedule
@@ -442,7 +442,7 @@ def build_trainer(settings: Settings, model: StableDiffusion, data: DataSpec, ca
         savers.append(WholeCheckpoints(saving.save_folder, saving.save_interval, saving.save_num_checkpoints_to_keep))
     is_one_microbatch = microbatch == settings.data.batch_size // dist.get_world_size()
     with tensors_alone_are_loaded(), gradients_in_buckets(is_one_microbatch):
-        return PatientTrainer(
+        return TolerantTrainer(
             model=model,
             train_dataloader=data,
             optimizers=build_optimizer(model, settings.optimizer, speed.fused_optimizer),

@@ -156,7 +156,7 @@ def refuse_bad_dataset(flags: EncodingFlags, num_samples: int, merged: Merged) -
         raise DataError(f'{error}; they are listed in {flags.out}/{SKIPPED}') from None
 
 
-def make_record(flags: EncodingFlags, progress: Progress, merged: Merged, num_samples: int,
+def encoding_record(flags: EncodingFlags, progress: Progress, merged: Merged, num_samples: int,
                 flops_per_image: int) -> dict:
     """The record of an encoding: throughput over all workers, and what is stored for an image.
 
@@ -213,7 +213,7 @@ def encode(flags: EncodingFlags) -> dict:
     output = open_output(flags.out, '--out')
     with output.in_use():
         progress, merged = encode_and_merge(flags, output, origin, index)
-    record = make_record(flags, progress, merged, number_of_samples(index),
+    record = encoding_record(flags, progress, merged, number_of_samples(index),
                          encoding_flops(files.configs['vae'], flags.image_size))
     return keep(record, summary(record, flags), flags.results)
 

@@ -18,7 +18,7 @@ from composer.utils.collect_env import get_cpu_model
 from inputs.words import counted
 from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW, doubt
 from measuring.costs import days_to_train, gpu_hours
-from measuring.measurement import ASIDE
+from measuring.measurement import EXCLUDED
 from measuring.tracing import PROFILED
 from measuring.versions import git_commit, package_versions
 from settings.subjects import LOADER_FLAGS, TRAINING_FLAGS, Settings
@@ -137,7 +137,7 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
         rows['caution'] = caution
     if record.get('eval_loss') is not None:
         rows['held-out loss'] = f'{record["eval_loss"]:.4g} after batch {record["eval_batch"]:,}'
-    for name in ASIDE:
+    for name in EXCLUDED:
         if record[f'{name}_seconds'] >= 1:
             rows[name] = f'{record[f"{name}_seconds"]:,.0f} s beside the batches, in no other figure'
     if num_images and (caution or doubt(record)):

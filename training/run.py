@@ -102,7 +102,7 @@ def leave_evaluation(run: Run) -> None:
     run.safeguard.leave_update()
 
 
-def make_record(run: Run, outcome: dict[str, str]) -> dict:
+def training_record(run: Run, outcome: dict[str, str]) -> dict:
     """The record of a training that ended as `outcome` says."""
     microbatch = run.trainer.state.device_train_microbatch_size
     record = training_settings(run.settings, run.model.vae is None, microbatch) | outcome
@@ -134,7 +134,7 @@ def conclude(run: Run, outcome: dict[str, str]) -> dict:
     Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
     """
     cost = run.settings.cost
-    record = make_record(run, outcome)
+    record = training_record(run, outcome)
     log_record(run.trainer.logger.destinations, record)
     save_state = None
     if outcome['status'] == 'interrupted':
@@ -173,7 +173,7 @@ def conclude_while_stuck(run: Run) -> None:
         if failure:
             outcome = {'status': 'failed', 'error': failure}
         print(f'{failure or "a signal came, and another rank does not answer"}: ending without it', file=sys.stderr)
-        record = make_record(run, outcome)
+        record = training_record(run, outcome)
         text = summary(record, run.settings.cost.training_images, run.settings.cost.dollars_per_gpu_hour)
         keep(record, text, run.settings.measurement.results, partial(save_where_it_stopped, run))
 

@@ -180,7 +180,7 @@ def test_a_window_that_shows_the_queue_says_so(queue, caution):
 
 
 @pytest.mark.parametrize('name', ['checkpoint', 'evaluation', 'sampling'])
-def test_what_stood_aside_is_named_beside_the_other_figures(name):
+def test_excluded_time_is_named_beside_the_other_figures(name):
     text = summary(measured(**{f'{name}_seconds': 40.2}), None, 2.0)
     assert f'{name:<15} 40 s beside the batches' in text and text.count('beside the batches') == 1
 
