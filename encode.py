@@ -34,6 +34,8 @@ from fitting.compiling import compile_mode
 from inputs.errors import DataError, one_line
 from inputs.shards import index_hash, read_index, require_cache_for, require_columns
 from inputs.stores import streaming_address
+from inputs.words import counted
+from measuring.caution import doubt
 from measuring.record import UNMEASURED, circumstances, keep
 from models.flops import encoding_flops, utilization
 from models.latents import origin_of_latents
@@ -184,6 +186,7 @@ def encoding_record(flags: EncodingFlags, progress: Progress, merged: Merged, nu
         images_per_sec = sum(worker['measured'] for worker in workers) / seconds
         record['images_per_sec'] = images_per_sec
         record['images_per_sec_per_device'] = images_per_sec / len(workers)
+        record['measured_batches'] = min(worker['measured_batches'] for worker in workers)
         record |= utilization(images_per_sec / len(workers), flops_per_image, flags.encoder_precision,
                               record['device'])
     else:
@@ -196,12 +199,20 @@ def summary(record: dict, flags: EncodingFlags) -> str:
     model = ['--model_name', flags.model_name, '--image_size', str(flags.image_size)]
     if flags.pretrained:
         model.append('--pretrained')
-    speed = record['images_per_sec'] or 0
+    speed = ''
+    if record['images_per_sec']:
+        speed = f', {record["images_per_sec"]:,.4g} images/s'
+    caution = ''
+    if doubt(record):
+        caution = (f'caution         {doubt(record)} of a worker, too few to rely on its images/s; encode more images, '
+                   'or use a smaller --batch_size\n')
     skipped = ''
     if record['bad_samples']:
-        skipped = f'skipped         {record["bad_samples"]:,} bad samples; listed in {flags.out}/{SKIPPED}\n'
-    return (f'encoded         {record["samples"]:,} images, {speed:,.4g} images/s; {record["stored_samples"]:,} are '
-            f'stored, {record["bytes_per_image"]:,.0f} bytes each\n{skipped}'
+        bad = counted(record['bad_samples'], 'bad sample')
+        skipped = f'skipped         {bad}; listed in {flags.out}/{SKIPPED}\n'
+    encoded = counted(record['samples'], 'image')
+    return (f'encoded         {encoded}{speed}; {record["stored_samples"]:,} stored, '
+            f'{record["bytes_per_image"]:,.0f} bytes each\n{caution}{skipped}'
             f'next            {training_command(streaming_address(flags.out), record["stored_samples"], model)}')
 
 

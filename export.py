@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from cli.launcher import Stopped, signals_raise
 from inputs.errors import one_line
 from settings.subjects import ExportFlags, subject_from
+from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
 from training.own_files import folder_written_whole, remove_unfinished
 from training.trained_pipeline import Trained, read_trained, trained_pipeline, warn_of_young_average
@@ -63,8 +64,7 @@ def export(flags: ExportFlags) -> None:
     disable_progress_bar()  # of transformers 5, for a part that is written in a moment
     with new_folder(flags.out) as folder, checkpoint_in(flags.checkpoint, 'CHECKPOINT') as path:
         if path is None:
-            raise ValueError(f'CHECKPOINT {flags.checkpoint} holds no whole checkpoint; give one, or the --save_folder '
-                             'of a run')
+            raise no_checkpoint_error(f'CHECKPOINT {flags.checkpoint}')
         trained = read_trained(path)
         trained_pipeline(flags, trained).save_pretrained(folder)
     warn_of_young_average(flags, trained)

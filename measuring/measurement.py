@@ -15,9 +15,9 @@ from composer import Callback
 from composer.core import DataSpec, State, TimeUnit
 from composer.utils import dist, get_device
 
+from measuring.caution import QUEUES_IN_WINDOW
 from measuring.gpu_monitor import GIB, GpuMonitor
 
-QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 
 

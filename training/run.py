@@ -13,7 +13,7 @@ from fitting.compiling import compiled_graphs
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
-from measuring.tracing import PROFILED, attention_kernels
+from measuring.tracing import PROFILED, attention_kernels, where_to_look
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
 from settings.subjects import Settings
@@ -143,6 +143,8 @@ def conclude(run: Run, outcome: dict[str, str]) -> dict:
         if outcome['status'] == 'complete':
             run.trainer.close()
         text = summary(record, cost.training_images, cost.dollars_per_gpu_hour)
+        if record['status'] == PROFILED:
+            text += f'\n{"trace":<15} {where_to_look(run.settings.measurement.profile)}'
         keep(record, text, run.settings.measurement.results, save_state)
     except Exception as error:
         raise RunFailed(redacted(reason(error, run.microbatch_flag))) from None

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
+from inputs.prompts import read_prompts
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
@@ -23,8 +24,6 @@ from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, no
 from settings.subjects import Settings
 from training.own_files import remove_unfinished, written_whole
 from training.ranks import SECONDS_FOR_DRAWINGS, group_with_timeout
-
-MOST_PROMPTS = 100  # a longer file is a mistake: its pictures would take hours each time
 
 
 class Sampling(Callback):
@@ -149,19 +148,3 @@ def grid_of(pictures: list[Image.Image]) -> Image.Image:
     empty = Image.new('RGB', pictures[0].size, 'white')
     filled = [*pictures, *[empty] * (rows * columns - len(pictures))]
     return make_image_grid(filled, rows, columns)
-
-
-def read_prompts(path: str) -> list[str]:
-    """The prompts in a file, one a line. Raises ValueError if there is none, or too many."""
-    try:
-        lines = Path(path).read_text(encoding='utf-8').splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f'--sample_prompts {path} cannot be read ({error}); give a text file with a prompt on each '
-                         'line') from None
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f'--sample_prompts {path} holds no prompt; write one on each line')
-    if len(prompts) > MOST_PROMPTS:
-        raise ValueError(f'--sample_prompts {path} holds {len(prompts):,} prompts; use at most {MOST_PROMPTS}, since '
-                         'training waits for all of them to be drawn')
-    return prompts

@@ -100,9 +100,11 @@ def build_decoder(flags: PipelineFlags, files: ModelFiles, trained: Trained) -> 
     if trained.vae is not None:
         return vae_of(files, trained.vae)
     if not flags.pretrained:
+        remedy = 'give --model_name FOLDER --pretrained for the one that encoded'
+        if files.name == 'tiny':
+            remedy = 'tiny has no other; what draws is trained with --model_name FOLDER --pretrained'
         print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random '
-              'one in its place cannot decode; give --model_name FOLDER --pretrained for the one that encoded',
-              file=sys.stderr)
+              f'one in its place cannot decode; {remedy}', file=sys.stderr)
     return build_vae(files, 'fp32')
 
 
