@@ -4,19 +4,19 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
-from cli.early_checks import answer_early, refuse_early_training
+from cli.early_checks import answer_early, end_where_nothing_is_left, refuse_early_training, refuse_larger_batch
 from cli.options import benchmark_parser
 from fitting.allocator import let_segments_grow
 
 if __name__ == '__main__':
     let_segments_grow()
-    answer_early(benchmark_parser(__doc__), refuse_early_training)  # before the imports, which take seconds
+    args = answer_early(benchmark_parser(__doc__), refuse_early_training)  # before the imports, which take seconds
+    end_where_nothing_is_left(args)
 
 import contextlib
 import sys
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -59,13 +59,14 @@ from inputs.shards import (
 )
 from measuring.measurement import Measurement, loader_figures
 from measuring.record import keep, redacted, training_settings
-from measuring.tracing import build_profiler, tracing_callbacks
+from measuring.tracing import build_profiler, quiet_profiler, tracing_callbacks
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from settings.subjects import OptimizerSettings, Settings
 from training.augmentation import CaptionDrop, RandomFlip
+from training.checkpoint_files import nothing_left
 from training.checkpoints import (
     WholeCheckpoints,
     leave_out_empty_scaler,
@@ -73,7 +74,7 @@ from training.checkpoints import (
     saving_alone,
     tensors_alone_are_loaded,
 )
-from training.evaluation import LABEL, METRIC, Evaluations, PatientTrainer
+from training.evaluation import LABEL, METRIC, Evaluations, TolerantTrainer
 from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
 from training.optimization import FiniteGradientClipping, build_schedule
@@ -241,10 +242,8 @@ def build_data(settings: Settings, files: ModelFiles) -> DataSpec:
     if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
         require_same_origin(source.remote, index, origin_of_latents(files, image_size))
     samples = number_of_samples(index)
-    if samples < source.batch_size:
-        remedy = batch_for(samples, source.batch_size, settings.speed.device_train_microbatch_size)
-        raise ValueError(f'--remote {source.remote} holds {samples} samples, fewer than --batch_size '
-                         f'{source.batch_size}; {remedy}')
+    refuse_larger_batch(source.remote, samples, source.batch_size, settings.speed.device_train_microbatch_size,
+                        dist.get_world_size())
     if source.random_flip and 'latents' in index:
         raise ValueError(f'--random_flip mirrors images, and --remote {source.remote} holds latents; leave it out')
     tokenizer = build_fitting_tokenizer(source.tokenizer, files)
@@ -253,18 +252,6 @@ def build_data(settings: Settings, files: ModelFiles) -> DataSpec:
     if not settings.measurement.loader_only:
         say_what_an_epoch_leaves_out(samples, source.batch_size)
     return build_loader(dataset, device_batch, source.num_workers, tokenizer, source.max_bad_samples)
-
-
-def batch_for(samples: int, batch_size: int, microbatch: int | Literal['auto']) -> str:
-    """What to do where there are only so many samples."""
-    devices = dist.get_world_size()
-    multiple = devices
-    if microbatch != 'auto' and microbatch < batch_size // devices:
-        multiple = devices * microbatch
-    largest = samples // multiple * multiple
-    if largest == 0:
-        return 'use more samples'
-    return f'use --batch_size {largest}'
 
 
 def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
@@ -441,8 +428,8 @@ def build_trainer(settings: Settings, model: StableDiffusion, data: DataSpec, ca
     if saving.save_folder:
         savers.append(WholeCheckpoints(saving.save_folder, saving.save_interval, saving.save_num_checkpoints_to_keep))
     is_one_microbatch = microbatch == settings.data.batch_size // dist.get_world_size()
-    with tensors_alone_are_loaded(), gradients_in_buckets(is_one_microbatch):
-        return PatientTrainer(
+    with tensors_alone_are_loaded(), gradients_in_buckets(is_one_microbatch), quiet_profiler():
+        return TolerantTrainer(
             model=model,
             train_dataloader=data,
             optimizers=build_optimizer(model, settings.optimizer, speed.fused_optimizer),
@@ -513,8 +500,7 @@ def train_and_record(settings: Settings, parser: Parser, callbacks: Sequence[Cal
         parser.error(one_line(error))
     if run.is_over:
         if dist.get_global_rank() == 0:
-            print(f'--save_folder {settings.saving.save_folder} holds all of --max_duration '
-                  f'{settings.training.max_duration}: nothing left to do')
+            print(nothing_left(settings.saving.save_folder, settings.training.max_duration))
         sys.exit(0)
     try:
         outcome = train(run)

@@ -11,7 +11,7 @@ listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same comm
 is missing, and anew what was damaged and has changed since. OUT/index.json comes last.
 """
 from cli.early_checks import answer_early, refuse_early_conversion
-from cli.launcher import Stopped, leave_to_first_process, signals_raise
+from cli.launcher import leave_to_first_process
 from cli.options import convert_parser
 
 PROGRAM = 'convert.py'
@@ -20,7 +20,6 @@ if __name__ == '__main__':
     leave_to_first_process(PROGRAM)
     answer_early(convert_parser(__doc__), refuse_early_conversion)  # before the other imports
 
-import argparse
 import hashlib
 import json
 import os
@@ -29,10 +28,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from cli.ends import ended_in_one_line
 from cli.next_command import training_command
-from inputs.errors import DataError, one_line
+from inputs.errors import one_line
 from inputs.stores import streaming_address
-from parts.engine import Part, WorkerFailed, make_parts
+from parts.engine import Part, make_parts
 from parts.held_out import (
     TooFewSamples,
     find_edge,
@@ -61,6 +61,7 @@ from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.sources import Found, find_files, join_neighbours
 from parts.workers import make_converter, make_splitter
+from settings.subjects import ConversionFlags, subject_from
 
 
 class NothingConverted(Exception):
@@ -85,27 +86,27 @@ class Plan:
         return sum(file.size for number in self.missing for file in self.parts[number])
 
 
-def find_source(args: argparse.Namespace) -> Found:
+def find_source(flags: ConversionFlags) -> Found:
     """What there is to convert. Raises NothingConverted if there is nothing."""
-    places = [args.out]
-    if args.held_out:
-        places.append(held_out_beside(args.out))
-    found = find_files(args.source, places)
+    places = [flags.out]
+    if flags.held_out:
+        places.append(held_out_beside(flags.out))
+    found = find_files(flags.source, places)
     if not found.files:
-        raise NothingConverted(f'nothing to convert in SOURCE {" ".join(args.source)}: {what_was_found(found)}')
+        raise NothingConverted(f'nothing to convert in SOURCE {" ".join(flags.source)}: {what_was_found(found)}')
     return found
 
 
-def open_held_out(args: argparse.Namespace, output: Output) -> Output | None:
+def open_held_out(flags: ConversionFlags, output: Output) -> Output | None:
     """Where samples that are held out go. Raises ValueError if that holds something else."""
-    if not args.held_out:
+    if not flags.held_out:
         return None
-    held_out = open_output(held_out_beside(args.out), 'OUT')
+    held_out = open_output(held_out_beside(flags.out), 'OUT')
     refuse_leftovers(output, held_out)
     return held_out
 
 
-def begin(args: argparse.Namespace, output: Output, held_out: Output | None, found: Found) -> Plan:
+def claim_and_plan(flags: ConversionFlags, output: Output, held_out: Output | None, found: Found) -> Plan:
     """Claim OUT for what was found, and see what an earlier run has done.
 
     Raises ValueError if OUT holds something else.
@@ -115,12 +116,12 @@ def begin(args: argparse.Namespace, output: Output, held_out: Output | None, fou
     if not again:
         refuse_finished(output)
     begun = [file._replace(size=damaged.size_at_begin(file)) for file in found.files]
-    grouped = join_neighbours(begun, args.size_limit)
+    grouped = join_neighbours(begun, flags.size_limit)
     present = {file.name: file for file in found.files}
     parts = [[present[file.name] for file in part] for part in grouped]
     plan = Plan(parts, list(range(len(parts))), found, damaged, held_out)
-    contents = {'program': PROGRAM, 'source': fingerprint(begun), 'size_limit': args.size_limit,
-                'held_out': args.held_out, 'seed': args.seed if args.held_out else None}
+    contents = {'program': PROGRAM, 'source': fingerprint(begun), 'size_limit': flags.size_limit,
+                'held_out': flags.held_out, 'seed': flags.seed if flags.held_out else None}
     if held_out:  # first: where it cannot be, OUT is not begun either
         claim(held_out, contents | {'is_held_out': True})
     is_resumed = claim(output, contents)
@@ -139,7 +140,7 @@ def begin(args: argparse.Namespace, output: Output, held_out: Output | None, fou
             redo(output, lost)
             done -= lost
     if done:
-        print(f'going on with OUT {args.out}: {len(done):,} of {len(parts):,} parts are done')
+        print(f'going on with OUT {flags.out}: {len(done):,} of {len(parts):,} parts are done')
     plan.missing = [number for number in plan.missing if number not in done]
     return plan
 
@@ -198,32 +199,32 @@ def fingerprint(files: list[File]) -> str:
             f'{digest.hexdigest()[:16]})')
 
 
-def open_workers(args: argparse.Namespace, make: Callable, num_parts: int) -> LocalWorkers | RayWorkers:
+def open_workers(flags: ConversionFlags, make: Callable, num_parts: int) -> LocalWorkers | RayWorkers:
     """The processes that convert; `make` is called in each of them."""
-    if args.ray:
-        return RayWorkers(make, args.ray, most=args.num_workers or sys.maxsize)
+    if flags.ray:
+        return RayWorkers(make, flags.ray, most=flags.num_workers or sys.maxsize)
     cores = len(os.sched_getaffinity(0))
-    return LocalWorkers(make, min(args.num_workers or cores, num_parts), preload='parts.conversion')
+    return LocalWorkers(make, min(flags.num_workers or cores, num_parts), preload='parts.conversion')
 
 
-def convert(args: argparse.Namespace, output: Output) -> tuple[Merged, Merged | None]:
+def convert(flags: ConversionFlags, output: Output) -> tuple[Merged, Merged | None]:
     """Convert what is missing, and merge; returns what OUT holds, and what was held out.
 
     Raises NothingConverted if there is nothing.
     """
-    found = find_source(args)
-    held_out = open_held_out(args, output)
+    found = find_source(flags)
+    held_out = open_held_out(flags, output)
     with output.in_use():
-        return convert_and_merge(begin(args, output, held_out, found), args, output)
+        return convert_and_merge(claim_and_plan(flags, output, held_out, found), flags, output)
 
 
-def convert_and_merge(plan: Plan, args: argparse.Namespace, output: Output) -> tuple[Merged, Merged | None]:
+def convert_and_merge(plan: Plan, flags: ConversionFlags, output: Output) -> tuple[Merged, Merged | None]:
     """Carry a plan out; returns what OUT holds, and what was held out. Raises NothingConverted if there is nothing."""
     if plan.missing:
-        convert_missing(plan, args, output)
+        convert_missing(plan, flags, output)
     held_out = None
     if plan.held_out:
-        held_out = hold_out(plan, args, output)
+        held_out = hold_out(plan, flags, output)
     merged = merge_parts(output, len(plan.parts), {}, plan.found.left_out, plan.found.counts)
     for number in {file['part'] for file in merged.damaged}:  # a run that was killed may not have kept them
         of_part = [file for file in merged.damaged if file['part'] == number]
@@ -234,17 +235,17 @@ def convert_and_merge(plan: Plan, args: argparse.Namespace, output: Output) -> t
         else:
             release(output, len(plan.parts), PROGRAM)
         warn_of_damage(merged)
-        raise NothingConverted(f'nothing could be converted of SOURCE {" ".join(args.source)}: '
-                               f'{what_was_skipped(merged, args)}')
+        raise NothingConverted(f'nothing could be converted of SOURCE {" ".join(flags.source)}: '
+                               f'{what_was_skipped(merged, flags)}')
     return merged, held_out
 
 
-def convert_missing(plan: Plan, args: argparse.Namespace, output: Output) -> None:
+def convert_missing(plan: Plan, flags: ConversionFlags, output: Output) -> None:
     """Convert what no earlier run has finished."""
     parts = (Part(number, plan.parts[number]) for number in plan.missing)
     images = 0
-    make = partial(make_converter, output, args.size_limit, args.held_out, args.seed)
-    with (open_workers(args, make, len(plan.missing)) as workers,
+    make = partial(make_converter, output, flags.size_limit, flags.held_out, flags.seed)
+    with (open_workers(flags, make, len(plan.missing)) as workers,
           progress_bar(plan.all_bytes, 'B', plan.all_bytes - plan.missing_bytes) as bar):
         for made in make_parts(workers, parts):
             images += made['images']
@@ -253,14 +254,14 @@ def convert_missing(plan: Plan, args: argparse.Namespace, output: Output) -> Non
             plan.damaged.update(made['number'], plan.parts[made['number']], made['damaged'])
 
 
-def hold_out(plan: Plan, args: argparse.Namespace, output: Output) -> Merged:
+def hold_out(plan: Plan, flags: ConversionFlags, output: Output) -> Merged:
     """Move the samples that are held out from the parts of OUT to a dataset beside it, which is whole afterwards.
 
     Raises TooFewSamples if nothing would be left to train on; OUT is then free for another run.
     """
     num_parts = len(plan.parts)
     try:
-        edge = find_edge(output, num_parts, args.held_out)
+        edge = find_edge(output, num_parts, flags.held_out)
     except TooFewSamples:
         give_back(output, plan.held_out, num_parts, PROGRAM)
         raise
@@ -275,8 +276,8 @@ def hold_out(plan: Plan, args: argparse.Namespace, output: Output) -> Merged:
         else:
             missing.append(Part(number, plan.parts[number]))
     if missing:
-        make = partial(make_splitter, output, plan.held_out, args.size_limit, edge)
-        with (open_workers(args, make, len(missing)) as workers,
+        make = partial(make_splitter, output, plan.held_out, flags.size_limit, edge)
+        with (open_workers(flags, make, len(missing)) as workers,
               progress_bar(len(numbers), ' parts', len(numbers) - len(missing)) as bar):
             for _ in make_parts(workers, missing):
                 bar.update()
@@ -287,10 +288,10 @@ def what_stays(out: str) -> str:
     return f'what is done stays in OUT {out}, and the same command, started again, goes on from there'
 
 
-def what_was_skipped(merged: Merged, args: argparse.Namespace) -> str:
+def what_was_skipped(merged: Merged, flags: ConversionFlags) -> str:
     """The reasons with their numbers, where they are listed, and what may help."""
     reasons = ', '.join(f'{number:,} {reason}' for reason, number in merged.skipped.most_common())
-    listed = f'{reasons}; listed in {args.out}/{SKIPPED}'
+    listed = f'{reasons}; listed in {flags.out}/{SKIPPED}'
     if 'no caption' in merged.skipped:
         listed += '; the caption of cat.jpg is expected in cat.txt beside it, or as "caption" in cat.json'
     return listed
@@ -302,18 +303,18 @@ def warn_of_damage(merged: Merged) -> None:
               'kept; fetch it again, and the same command converts it anew', file=sys.stderr)
 
 
-def print_summary(merged: Merged, held_out: Merged | None, args: argparse.Namespace) -> None:
+def print_summary(merged: Merged, held_out: Merged | None, flags: ConversionFlags) -> None:
     """What was converted, what was not, and what to do next."""
     warn_of_damage(merged)
     print(f'converted  {merged.samples:,} samples, {merged.bytes / 1e6:,.1f} MB in {merged.shards:,} shards')
-    flags = []
+    held_out_flags = []
     if held_out:
-        place = held_out_beside(args.out)
+        place = held_out_beside(flags.out)
         print(f'held out   {held_out.samples:,} samples, in {place}')
-        flags = ['--eval_remote', streaming_address(place)]
+        held_out_flags = ['--eval_remote', streaming_address(place)]
     if merged.skipped:
-        print(f'skipped    {what_was_skipped(merged, args)}')
-    print(f'next       {training_command(streaming_address(args.out), merged.samples, flags)}')
+        print(f'skipped    {what_was_skipped(merged, flags)}')
+    print(f'next       {training_command(streaming_address(flags.out), merged.samples, held_out_flags)}')
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -321,27 +322,15 @@ def main(argv: list[str] | None = None) -> int:
     leave_to_first_process(PROGRAM)
     parser = convert_parser(__doc__)
     args = parser.parse_args(argv)
-    try:
+    flags = subject_from(ConversionFlags, vars(args))
+    with ended_in_one_line(parser, what_stays(args.out)):
         refuse_early_conversion(args)
         output = open_output(args.out, 'OUT')
-        with signals_raise():
-            merged, held_out = convert(args, output)
-    except ValueError as error:
-        parser.error(one_line(error))
-    except NothingConverted as error:
-        parser.end(1, one_line(error))
-    except DataError as error:
-        parser.end(1, f'{one_line(error)}; put that right: {what_stays(args.out)}')
-    except OSError as error:
-        parser.end(1, f'this machine cannot go on ({one_line(error)}); put that right: {what_stays(args.out)}')
-    except WorkerFailed as error:
-        print(error, file=sys.stderr)
-        parser.end(1, f'a worker failed, and nobody foresaw why: see above; {what_stays(args.out)}')
-    except KeyboardInterrupt:
-        parser.end(130, f'interrupted; {what_stays(args.out)}')
-    except Stopped:
-        parser.end(143, f'ended by SIGTERM; {what_stays(args.out)}')
-    print_summary(merged, held_out, args)
+        try:
+            merged, held_out = convert(flags, output)
+        except NothingConverted as error:
+            parser.end(1, one_line(error))
+    print_summary(merged, held_out, flags)
     return 1 if merged.damaged else 0
 
 

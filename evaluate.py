@@ -11,7 +11,7 @@ stopped, when started again, draws only what is missing. Nothing is downloaded: 
 error says where to get them.
 """
 from cli.early_checks import EVALUATION_PACKAGES, answer_early, is_pipeline, refuse_early_evaluation
-from cli.launcher import Stopped, leave_to_first_process, signals_raise
+from cli.launcher import leave_to_first_process
 from cli.options import evaluate_parser
 
 PROGRAM = 'evaluate.py'
@@ -26,7 +26,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,8 +38,9 @@ from safetensors.torch import save
 from transformers import CLIPTextConfig
 
 from cli.defaults import fill_in_evaluate_defaults
+from cli.ends import ended_in_one_line
 from inputs.caption_file import has_words, read_captions, refuse_too_few
-from inputs.errors import DataError, one_line
+from inputs.errors import one_line
 from inputs.in_order import samples_in_order
 from inputs.shards import index_hash, number_of_samples, read_index, require_columns
 from inputs.verified_stream import open_shards
@@ -57,7 +57,7 @@ from models.feature_extractors import (
     sha256_of,
 )
 from models.flops import drawing_flops, utilization
-from parts.engine import Part, WorkerFailed, make_parts
+from parts.engine import Part, make_parts
 from parts.evaluation import (
     COSINES,
     FEATURES,
@@ -73,7 +73,6 @@ from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_evaluator
 from settings.subjects import EVALUATE_FLAGS, EvaluateFlags
-from training.failures import reason
 from training.initial_weights import checkpoint_in
 from training.own_files import PrivateFolder
 from training.trained_model import PIXELS_PER_LATENT, Trained, read_trained, trained_pipeline
@@ -392,7 +391,7 @@ def scores_of(evaluation: Evaluation, output: Output) -> list[dict]:
     return scores
 
 
-def make_record(evaluation: Evaluation, scores: list[dict], drawn: int, workers: list[dict]) -> dict:
+def evaluation_record(evaluation: Evaluation, scores: list[dict], drawn: int, workers: list[dict]) -> dict:
     """The record of an evaluation: what was judged, by what, and the scores. `samples_drawn` are those of this run."""
     flags, model = evaluation.flags, evaluation.model
     values = dataclasses.asdict(flags) | {'model_name': model.name, 'image_size': evaluation.image_size}
@@ -474,7 +473,7 @@ def evaluate(flags: EvaluateFlags) -> dict:
         with output.in_use():
             drawn, workers = draw_missing(evaluation, output)
             scores = scores_of(evaluation, output)
-        record = make_record(evaluation, scores, drawn, list(workers.values()))
+        record = evaluation_record(evaluation, scores, drawn, list(workers.values()))
     return keep(record, summary(record), flags.results)
 
 
@@ -484,23 +483,9 @@ def main(argv: list[str] | None = None) -> dict:
     parser = evaluate_parser(__doc__)
     args = parser.parse_args(argv)
     stays = f'what is drawn stays in --out {args.out}, and the same command, started again, goes on from there'
-    try:
-        with signals_raise():
-            refuse_early_evaluation(args)
-            return evaluate(fill_in_evaluate_defaults(args))
-    except ValueError as error:
-        parser.error(one_line(error))
-    except KeyboardInterrupt:
-        parser.end(130, f'interrupted; {stays}')
-    except Stopped:
-        parser.end(143, f'ended by SIGTERM; {stays}')
-    except DataError as error:
-        parser.error(f'{one_line(error)}; {stays}')
-    except WorkerFailed as error:
-        print(error, file=sys.stderr)
-        parser.error(f'a worker failed, and nobody foresaw why: see above; {stays}')
-    except Exception as error:
-        parser.error(reason(error, f'--batch_size {args.batch_size}'))
+    with ended_in_one_line(parser, stays):
+        refuse_early_evaluation(args)
+        return evaluate(fill_in_evaluate_defaults(args))
 
 
 if __name__ == '__main__':

@@ -13,7 +13,6 @@ from cli.options import export_parser
 if __name__ == '__main__':
     answer_early(export_parser(__doc__), refuse_early_export)  # before the imports, which take seconds
 
-import argparse
 import contextlib
 import os
 import sys
@@ -24,24 +23,28 @@ from transformers.utils.logging import disable_progress_bar
 
 from cli.launcher import Stopped, signals_raise
 from inputs.errors import one_line
+from settings.subjects import ExportFlags, subject_from
+from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
 from training.own_files import folder_written_whole, remove_unfinished
 from training.trained_model import Trained, read_trained, trained_pipeline
 
 
-def warn_of_random_decoder(args: argparse.Namespace, trained: Trained) -> None:
+def warn_of_random_decoder(flags: ExportFlags, trained: Trained) -> None:
     """Say where the pipeline has a VAE that cannot decode."""
-    if trained.vae is None and not args.pretrained:
-        print(f'export.py: warning: {args.checkpoint} has no VAE, because it was trained on latents, and the random '
-              'one in its place cannot decode; give --model_name FOLDER --pretrained for the one that encoded',
-              file=sys.stderr)
+    if trained.vae is None and not flags.pretrained:
+        remedy = 'give --model_name FOLDER --pretrained for the one that encoded'
+        if flags.model_name == 'tiny' or trained.flags.get('model_name') == 'tiny':
+            remedy = 'tiny has no other; what draws is trained with --model_name FOLDER --pretrained'
+        print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random one in its '
+              f'place cannot decode; {remedy}', file=sys.stderr)
 
 
 @contextlib.contextmanager
 def new_folder(out: str) -> Iterator[str]:
-    """A folder beside OUT that takes its name at the end, so that OUT is whole or not there. ValueError: it is there.
+    """A folder beside OUT that takes its name at the end, so that OUT is whole or not there.
 
-    What killed exports left beside OUT is removed.
+    What killed exports left beside OUT is removed. Raises ValueError if OUT is there.
     """
     out = os.path.abspath(out)
     if os.path.lexists(out):
@@ -55,43 +58,42 @@ def new_folder(out: str) -> Iterator[str]:
         yield folder
 
 
-def warn_of_young_average(args: argparse.Namespace, trained: Trained) -> None:
+def warn_of_young_average(flags: ExportFlags, trained: Trained) -> None:
     """Say where the average is still near the weights that the training started from."""
     half_life = str(trained.flags.get('ema_half_life') or '')
-    if trained.averaged is None or args.live or not trained.batch or not half_life.endswith('ba'):
+    if trained.averaged is None or flags.live or not trained.batch or not half_life.endswith('ba'):
         return
     if 4 * float(half_life.removesuffix('ba')) > trained.batch:
-        print('export.py: warning: the average is still near the weights that the training started from, since '
+        print('warning: the average is still near the weights that the training started from, since '
               f'--ema_half_life was {half_life}, and the checkpoint is of batch {trained.batch:,}; --live exports the '
               'live weights', file=sys.stderr)
 
 
-def summary(args: argparse.Namespace, trained: Trained) -> str:
+def summary(flags: ExportFlags, trained: Trained) -> str:
     """What was written, and how to draw from it."""
     kind = 'averaged'
-    if args.live:
+    if flags.live:
         kind = 'live'
     elif trained.averaged is None:
         kind = 'live (there is no average)'
     age = f' after {trained.batch:,} batches' if trained.batch is not None else ''
-    return (f'{args.out} holds the pipeline{age}, with the {kind} weights\n'
-            f"draw: StableDiffusionPipeline.from_pretrained('{args.out}')('a photo of a cat').images[0]")
+    return (f'{flags.out} holds the pipeline{age}, with the {kind} weights\n'
+            f"draw: StableDiffusionPipeline.from_pretrained('{flags.out}')('a photo of a cat').images[0]")
 
 
-def export(args: argparse.Namespace) -> None:
+def export(flags: ExportFlags) -> None:
     """Write OUT."""
     disable_progress_bar()  # of transformers 5, for a part that is written in a moment
-    with new_folder(args.out) as folder, checkpoint_in(args.checkpoint, 'CHECKPOINT') as path:
+    with new_folder(flags.out) as folder, checkpoint_in(flags.checkpoint, 'CHECKPOINT') as path:
         if path is None:
-            raise ValueError(f'CHECKPOINT {args.checkpoint} holds no whole checkpoint; give one, or the --save_folder '
-                             'of a run')
+            raise no_checkpoint_error(f'CHECKPOINT {flags.checkpoint}')
         trained = read_trained(path, f'CHECKPOINT {path}')
-        pipeline = trained_pipeline(trained, f'CHECKPOINT {args.checkpoint}', args.model_name, args.tokenizer,
-                                    args.pretrained, args.live)
-        warn_of_random_decoder(args, trained)
+        pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
+                                    flags.pretrained, flags.live)
+        warn_of_random_decoder(flags, trained)
         pipeline.save_pretrained(folder)
-    warn_of_young_average(args, trained)
-    print(summary(args, trained))
+    warn_of_young_average(flags, trained)
+    print(summary(flags, trained))
 
 
 def what_is_there(out: str) -> str:
@@ -108,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with signals_raise():
             refuse_early_export(args)
-            export(args)
+            export(subject_from(ExportFlags, vars(args)))
     except KeyboardInterrupt:
         parser.end(130, f'interrupted; {what_is_there(args.out)}')
     except Stopped:

@@ -32,11 +32,13 @@ from reporting.quality_figure import draw_quality
 from reporting.records import SETTINGS, read_records
 from reporting.tables import (
     COLUMNS,
+    MEANING_OF_MARK,
     Table,
     differing_settings,
     identity_that_differs,
     labels_of_settings,
     markdown,
+    marked,
     nodes_differ,
     settings_in_words,
     versions_in_all,
@@ -57,7 +59,7 @@ def main(argv=None):
         records = pd.concat([records_of_file for records_of_file, _ in files], ignore_index=True)
         in_tables = records[records['stage'] != 'loader'].sort_values('stage', kind='stable')  # one stage after another
         rows = median_rows(in_tables)
-        trained = rows[rows['measured'] & (rows['stage'] == 'train')]
+        trained = rows[rows['reliable'] & (rows['stage'] == 'train')]
 
         if args.compare:
             tables = tables_of_records(in_tables, given)
@@ -69,7 +71,9 @@ def main(argv=None):
             plans.append(table_of(evaluations))
         remarks = [sentence for _, left_out in files for sentence in left_out]
         remarks += [*remarks_on_costs(in_tables, given), *remarks_on_storage(given)]
-        remarks += remarks_on_loaders(records, trained)
+        remarks += remarks_on_loaders(records, rows[rows['measured'] & (rows['stage'] == 'train')])
+        if records['doubt'].any():
+            remarks.append(MEANING_OF_MARK)
 
         if args.csv:
             write_csv(args.csv, in_tables, tables + plans)
@@ -91,7 +95,8 @@ def assumptions(args: argparse.Namespace) -> Assumptions:
 
 
 def median_rows(records: pd.DataFrame) -> pd.DataFrame:
-    """Setting by setting, a row for each number of GPUs with the median of its runs, and one for each other record."""
+    """Setting by setting, a row for each number of GPUs with the median of its reliable runs, and one for each other
+    record."""
     rows = [records.iloc[:0]]
     for _, runs in records.groupby(list(SETTINGS), sort=False):
         rows.append(rows_of_setting(runs))
@@ -155,7 +160,7 @@ def tables_of_records(records: pd.DataFrame, given: Assumptions) -> list[Table]:
 def tables_of_plans(records: pd.DataFrame, trained: pd.DataFrame, phases: list[Phase],
                     given: Assumptions) -> list[Table]:
     """The plan of --phase; or, where there are records of encoding, one for each size that was trained on latents."""
-    encodings = records[records['measured'] & (records['stage'] == 'encode')]
+    encodings = records[records['reliable'] & (records['stage'] == 'encode')]
     if not phases and not given.counts_tiny:
         trained = trained[trained['model_name'] != 'tiny']
     plans = []
@@ -212,18 +217,23 @@ def remarks_on_storage(given: Assumptions) -> list[str]:
 
 
 def remarks_on_loaders(records: pd.DataFrame, trained: pd.DataFrame) -> list[str]:
-    """How many times the throughput of the fastest model on the same devices each loader's is."""
+    """How many times the throughput of the fastest model on the same devices each loader's is; a model whose speed is
+    in doubt counts where there is no other."""
     place = ['num_devices', 'device', 'image_size']
-    fastest = trained.groupby(place)['images_per_sec'].max().to_dict()
+    by_speed = trained.sort_values(['reliable', 'images_per_sec'], ascending=False)
+    fastest = {tuple(row[place]): row for _, row in by_speed.drop_duplicates(place).iterrows()}
     remarks = []
     for _, record in records[records['loader_images_per_sec'].notna()].iterrows():
         loader = record['loader_images_per_sec']
         model = fastest.get(tuple(record[place]))
         times = 'no model measured there'
-        if model:
-            times = f"{loader / model:,.1f} times the model's {model:,.1f}"
+        if model is not None:
+            speed = marked(f'{model["images_per_sec"]:,.1f}', model['doubt'])
+            ratio = marked(f'{loader / model["images_per_sec"]:,.1f}', model['doubt'] or record['doubt'])
+            times = f"{ratio} times the model's {speed}"
+        speed = marked(f'{loader:,.1f}', record['doubt'])
         remarks.append(f'Loader, {record["num_devices"]} x {record["device"]}, {record["image_size"]} px: '
-                       f'{loader:,.1f} images/s, {times}.')
+                       f'{speed} images/s, {times}.')
     return remarks
 
 
@@ -269,6 +279,8 @@ def write_csv(path: str, records: pd.DataFrame, tables: list[Table]) -> None:
         columns.append('status')
     if rows['stage'].nunique() > 1:
         columns.append('stage')
+    if rows['doubt'].any():
+        columns.append('doubt')
     columns = list(dict.fromkeys(columns))  # each once
     try:
         rows.to_csv(path, columns=columns, index=False)

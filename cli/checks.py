@@ -5,14 +5,13 @@ What shows without torch is in cli/early_checks.py.
 import importlib.util
 import os
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 from composer.core import State
 from composer.utils import dist
 
 from cli.defaults import INTERVALS, is_for_gpus, workers_that_fit
+from cli.early_checks import refuse_files_of_another_run
 from cli.options import split_time
 from inputs.shards import parse_size
 from measuring.measurement import total_batches
@@ -20,7 +19,6 @@ from measuring.tracing import TRACE_WARMUP, TRACED_BATCHES
 from settings import switch_table
 from settings.subjects import (
     DataSettings,
-    DrawingSettings,
     EncodingFlags,
     MeasurementSettings,
     SavingSettings,
@@ -28,10 +26,7 @@ from settings.subjects import (
     SpeedSettings,
 )
 from settings.switch_table import Value
-from training.checkpoints import LOCK, checkpoints, from_storage
-from training.sampling import read_prompts
-
-BATCHES_OR_EPOCHS = ('ba', 'ep')
+from training.checkpoints import checkpoints, from_storage
 
 
 def refuse_more_ranks_than_gpus() -> None:
@@ -48,7 +43,6 @@ def refuse_bad_training(settings: Settings) -> None:
     """
     data = settings.data
     measurement = settings.measurement
-    max_duration = settings.training.max_duration
     refuse_bad_microbatch(settings)
     if measurement.dry_run is not None:
         return
@@ -58,13 +52,8 @@ def refuse_bad_training(settings: Settings) -> None:
     refuse_bad_switches(settings.speed, data.batch_size)
     refuse_missing_stack(settings.speed)
     refuse_bad_loading(data, settings.model.image_size, data.batch_size // dist.get_world_size())
-    refuse_bad_duration(max_duration, measurement.warmup_batches)
-    refuse_bad_profile(measurement, max_duration)
-    refuse_bad_warmup(settings.optimizer.lr_warmup, max_duration)
-    refuse_bad_evaluation(settings.evaluation.eval_remote, data.remote)
-    refuse_bad_save_folder(settings.saving)
-    refuse_bad_drawing(settings.drawing, settings.saving.autoresume)
-    refuse_unusable_folder('tensorboard', settings.logging.tensorboard)
+    refuse_short_profile(measurement, settings.training.max_duration)
+    refuse_occupied_store(settings.saving)
     if dist.get_global_rank() == 0:
         for sentence in without_effect(settings):
             print(f'warning: {sentence}', file=sys.stderr)
@@ -153,39 +142,8 @@ def refuse_bad_cache_limit(limit: str, remote: str | None, local: str | None) ->
         raise ValueError(f'--cache_limit {limit} is not a size such as 500gb') from None
 
 
-def refuse_bad_duration(max_duration: str, warmup_batches: int) -> None:
-    """Raises ValueError if the run would end within its warm-up."""
-    duration, unit = split_time(max_duration)
-    if unit == 'ba' and duration <= warmup_batches:
-        raise ValueError(f'--max_duration {max_duration} ends within --warmup_batches {warmup_batches}')
-
-
-def refuse_unusable_folder(flag: str, folder: str | None) -> None:
-    """Raises ValueError if a folder cannot be made, or nothing written in it. Nothing stays of the attempt."""
-    if not folder or '://' in folder or dist.get_global_rank() != 0:
-        return
-    parent = os.path.abspath(folder)
-    try:
-        while not is_there(parent):
-            parent = os.path.dirname(parent)
-        tempfile.TemporaryDirectory(dir=parent).cleanup()
-    except NotADirectoryError:
-        raise ValueError(f'--{flag} {folder} cannot be a folder, because {parent} is a file; name another') from None
-    except OSError as error:
-        raise ValueError(f'--{flag} {folder} cannot be written: {error.strerror}; name another') from None
-
-
-def is_there(path: str) -> bool:
-    """Whether there is something of that name. Raises OSError if that cannot be said."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def refuse_bad_profile(measurement: MeasurementSettings, max_duration: str) -> None:
-    """Raises ValueError if the run ends before what --profile traces, or if its trace would lie among other files."""
+def refuse_short_profile(measurement: MeasurementSettings, max_duration: str) -> None:
+    """Raises ValueError if the run ends before what --profile traces."""
     folder = measurement.profile
     if not folder:
         return
@@ -194,54 +152,13 @@ def refuse_bad_profile(measurement: MeasurementSettings, max_duration: str) -> N
     if unit == 'ba' and duration < least:
         raise ValueError(f'--profile {folder} traces {TRACED_BATCHES} batches up to the {least}th, and the run has '
                          f'{duration:.0f}; use --max_duration {least}ba or more')
-    refuse_unusable_folder('profile', folder)
-    if dist.get_global_rank() == 0 and os.path.isdir(folder) and os.listdir(folder):
-        raise ValueError(f'--profile {folder} already holds files; give a new folder')
 
 
-def refuse_bad_warmup(lr_warmup: str | None, max_duration: str) -> None:
-    """Raises ValueError if the learning rate cannot rise as asked."""
-    if lr_warmup is not None and split_time(max_duration)[1] not in BATCHES_OR_EPOCHS:
-        raise ValueError(f'--lr_warmup {lr_warmup} needs a --max_duration in batches (ba) or epochs (ep), not '
-                         f'{max_duration}')
-
-
-def refuse_bad_evaluation(eval_remote: str | None, remote: str | None) -> None:
-    """Raises ValueError if what is held out is what the run trains on."""
-    if eval_remote and remote and os.path.realpath(eval_remote) == os.path.realpath(remote):
-        raise ValueError(f'--eval_remote {eval_remote} is what the run trains on; give it shards of other samples')
-
-
-def refuse_bad_save_folder(saving: SavingSettings) -> None:
-    """Raises ValueError if checkpoints cannot go to --save_folder, or a new run's would lie among those of another."""
+def refuse_occupied_store(saving: SavingSettings) -> None:
+    """Raises ValueError if the checkpoints of a new run would lie among those of another, in a store."""
     folder = saving.save_folder
-    if not folder:
-        return
-    if '{' in folder or '}' in folder:
-        raise ValueError(f'--save_folder {folder} has a brace in it, for which Composer puts other words; name another')
-    refuse_unusable_folder('save_folder', folder)
-    if saving.autoresume or dist.get_global_rank() != 0:
-        return
-    if '://' in folder:
-        occupied = bool(from_storage(checkpoints, folder))
-    else:
-        occupied = os.path.isdir(folder) and bool(set(os.listdir(folder)) - {LOCK})
-    if occupied:
-        raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
-                         'there')
-
-
-def refuse_bad_drawing(drawing: DrawingSettings, autoresume: bool) -> None:
-    """Raises ValueError if there is nothing to draw, or if the pictures of another run are in their place."""
-    if not drawing.sample_prompts:
-        return
-    read_prompts(drawing.sample_prompts)
-    folder = drawing.sample_folder
-    refuse_unusable_folder('sample_folder', folder)
-    if autoresume or dist.get_global_rank() != 0:
-        return
-    if any(Path(folder).glob('ba*.png')):
-        raise ValueError(f'--sample_folder {folder} already holds drawings of another run; give a new one')
+    if folder and '://' in folder and not saving.autoresume and dist.get_global_rank() == 0:
+        refuse_files_of_another_run(folder, from_storage(checkpoints, folder))
 
 
 def without_effect(settings: Settings) -> list[str]:

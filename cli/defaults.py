@@ -1,25 +1,23 @@
 """The flags that were not given, filled in by what this machine is."""
 import argparse
-import os
 import sys
 from dataclasses import replace
 
 import torch
 from composer.utils import dist
 
-from cli.early_checks import number_of_devices
+from cli.early_checks import is_read_from_local, number_of_devices
 from inputs.sample_size import bytes_of_sample, most_bytes_of_sample
 from inputs.shared_memory import free_bytes
 from inputs.timed_loader import queued_batches
+from measuring.caution import fewest_batches
 from measuring.costs import TRAINING_IMAGES
-from measuring.measurement import QUEUES_IN_WINDOW
 from settings import switch_table
 from settings.subjects import ENCODER_PRECISIONS, EncodingFlags, EvaluateFlags, Settings, settings_from, subject_from
 from settings.switch_table import Situation
 from training.ranks import cores_per_rank
 
 MOST_WORKERS = 8
-MEASURED_BATCHES = 20
 INTERVALS = {'save_interval': '1ep', 'eval_interval': '1000ba', 'sample_interval': '1000ba'}  # unless given
 
 
@@ -31,7 +29,7 @@ def is_for_gpus(dry_run: int | None = None) -> bool:
 def fill_in_training_defaults(args: argparse.Namespace) -> Settings:
     """The settings of a run of benchmark.py: its flags, and what follows from the machine for those not given.
 
-    Raises ValueError if --local is no folder, or if --remote, which default workers depend on, cannot be read.
+    Raises ValueError if --remote, which default workers depend on, cannot be read.
     """
     args = argparse.Namespace(**vars(args))  # the command line stays as it was given
     devices = number_of_devices(args)
@@ -60,8 +58,7 @@ def fill_in_training_defaults(args: argparse.Namespace) -> Settings:
 def fill_in_encoding_defaults(args: argparse.Namespace, devices: int) -> EncodingFlags:
     """The settings of a run of encode.py on `devices` devices of this machine.
 
-    Raises ValueError if --local is no folder, if --remote, which default workers depend on, cannot be read, or if
-    --ray lacks a precision.
+    Raises ValueError if --remote, which default workers depend on, cannot be read, or if --ray lacks a precision.
     """
     refuse_unknown_precision(args)
     args = argparse.Namespace(**vars(args))
@@ -113,7 +110,7 @@ def fill_in_duration(args: argparse.Namespace) -> None:
         return
     queue = queued_batches(args.num_workers) if args.remote else 0
     if args.measure_batches is None:
-        args.measure_batches = max(MEASURED_BATCHES, QUEUES_IN_WINDOW * queue)
+        args.measure_batches = fewest_batches(queue)
     args.max_duration = args.max_duration or f'{args.warmup_batches + queue + args.measure_batches}ba'
 
 
@@ -154,14 +151,10 @@ def default_workers(device_batch: int, image_size: int, remote: str, devices: in
 
 
 def read_local_in_place(args: argparse.Namespace) -> None:
-    """Where --local is the only place that is given, it is the data. Raises ValueError if it is no folder."""
-    is_synthetic = getattr(args, 'use_synth_data', False) or getattr(args, 'use_synth_latents', False)
-    if args.remote or is_synthetic or not args.local:
-        return
-    if not os.path.isdir(args.local):
-        raise ValueError(f'--local {args.local} is no folder, and there is no --remote to fill it from; give --remote')
-    args.remote = args.local
-    args.local = None
+    """Where --local is the only place that is given, it is the data."""
+    if is_read_from_local(args):
+        args.remote = args.local
+        args.local = None
 
 
 def agree_on_workers(settings: Settings) -> Settings:

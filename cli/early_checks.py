@@ -3,6 +3,7 @@
 `cli/checks.py` refuses what takes a library or the machine to know.
 """
 import argparse
+import contextlib
 import glob
 import importlib.util
 import json
@@ -11,30 +12,49 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from cli.options import Parser
+from cli.options import Parser, split_time
 from inputs.caption_file import read_captions
 from inputs.errors import one_line
 from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
-from inputs.places import hold_others_files, is_address
+from inputs.places import (
+    INDEX,
+    finished_error,
+    hold_others_files,
+    is_address,
+    occupied_error,
+    refuse_folder_without_index,
+)
+from inputs.prompts import read_prompts
+from inputs.words import counted
 from parts.names import held_out_beside
 from settings import switch_table
+from training.checkpoint_files import (
+    LOCK,
+    checkpoints_among,
+    damage_in,
+    epoch_and_batch,
+    no_checkpoint_error,
+    nothing_left,
+)
 
 TRAINING_PACKAGES = ('torch', 'composer', 'streaming', 'diffusers')
 REPORT_PACKAGES = ('pandas', 'tabulate')
 EVALUATION_PACKAGES = (*TRAINING_PACKAGES, 'transformers', 'torchmetrics', 'torch_fidelity')
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
+MOST_INDEX_BYTES = 10 ** 7  # of an index.json that is read before the imports: more takes long itself
+BATCHES_OR_EPOCHS = ('ba', 'ep')
 # A flag that does nothing without another.
 NEEDED_FLAGS = {'ema_half_life': 'use_ema', 'ema_start': 'use_ema', 'eval_interval': 'eval_remote',
                 'sample_interval': 'sample_prompts', 'autoresume': 'save_folder'}
 
 
 def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
-                 packages: Sequence[str] = TRAINING_PACKAGES) -> None:
-    """Parse this process's command line, and end it with one line where `check` refuses it or a package is missing.
+                 packages: Sequence[str] = TRAINING_PACKAGES) -> argparse.Namespace:
+    """This process's command line, parsed, or its end with one line where `check` refuses it or a package is missing.
 
     From here on Ctrl-C is one line as well: the imports that follow take seconds.
     """
@@ -46,11 +66,12 @@ def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
         require_packages(*packages)
     except ValueError as error:
         parser.error(one_line(error))
+    return args
 
 
 def end_interrupted(parser: Parser, number: int, frame) -> None:
     """Answer Ctrl-C in one line, on rank 0. Composer, once it is imported, has a handler of its own."""
-    if os.environ.get('RANK', '0') != '0':
+    if not is_first_rank():
         sys.exit(130)
     parser.end(130, 'interrupted')
 
@@ -66,13 +87,20 @@ def require_packages(*names: str) -> None:
 def refuse_early_training(args: argparse.Namespace) -> None:
     """Raises ValueError, with the flag, its value and the remedy, for what benchmark.py can run on no machine."""
     refuse_bad_source(args)
-    refuse_missing_folder('--remote', args.remote)
-    refuse_missing_folder('--eval_remote', args.eval_remote)
     refuse_bad_batch(args)
     refuse_bad_image_size(args)
     refuse_bad_modes(args)
     refuse_flags_alone(args)
+    refuse_missing_source(args)
+    refuse_missing_dataset('--eval_remote', args.eval_remote)
     if args.dry_run is None:
+        refuse_small_dataset(args)
+        refuse_bad_times(args)
+        refuse_bad_evaluation(args)
+        refuse_bad_save_folder(args.save_folder, args.autoresume)
+        refuse_bad_drawing(args)
+        refuse_unusable_folder('tensorboard', args.tensorboard)
+        refuse_occupied_profile(args.profile)
         refuse_bad_results(args.results)
 
 
@@ -80,8 +108,11 @@ def refuse_early_encoding(args: argparse.Namespace) -> None:
     """Raises ValueError, with the flag, its value and the remedy, for what encode.py can run on no machine."""
     if not (args.remote or args.local) or not args.out:
         raise ValueError('give both --remote and --out')
-    refuse_missing_folder('--remote', args.remote)
     refuse_bad_image_size(args)
+    refuse_missing_source(args)
+    refuse_occupied_folder('--out', args.out)
+    if os.path.exists(os.path.join(args.out, INDEX)):
+        raise finished_error(f'--out {args.out}')
     refuse_bad_results(args.results)
 
 
@@ -96,12 +127,12 @@ def refuse_early_conversion(args: argparse.Namespace) -> None:
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
     if not args.out.strip():
         raise ValueError('OUT is empty; give a new folder, or an address in a store')
-    refuse_occupied_folder(args.out)
+    refuse_occupied_folder('OUT', args.out)
     if args.held_out:
-        refuse_occupied_folder(held_out_beside(args.out))
+        refuse_occupied_folder('OUT', held_out_beside(args.out))
 
 
-def refuse_occupied_folder(out: str, flag: str = 'OUT') -> None:
+def refuse_occupied_folder(flag: str, out: str) -> None:
     """Raises ValueError if OUT is no folder, or holds what none of our commands has begun."""
     if is_address(out) or not os.path.lexists(out):
         return
@@ -112,7 +143,7 @@ def refuse_occupied_folder(out: str, flag: str = 'OUT') -> None:
     except OSError:
         return  # parts/output.py says what is wrong with it
     if hold_others_files(names):
-        raise ValueError(f'{flag} {out} already holds something; give a new folder')
+        raise occupied_error(f'{flag} {out}')
 
 
 def refuse_early_report(args: argparse.Namespace) -> None:
@@ -142,13 +173,15 @@ def refuse_early_export(args: argparse.Namespace) -> None:
         raise ValueError(f'CHECKPOINT {args.checkpoint} is not there; give one, or the --save_folder of a run')
     if os.path.lexists(args.out):
         raise ValueError(f'OUT {args.out} already exists; give a new folder')
+    if os.path.isdir(args.checkpoint) and not checkpoints_among(names_in('CHECKPOINT', args.checkpoint)):
+        raise no_checkpoint_error(f'CHECKPOINT {args.checkpoint}')
 
 
 def refuse_early_evaluation(args: argparse.Namespace) -> None:
     """Raises ValueError, with the flag, its value and the remedy, for what evaluate.py can run on no machine."""
     if not args.out:
         raise ValueError('give --out, a new folder for the features of the pictures')
-    refuse_occupied_folder(args.out, '--out')
+    refuse_occupied_folder('--out', args.out)
     refuse_bad_model(args)
     refuse_missing_judges(args)
     refuse_missing_data(args)
@@ -207,7 +240,7 @@ def refuse_missing_data(args: argparse.Namespace) -> None:
         raise ValueError(f'--reference {reference} is a folder; name a file, such as '
                          f'{os.path.join(reference, "reference.safetensors")}')
     if not os.path.isfile(args.data):
-        refuse_missing_folder('DATA', args.data)
+        refuse_missing_dataset('DATA', args.data)
         return
     if args.inception and not reference:
         raise ValueError(f'DATA {args.data} is a text, and FID compares with images; give --reference FILE, or shards '
@@ -227,10 +260,187 @@ def refuse_bad_source(args: argparse.Namespace) -> None:
         raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
 
 
-def refuse_missing_folder(flag: str, place: str | None) -> None:
-    """Raises ValueError if a dataset is neither in a store nor in a folder that there is."""
-    if place and ':/' not in place and not os.path.isdir(place):
+def refuse_missing_source(args: argparse.Namespace) -> None:
+    """Raises ValueError if there is no dataset at --remote, or at --local where that is the only place."""
+    if args.remote:
+        refuse_missing_dataset('--remote', args.remote)
+    elif is_read_from_local(args):
+        if not os.path.isdir(args.local):
+            raise ValueError(f'--local {args.local} is no folder, and there is no --remote to fill it from; give '
+                             '--remote')
+        refuse_folder_without_index('--local', args.local)
+
+
+def is_read_from_local(args: argparse.Namespace) -> bool:
+    """Whether --local is the only place that is given: then it is the data."""
+    is_synthetic = getattr(args, 'use_synth_data', False) or getattr(args, 'use_synth_latents', False)
+    return bool(args.local) and not args.remote and not is_synthetic
+
+
+def refuse_missing_dataset(flag: str, place: str | None) -> None:
+    """Raises ValueError if a dataset is neither in a store nor in a folder that there is, and holds its index.json."""
+    if not place or ':/' in place:
+        return
+    if not os.path.isdir(place):
         raise ValueError(f'{flag} {place} is no folder; check the name, or make a dataset with convert.py')
+    refuse_folder_without_index(flag, place)
+
+
+def refuse_small_dataset(args: argparse.Namespace) -> None:
+    """Raises ValueError if a batch takes more samples than a folder holds, as far as that is soon known."""
+    remote = args.local if is_read_from_local(args) else args.remote
+    samples = samples_in(remote) if remote else None
+    if samples is not None:
+        refuse_larger_batch(remote, samples, args.batch_size, args.device_train_microbatch_size,
+                            number_of_devices(args))
+
+
+def samples_in(folder: str) -> int | None:
+    """The samples of a dataset in a folder; None where its index.json is not there, long, or none that is known."""
+    path = Path(folder, INDEX)
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        if path.stat().st_size <= MOST_INDEX_BYTES:
+            return sum(shard['samples'] for shard in json.loads(path.read_bytes())['shards'])
+    return None
+
+
+def refuse_larger_batch(remote: str, samples: int, batch_size: int, microbatch: int | str | None, devices: int) -> None:
+    """Raises ValueError if a batch takes more samples than there are.
+
+    Args:
+        remote: the dataset.
+        samples: that it holds.
+        batch_size: over all devices.
+        microbatch: images at once on a device; None, or auto: the program chooses.
+        devices: how many share the batch.
+    """
+    if samples >= batch_size:
+        return
+    multiple = devices
+    if microbatch not in (None, 'auto') and microbatch < batch_size // devices:
+        multiple = devices * microbatch
+    largest = samples // multiple * multiple
+    remedy = f'use --batch_size {largest}' if largest else 'use more samples'
+    raise ValueError(f'--remote {remote} holds {counted(samples, "sample")}, fewer than --batch_size {batch_size}; '
+                     f'{remedy}')
+
+
+def refuse_bad_times(args: argparse.Namespace) -> None:
+    """Raises ValueError if the run would end within its warm-up, or the learning rate cannot rise as asked."""
+    if args.max_duration is None:
+        return
+    duration, unit = split_time(args.max_duration)
+    if unit == 'ba' and duration <= args.warmup_batches:
+        raise ValueError(f'--max_duration {args.max_duration} ends within --warmup_batches {args.warmup_batches}')
+    if args.lr_warmup is not None and unit not in BATCHES_OR_EPOCHS:
+        raise ValueError(f'--lr_warmup {args.lr_warmup} needs a --max_duration in batches (ba) or epochs (ep), not '
+                         f'{args.max_duration}')
+
+
+def refuse_bad_evaluation(args: argparse.Namespace) -> None:
+    """Raises ValueError if what is held out is what the run trains on."""
+    trained_on = args.local if is_read_from_local(args) else args.remote
+    if args.eval_remote and trained_on and os.path.realpath(args.eval_remote) == os.path.realpath(trained_on):
+        raise ValueError(f'--eval_remote {args.eval_remote} is what the run trains on; give it shards of other samples')
+
+
+def refuse_bad_save_folder(folder: str | None, autoresume: bool) -> None:
+    """Raises ValueError if checkpoints cannot go to --save_folder, or a new run's would lie among those of another."""
+    if not folder:
+        return
+    if '{' in folder or '}' in folder:
+        raise ValueError(f'--save_folder {folder} has a brace in it, for which Composer puts other words; name another')
+    refuse_unusable_folder('save_folder', folder)
+    if not autoresume and is_first_rank():
+        refuse_files_of_another_run(folder, names_in('--save_folder', folder))
+
+
+def refuse_files_of_another_run(folder: str, names: Collection[str]) -> None:
+    """Raises ValueError if names in a --save_folder are of more than the lock of a run."""
+    if set(names) - {LOCK}:
+        raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
+                         'there')
+
+
+def names_in(flag: str, folder: str) -> list[str]:
+    """Of what lies in a folder; none where it is not there. Raises ValueError if it cannot be read."""
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f'{flag} {folder} cannot be read: {error.strerror}; name another') from None
+
+
+def refuse_bad_drawing(args: argparse.Namespace) -> None:
+    """Raises ValueError if there is nothing to draw, or if the pictures of another run are in their place."""
+    if not args.sample_prompts:
+        return
+    read_prompts(args.sample_prompts)
+    refuse_unusable_folder('sample_folder', args.sample_folder)
+    if not args.autoresume and is_first_rank() and any(Path(args.sample_folder).glob('ba*.png')):
+        raise ValueError(f'--sample_folder {args.sample_folder} already holds drawings of another run; give a new one')
+
+
+def refuse_occupied_profile(folder: str | None) -> None:
+    """Raises ValueError if the trace of --profile cannot be written, or would lie among other files."""
+    refuse_unusable_folder('profile', folder)
+    if folder and is_first_rank() and names_in('--profile', folder):
+        raise ValueError(f'--profile {folder} already holds files; give a new folder')
+
+
+def refuse_unusable_folder(flag: str, folder: str | None) -> None:
+    """Raises ValueError if a folder cannot be made, or nothing written in it. Nothing stays of the attempt."""
+    if not folder or '://' in folder or not is_first_rank():
+        return
+    parent = os.path.abspath(folder)
+    try:
+        while not is_there(parent):
+            parent = os.path.dirname(parent)
+        tempfile.TemporaryDirectory(dir=parent).cleanup()
+    except NotADirectoryError:
+        raise ValueError(f'--{flag} {folder} cannot be a folder, because {parent} is a file; name another') from None
+    except OSError as error:
+        raise ValueError(f'--{flag} {folder} cannot be written: {error.strerror}; name another') from None
+
+
+def is_there(path: str) -> bool:
+    """Whether there is something of that name. Raises OSError if that cannot be said."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that looks at what all would write to."""
+    return os.environ.get('RANK', '0') == '0'
+
+
+def end_where_nothing_is_left(args: argparse.Namespace) -> None:
+    """End with status 0 where by its name the newest checkpoint of a resumed run is its last, and it is whole.
+
+    Only on one machine: others may not see the folder, and would wait for this one. Where the names do not tell, the
+    run itself says so, once it has read the checkpoint.
+    """
+    folder = args.save_folder
+    is_one_machine = os.environ.get('WORLD_SIZE', '1') == os.environ.get('LOCAL_WORLD_SIZE', '1')
+    if not (folder and args.autoresume and args.max_duration and is_one_machine):
+        return
+    with contextlib.suppress(OSError, ValueError):  # what cannot be read: the run will say what is wrong with it
+        found = checkpoints_among(names_in('--save_folder', folder))
+        if found and is_last(found[-1], args.max_duration) and damage_in(os.path.join(folder, found[-1])) is None:
+            if is_first_rank():
+                print(nothing_left(folder, args.max_duration))
+            sys.exit(0)
+
+
+def is_last(checkpoint: str, max_duration: str) -> bool:
+    """Whether a checkpoint is of the end of a run, as far as its name tells."""
+    epoch, batch = epoch_and_batch(checkpoint)
+    duration, unit = split_time(max_duration)
+    return {'ba': batch, 'ep': epoch}.get(unit, -1) >= duration
 
 
 def number_of_devices(args: argparse.Namespace) -> int:
@@ -295,7 +505,7 @@ def refuse_flags_alone(args: argparse.Namespace) -> None:
 
 def refuse_bad_results(path: str) -> None:
     """Raises ValueError if no record can be appended to --results. It is said before the run, not after it."""
-    if int(os.environ.get('RANK', 0)):
+    if not is_first_rank():
         return
     try:
         if not os.path.exists(path):

@@ -16,10 +16,10 @@ import time
 import uuid
 from pathlib import Path
 
+from inputs.places import INDEX
 from inputs.shards import index_hash
 
 LOCK = 'cache.lock'
-INDEX = 'index.json'  # a copy, with which a whole cache is a dataset; it is not read from a cache
 SECONDS_TO_LEAVE = 10  # the workers of a killed run notice its end within 5
 
 

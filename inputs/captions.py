@@ -16,7 +16,7 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
     """A tokenizer that pads and cuts captions to 77 tokens: `encode_batch(captions)`.
 
     Args:
-        name: folder or hub name of a tokenizer or of a diffusers model (ValueError: there is none); None is CLIP's own
+        name: folder or hub name of a tokenizer or of a diffusers model; None is CLIP's own
             vocabulary as open_clip packages it, padded with id 0 like Stable Diffusion 2.
     """
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the workers are the parallelism

@@ -13,7 +13,7 @@ from streaming.base.storage import CloudDownloader
 from streaming.base.util import bytes_to_int
 
 from inputs.errors import one_line
-from inputs.places import CLAIM
+from inputs.places import CLAIM, INDEX, is_address, program_of, refuse_folder_without_index, why_no_dataset
 
 LATENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
@@ -55,44 +55,39 @@ def index_hash(index: dict) -> str:
 
 def fetch_index(remote: str, flag: str = '--remote') -> bytes:
     """The bytes of a dataset's index.json, from a folder or a store. Raises ValueError if they cannot be had."""
-    is_folder = os.path.isdir(remote)
-    if not is_folder and '://' not in remote and not remote.startswith('dbfs:/'):
+    if os.path.isdir(remote):
+        refuse_folder_without_index(flag, remote)
+        try:
+            return Path(remote, INDEX).read_bytes()
+        except OSError as error:
+            raise ValueError(f'{flag} {remote} could not be read ({type(error).__name__}: {one_line(error)})') from None
+    if not is_address(remote):
         raise ValueError(f'{flag} {remote} is no folder here, and no address such as s3://bucket/folder; check the '
                          'name')
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(remote if is_folder else folder, 'index.json')
-        try:
-            if not is_folder:
-                CloudDownloader.direct_download(os.path.join(remote, 'index.json'), str(path))
-            return path.read_bytes()
-        except FileNotFoundError:
-            refuse_unfinished(flag, remote, folder)
-            raise ValueError(f'{flag} {remote} holds no index.json, so no MDS dataset; make one with convert.py') \
-                from None
-        except Exception as error:  # every storage client has its own exceptions
-            reason = f'{type(error).__name__}: {one_line(error)}'
-            refuse_unfinished(flag, remote, folder)
-            raise ValueError(f'{flag} {remote} could not be read ({reason})') from None
-
-
-def refuse_unfinished(flag: str, remote: str, folder: str) -> None:
-    """Raises ValueError if a remote without an index.json holds the beginning of a dataset.
-
-    Args:
-        flag: what the error calls it.
-        remote: folder or object store.
-        folder: a temporary one.
-    """
-    is_folder = os.path.isdir(remote)
-    path = Path(remote if is_folder else folder, CLAIM)
     try:
-        if not is_folder:
-            CloudDownloader.direct_download(os.path.join(remote, CLAIM), str(path))
-        program = json.loads(path.read_bytes())['program']
-    except Exception:  # there is none, or whatever a storage client or JSON raises: then it is no such dataset
-        return
-    raise ValueError(f'{flag} {remote} is not finished: {program} has begun it and writes its index.json last; start '
-                     f'{program} again with the same flags, and it goes on from there') from None
+        return download(remote, INDEX)
+    except Exception as error:  # every storage client has its own exceptions
+        reason = f'{type(error).__name__}: {one_line(error)}'
+        claim = claim_in_store(remote)
+        if isinstance(error, FileNotFoundError) or program_of(claim):
+            raise ValueError(f'{flag} {remote} {why_no_dataset(claim)}') from None
+        raise ValueError(f'{flag} {remote} could not be read ({reason})') from None
+
+
+def download(remote: str, name: str) -> bytes:
+    """The bytes of a file of a store. Raises FileNotFoundError, and whatever its client raises."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        CloudDownloader.direct_download(os.path.join(remote, name), str(path))
+        return path.read_bytes()
+
+
+def claim_in_store(remote: str) -> bytes | None:
+    """The bytes of a claim.json; None where there is none, or it cannot be had."""
+    try:
+        return download(remote, CLAIM)
+    except Exception:  # whatever a storage client raises: then nothing is known of it
+        return None
 
 
 def fault_of_entry(shard: dict) -> str | None:

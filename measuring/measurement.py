@@ -15,10 +15,10 @@ from composer import Callback
 from composer.core import DataSpec, State, TimeUnit
 from composer.utils import dist, get_device
 
+from measuring.caution import QUEUES_IN_WINDOW
 from measuring.gpu_monitor import GIB, GpuMonitor
 
-QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
-ASIDE = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
+EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Window:
     Attributes:
         batch_seconds: from the end of the batch before to the end of this one.
         wait_seconds: of these, what was spent waiting for the loader.
-        aside_seconds: of these, what was spent on anything of ASIDE, which is no part of a batch.
-        seconds_of: the same for each of ASIDE, over all batches.
+        excluded_seconds: of these, what was spent on anything of EXCLUDED, which is no part of a batch.
+        seconds_of: the same for each of EXCLUDED, over all batches.
         samples: of all ranks.
         queue_batches: that the loader prepares ahead.
         drained_batches: that were taken from this queue and not made again: it was fuller at the start.
@@ -37,8 +37,8 @@ class Window:
     """
     batch_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)
-    aside_seconds: list[float] = field(default_factory=list)
-    seconds_of: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ASIDE, 0.0))
+    excluded_seconds: list[float] = field(default_factory=list)
+    seconds_of: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXCLUDED, 0.0))
     losses: list[float] = field(default_factory=list)
     samples: int = 0
     queue_batches: int = 0
@@ -73,9 +73,9 @@ class Measurement(Callback):
         self.loss: float | None = None  # the last finite one of the run
         self.window = Window()
         self.gpu = GpuMonitor()  # of the window
-        self._aside = dict.fromkeys(ASIDE, 0.0)  # seconds of the batch to come that are no part of it
-        self._aside_name: str | None = None  # what stands aside now
-        self._aside_since = 0.0
+        self._excluded = dict.fromkeys(EXCLUDED, 0.0)  # seconds of the batch to come that are no part of it
+        self._excluded_name: str | None = None  # what the time counts as now; None: the batch
+        self._excluded_since = 0.0
         self._previous_end = 0.0  # of a batch, by the clock
         self._ready_at_start = 0  # batches that the loader had ready when the window began
 
@@ -85,28 +85,30 @@ class Measurement(Callback):
         self._previous_end = time.perf_counter()
 
     @contextlib.contextmanager
-    def aside(self, name: str) -> Iterator[None]:
-        """What a callback does in this context, between two batches, is part of neither: it counts as `name` of ASIDE.
+    def excluded(self, name: str) -> Iterator[None]:
+        """What a callback does in this context, between two batches, is part of neither.
+
+        It counts as `name` of EXCLUDED.
 
         All ranks enter it together, and leave it when the last of them is through, whoever of them has the work.
         """
-        before = self._aside_name
-        self._stand_aside(name)
+        before = self._excluded_name
+        self._count_as(name)
         try:
             yield
             dist.barrier()
         finally:
-            self._stand_aside(before)
+            self._count_as(before)
 
-    def _stand_aside(self, name: str | None) -> None:
+    def _count_as(self, name: str | None) -> None:
         """From now on the time is that of `name`; None: of the batch."""
-        if name == self._aside_name:
+        if name == self._excluded_name:
             return
         now = time.perf_counter()
-        if self._aside_name is not None:
-            self._aside[self._aside_name] += now - self._aside_since
-        self._aside_name = name
-        self._aside_since = now
+        if self._excluded_name is not None:
+            self._excluded[self._excluded_name] += now - self._excluded_since
+        self._excluded_name = name
+        self._excluded_since = now
         if name is None:
             self.gpu.resume()
         else:
@@ -114,20 +116,20 @@ class Measurement(Callback):
 
     def before_dataloader(self, state: State, logger) -> None:
         """The next batch begins."""
-        self._stand_aside(None)
+        self._count_as(None)
 
     def eval_before_all(self, state: State, logger) -> None:
-        self._stand_aside('evaluation')
+        self._count_as('evaluation')
 
     def eval_after_all(self, state: State, logger) -> None:
-        self._stand_aside(None)
+        self._count_as(None)
 
     def batch_checkpoint(self, state: State, logger) -> None:
         """After a batch: Composer's CheckpointSaver, a later callback than this, may save now."""
-        self._stand_aside('checkpoint')
+        self._count_as('checkpoint')
 
     def epoch_checkpoint(self, state: State, logger) -> None:
-        self._stand_aside('checkpoint')
+        self._count_as('checkpoint')
 
     def batch_end(self, state: State, logger) -> None:
         now = time.perf_counter()
@@ -147,15 +149,15 @@ class Measurement(Callback):
             self.gpu.start()
         elif self._is_full():
             self.gpu.stop()
-        self._aside = dict.fromkeys(ASIDE, 0.0)
+        self._excluded = dict.fromkeys(EXCLUDED, 0.0)
         self._previous_end = now
 
     def _measure(self, state: State, seconds: float, waited: float, loss: float) -> None:
         window = self.window
         window.batch_seconds.append(seconds)
         window.wait_seconds.append(waited)
-        window.aside_seconds.append(sum(self._aside.values()))
-        for name, spent in self._aside.items():
+        window.excluded_seconds.append(sum(self._excluded.values()))
+        for name, spent in self._excluded.items():
             window.seconds_of[name] += spent
         window.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
         window.drained_batches = self._drained(state)
@@ -209,10 +211,10 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
         bad_samples: those that this rank met.
     """
-    aside = highest_of_ranks(window.aside_seconds, all_ranks)  # (batches,): the other ranks wait for that one
-    seconds = np.array(window.batch_seconds) - aside  # (batches,)
+    excluded = highest_of_ranks(window.excluded_seconds, all_ranks)  # (batches,): the other ranks wait for that one
+    seconds = np.array(window.batch_seconds) - excluded  # (batches,)
     slowest = highest_of_ranks(seconds, all_ranks)  # (batches,)
-    seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of ASIDE,)
+    seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of EXCLUDED,)
     ranks = [(seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib(), bad_samples)]
     if all_ranks:
         ranks = dist.all_gather_object(ranks[0])

@@ -15,8 +15,10 @@ import torch
 from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
+from inputs.words import counted
+from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW, doubt
 from measuring.costs import days_to_train, gpu_hours
-from measuring.measurement import ASIDE, QUEUES_IN_WINDOW
+from measuring.measurement import EXCLUDED
 from measuring.tracing import PROFILED
 from measuring.versions import git_commit, package_versions
 from settings.subjects import LOADER_FLAGS, TRAINING_FLAGS, Settings
@@ -24,8 +26,6 @@ from settings.subjects import LOADER_FLAGS, TRAINING_FLAGS, Settings
 # such as ;AccountKey=... in a connection string of Azure
 SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
-FEWEST_BATCHES = 20  # a window that is shorter says little
-MUCH_DRIFT = 0.1
 MUCH_WAITING = 0.05
 
 
@@ -137,10 +137,10 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
         rows['caution'] = caution
     if record.get('eval_loss') is not None:
         rows['held-out loss'] = f'{record["eval_loss"]:.4g} after batch {record["eval_batch"]:,}'
-    for name in ASIDE:
+    for name in EXCLUDED:
         if record[f'{name}_seconds'] >= 1:
             rows[name] = f'{record[f"{name}_seconds"]:,.0f} s beside the batches, in no other figure'
-    if num_images and (caution or has_not_settled(record['drift'])):
+    if num_images and (caution or doubt(record)):
         rows['full training'] = f'not worked out from a speed to mistrust: see {"caution" if caution else "drift"}'
     elif num_images:
         rows['full training'] = cost_sentence(record, num_images, dollars_per_gpu_hour)
@@ -159,11 +159,6 @@ def drift_sentence(drift: float | None, has_remedy: bool = True) -> str:
     elif drift < -MUCH_DRIFT:
         sentence += ': it has not settled; use more --measure_batches'
     return sentence
-
-
-def has_not_settled(drift: float | None) -> bool:
-    """Whether the speed changed so much within the window that another window would show another speed."""
-    return drift is not None and abs(drift) > MUCH_DRIFT
 
 
 def wait_sentence(wait_fraction: float, has_images: bool = True) -> str:
@@ -193,18 +188,14 @@ def caution_sentence(record: dict) -> str | None:
     if record.get('status') == PROFILED:
         return 'these figures include the cost of the trace, so that no report counts them'
     batches = record['measured_batches']
-    least_window = QUEUES_IN_WINDOW * record['queue_batches']
+    least_window = QUEUES_IN_WINDOW * record.get('queue_batches', 0)
     if batches < least_window:
         return (f'{record["queue_batches"]} batches had been loaded before the clock started, and so few show these, '
                 f'not the loader; {longer_window(least_window)}')
     if batches < FEWEST_BATCHES:
-        return f'{batches} measured batches are too few to rely on; {longer_window(FEWEST_BATCHES)}'
+        few = counted(batches, 'measured batch', 'measured batches')
+        return f'only {few}, too few to rely on; {longer_window(FEWEST_BATCHES)}'
     return None
-
-
-def counted(number: int, one: str, several: str) -> str:
-    """A number of things in words."""
-    return f'{number:,} {one if number == 1 else several}'
 
 
 def longer_window(batches: int) -> str:

@@ -1,7 +1,10 @@
 """What runs within a step: a trace of some batches for --profile, and which kernels computed attention."""
+import contextlib
+import os
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +16,7 @@ from settings.subjects import MeasurementSettings
 
 TRACE_WARMUP = 1   # batches in which the profiler itself warms up
 TRACED_BATCHES = 3
+NO_MESSAGE = 5  # level of torch's tracer, Kineto, above that of its errors
 PROFILED = 'profiled'  # the status of a run that was traced: its speed is that of a run with a profiler
 # of torch, which calls some of them through others, and of the package xformers
 ATTENTION_OPERATOR = re.compile(r'_scaled_dot_product_\w+|\S*_attention_forward\w*|xformers\w*::flash_fwd\w*')
@@ -26,12 +30,28 @@ def build_profiler(measurement: MeasurementSettings) -> Profiler | None:
     """
     if not measurement.profile:
         return None
+    if not torch.cuda.is_available():
+        os.environ.setdefault('KINETO_LOG_LEVEL', str(NO_MESSAGE))  # its only one is the error that there is no GPU
     folder = Path(measurement.profile)
     events = JSONTraceHandler(folder=str(folder / 'composer'), remote_file_name=None, merged_trace_filename=None,
                               merged_trace_remote_file_name=None)
     return Profiler(schedule=TraceSchedule(measurement.warmup_batches), trace_handlers=[events], sys_prof_cpu=False,
                     torch_prof_folder=str(folder / 'torch'), torch_prof_remote_file_name=None,
                     torch_prof_memory_remote_file_name=None)
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """A context in which Composer does not warn of the profiler that was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'The profiler is enabled')
+        yield
+
+
+def where_to_look(folder: str) -> str:
+    """Where the trace of --profile lies, and what shows it."""
+    return (f'{folder}/torch holds what CPU and GPU did, {folder}/composer the events of the loop as well; '
+            'https://ui.perfetto.dev opens both')
 
 
 class TraceSchedule:

@@ -18,11 +18,10 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from inputs.errors import DataError
-from inputs.places import CLAIM, LEFT_BY_KILLED, hold_others_files, is_address
+from inputs.places import CLAIM, INDEX, LEFT_BY_KILLED, hold_others_files, is_address, finished_error, occupied_error
 from inputs.run_lock import give_lock_back, take_lock
 from inputs.stores import open_store, store_error, streaming_address
 
-INDEX = 'index.json'
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'damaged.json'  # the files that could not be read to their end, as they were when OUT was begun
 EDGE = 'held-out.json'  # the last sample that is held out
@@ -73,7 +72,7 @@ class FolderOutput(Output):
             raise ValueError(f'{self.place} is not a folder; give a new one')
         with self._reaching(), contextlib.suppress(FileNotFoundError):
             if hold_others_files(os.listdir(self.folder)):
-                raise ValueError(f'{self.place} already holds something; give a new folder')
+                raise occupied_error(self.place)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -199,12 +198,12 @@ class StoreOutput(Output):
     def require_new_or_begun(self) -> None:
         """Raises ValueError if there are objects and no claim of ours, or the store cannot be reached."""
         try:
-            is_occupied = next(self._listed(''), None) is not None
+            holds_files = next(self._listed(''), None) is not None
             is_begun = self.read(CLAIM) is not None
         except DataError as error:
             raise ValueError(str(error)) from None
-        if is_occupied and not is_begun:
-            raise ValueError(f'{self.place} already holds something; give a new folder')
+        if holds_files and not is_begun:
+            raise occupied_error(self.place)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -406,7 +405,7 @@ def is_begun(output: Output) -> bool:
 def refuse_finished(output: Output) -> None:
     """Raises ValueError if OUT has its index.json already."""
     if output.read(INDEX) is not None:
-        raise ValueError(f'{output.place} already holds a dataset, with its {INDEX}; give a new folder')
+        raise finished_error(output.place)
 
 
 def finished_parts(output: Output, num_parts: int) -> set[int]:

@@ -119,7 +119,7 @@ class Search:
         self.roots = [os.path.realpath(source) for source in sources if os.path.isdir(source)]
 
     def add_paths(self, source: str) -> None:
-        """A file, a folder or a glob. ValueError: it names nothing, or cannot be opened."""
+        """A file, a folder or a glob. Raises ValueError if it names nothing, or cannot be opened."""
         found = [source]
         if not os.path.lexists(source):
             found = sorted(glob.glob(source, recursive=True))
@@ -256,7 +256,10 @@ class Search:
         self.names.update(dict.fromkeys(identities, file.name))
 
     def add_store(self, source: str) -> None:
-        """The tars of an address, from one list of it. ValueError: there are none, or they cannot be listed."""
+        """The tars of an address, from one list of it.
+
+        Raises ValueError if there are none, or they cannot be listed.
+        """
         store, key = open_store(source, 'SOURCE')
         root = source.rstrip('/').removesuffix(key)  # of the bucket or container
         beginning = re.split(r'[*?[]', key)[0]

@@ -209,7 +209,7 @@ def make_sample(fields: Fields | Exception) -> dict[str, bytes | str]:
 
 
 def refuse_unread(content: bytes | Unread, kind: str) -> None:
-    """ValueError: it was not read."""
+    """Raises ValueError if it was not read."""
     if isinstance(content, Unread):
         raise ValueError(content if content == TOO_LARGE else f'{kind}: {content}')
 

@@ -9,13 +9,16 @@ import warnings
 
 import pandas as pd
 
+from inputs.words import counted
 from reporting.records import SETTINGS
 from reporting.tables import (
     COLUMNS,
+    MEANING_OF_MARK,
     differing_settings,
     identity_that_differs,
     in_devices,
     labels_of_settings,
+    marked,
     printed_figure,
     settings_in_words,
     versions_in_all,
@@ -69,7 +72,7 @@ def draw(path: str, rows: pd.DataFrame, training_images: int, as_ladder: bool) -
         else:
             height, footer = draw_ladder(figure, trainings, training_images, as_ladder)
         if len(trainings) < len(rows):
-            footer.append(f'Not drawn: {len(rows) - len(trainings)} rows of encoding.')
+            footer.append(f'Not drawn: {counted(len(rows) - len(trainings), "row")} of encoding.')
         lines = [line for sentence in footer for line in textwrap.wrap(sentence, FOOTER_CHARACTERS)]
         figure.supxlabel('\n'.join(lines), x=0.01, ha='left', fontsize=9, color='0.35')
         figure.set_size_inches(WIDTH_INCHES, height + LINE_INCHES * len(lines))
@@ -127,7 +130,7 @@ def draw_ladder(figure, rows: pd.DataFrame, training_images: int, with_ratios: b
     if len(rows) == 1 and pd.notna(days):
         sentences.append(f'At this speed {training_images:,} images take {printed_figure("days", days)} days.')
     if len(rows) > MOST_BARS:
-        sentences.append(f'Not drawn: the last {len(rows) - MOST_BARS} records.')
+        sentences.append(f'Not drawn: the last {counted(len(rows) - MOST_BARS, "record")}.')
         rows = rows.head(MOST_BARS)
 
     labels = [wrapped(label, LABEL_CHARACTERS) for label in labels_of_bars(rows)]
@@ -160,10 +163,12 @@ def draw_scaling(figure, rows: pd.DataFrame, training_images: int) -> tuple[floa
     sentences = [*sentences_on(drawn),
                  'Efficiency: images/s per GPU, over those of the same setting on the fewest GPUs measured.']
     if len(drawn) < len(complete):
-        sentences.append(f'Not drawn: {len(complete) - len(drawn)} rows of more than {len(COLORS)} settings or '
-                         f'{MOST_BARS} bars; --compare draws a bar for each record.')
+        left_out = counted(len(complete) - len(drawn), 'row')
+        sentences.append(f'Not drawn: {left_out} of more than {len(COLORS)} settings or {MOST_BARS} bars; --compare '
+                         'draws a bar for each record.')
     if len(complete) < len(rows):
-        sentences.append(f'Not drawn: {len(rows) - len(complete)} runs that did not end or have no days.')
+        left_out = counted(len(rows) - len(complete), 'run')
+        sentences.append(f'Not drawn: {left_out} without days: not ended, or in doubt.')
 
     num_settings = drawn['setting'].nunique()
     thickness = 0.8 / num_settings
@@ -219,9 +224,9 @@ def text_of_bar(row: pd.Series, with_ratio: bool) -> str:
     """What stands behind a bar: its images/s, how many times the first's they are, and why it was not measured."""
     if pd.isna(row['images_per_sec']):
         return textwrap.shorten(row['notes'] or row['status'], 60, placeholder=' …')
-    text = printed_figure('images_per_sec', row['images_per_sec'])
+    text = marked(printed_figure('images_per_sec', row['images_per_sec']), row['doubt'])
     if with_ratio and row['measured']:
-        text += f'   {printed_figure("speed_over_first", row["speed_over_first"])}'
+        text += f'   {marked(printed_figure("speed_over_first", row["speed_over_first"]), row["doubt"])}'
     if row['status'] != 'complete':
         text += f', {row["status"]}'
     elif not row['measured']:
@@ -243,6 +248,8 @@ def sentences_on(rows: pd.DataFrame) -> list[str]:
         sentences.append('Hollow bars are extrapolated, not measured.')
     if (~complete & rows['images_per_sec'].notna()).any():
         sentences.append('Pale bars are runs that did not end.')
+    if rows['doubt'].any():
+        sentences.append(MEANING_OF_MARK)
     return sentences
 
 

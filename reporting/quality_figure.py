@@ -6,7 +6,6 @@ from reporting.quality import MLPERF_CLIP_SCORE, MLPERF_FID
 
 INCHES = 4.6  # of a panel, on each side
 LINE_OF_MLPERF = {'color': '0.45', 'linestyle': '--', 'linewidth': 1}
-MOST_CURVES = len(COLORS)
 
 
 def draw_quality(path: str, rows: pd.DataFrame, dollars_per_gpu_hour: float) -> None:
@@ -32,8 +31,7 @@ def draw_quality(path: str, rows: pd.DataFrame, dollars_per_gpu_hour: float) -> 
             draw_curve(axes.pop(0), rows[rows['fid'].notna() & rows['clip_score'].notna()])
         for axis, key in zip(axes, panels, strict=True):
             draw_course(axis, rows[rows[key].notna() & rows['images_seen'].notna()], key, dollars_per_gpu_hour)
-        figure.suptitle(f'Quality of the pictures, {", ".join(rows["judges"].unique()[:2])}', x=0.01, ha='left',
-                        fontsize=11)
+        figure.suptitle(f'Scores of {"; ".join(rows["judges"].unique()[:2])}', x=0.01, ha='left', fontsize=11)
         save(figure, path, '--quality')
 
 
@@ -60,6 +58,7 @@ def draw_curve(axes, rows: pd.DataFrame) -> None:
 def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float) -> None:
     """A score against the images seen, a line for each training and guidance; on top, GPU-hours where one speed says
     them for all."""
+    from matplotlib.ticker import EngFormatter
     names = rows['model'].nunique() > 1
     for color, ((_, guidance), points) in zip(COLORS * len(rows), rows.groupby(['training', 'guidance'], sort=False),
                                               strict=False):
@@ -74,7 +73,7 @@ def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float)
     axes.set_ylabel(title)
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter('{x:,g}')
+    axes.xaxis.set_major_formatter(EngFormatter())
     axes.locator_params(axis='x', nbins=4)
     axes.legend(fontsize=8)
     hours = (rows['gpu_hours'] / rows['images_seen']).round(15).unique()  # of an image

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from measuring.caution import doubt
 from settings.switch_table import SWITCHES
 
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
@@ -20,8 +21,9 @@ SETTINGS = ('device', 'image_size', 'stage', 'model_name', 'batch_size', 'device
 WHOLE_NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size')
 IDENTITY = ('date', 'git_commit')  # what tells runs of one setting apart
 MEASUREMENTS = ('images_per_sec', 'loader_images_per_sec', 'bytes_per_image')
+GROUNDS_OF_DOUBT = ('measured_batches', 'queue_batches', 'drift')
 COLUMNS_OF_RECORDS = (*SETTINGS, 'status', 'extrapolated', 'num_devices', 'num_nodes', *IDENTITY, 'on_cpu',
-                      *MEASUREMENTS, 'notes', 'measured')
+                      *MEASUREMENTS, 'doubt', 'notes', 'measured', 'reliable')
 DEFAULTS = {'stage': 'train', 'status': 'complete', 'extrapolated': False}
 MOST_NOTE_CHARACTERS = 70
 NAMES_OF_CPUS = re.compile(r'\b(CPU|Processor|Xeon|EPYC|Ryzen|Threadripper|Neoverse|Apple M\d+|x86_64|aarch64)\b'
@@ -34,22 +36,25 @@ def read_records(path: str) -> tuple[pd.DataFrame, list[str]]:
 
     Records of evaluations are passed over. The settings, `num_nodes` and what tells runs apart are text, '' where a
     record does not state one. `num_devices` is an integer; the measurements are floats, NaN where there is none.
-    `notes` says why a record is not `measured`, which means complete and not extrapolated. Raises ValueError, which
-    names file and line, for anything that cannot be calculated with.
+    `notes` says why a record is not `measured`, which means complete and not extrapolated, or what its `doubt` is,
+    without which it is `reliable`. Raises ValueError, which names file and line, for anything that cannot be calculated
+    with.
     """
     left_out = []
-    numbered = list(numbered_records(path, left_out))
-    if not numbered:
-        raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
     records = []
-    for number, record in numbered:
+    is_empty = True
+    for number, record in numbered_records(path, left_out):
+        is_empty = False
         if is_evaluation(record):
             continue
         try:
             records.append(checked_record(record))
         except (ValueError, RecursionError) as error:
             raise ValueError(f'{path}:{number}: not a record: {error}') from None
-    dtypes = dict.fromkeys(MEASUREMENTS, float) | {'num_devices': 'int64', 'measured': bool, 'on_cpu': bool}
+    if is_empty:
+        raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
+    flags = ('measured', 'reliable', 'on_cpu')
+    dtypes = {'num_devices': 'int64'} | dict.fromkeys(MEASUREMENTS, float) | dict.fromkeys(flags, bool)
     return pd.DataFrame(records, columns=COLUMNS_OF_RECORDS).astype(dtypes), left_out
 
 
@@ -123,7 +128,7 @@ def checked_record(record) -> dict:
     for key in ('stage', 'status'):
         record[key] = one_line_of_text(record[key])
     require_keys(record)
-    require_positive_numbers(record)
+    require_numbers(record)
     checked = {key: one_line_of_text(record.get(key, '')) for key in (*SETTINGS, 'status', 'extrapolated')}
     if record.get('num_workers_by_default') is True:  # it follows from the machine, and is no setting of the run
         checked['num_workers'] = 'default'
@@ -134,8 +139,11 @@ def checked_record(record) -> dict:
     checked['on_cpu'] = is_on_cpu(record)
     for key in MEASUREMENTS:
         checked[key] = record.get(key)
-    checked['notes'] = why_not_measured(record)
+    has_speed = 'images_per_sec' in record or 'loader_images_per_sec' in record
+    checked['doubt'] = doubt(record) if has_speed else ''
+    checked['notes'] = why_not_measured(record) or checked['doubt']
     checked['measured'] = record['status'] == 'complete' and not record['extrapolated']
+    checked['reliable'] = checked['measured'] and not checked['doubt']
     return checked
 
 
@@ -163,8 +171,9 @@ def require_keys(record: dict) -> None:
         raise ValueError(f'no {", ".join(missing)}; a record needs {", ".join(needed)}')
 
 
-def require_positive_numbers(record: dict) -> None:
-    """Raises ValueError for a number that is not positive and finite, or not whole where it counts something."""
+def require_numbers(record: dict) -> None:
+    """Raises ValueError for a number that is not positive and finite, or not whole where it counts something, and for
+    what is no number where a doubt would follow from it."""
     for key in (*WHOLE_NUMBERS, *MEASUREMENTS):
         if key not in record:
             continue
@@ -176,6 +185,10 @@ def require_positive_numbers(record: dict) -> None:
             kinds = (int,)
         if type(value) not in kinds or not 1e-15 < value < 1e15:  # a bool is no number
             raise ValueError(f'{key} {repr(value)[:80]} is not {expected}')
+    for key in GROUNDS_OF_DOUBT:
+        value = record.get(key, 0)
+        if type(value) not in (int, float) or not -1e15 < value < 1e15:
+            raise ValueError(f'{key} {repr(value)[:80]} is not a number')
 
 
 def short_commit(commit: str) -> str:

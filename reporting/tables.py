@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from cli.options import benchmark_parser
+from inputs.words import counted
+from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW
 from reporting.records import IDENTITY, SETTINGS, SWITCHES_OF_SPEED, one_line_of_text
 from settings.subjects import ENCODER_PRECISIONS
 from settings.switch_table import Situation, switch_of
@@ -32,6 +34,11 @@ COLUMNS = {  # key: heading, template and decimals in print; {} in a heading sta
     'trained_batches': ('batches', '{}', 0),
     'images_seen': ('images seen', '{}', 0),
 }
+MEANING_OF_MARK = (
+    f'Figures marked * are not to be relied on: they are of fewer than {FEWEST_BATCHES} batches, or than '
+    f"{QUEUES_IN_WINDOW} times the loader's queue, or the speed changed by more than {MUCH_DRIFT:.0%} within them. "
+    'Nothing is extrapolated from them.')
+SPEEDS = ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first')
 ALWAYS_STATED = ('device', 'image_size', 'stage', 'batch_size', 'encoders')  # also where they are at their defaults
 
 
@@ -59,6 +66,11 @@ def printed_figure(key: str, value) -> str:
     return one_line_of_text(value).replace('|', r'\|')
 
 
+def marked(figure: str, doubt: str) -> str:
+    """A printed figure, with the sign of those that are not to be relied on where there is a doubt."""
+    return f'{figure} *' if figure and doubt else figure
+
+
 def markdown(rows: pd.DataFrame, columns: list[str]) -> str:
     """An aligned Markdown table, figures to the right; a column with nothing in it is left out."""
     printed = pd.DataFrame(index=rows.index)
@@ -67,6 +79,8 @@ def markdown(rows: pd.DataFrame, columns: list[str]) -> str:
         if key not in rows:
             continue
         cells = [printed_figure(key, value) for value in rows[key]]
+        if key in SPEEDS:
+            cells = [marked(cell, doubt) for cell, doubt in zip(cells, rows['doubt'], strict=True)]
         if not any(cells):
             continue
         if key in COLUMNS:
@@ -94,13 +108,9 @@ def in_devices(rows: pd.DataFrame) -> list[str]:
     kinds = rows['on_cpu'].map({True: 'CPU rank', False: 'GPU'})
     words = [counted(count, kind) for count, kind in zip(rows['num_devices'], kinds, strict=True)]
     if nodes_differ(rows):
-        words = [f'{text} on {counted(nodes or "?", "node")}'
-                 for text, nodes in zip(words, rows['num_nodes'], strict=True)]
+        nodes = [counted(int(text), 'node') if text.isdecimal() else '? nodes' for text in rows['num_nodes']]
+        words = [f'{device} on {node}' for device, node in zip(words, nodes, strict=True)]
     return words
-
-
-def counted(count: int | str, name: str) -> str:
-    return f'{count} {name}' if count in (1, '1') else f'{count} {name}s'
 
 
 def nodes_differ(rows: pd.DataFrame) -> bool:

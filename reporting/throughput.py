@@ -10,11 +10,11 @@ GPUS_PER_NODE = 8
 
 
 def rows_of_setting(records: pd.DataFrame) -> pd.DataFrame:
-    """A row for each number of devices and of nodes with the median of its measured runs, and for each other record."""
-    rows = [records[~records['measured']]]
-    for _, runs in records[records['measured']].groupby(['num_devices', 'num_nodes']):
+    """A row for each number of devices and of nodes with the median of its reliable runs, and for each other record."""
+    rows = [records[~records['reliable']]]
+    for _, runs in records[records['reliable']].groupby(['num_devices', 'num_nodes']):
         rows.append(median_of_runs(runs))
-    return pd.concat(rows).sort_values(['num_devices', 'measured'], ascending=[True, False], kind='stable')
+    return pd.concat(rows).sort_values(['num_devices', 'reliable'], ascending=[True, False], kind='stable')
 
 
 def median_of_runs(runs: pd.DataFrame) -> pd.DataFrame:
@@ -35,7 +35,8 @@ def with_costs(rows: pd.DataFrame, days: pd.Series, dollars_per_gpu_hour: float)
 def with_figures(rows: pd.DataFrame, given: Assumptions) -> pd.DataFrame:
     """The rows of one stage with all that follows from their throughput; NaN where a row has none.
 
-    Ratios are to the first measured row, of complete runs alone: one that was interrupted shows another speed.
+    Ratios are to the first reliable row, or where there is none to the first measured one, of complete runs alone: one
+    that was interrupted shows another speed. Nothing is extrapolated from a speed in doubt.
     """
     speed = rows['images_per_sec']
     per_device = speed / rows['num_devices']
@@ -44,12 +45,13 @@ def with_figures(rows: pd.DataFrame, given: Assumptions) -> pd.DataFrame:
     if rows['stage'].iloc[0] == 'encode':
         num_images = given.dataset_images
     is_counted = given.counts_tiny | (rows['model_name'] != 'tiny')
-    days = days_to_train(speed, num_images).where(is_counted)
+    days = days_to_train(speed, num_images).where(is_counted & (rows['doubt'] == ''))
+    firsts = rows['reliable'] if rows['reliable'].any() else rows['measured']
     rows = with_costs(rows, days, given.dollars_per_gpu_hour).assign(
         images_per_sec_per_device=per_device,
-        scaling_efficiency=over_first_measured(per_device, rows['measured'], complete),
-        speed_over_first=over_first_measured(speed, rows['measured'], complete),
-        latents_tb=(given.dataset_images * rows['bytes_per_image'] / 1e12).where(days.notna()))
+        scaling_efficiency=over_first(per_device, firsts, complete),
+        speed_over_first=over_first(speed, firsts, complete),
+        latents_tb=(given.dataset_images * rows['bytes_per_image'] / 1e12).where(is_counted))
     if given.image_bytes:
         nodes = np.ceil(rows['num_devices'] / GPUS_PER_NODE)
         epoch_tb = given.dataset_images * given.image_bytes / 1e12
@@ -58,11 +60,11 @@ def with_figures(rows: pd.DataFrame, given: Assumptions) -> pd.DataFrame:
     return rows
 
 
-def over_first_measured(values: pd.Series, measured: pd.Series, complete: pd.Series) -> pd.Series:
-    """The values of complete runs divided by the first measured one; NaN for the others, or where none was measured."""
-    if not measured.any():
-        return values.where(measured)
-    return values.where(complete) / values[measured].iloc[0]
+def over_first(values: pd.Series, firsts: pd.Series, complete: pd.Series) -> pd.Series:
+    """The values of complete runs divided by the first of `firsts`; NaN for the others, or where that has none."""
+    if not firsts.any():
+        return values.where(firsts)
+    return values.where(complete) / values[firsts].iloc[0]
 
 
 def fit_step_seconds(counts: list[int], seconds: list[float]) -> tuple[float, float]:
@@ -89,12 +91,15 @@ def extrapolated_rows(rows: pd.DataFrame, counts: list[int]) -> tuple[pd.DataFra
     A number of devices that was measured on several numbers of nodes counts with the fewest nodes. Raises ValueError
     where the measured rows do not allow a prediction.
     """
-    measured = rows[rows['measured']]
+    measured = rows[rows['reliable']]
     nodes = pd.to_numeric(measured['num_nodes'], errors='coerce')
     measured = measured.assign(nodes=nodes).sort_values(['num_devices', 'nodes']).drop_duplicates('num_devices')
     if len(measured) < 3:
+        doubtful = ''
+        if (rows['measured'] & ~rows['reliable']).any():
+            doubtful = ', and those marked * do not count'
         raise ValueError('--extrapolate: a fit needs three numbers of GPUs measured in one setting, '
-                         f'not {len(measured)}')
+                         f'not {len(measured)}{doubtful}')
     batch = int(rows['batch_size'].iloc[0] or 1)  # a batch that is not stated cancels out, as long as it is fixed
     if 1 < batch < max(counts):
         raise ValueError(f'--extrapolate {max(counts)}: more GPUs than the {batch} images of a batch; '
@@ -105,7 +110,7 @@ def extrapolated_rows(rows: pd.DataFrame, counts: list[int]) -> tuple[pd.DataFra
     first_row_repeated = rows.iloc[np.zeros(len(new_counts), dtype=int)]
     predicted = first_row_repeated.assign(
         num_devices=new_counts, num_nodes='', images_per_sec=batch / (a / new_counts + b),
-        status='complete', measured=False, extrapolated='yes', notes='extrapolated')
+        status='complete', measured=False, reliable=False, doubt='', extrapolated='yes', notes='extrapolated')
 
     residuals = batch / (a / measured['num_devices'] + b) / measured['images_per_sec'] - 1
     worst = residuals.abs().argmax()

@@ -208,6 +208,45 @@ class EncodingFlags(SwitchesOfEncoding):
 
 
 @dataclass(frozen=True)
+class ConversionFlags:
+    """All settings of a run of convert.py.
+
+    Attributes:
+        source: tars, folders, globs and addresses.
+        held_out: how many samples go to a dataset of their own; None: none do.
+        num_workers: processes; None: as many as there are cores.
+        size_limit: bytes of a shard.
+        ray: address of a cluster.
+    """
+    source: list[str]
+    out: str
+    held_out: int | None
+    seed: int
+    num_workers: int | None
+    size_limit: int
+    ray: str | None
+
+
+@dataclass(frozen=True)
+class ExportFlags:
+    """All settings of a run of export.py.
+
+    Attributes:
+        checkpoint: a file, or a folder or an object store, for its newest.
+        live: take those weights that the optimizer moves, and not their average.
+        model_name: for the configuration of each part; None: that of the run.
+        pretrained: take the VAE of `model_name` where the checkpoint has none.
+        tokenizer: None: that of the run.
+    """
+    checkpoint: str
+    out: str
+    live: bool
+    model_name: str | None
+    pretrained: bool
+    tokenizer: str | None
+
+
+@dataclass(frozen=True)
 class EvaluateFlags:
     """All settings of a run of evaluate.py. `batch_size` is of each device; `guidance` holds each scale once.
 
@@ -241,7 +280,7 @@ def settings_from(flags: dict[str, Any]) -> Settings:
 
 
 def subject_from(kind: type, flags: dict[str, Any]):
-    """One subject of them, or all of encode.py."""
+    """One subject of them, or all flags of another command."""
     return kind(**{field.name: flags[field.name] for field in dataclasses.fields(kind)})
 
 

@@ -1,1 +1,1 @@
-"""A package, since torch-fidelity 0.4.0 installs one of this name, which processes of tests would import instead."""
+"""A package, and no mere folder: an installed library may bring one that is called tests as well, found before it."""

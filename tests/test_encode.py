@@ -16,8 +16,11 @@ import convert
 import encode
 import report
 from benchmark import StableDiffusion
+from cli.defaults import fill_in_encoding_defaults
+from cli.options import encode_parser
 from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
+from parts.merge import Merged
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
 from tests.parts.commands import logged
@@ -49,6 +52,22 @@ def latents(tmp_path_factory, shards, model_folder) -> str:
     out = tmp_path_factory.mktemp('encoded') / 'latents'
     encode_shards(shards, out, model_folder)
     return str(out)
+
+
+@pytest.mark.parametrize('batches, doubtful', [(5, True), (20, False)])
+def test_a_speed_of_few_batches_is_said_to_be_of_few_and_the_record_keeps_their_number(batches, doubtful):
+    worker = {'name': 'a', 'machine': 'b', 'device': None, 'channels_last': False, 'measured': 160, 'seconds': 2.0}
+    others = worker | {'name': 'c', 'measured_batches': 50}
+    progress = encode.Progress(0.01)
+    progress.samples = 1
+    progress.workers = {'a': worker | {'measured_batches': batches}, 'c': others}
+    flags = fill_in_encoding_defaults(encode_parser('').parse_args(
+        ['--remote', 'x', '--out', 'y', '--model_name', 'tiny', '--image_size', '64', '--num_workers', '0']), 1)
+    record = encode.encoding_record(flags, progress, Merged(samples=1, bytes=8), 1, 1)
+    assert record['measured_batches'] == batches and record['images_per_sec'] == 160
+    text = encode.summary(record, flags)
+    assert text.startswith('encoded         1 image, 160 images/s; 1 stored')
+    assert (f'caution         only {batches} measured batches of a worker' in text) == doubtful
 
 
 def test_every_sample_is_encoded_once_in_the_order_of_the_images(latents, shards):

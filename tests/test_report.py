@@ -263,6 +263,66 @@ def test_an_interrupted_runs_figures_are_shown_but_not_fitted(capsys, write):
     assert 'not 2' in refusal(capsys, path, '--extrapolate', 64)
 
 
+DOUBTS = [{'measured_batches': 5}, {'measured_batches': 30, 'queue_batches': 16}, {'drift': 38.277}, {'drift': -0.2}]
+SOUND = {'measured_batches': 20, 'queue_batches': 4, 'drift': 0.09}
+
+
+@pytest.mark.parametrize('doubt', DOUBTS)
+def test_a_speed_that_is_not_to_be_relied_on_is_marked_with_a_line_below_and_has_no_days(capsys, write, doubt):
+    path = write(doubt | {'images_per_sec': 400.0}, SOUND, SOUND | {'images_per_sec': 820.0})
+    text = printed(capsys, path)
+    table, = cells(text)
+    assert [(row['images/s'], row['efficiency']) for row in table] == [('810.0', '100.0 %'), ('400.0 *', '49.4 % *')]
+    assert [row['days'] for row in table] == ['40.97', ''] and table[1]['cost'] == ''
+    assert table[1]['notes'].startswith(('only ', 'drift ')) and table[0]['notes'].startswith('median of 2 runs')
+    assert text.count('Figures marked * are not to be relied on') == 1
+    compared, = cells(printed(capsys, path, '--compare'))
+    assert [row['over first'] for row in compared] == ['0.500 x *', '1.00 x', '1.02 x']
+
+
+def test_records_that_nothing_is_wrong_with_have_no_mark(capsys, write):
+    failed = {'status': 'failed', 'images_per_sec': None, 'measured_batches': 0}
+    text = printed(capsys, write(SOUND, {}, failed, {'drift': None, 'measured_batches': None}))
+    assert '*' not in text and 'median of 3 runs' in text
+
+
+def test_records_in_doubt_alone_are_compared_and_marked(capsys, write):
+    table, = cells(printed(capsys, write({'drift': 0.5}, {'drift': -0.5, 'images_per_sec': 400.0}), '--compare'))
+    assert [row['over first'] for row in table] == ['1.00 x *', '0.500 x *']
+
+
+def test_nothing_is_extrapolated_from_records_in_doubt(capsys, write):
+    runs = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16, 32)]
+    runs[2] |= {'drift': 0.5}
+    path = write(*runs)
+    assert 'not 2, and those marked * do not count' in refusal(capsys, path, '--extrapolate', 64)
+    table, = cells(printed(capsys, write(*runs, {'num_devices': 4, 'images_per_sec': 400.0}), '--extrapolate', 64))
+    assert [(row['images/s'], row['days']) for row in table[3:]] == [('3,200.0 *', ''), ('6,400.0', '5.19')]
+    assert 'no number of GPUs was measured' in refusal(capsys, write({'drift': 0.5}), '--phase', '1@512')
+    encoding = ENCODE | {'measured_batches': 5}
+    assert '### Plan' not in printed(capsys, write(encoding, LATENTS))
+
+
+@pytest.mark.parametrize('loader, model, words', [
+    ({}, {'drift': 0.5}, "32,000.0 images/s, 40.0 * times the model's 800.0 *."),
+    ({'measured_batches': 5}, {}, "32,000.0 * images/s, 40.0 * times the model's 800.0.")])
+def test_a_doubt_is_marked_in_the_ratio_of_a_loader_to_its_model(capsys, write, loader, model, words):
+    loader = loader | {'stage': 'loader', 'images_per_sec': None, 'loader_images_per_sec': 32_000.0}
+    text = printed(capsys, write(model, loader))
+    assert words in text and 'Figures marked *' in text
+    better = printed(capsys, write({'drift': 0.5, 'images_per_sec': 9000.0}, {}, loader | {'measured_batches': 20}))
+    assert "40.0 times the model's 800.0." in better
+
+
+def test_a_doubt_is_marked_in_the_figure_and_in_the_csv(drawn, write, tmp_path, capsys):
+    path = write({}, {'drift': 0.5, 'images_per_sec': 1000.0})
+    figure = drawn(path, '--compare')
+    assert texts(figure.axes[0]) == ['800.0   1.00 x', '1,000.0 *   1.25 x *']
+    assert 'Figures marked * are not' in figure.get_supxlabel().replace('\n', ' ')
+    printed(capsys, path, '--csv', tmp_path / 'table.csv')
+    assert [row['doubt'] for row in csv.DictReader((tmp_path / 'table.csv').open())] == ['', 'drift +50.0%']
+
+
 def test_phases_add_up_the_days_of_each_size(capsys, write):
     at_256 = {'image_size': 256, 'images_per_sec': 3200.0, 'device_train_microbatch_size': 64}
     path = write({}, at_256, {'num_devices': 16})
@@ -364,6 +424,7 @@ BAD_RECORDS = [
     ({'images_per_sec': float('inf')}, 'images_per_sec inf'), ({'images_per_sec': True}, 'images_per_sec True'),
     ({'images_per_sec': 10**400}, 'images_per_sec 1000'), ({'num_devices': 1.5}, 'num_devices 1.5'),
     ({'images_per_sec': '1,618'}, "images_per_sec '1,618'"), ({'batch_size': -2}, 'batch_size -2'),
+    ({'drift': 'x'}, "drift 'x' is not a number"), ({'measured_batches': True}, 'measured_batches True'),
     ({'bytes_per_image': 0}, 'bytes_per_image 0'), ({'bytes_per_image': 'x'}, "bytes_per_image 'x'"),
     ({'loader_images_per_sec': 0}, 'loader_images_per_sec 0'), ({'stage': 'loader'}, 'no loader_images_per_sec')]
 
@@ -664,7 +725,7 @@ def test_nodes_are_named_where_some_gpus_ran_on_several_numbers_of_them(drawn, w
 def test_the_figure_says_what_it_leaves_out(drawn, write):
     counts = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16)]
     path = write(*counts, {'status': 'interrupted'}, ENCODE)
-    assert 'Not drawn: 1 runs that did not end or have no days.\nNot drawn: 1 rows of encoding.' in drawn(
+    assert 'Not drawn: 1 run without days: not ended, or in doubt.\nNot drawn: 1 row of encoding.' in drawn(
         path).get_supxlabel()
     many = write(*({'seed': seed} for seed in range(figures.MOST_BARS + 2)))
     figure = drawn(many, '--compare')

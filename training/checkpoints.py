@@ -1,11 +1,8 @@
 """Checkpoints as Composer writes them: found, checked, loaded, and saved whole."""
 import contextlib
 import datetime
-import io
 import os
 import pickle
-import re
-import stat
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -24,15 +21,11 @@ from torch.torch_version import TorchVersion
 
 from inputs.errors import one_line
 from inputs.run_lock import give_lock_back, take_lock
+from training.checkpoint_files import LATEST, LOCK, NAME, checkpoints_among, damage_in
 from training.own_files import PrivateFolder, remove_unfinished, temporary_files_in, written_whole
 from training.ranks import SECONDS_FOR_A_CHECKPOINT, first_rank_of_node, on_each_node, on_rank_0, waiting_at_most
 
 PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints beside tensors and Python's own types
-NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
-CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
-LATEST = 'latest-rank{rank}.pt'
-LOCK = 'in-use.lock'  # in a --save_folder, while a run saves there
-ZIP_START = b'PK\x03\x04'
 
 
 def from_storage(function: Callable[[str], Any], folder: str, flag: str = '--save_folder'):
@@ -60,13 +53,7 @@ def checkpoints(folder: str) -> list[str]:
         names = [store.get_uri(name) for name in store.list_objects(prefix) if '/' not in name[len(prefix):]]
     else:
         names = [os.path.join(folder, name) for name in names_in(folder)]
-    found = []
-    for name in names:
-        match = CHECKPOINT_NAME.fullmatch(os.path.basename(name))
-        if match:
-            epoch, batch = map(int, match.groups())
-            found.append((batch, epoch, name))
-    return [name for _, _, name in sorted(found)]
+    return checkpoints_among(names)
 
 
 def names_in(folder: str | os.PathLike) -> list[str]:
@@ -237,46 +224,6 @@ def rename_aside(path: str) -> str:
         aside = f'{path}.damaged-{number}'
     os.rename(path, aside)
     return aside
-
-
-class WatchedFile(io.FileIO):
-    """A file that remembers what the disk refused, because zipfile takes some of that for damage."""
-    refusal: OSError | None = None
-
-    def readinto(self, buffer) -> int:
-        return self._watched(super().readinto, buffer)
-
-    def readall(self) -> bytes:
-        return self._watched(super().readall)
-
-    def _watched(self, read: Callable, *arguments):
-        try:
-            return read(*arguments)
-        except OSError as error:
-            self.refusal = error
-            raise
-
-
-def damage_in(path: str) -> str | None:
-    """What is damaged in a checkpoint, of which every byte is read; None if it is sound.
-
-    Raises OSError if it cannot be read.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError(f'{path} is no file; give it another name, or use another folder')
-    with WatchedFile(path) as raw, io.BufferedReader(raw, 1 << 20) as file:
-        if file.read(len(ZIP_START)) != ZIP_START:
-            return 'it is no archive of tensors'
-        try:
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()  # compares the CRC of each tensor
-        except Exception as error:  # of many kinds, where the numbers in an archive are wrong
-            if raw.refusal is not None:
-                raise raw.refusal from None
-            return one_line(error) or type(error).__name__
-    if damaged is not None:
-        return f'{damaged} in it has changed'
-    return None
 
 
 def require_harmless(path: str, place: str) -> None:

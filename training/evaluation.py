@@ -40,7 +40,7 @@ class Evaluations(Callback):
         return {'evaluations': self.count, 'eval_loss': self.loss, 'eval_batch': self.batch}
 
 
-class PatientTrainer(Trainer):
+class TolerantTrainer(Trainer):
     """Composer's Trainer, in which an evaluation that fails is warned of, and the training goes on.
 
     With several ranks it ends the run as in Composer: the others are within the same evaluation and wait.

@@ -20,7 +20,10 @@ REMEDY = 'run `wandb login`, or set WANDB_MODE=offline'
 
 def build_loggers(settings: dict, tensorboard: str | None, wandb_name: str | None,
                   wandb_project: str | None) -> list[LoggerDestination]:
-    """Composer's loggers for the flags that are given; each keeps the `settings`. ValueError: W&B cannot start."""
+    """Composer's loggers for the flags that are given; each keeps the `settings`.
+
+    Raises ValueError if W&B cannot start.
+    """
     loggers = []
     if tensorboard:
         loggers.append(OneFolderTensorboardLogger(tensorboard, settings))
@@ -80,7 +83,7 @@ class OneLineWandBLogger(GoesOn, WandBLogger):
         super().__init__(project=project, name=name, init_kwargs={'config': settings, 'settings': quiet})
 
     def _refuse_without_login(self) -> None:
-        """ValueError: W&B would ask for a key on the terminal."""
+        """Raises ValueError if W&B would ask for a key on the terminal."""
         import wandb
         if os.environ.get('WANDB_MODE', 'online') == 'online' and not wandb.api.api_key:
             raise ValueError(f'{self.flag}: not logged in to Weights & Biases; {REMEDY}')

@@ -95,7 +95,7 @@ def outcome_of(function: Callable[[], Any]) -> tuple[Any, str | None]:
         return None, one_line(error)
 
 
-def patient_group(seconds: int = 30 * 24 * 3600) -> torch.distributed.ProcessGroup:
+def group_with_timeout(seconds: int) -> torch.distributed.ProcessGroup:
     """A group of all ranks, made by all together, in which each waits that long; a dead one is noticed all the same.
     """
     return torch.distributed.new_group(backend='gloo', timeout=datetime.timedelta(seconds=seconds))

@@ -13,7 +13,7 @@ from fitting.compiling import compiled_graphs
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
-from measuring.tracing import PROFILED, attention_kernels
+from measuring.tracing import PROFILED, attention_kernels, where_to_look
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
 from settings.subjects import Settings
@@ -102,7 +102,7 @@ def leave_evaluation(run: Run) -> None:
     run.safeguard.leave_update()
 
 
-def make_record(run: Run, outcome: dict[str, str]) -> dict:
+def training_record(run: Run, outcome: dict[str, str]) -> dict:
     """The record of a training that ended as `outcome` says."""
     microbatch = run.trainer.state.device_train_microbatch_size
     record = training_settings(run.settings, run.model.vae is None, microbatch) | outcome
@@ -134,7 +134,7 @@ def conclude(run: Run, outcome: dict[str, str]) -> dict:
     Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
     """
     cost = run.settings.cost
-    record = make_record(run, outcome)
+    record = training_record(run, outcome)
     log_record(run.trainer.logger.destinations, record)
     save_state = None
     if outcome['status'] == 'interrupted':
@@ -143,6 +143,8 @@ def conclude(run: Run, outcome: dict[str, str]) -> dict:
         if outcome['status'] == 'complete':
             run.trainer.close()
         text = summary(record, cost.training_images, cost.dollars_per_gpu_hour)
+        if record['status'] == PROFILED:
+            text += f'\n{"trace":<15} {where_to_look(run.settings.measurement.profile)}'
         keep(record, text, run.settings.measurement.results, save_state)
     except Exception as error:
         raise RunFailed(redacted(reason(error, run.microbatch_flag))) from None
@@ -173,7 +175,7 @@ def conclude_while_stuck(run: Run) -> None:
         if failure:
             outcome = {'status': 'failed', 'error': failure}
         print(f'{failure or "a signal came, and another rank does not answer"}: ending without it', file=sys.stderr)
-        record = make_record(run, outcome)
+        record = training_record(run, outcome)
         text = summary(record, run.settings.cost.training_images, run.settings.cost.dollars_per_gpu_hour)
         keep(record, text, run.settings.measurement.results, partial(save_where_it_stopped, run))
 

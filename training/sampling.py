@@ -16,15 +16,14 @@ from tqdm import tqdm
 
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
+from inputs.prompts import read_prompts
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
 from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
 from settings.subjects import Settings
 from training.own_files import remove_unfinished, written_whole
-from training.ranks import SECONDS_FOR_DRAWINGS, patient_group
-
-MOST_PROMPTS = 100  # a longer file is a mistake: its pictures would take hours each time
+from training.ranks import SECONDS_FOR_DRAWINGS, group_with_timeout
 
 
 class Sampling(Callback):
@@ -55,21 +54,14 @@ class Sampling(Callback):
         self.prompts = read_prompts(settings.drawing.sample_prompts)
         self._is_due = create_interval_scheduler(settings.drawing.sample_interval)
         self._last_batch = None  # that was drawn after
+        self._painter: Painter | None = None  # on rank 0, from the start of the training on
+        self._ranks: torch.distributed.ProcessGroup | None = None  # all of them, who wait for a drawing
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._ranks = patient_group(SECONDS_FOR_DRAWINGS)
+        self._ranks = group_with_timeout(SECONDS_FOR_DRAWINGS)
         if dist.get_global_rank() == 0:
             remove_unfinished(self.settings.drawing.sample_folder)
-            self._prepare(next(self.model.unet.parameters()).device)
-
-    def _prepare(self, device: torch.device) -> None:
-        """What is the same each time: tokens, noise, and the decoder."""
-        captions = build_tokenizer(self.settings.data.tokenizer).encode_batch(['', *self.prompts])
-        self._tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
-        self._noise = noise_of(len(self.prompts), self.settings.training.seed, self.model.image_size // 8).to(device)
-        self._vae = self.model.vae
-        if self._vae is None:
-            self._vae = build_vae(self.files, self.settings.model.encoder_precision).to(device)
+            self._painter = Painter(self.settings, self.model, self.files, self.prompts)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._draw_if_due(Event.BATCH_CHECKPOINT, state, logger)
@@ -82,7 +74,7 @@ class Sampling(Callback):
         if batch == self._last_batch or not self._is_due(state, event):
             return
         self._last_batch = batch
-        with self.measurement.aside('sampling'):
+        with self.measurement.excluded('sampling'):
             if dist.get_global_rank() == 0:
                 try:
                     self._draw_and_keep(batch, state.device_train_microbatch_size, logger)
@@ -96,7 +88,7 @@ class Sampling(Callback):
         unet, kind = self.model.unet, 'live'
         if self.ema is not None and self.ema.ema_started:
             unet, kind = self.ema.get_ema_model(self.model).unet, 'averaged'
-        grid = grid_of(self.draw(unet, microbatch))
+        grid = grid_of(self._painter.draw(unet, microbatch))
         text = PngInfo()
         for key, value in (('prompts', '\n'.join(self.prompts)), ('weights', kind), ('guidance', GUIDANCE),
                            ('steps', STEPS)):
@@ -107,19 +99,41 @@ class Sampling(Callback):
             grid.save(file, 'PNG', pnginfo=text)
         logger.log_images(np.array(grid), 'samples', channels_last=True, use_table=False)
 
+
+class Painter:
+    """Draws a picture of each prompt, each time from the same noise.
+
+    Args:
+        settings: of the run.
+        model: whose text encoder, scheduler and VAE it draws with.
+        files: of the model; their VAE stands in where the model has none.
+        prompts: to draw.
+    """
+
+    def __init__(self, settings: Settings, model: DiffusionModel, files: ModelFiles, prompts: list[str]):
+        device = next(model.unet.parameters()).device
+        captions = build_tokenizer(settings.data.tokenizer).encode_batch(['', *prompts])
+        self.model = model
+        self.precision = settings.speed.precision
+        self.tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
+        self.noise = noise_of(len(prompts), settings.training.seed, model.image_size // 8).to(device)
+        self.vae = model.vae
+        if self.vae is None:
+            self.vae = build_vae(files, settings.model.encoder_precision).to(device)
+
     def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
-        """A picture of each prompt, with no more at once in the UNet than in training, where gradients come on top."""
+        """The pictures, with no more at once in the UNet than in training, where gradients come on top."""
         at_once = max(1, microbatch // 2)  # each is there with its caption and without
-        pipeline = build_pipeline(unet, self._vae, self.model.scheduler.config)
+        pipeline = build_pipeline(unet, self.vae, self.model.scheduler.config)
         pictures = []
         was_training = unet.training
         unet.eval()
         try:
             with torch.compiler.set_stance('force_eager'):  # as it stands, not as it is compiled
-                for noise, tokens in zip(self._noise.split(at_once), self._tokens[1:].split(at_once), strict=True):
-                    with get_precision_context(self.settings.speed.precision):
+                for noise, tokens in zip(self.noise.split(at_once), self.tokens[1:].split(at_once), strict=True):
+                    with get_precision_context(self.precision):
                         text = self.model.text_states(tokens)
-                        empty_text = self.model.text_states(self._tokens[:1])
+                        empty_text = self.model.text_states(self.tokens[:1])
                         latents = denoise(pipeline, noise, text, empty_text)
                     pictures += decode(pipeline, latents)
         finally:
@@ -134,19 +148,3 @@ def grid_of(pictures: list[Image.Image]) -> Image.Image:
     empty = Image.new('RGB', pictures[0].size, 'white')
     filled = [*pictures, *[empty] * (rows * columns - len(pictures))]
     return make_image_grid(filled, rows, columns)
-
-
-def read_prompts(path: str) -> list[str]:
-    """The prompts in a file, one a line. Raises ValueError if there is none, or too many."""
-    try:
-        lines = Path(path).read_text(encoding='utf-8').splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f'--sample_prompts {path} cannot be read ({error}); give a text file with a prompt on each '
-                         'line') from None
-    prompts = [line.strip() for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f'--sample_prompts {path} holds no prompt; write one on each line')
-    if len(prompts) > MOST_PROMPTS:
-        raise ValueError(f'--sample_prompts {path} holds {len(prompts):,} prompts; use at most {MOST_PROMPTS}, since '
-                         'training waits for all of them to be drawn')
-    return prompts

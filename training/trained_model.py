@@ -38,7 +38,7 @@ class Trained:
 
 
 def read_trained(path: str, place: str) -> Trained:
-    """The model of the checkpoint at `path`. ValueError, which calls it `place`: it holds none.
+    """The model of the checkpoint at `path`. Raises ValueError, which calls it `place`, if it holds none.
 
     The file is mapped, not read: the optimizer's moments, most of it, never come into memory.
     """
@@ -95,7 +95,7 @@ def trained_pipeline(trained: Trained, place: str, model_name: str | None = None
 
 
 def files_of(trained: Trained, place: str, model_name: str | None, pretrained: bool) -> ModelFiles:
-    """The files of the model that was trained. ValueError: they cannot be had."""
+    """The files of the model that was trained. Raises ValueError if they cannot be had."""
     name = model_name or trained.flags.get('model_name')
     if name is None:
         raise ValueError(f'{place} does not say what model it is of; give --model_name')

@@ -5,7 +5,8 @@ import pytest
 
 from benchmark import main
 from cli import checks, defaults
-from cli.early_checks import refuse_bad_results
+from cli.early_checks import refuse_bad_results, refuse_early_training, refuse_unusable_folder
+from cli.options import benchmark_parser
 from tests.forked_runs import on_small_disk
 from tests.runs import TINY, settings_of
 from tests.samples import write_shards
@@ -113,7 +114,7 @@ def test_ranks_whose_hosts_differ_take_the_fewest_loader_processes_and_one_lengt
 def refusal(*argv) -> str:
     """What a run with these flags is refused with, before anything is built."""
     with pytest.raises(ValueError) as error:
-        checks.refuse_bad_training(settings_of(*SYNTHETIC, *argv))
+        refuse_early_training(benchmark_parser('').parse_args([*SYNTHETIC, *map(str, argv)]))
     return str(error.value)
 
 
@@ -131,7 +132,7 @@ def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_made(flag, folde
 
 
 def test_a_check_of_what_can_be_made_leaves_nothing_behind(tmp_path):
-    checks.refuse_unusable_folder('save_folder', str(tmp_path / 'new' / 'deeper'))
+    refuse_unusable_folder('save_folder', str(tmp_path / 'new' / 'deeper'))
     refuse_bad_results(str(tmp_path / 'results'))
     assert not list(tmp_path.iterdir())
 

@@ -1,10 +1,15 @@
 """Flags, and the help that explains them."""
+import contextlib
+import json
 import os
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
+from cli.early_checks import end_where_nothing_is_left
 from cli.options import benchmark_parser
 from measuring.versions import git_commit
 from tests.runs import ROOT
@@ -54,6 +59,14 @@ SYNTHETIC = ['benchmark.py', '--use_synth_data']
 HEAVY = {'torch', 'composer', 'numpy', 'diffusers', 'streaming', 'transformers', 'pandas', 'obstore'}
 
 
+def dataset_of(samples: int, folder: Path) -> str:
+    """A finished dataset, as far as its names and its index.json go."""
+    folder.mkdir()
+    (folder / 'claim.json').write_text('{"program": "convert.py"}')
+    (folder / 'index.json').write_text(json.dumps({'version': 2, 'shards': [{'samples': samples}]}))
+    return str(folder)
+
+
 @pytest.mark.parametrize('argv, line', [
     ([*SYNTHETIC, '--batchsize', '4'], '--batchsize is no flag; did you mean --batch_size?'),
     (['benchmark.py'], 'give one of --remote, --use_synth_data and --use_synth_latents'),
@@ -70,6 +83,16 @@ HEAVY = {'torch', 'composer', 'numpy', 'diffusers', 'streaming', 'transformers',
     ([*SYNTHETIC, '--results', 'FIFO'], 'is a pipe, which would wait for a reader; name a file'),
     (['encode.py'], 'give both --remote and --out'),
     (['encode.py', '--remote', 'tests', '--out', 'x', '--image_size', '65'], '--image_size 65'),
+    (['benchmark.py', '--remote', 'tests'], '--remote tests holds no index.json'),
+    (['benchmark.py', '--remote', 'DATA'], 'holds 24 samples, fewer than --batch_size 2048; use --batch_size 24'),
+    ([*SYNTHETIC, '--eval_remote', 'tests'], '--eval_remote tests holds no index.json'),
+    ([*SYNTHETIC, '--save_folder', 'tests'], '--save_folder tests already holds files; give a new one'),
+    ([*SYNTHETIC, '--model_name', 'tiny', '--sample_prompts', 'nowhere'],
+     '--sample_prompts nowhere cannot be read (No such file or directory)'),
+    ([*SYNTHETIC, '--max_duration', '3ba'], '--max_duration 3ba ends within --warmup_batches 3'),
+    (['encode.py', '--remote', 'DATA', '--out', 'tests'], '--out tests already holds something'),
+    (['encode.py', '--remote', 'DATA', '--out', 'DATA'], 'already holds a dataset, with its index.json'),
+    (['export.py', 'tests', 'nowhere'], 'CHECKPOINT tests holds no whole checkpoint; give one, or the --save_folder'),
     (['export.py'], 'the following arguments are required: CHECKPOINT, OUT'),
     (['export.py', 'a', 'b', '--lives'], '--lives is no flag; did you mean --live?'),
     (['export.py', 'nowhere', 'out'], 'CHECKPOINT nowhere is not there'),
@@ -86,12 +109,34 @@ HEAVY = {'torch', 'composer', 'numpy', 'diffusers', 'streaming', 'transformers',
 def test_what_shows_without_torch_is_answered_before_anything_heavy_is_imported(argv, line, tmp_path):
     pipe = tmp_path / 'pipe'
     os.mkfifo(pipe)
-    argv = [str(pipe) if argument == 'FIFO' else argument for argument in argv]
+    places = {'FIFO': str(pipe), 'DATA': dataset_of(24, tmp_path / 'data')}
+    argv = [places.get(argument, argument) for argument in argv]
     run = subprocess.run([sys.executable, '-X', 'importtime', *argv], cwd=ROOT, capture_output=True, text=True)
     imported = {line.rpartition('|')[2].strip() for line in run.stderr.splitlines() if line.startswith('import time:')}
     [error] = [line for line in run.stderr.splitlines() if not line.startswith('import time:')]
     assert run.returncode == 2 and error.startswith(f'{argv[0]}: error: ') and line in error
     assert 'argparse' in imported and not imported & HEAVY
+
+
+@pytest.mark.parametrize('max_duration, is_over', [('12ba', True), ('3ep', True), ('13ba', False), ('4ep', False),
+                                                   ('24sp', False)])
+def test_a_run_that_its_newest_checkpoint_has_finished_ends_before_the_imports(max_duration, is_over, tmp_path, capsys):
+    for name in ('ep2-ba8-rank0.pt', 'ep3-ba12-rank0.pt', 'best-ep9-ba99-rank0.pt'):
+        with zipfile.ZipFile(tmp_path / name, 'w') as archive:
+            archive.writestr('tensor', b'12345')
+    argv = ['--use_synth_data', '--save_folder', str(tmp_path), '--autoresume', '--max_duration', max_duration]
+    args = benchmark_parser('').parse_args(argv)
+    with pytest.raises(SystemExit) if is_over else contextlib.nullcontext() as exit:
+        end_where_nothing_is_left(args)
+    if is_over:
+        assert exit.value.code == 0
+        assert capsys.readouterr().out == (f'--save_folder {tmp_path} holds all of --max_duration {max_duration}: '
+                                           'nothing left to do\n')
+        damaged = (tmp_path / 'ep3-ba12-rank0.pt').read_bytes().replace(b'12345', b'12346')
+        (tmp_path / 'ep3-ba12-rank0.pt').write_bytes(damaged)
+        end_where_nothing_is_left(args)
+        args.autoresume = False
+        end_where_nothing_is_left(args)
 
 
 @pytest.mark.parametrize('command', ['benchmark.py', 'convert.py', 'encode.py', 'export.py', 'report.py'])
@@ -100,10 +145,12 @@ def test_the_version_is_the_commit_and_the_libraries(command):
     assert run.stdout.startswith(f'{command} {git_commit()}, with torch ') and run.stdout.count('\n') == 1
 
 
-@pytest.mark.parametrize('argv', [SYNTHETIC, ['encode.py', '--remote', 'tests', '--out', 'x'],
-                                  ['export.py', 'tests', 'x'], ['convert.py', 'tests', 'x'],
+@pytest.mark.parametrize('argv', [SYNTHETIC, ['encode.py', '--remote', 'DATA', '--out', 'x'],
+                                  ['export.py', 'README.md', 'x'], ['convert.py', 'tests', 'x'],
                                   ['report.py', 'published.csv']])
 def test_without_the_environment_one_line_says_how_to_activate_it(argv, tmp_path):
+    data = dataset_of(24, tmp_path / 'data')
+    argv = [data if argument == 'DATA' else argument for argument in argv]
     results = ['--results', tmp_path / 'results'] if argv[0] in ('benchmark.py', 'encode.py') else []
     run = subprocess.run([sys.executable, '-I', '-S', '-c', AS_SCRIPT, *argv, *results], cwd=ROOT, capture_output=True,
                          text=True)

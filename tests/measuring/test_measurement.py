@@ -39,7 +39,7 @@ def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     window = measuring.Window([1, 1, 1, 2, 1, 3], [0.0] * 6, [0.0] * 6, samples=60)
     other = (11, 6.0, 1.0, 40.0, {7})  # batches of 1 2 2 2 2 2 s, 1 s of each spent waiting; 40 GiB; a bad sample
     monkeypatch.setattr(benchmark.dist, 'all_gather_object', lambda mine: [mine, other])
-    highest = iter([[0] * 6, [1, 2, 2, 2, 2, 3], [0] * 3])  # of both ranks: aside of batches, batches, aside by name
+    highest = iter([[0] * 6, [1, 2, 2, 2, 2, 3], [0] * 3])  # of both ranks: excluded, batches, excluded by name
     monkeypatch.setattr(measuring, 'highest_of_ranks', lambda values, all_ranks: np.array(next(highest)))
     monkeypatch.setattr(benchmark.dist, 'get_world_size', lambda: 2)
     figures = measuring.figures(window, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3

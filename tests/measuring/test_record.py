@@ -27,8 +27,8 @@ def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
     assert (record['dataset'], record['use_ema'], record['num_devices'], record['mfu']) == ('synthetic', True, 1, None)
     assert lines[-3] == f'trained         4 batches; loss {record["loss"]:.3g}, mean of the measured batches ' \
                         f'{record["loss_mean"]:.3g}'
-    assert lines[-2] == ('caution         3 measured batches are too few to rely on; use --measure_batches 20 or more, '
-                         'and where --max_duration is given, a longer one')
+    assert lines[-2] == ('caution         only 3 measured batches, too few to rely on; use --measure_batches 20 or '
+                         'more, and where --max_duration is given, a longer one')
     assert 'GPU' not in ''.join(lines[-9:-1])  # nobody trains tiny for real
 
 
@@ -41,7 +41,8 @@ def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
      '23.0% of the time; use more --num_workers, smaller images, or latents (encode.py)'),
     ({'data_wait_fraction': 0.23, 'encoders': 'text_in_loop'}, '23.0% of the time; use more --num_workers\n'),
     ({'trained_batches': 1, 'trained_epochs': 1}, '1 batch, 1 whole epoch'),
-    ({'measured_batches': 7}, '7 measured batches are too few to rely on; use --measure_batches 20 or more'),
+    ({'measured_batches': 7}, 'only 7 measured batches, too few to rely on; use --measure_batches 20 or more'),
+    ({'measured_batches': 1}, 'only 1 measured batch, too few'),
     ({'measured_batches': 30, 'queue_batches': 16}, '16 batches had been loaded before the clock started'),
     ({'first_batch': 1200, 'trained_batches': 2000, 'trained_epochs': 10},
      '2,000 batches, 10 whole epochs, 1,200 of them before this run resumed; loss 0.5, mean'),
@@ -179,7 +180,7 @@ def test_a_window_that_shows_the_queue_says_so(queue, caution):
 
 
 @pytest.mark.parametrize('name', ['checkpoint', 'evaluation', 'sampling'])
-def test_what_stood_aside_is_named_beside_the_other_figures(name):
+def test_excluded_time_is_named_beside_the_other_figures(name):
     text = summary(measured(**{f'{name}_seconds': 40.2}), None, 2.0)
     assert f'{name:<15} 40 s beside the batches' in text and text.count('beside the batches') == 1
 

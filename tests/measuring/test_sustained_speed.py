@@ -88,7 +88,7 @@ def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, 
             measurement.eval_after_all(state, None)
         measurement.batch_checkpoint(state, None)
         if is_to_save:
-            with measurement.aside('sampling'):  # by another callback, before Composer's saver or after it
+            with measurement.excluded('sampling'):  # by another callback, before Composer's saver or after it
                 clock.now += sample
             clock.now += checkpoint_seconds
     return figures(measurement.window) | {'turnover': measurement.turnover_batches}
@@ -126,32 +126,32 @@ def test_checkpoints_are_counted_apart(monkeypatch):
 
 def test_evaluation_sampling_and_checkpoints_are_counted_apart_from_all_else_and_from_each_other(monkeypatch):
     plain = simulated_run(monkeypatch, batch_seconds=0.01)
-    aside = simulated_run(monkeypatch, batch_seconds=0.01, checkpoint_every=10, evaluate=2.0, sample=3.0)
+    excluded = simulated_run(monkeypatch, batch_seconds=0.01, checkpoint_every=10, evaluate=2.0, sample=3.0)
     spent = {'checkpoint_seconds': 5 * 8, 'evaluation_seconds': 2 * 8, 'sampling_seconds': 3 * 8}
-    assert {name: aside[name] for name in spent} == pytest.approx(spent)
+    assert {name: excluded[name] for name in spent} == pytest.approx(spent)
     for name in plain.keys() - spent.keys():
-        assert aside[name] == pytest.approx(plain[name]), name
+        assert excluded[name] == pytest.approx(plain[name]), name
 
 
-def test_what_stands_aside_pauses_the_gpus_monitor_until_its_end():
+def test_excluded_time_pauses_the_gpus_monitor_until_its_end():
     measurement = Measurement(1, None)
-    with measurement.aside('sampling'):
+    with measurement.excluded('sampling'):
         assert measurement.gpu.paused
     assert not measurement.gpu.paused
     measurement.batch_checkpoint(None, None)
-    with measurement.aside('sampling'):
+    with measurement.excluded('sampling'):
         assert measurement.gpu.paused
     assert measurement.gpu.paused  # the checkpoint goes on
     measurement.before_dataloader(None, None)
     assert not measurement.gpu.paused
-    with pytest.raises(ValueError), measurement.aside('sampling'):
+    with pytest.raises(ValueError), measurement.excluded('sampling'):
         raise ValueError
     assert not measurement.gpu.paused
 
 
 def test_a_checkpoint_that_one_rank_writes_is_no_slow_batch_of_the_others(monkeypatch):
     waiting = measuring.Window([1.0, 6.0, 1.0], [0.0] * 3, [0.0, 0.0, 0.0], samples=30)
-    of_the_writer = iter([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # aside; its batches; aside by name
+    of_the_writer = iter([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # excluded; its batches; excluded by name
     monkeypatch.setattr(measuring, 'highest_of_ranks',
                         lambda values, all_ranks: np.maximum(values, next(of_the_writer)))
     shown = figures(waiting)

@@ -12,13 +12,12 @@ from transformers import CLIPTextModel
 from benchmark import StableDiffusion, main
 from export import main as export
 from inputs.captions import pipeline_tokenizer
-from measuring.measurement import Measurement
 from models.loading import find_model
 from models.sampling import GUIDANCE, STEPS, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
 from tests.runs import TINY, assert_same_training, one_error_line, settings_of
-from training.sampling import Sampling
+from training.sampling import Painter
 
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
 
@@ -117,12 +116,11 @@ def test_drawing_leaves_modes_random_state_and_terminal_alone_with_encoders_in_a
     model = StableDiffusion(image_size=64, encoder_precision='bf16', files=files).train()
     settings = settings_of('--use_synth_data', '--image_size', '64', '--precision', 'fp32',
                            '--model_name', model_folder, '--pretrained', '--sample_prompts', prompts)
-    sampling = Sampling(settings, model, files, Measurement(1, None), None)
-    sampling._prepare(torch.device('cpu'))
+    painter = Painter(settings, model, files, PROMPTS)
     modes = {name: part.training for name, part in model.named_modules()}
     state = torch.get_rng_state()
     capfd.readouterr()
-    pictures = sampling.draw(model.unet, 4)
+    pictures = painter.draw(model.unet, 4)
     assert capfd.readouterr() == ('', '')
     assert torch.equal(torch.get_rng_state(), state)
     assert {name: part.training for name, part in model.named_modules()} == modes
@@ -169,7 +167,7 @@ def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, sm
                                                                     monkeypatch):
     def fail(*_):
         raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(Sampling, 'draw', fail)
+    monkeypatch.setattr(Painter, 'draw', fail)
     record = run(tmp_path, smallest_model, '--image_size', '32', '--max_duration', '3ba', '--sample_prompts', prompts)
     assert record['status'] == 'complete' and record['trained_batches'] == 3
     assert 'warning: nothing was drawn at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err
