@@ -200,6 +200,8 @@ def refuse_bad_model(args: argparse.Namespace) -> None:
         if args.ray:
             raise ValueError(f'--ray {args.ray} needs a pipeline folder that all machines see, and MODEL {model} is '
                              'none; make one with export.py')
+        if os.path.isdir(model) and not checkpoints_among(names_in('MODEL', model)):
+            raise no_checkpoint_error(f'MODEL {model}')
         return
     for flag in ('live', 'model_name', 'pretrained', 'tokenizer'):
         if getattr(args, flag):

@@ -56,8 +56,8 @@ def draw_curve(axes, rows: pd.DataFrame) -> None:
 
 
 def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float) -> None:
-    """A score against the images seen, a line for each training and guidance; on top, GPU-hours where one speed says
-    them for all."""
+    """A score against the images seen, a line for each training and guidance; on top, GPU-hours and dollars, where
+    one speed says them for all."""
     from matplotlib.ticker import EngFormatter
     names = rows['model'].nunique() > 1
     for color, ((_, guidance), points) in zip(COLORS * len(rows), rows.groupby(['training', 'guidance'], sort=False),
@@ -79,5 +79,6 @@ def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float)
     hours = (rows['gpu_hours'] / rows['images_seen']).round(15).unique()  # of an image
     if len(hours) == 1 and hours[0] > 0:
         top = axes.secondary_xaxis('top', functions=(lambda images: images * hours[0], lambda time: time / hours[0]))
-        top.set_xlabel(f'GPU-hours, at ${dollars_per_gpu_hour:g} each', fontsize=9)
+        top.set_xlabel('GPU-hours and dollars', fontsize=9)
+        top.xaxis.set_major_formatter(lambda time, _: f'{time:,g}\n${time * dollars_per_gpu_hour:,g}')
         top.locator_params(axis='x', nbins=4)
