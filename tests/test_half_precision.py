@@ -1,4 +1,5 @@
 """Training in half precision by CUDA's rules: what is computed in which type, how near float32, and what overflows."""
+import contextlib
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def loss_and_gradient(batch, *argv: str, dtypes: Dtypes | None = None) -> tuple[
     benchmark.apply_switches(model, settings.speed)
     scale = 2. ** 16 if settings.speed.precision == 'amp_fp16' else 1.
     torch.manual_seed(1)
-    with cuda_rules(), dtypes or Dtypes():
+    with cuda_rules(), dtypes or contextlib.nullcontext():
         precision = settings.speed.precision
         with torch.autocast('cpu', HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
             outputs = model(batch)
@@ -124,6 +125,7 @@ def test_channels_last_reaches_the_convolutions_of_unet_and_vae(batch):
         assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
 
 
+@pytest.mark.long
 def test_stable_diffusion_2s_unet_computes_as_tiny_does():
     with torch.device('meta'):
         unet = UNet2DConditionModel.from_config(find_model(SD2_BASE).configs['unet'])

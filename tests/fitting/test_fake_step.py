@@ -72,8 +72,8 @@ def peak_of(profiler: profile) -> int:
 
 
 @pytest.mark.parametrize('flags, fused_attention', [
-    (['--precision', 'fp32'], True), (['--encoder_precision', 'fp32'], True), ([], True), ([], False),
-], ids=str)
+    ([], True), ([], False), pytest.param(['--precision', 'fp32'], True, marks=pytest.mark.long),
+    pytest.param(['--encoder_precision', 'fp32'], True, marks=pytest.mark.long)], ids=str)
 def test_the_peak_is_that_of_real_tensors_under_cudas_rules(flags, fused_attention):
     settings = arguments('--image_size', '128', *flags)
     step = calculated(settings, fused_attention)
