@@ -63,7 +63,7 @@ def test_a_speed_of_few_batches_is_said_to_be_of_few_and_the_record_keeps_their_
     progress.workers = {'a': worker | {'measured_batches': batches}, 'c': others}
     flags = fill_in_encoding_defaults(encode_parser('').parse_args(
         ['--remote', 'x', '--out', 'y', '--model_name', 'tiny', '--image_size', '64', '--num_workers', '0']), 1)
-    record = encode.make_record(flags, progress, Merged(samples=1, bytes=8), 1, 1)
+    record = encode.encoding_record(flags, progress, Merged(samples=1, bytes=8), 1, 1)
     assert record['measured_batches'] == batches and record['images_per_sec'] == 160
     text = encode.summary(record, flags)
     assert text.startswith('encoded         1 image, 160 images/s; 1 stored')
