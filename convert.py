@@ -11,7 +11,7 @@ listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same comm
 is missing, and anew what was damaged and has changed since. OUT/index.json comes last.
 """
 from cli.early_checks import answer_early, refuse_early_conversion
-from cli.launcher import Stopped, leave_to_first_process, signals_raise
+from cli.launcher import leave_to_first_process
 from cli.options import convert_parser
 
 PROGRAM = 'convert.py'
@@ -28,12 +28,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from cli.ends import ended_in_one_line
 from cli.next_command import training_command
-from inputs.errors import DataError, one_line
+from inputs.errors import one_line
 from inputs.places import INDEX, finished_error
 from inputs.stores import streaming_address
 from inputs.words import counted
-from parts.engine import Part, WorkerFailed, make_parts
+from parts.engine import Part, make_parts
 from parts.held_out import (
     TooFewSamples,
     find_edge,
@@ -360,29 +361,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = convert_parser(__doc__)
     args = parser.parse_args(argv)
     flags = subject_from(ConversionFlags, vars(args))
-    try:
+    with ended_in_one_line(parser, what_stays(args.out)):
         refuse_early_conversion(args)
         output = open_output(args.out, 'OUT')
-        with signals_raise():
+        try:
             merged, held_out = convert(flags, output)
-    except ValueError as error:
-        parser.error(one_line(error))
-    except NothingConverted as error:
-        parser.end(1, one_line(error))
-    except DoneAlready as done:
-        print_done_already(done.samples, flags)
-        return 0
-    except DataError as error:
-        parser.end(1, f'{one_line(error)}; put that right: {what_stays(args.out)}')
-    except OSError as error:
-        parser.end(1, f'this machine cannot go on ({one_line(error)}); put that right: {what_stays(args.out)}')
-    except WorkerFailed as error:
-        print(error, file=sys.stderr)
-        parser.end(1, f'a worker failed, and nobody foresaw why: see above; {what_stays(args.out)}')
-    except KeyboardInterrupt:
-        parser.end(130, f'interrupted; {what_stays(args.out)}')
-    except Stopped:
-        parser.end(143, f'ended by SIGTERM; {what_stays(args.out)}')
+        except NothingConverted as error:
+            parser.end(1, one_line(error))
+        except DoneAlready as done:
+            print_done_already(done.samples, flags)
+            return 0
     print_summary(merged, held_out, flags)
     return 1 if merged.damaged else 0
 

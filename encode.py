@@ -9,7 +9,7 @@ Ray cluster. A run that was stopped, when started again with the same command, e
 OUT/index.json comes last.
 """
 from cli.early_checks import answer_early, refuse_early_encoding
-from cli.launcher import Stopped, leave_to_first_process, signals_raise
+from cli.launcher import leave_to_first_process
 from cli.options import encode_parser
 
 PROGRAM = 'encode.py'
@@ -21,17 +21,17 @@ if __name__ == '__main__':
 import dataclasses
 import hashlib
 import json
-import sys
 from functools import partial
 
 import torch
 
 from cli.checks import refuse_bad_loading
 from cli.defaults import fill_in_encoding_defaults
+from cli.ends import ended_in_one_line
 from cli.next_command import training_command
 from data import BadSamples, refuse_many_bad_samples
 from fitting.compiling import compile_mode
-from inputs.errors import DataError, one_line
+from inputs.errors import DataError
 from inputs.shards import index_hash, read_index, require_cache_for, require_columns
 from inputs.stores import streaming_address
 from inputs.words import counted
@@ -41,7 +41,7 @@ from models.flops import encoding_flops, utilization
 from models.latents import origin_of_latents
 from models.loading import find_model
 from parts.encoding import EncodingSettings
-from parts.engine import Part, WorkerFailed, make_parts
+from parts.engine import Part, make_parts
 from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
 from parts.output import SKIPPED, Output, claim, finished_parts, open_output, refuse_finished, release
@@ -49,7 +49,6 @@ from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_encoder
 from settings.subjects import ENCODING_FLAGS, EncodingFlags
-from training.failures import reason
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 
@@ -225,7 +224,7 @@ def encode(flags: EncodingFlags) -> dict:
     with output.in_use():
         progress, merged = encode_and_merge(flags, output, origin, index)
     record = encoding_record(flags, progress, merged, number_of_samples(index),
-                         encoding_flops(files.configs['vae'], flags.image_size))
+                             encoding_flops(files.configs['vae'], flags.image_size))
     return keep(record, summary(record, flags), flags.results)
 
 
@@ -252,25 +251,11 @@ def main(argv: list[str] | None = None) -> dict:
     parser = encode_parser(__doc__)
     args = parser.parse_args(argv)
     stays = f'what is encoded stays in --out {args.out}, and the same command, started again, goes on from there'
-    try:
-        with signals_raise():
-            refuse_early_encoding(args)
-            flags = fill_in_encoding_defaults(args, max(1, torch.cuda.device_count()))
-            refuse_bad_loading(flags, flags.image_size, flags.batch_size)
-            return encode(flags)
-    except ValueError as error:
-        parser.error(one_line(error))
-    except KeyboardInterrupt:
-        parser.end(130, f'interrupted; {stays}')
-    except Stopped:
-        parser.end(143, f'ended by SIGTERM; {stays}')
-    except DataError as error:
-        parser.error(f'{one_line(error)}; {stays}')
-    except WorkerFailed as error:
-        print(error, file=sys.stderr)
-        parser.error(f'a worker failed, and nobody foresaw why: see above; {stays}')
-    except Exception as error:
-        parser.error(reason(error, f'--batch_size {args.batch_size}'))
+    with ended_in_one_line(parser, stays):
+        refuse_early_encoding(args)
+        flags = fill_in_encoding_defaults(args, max(1, torch.cuda.device_count()))
+        refuse_bad_loading(flags, flags.image_size, flags.batch_size)
+        return encode(flags)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,8 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
+import gc
 import io
+import multiprocessing
 import os
 import random
 import shutil
@@ -12,14 +14,46 @@ from types import SimpleNamespace
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline', CUDA_VISIBLE_DEVICES='')
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run beside this one
 
-import numpy as np
 import pytest
-import torch
 
-from tests.process_groups import leave_ranks
-from tests.samples import encoded, picture, write_shards
+from tests import process_server
 
+# Fixtures import what they use: xdist's controller, which imports this file before it starts its workers, runs no test.
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
+
+
+def pytest_configure(config):
+    if not hasattr(config, 'workerinput'):  # it is no worker of xdist
+        config.process_server = process_server.start()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """xdist starts a worker."""
+    node.workerinput['process_server'] = node.config.process_server
+
+
+def pytest_collection_finish():
+    """A full garbage collection looks at every object, and what has been imported by now is a million that stay."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_loader_processes_are_left():
+    """The garbage collector would find their iterators in some later test, and wait 5 s for each process."""
+    from torch.utils.data import dataloader
+    iterators = []
+
+    class Noted(dataloader._MultiProcessingDataLoaderIter):
+        def __init__(self, loader):
+            iterators.append(self)
+            super().__init__(loader)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataloader, '_MultiProcessingDataLoaderIter', Noted)
+        yield
+    for iterator in iterators:
+        iterator._shutdown_workers()
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +75,8 @@ def shared_memory_is_given_back(monkeypatch):
 @pytest.fixture(autouse=True)
 def the_same_numbers_are_drawn():
     """Whatever tests were before this one."""
+    import numpy as np
+    import torch
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
@@ -49,6 +85,7 @@ def the_same_numbers_are_drawn():
 @pytest.fixture(autouse=True)
 def no_ranks_are_left():
     """A run leaves its process group, which would answer a later test's question for the number of ranks."""
+    from tests.process_groups import leave_ranks
     yield
     leave_ranks()
 
@@ -78,17 +115,20 @@ def results(tmp_path) -> Path:
 @pytest.fixture(scope='session')
 def samples() -> list[dict]:
     """24 JPEGs of 64 by 64 pixels, each with a caption of its own."""
+    from tests.samples import encoded, picture
     return [{'jpg': encoded(picture(i), quality=95), 'caption': f'picture number {i}'} for i in range(24)]
 
 
 @pytest.fixture(scope='session')
 def shards(tmp_path_factory, samples) -> str:
+    from tests.samples import write_shards
     return write_shards(tmp_path_factory.mktemp('data') / 'shards', samples)
 
 
 @pytest.fixture(scope='session')
 def model_folder(tmp_path_factory) -> str:
     """A diffusers folder as `save_pretrained` writes it, with a tokenizer, that predicts v."""
+    import torch
     from diffusers import DDPMScheduler
     from transformers import PreTrainedTokenizerFast
 
@@ -108,6 +148,7 @@ def model_folder(tmp_path_factory) -> str:
 @pytest.fixture(scope='session')
 def smallest_model(tmp_path_factory) -> str:
     """A diffusers folder of one block each: what takes long in compiling is the number of different kernels."""
+    import torch
     from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
     folder = tmp_path_factory.mktemp('smallest')
@@ -148,6 +189,8 @@ def s3(monkeypatch):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """This machine says that it has a GPU, as far as it is asked and nothing is computed there; call it for another."""
+    import torch
+
     def set_up(count: int = 1, name: str = 'NVIDIA A100-SXM4-40GB', gib: int = 40) -> None:
         properties = SimpleNamespace(name=name, total_memory=gib << 30)
         answers = {'is_available': count > 0, 'device_count': count, 'current_device': 0, 'get_device_name': name,
@@ -159,7 +202,8 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.fixture(scope='session', autouse=True)
-def server():
+def server(pytestconfig):
     """Forks processes that have imported the program already, also the workers of the commands."""
-    from tests.forked_runs import preloaded_server
-    return preloaded_server()
+    if hasattr(pytestconfig, 'workerinput'):
+        process_server.join(pytestconfig.workerinput['process_server'])
+    return multiprocessing.get_context('forkserver')

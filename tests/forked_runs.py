@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,10 @@ import torch
 from composer import Callback
 
 import benchmark
-from tests.runs import ROOT, free_port
+from tests.runs import free_port
 
 RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
        '--max_duration', '12ba', '--autoresume']
-
-
-def preloaded_server():
-    """A context of multiprocessing that forks processes from one that has imported the program already."""
-    os.environ['PYTHONPATH'] = str(ROOT)
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['tests.preloaded'])
-    forkserver.ensure_running()  # before the program sets what is imported
-    return context
 
 
 def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, function: Callable, arguments: tuple) -> None:
@@ -114,6 +104,8 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
     """
     port = free_port()
     ranks = len(arguments)
+    for log in logs:
+        log.touch()  # a rank can be killed before it opens its own
     processes = [server.Process(target=become_rank, args=(rank, ranks, nodes, port, logs[rank], function,
                                                           arguments[rank])) for rank in range(ranks)]
     for process in processes:

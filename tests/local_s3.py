@@ -182,6 +182,11 @@ class LocalS3(http.server.ThreadingHTTPServer):
         self.requests: deque = deque(maxlen=8)  # path and headers of the last ones
         self.lock = threading.Lock()
 
+    def handle_error(self, request, client_address):
+        """Print what went wrong, but not that a client was killed in the middle of a request."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     def refuse(self) -> tuple[int, str] | None:
         """The status and code to refuse a request with, or None to answer it."""
         return self.refusals.pop(0) if self.refusals else None

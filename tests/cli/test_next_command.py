@@ -6,10 +6,10 @@ from cli.next_command import training_command
 
 
 def test_the_training_that_is_named_runs_here(shards, results):
-    command = shlex.split(training_command(shards, 24))
+    command = shlex.split(training_command(shards, 7))
     assert command[:2] == ['python', 'benchmark.py']
     record = main([*command[2:], '--measure_batches', '2', '--warmup_batches', '1', '--results', str(results)])
-    assert (record['status'], record['batch_size'], record['model_name']) == ('complete', 16, 'tiny')
+    assert (record['status'], record['batch_size'], record['model_name']) == ('complete', 4, 'tiny')
 
 
 def test_gpus_share_the_batch(monkeypatch):

@@ -85,7 +85,9 @@ def test_attention_tries_its_kernels_in_the_order_that_is_asked_for(attention, o
     assert torch._C._get_sdp_priority_order() == before and not torch.backends.cudnn.benchmark
 
 
-@pytest.mark.parametrize('flags', [['--gradient_checkpointing'], ['--gradient_checkpointing', '--compile']], ids=str)
+@pytest.mark.parametrize('flags', [
+    ['--gradient_checkpointing'],
+    pytest.param(['--gradient_checkpointing', '--compile'], marks=pytest.mark.long)], ids=str)
 def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monkeypatch, smallest_with_attention, flags):
     """Under DDP. Where attention is compiled, its kernels are chosen when its graph is traced."""
     orders = {'unet': [], 'encoders': []}

@@ -61,7 +61,8 @@ def test_where_nothing_can_be_kept_it_is_counted_each_time(counted, caches):
     assert flops_of(64) == flops_of(64) and counted == [8, 8]
 
 
-@pytest.mark.parametrize('image_size, unet, vae, total', [(512, 2408.7, 1116.7, 3570.5), (256, 539.3, 272.7, 857.2)])
+@pytest.mark.parametrize('image_size, unet, vae, total', [
+    (512, 2408.7, 1116.7, 3570.5), pytest.param(256, 539.3, 272.7, 857.2, marks=pytest.mark.long)])
 def test_flops_of_an_image_are_the_published_ones(image_size, unet, vae, total):
     with torch.device('meta'):
         model = StableDiffusion(SD2_BASE, image_size)
