@@ -332,8 +332,8 @@ def warn_of_damage(merged: Merged) -> None:
 def print_summary(merged: Merged, held_out: Merged | None, flags: ConversionFlags) -> None:
     """What was converted, what was not, and what to do next."""
     warn_of_damage(merged)
-    megabytes = f'{merged.bytes / 1e6:,.1f} MB'
-    print(f'converted  {counted(merged.samples, "sample")}, {megabytes} in {counted(merged.shards, "shard")}')
+    size = f'{merged.bytes / 1e6:,.1f} MB' if merged.bytes >= 1e6 else f'{merged.bytes / 1e3:,.1f} kB'
+    print(f'converted  {counted(merged.samples, "sample")}, {size} in {counted(merged.shards, "shard")}')
     if held_out:
         print(f'held out   {counted(held_out.samples, "sample")}, in {held_out_beside(flags.out)}')
     if merged.skipped:

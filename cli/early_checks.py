@@ -157,8 +157,9 @@ def refuse_early_report(args: argparse.Namespace) -> None:
     if args.figure and not Path(args.figure).suffix:
         raise ValueError(f'--figure {args.figure} has no ending that says its format; use {args.figure}.png')
     for path in args.records:
-        if not os.path.exists(path):
-            raise ValueError(f'{path}: No such file or directory; give files of JSON lines or CSV')
+        if os.path.isdir(path) or not os.path.exists(path):
+            why_not = 'Is a directory' if os.path.isdir(path) else 'No such file or directory'
+            raise ValueError(f'{path}: {why_not}; give files of JSON lines or CSV')
 
 
 def folder_error(flag: str, path: str, example: str) -> ValueError:

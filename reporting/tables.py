@@ -167,7 +167,7 @@ def is_at_default(row: pd.Series, key: str) -> bool:
 def situation_of(row: pd.Series) -> Situation:
     """What the defaults of switches depend on, as a record states it."""
     modes = {'': False, 'no': False, 'yes': True}
-    return Situation(not row['on_cpu'], row['num_devices'], modes.get(row['compile'], row['compile']))
+    return Situation(not row['on_cpu'], int(row['num_devices']), modes.get(row['compile'], row['compile']))
 
 
 def settings_in_words(row: pd.Series, keys: list[str], always: Sequence[str] = ALWAYS_STATED) -> list[str]:

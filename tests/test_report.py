@@ -660,6 +660,11 @@ def test_a_record_of_benchmark_py_without_flags_names_no_switch(capsys, write):
                            'dataset synthetic, other settings at the defaults\n')
 
 
+def test_a_switch_at_its_default_is_in_no_heading_beside_records_that_have_it_not(capsys, write):
+    text = printed(capsys, write(ENCODE, {'compile': False, 'compile_blocks': False}), '--compare')
+    assert [line for line in text.splitlines() if line.startswith('#')] == ['### stage encode', '### stage train']
+
+
 def test_a_quoted_cell_of_two_lines_counts_as_two_lines_of_the_file(tmp_path, capsys):
     path = tmp_path / 'a.csv'
     path.write_text('device,num_devices,image_size,images_per_sec\n"H\n200",8,512,5\n\nH200,8,512,x\n')

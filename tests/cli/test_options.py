@@ -122,6 +122,7 @@ def dataset_of(samples: int, folder: Path) -> str:
     (['convert.py', 'tests', 'README.md'], 'OUT README.md is not a folder; give a new one'),
     (['report.py', 'published.csv', '--figrue', 'x'], '--figrue is no flag; did you mean --figure?'),
     (['report.py', 'nowhere'], 'nowhere: No such file or directory'),
+    (['report.py', 'tests'], 'tests: Is a directory; give files of JSON lines or CSV'),
     (['report.py', 'published.csv', '--figure', 'tests'], '--figure tests is a folder'),
 ])
 def test_what_shows_without_torch_is_answered_before_anything_heavy_is_imported(argv, line, tmp_path):
