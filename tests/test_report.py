@@ -661,7 +661,8 @@ def test_a_record_of_benchmark_py_without_flags_names_no_switch(capsys, write):
 
 
 def test_a_switch_at_its_default_is_in_no_heading_beside_records_that_have_it_not(capsys, write):
-    text = printed(capsys, write(ENCODE, {'compile': False, 'compile_blocks': False}), '--compare')
+    one = {'num_devices': 1}
+    text = printed(capsys, write(ENCODE | one, one | {'compile': False, 'compile_blocks': False}), '--compare')
     assert [line for line in text.splitlines() if line.startswith('#')] == ['### stage encode', '### stage train']
 
 
