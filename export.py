@@ -15,6 +15,7 @@ if __name__ == '__main__':
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 
 from safetensors import SafetensorError
@@ -27,7 +28,17 @@ from settings.subjects import ExportFlags, subject_from
 from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
 from training.own_files import folder_written_whole, remove_unfinished
-from training.trained_pipeline import Trained, read_trained, trained_pipeline, warn_of_young_average
+from training.trained_model import Trained, read_trained, trained_pipeline
+
+
+def warn_of_random_decoder(flags: ExportFlags, trained: Trained) -> None:
+    """Say where the pipeline has a VAE that cannot decode."""
+    if trained.vae is None and not flags.pretrained:
+        remedy = 'give --model_name FOLDER --pretrained for the one that encoded'
+        if flags.model_name == 'tiny' or trained.flags.get('model_name') == 'tiny':
+            remedy = 'tiny has no other; what draws is trained with --model_name FOLDER --pretrained'
+        print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random one in its '
+              f'place cannot decode; {remedy}', file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -48,6 +59,17 @@ def new_folder(out: str) -> Iterator[str]:
         yield folder
 
 
+def warn_of_young_average(flags: ExportFlags, trained: Trained) -> None:
+    """Say where the average is still near the weights that the training started from."""
+    half_life = str(trained.flags.get('ema_half_life') or '')
+    if trained.averaged is None or flags.live or not trained.batch or not half_life.endswith('ba'):
+        return
+    if 4 * float(half_life.removesuffix('ba')) > trained.batch:
+        print('warning: the average is still near the weights that the training started from, since '
+              f'--ema_half_life was {half_life}, and the checkpoint is of batch {trained.batch:,}; --live exports the '
+              'live weights', file=sys.stderr)
+
+
 def summary(flags: ExportFlags, trained: Trained) -> str:
     """What was written, and how to draw from it."""
     kind = 'averaged'
@@ -66,8 +88,11 @@ def export(flags: ExportFlags) -> None:
     with new_folder(flags.out) as folder, checkpoint_in(flags.checkpoint, 'CHECKPOINT') as path:
         if path is None:
             raise no_checkpoint_error(f'CHECKPOINT {flags.checkpoint}')
-        trained = read_trained(path)
-        trained_pipeline(flags, trained).save_pretrained(folder)
+        trained = read_trained(path, f'CHECKPOINT {path}')
+        pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
+                                    flags.pretrained, flags.live)
+        warn_of_random_decoder(flags, trained)
+        pipeline.save_pretrained(folder)
     warn_of_young_average(flags, trained)
     print(summary(flags, trained))
 

@@ -13,7 +13,7 @@ from inputs.timed_loader import queued_batches
 from measuring.caution import fewest_batches
 from measuring.costs import TRAINING_IMAGES
 from settings import switch_table
-from settings.subjects import ENCODER_PRECISIONS, EncodingFlags, Settings, settings_from, subject_from
+from settings.subjects import ENCODER_PRECISIONS, EncodingFlags, EvaluateFlags, Settings, settings_from, subject_from
 from settings.switch_table import Situation
 from training.ranks import cores_per_rank
 
@@ -69,11 +69,26 @@ def fill_in_encoding_defaults(args: argparse.Namespace, devices: int) -> Encodin
     return subject_from(EncodingFlags, vars(args))
 
 
-def refuse_unknown_precision(args: argparse.Namespace) -> None:
+def fill_in_evaluate_defaults(args: argparse.Namespace) -> EvaluateFlags:
+    """The settings of a run of evaluate.py.
+
+    Raises ValueError if --ray lacks a precision, or if this machine cannot draw in the one that was given.
+    """
+    refuse_unknown_precision(args, 'precision', 'amp_bf16 (GPUs since the A100), amp_fp16')
+    args = argparse.Namespace(**vars(args))
+    args.guidance = list(dict.fromkeys(args.guidance))
+    args.precision = args.precision or best_precision()
+    if args.precision != 'fp32' and not (torch.cuda.is_available() or args.ray):
+        raise ValueError(f'--precision {args.precision}: there is no GPU here; use fp32')
+    return subject_from(EvaluateFlags, vars(args))
+
+
+def refuse_unknown_precision(args: argparse.Namespace, flag: str = 'encoder_precision',
+                             choices: str = 'bf16 (GPUs since the A100), fp16') -> None:
     """Raises ValueError if a cluster's GPUs would get the default precision of this machine, which has none."""
-    if args.ray and args.encoder_precision is None and not torch.cuda.is_available():
-        raise ValueError(f'--ray {args.ray} needs --encoder_precision, since no GPU of this machine says what those of '
-                         'the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
+    if args.ray and getattr(args, flag) is None and not torch.cuda.is_available():
+        raise ValueError(f'--ray {args.ray} needs --{flag}, since no GPU of this machine says what those of the '
+                         f'cluster can do; give {choices}, or fp32 for CPUs')
 
 
 def fill_in_switches(args: argparse.Namespace) -> None:

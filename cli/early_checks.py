@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from cli.options import Parser, split_time
+from inputs.caption_file import read_captions
 from inputs.errors import one_line
+from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
 from inputs.places import (
     INDEX,
     finished_error,
@@ -41,6 +43,8 @@ from training.checkpoint_files import (
 
 TRAINING_PACKAGES = ('torch', 'composer', 'streaming', 'diffusers')
 REPORT_PACKAGES = ('pandas', 'tabulate')
+EVALUATION_PACKAGES = (*TRAINING_PACKAGES, 'transformers', 'torchmetrics', 'torch_fidelity')
+PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 MOST_INDEX_BYTES = 10 ** 7  # of an index.json that is read before the imports: more takes long itself
 BATCHES_OR_EPOCHS = ('ba', 'ep')
 # A flag that does nothing without another.
@@ -129,7 +133,7 @@ def refuse_early_conversion(args: argparse.Namespace) -> None:
 
 
 def refuse_occupied_folder(flag: str, out: str) -> None:
-    """Raises ValueError if OUT is no folder, or holds what convert.py or encode.py has not begun."""
+    """Raises ValueError if OUT is no folder, or holds what none of our commands has begun."""
     if is_address(out) or not os.path.lexists(out):
         return
     if not os.path.isdir(out):
@@ -175,6 +179,80 @@ def refuse_early_export(args: argparse.Namespace) -> None:
         raise ValueError(f'OUT {args.out} already exists; give a new folder')
     if os.path.isdir(args.checkpoint) and not checkpoints_among(names_in('CHECKPOINT', args.checkpoint)):
         raise no_checkpoint_error(f'CHECKPOINT {args.checkpoint}')
+
+
+def refuse_early_evaluation(args: argparse.Namespace) -> None:
+    """Raises ValueError, with the flag, its value and the remedy, for what evaluate.py can run on no machine."""
+    if not args.out:
+        raise ValueError('give --out, a new folder for the features of the pictures')
+    refuse_occupied_folder('--out', args.out)
+    refuse_bad_model(args)
+    refuse_missing_judges(args)
+    refuse_missing_data(args)
+    if args.image_size is not None:
+        refuse_bad_image_size(args)
+    refuse_bad_results(args.results)
+
+
+def refuse_bad_model(args: argparse.Namespace) -> None:
+    """Raises ValueError if MODEL is not there, is another kind of pipeline, or cannot be what the flags say of it."""
+    model = args.model
+    if not is_address(model) and not os.path.exists(model):
+        raise ValueError(f'MODEL {model} is not there; give a checkpoint, the --save_folder of a run, or a pipeline '
+                         'folder')
+    if not is_pipeline(model):
+        if args.ray:
+            raise ValueError(f'--ray {args.ray} needs a pipeline folder that all machines see, and MODEL {model} is '
+                             'none; make one with export.py')
+        return
+    for flag in ('live', 'model_name', 'pretrained', 'tokenizer'):
+        if getattr(args, flag):
+            raise ValueError(f'--{flag} says something of a checkpoint, and MODEL {model} is a pipeline; leave it out')
+    try:
+        kind = json.loads(Path(model, PIPELINE_INDEX).read_text())['_class_name']
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'MODEL {model} has a {PIPELINE_INDEX} that is none ({one_line(error)}); give a folder of '
+                         'export.py') from None
+    if kind != 'StableDiffusionPipeline':
+        raise ValueError(f'MODEL {model} is a {kind}, not a StableDiffusionPipeline; give a folder of export.py')
+
+
+def is_pipeline(model: str) -> bool:
+    """Whether a folder holds a pipeline of diffusers."""
+    return os.path.isfile(os.path.join(model, PIPELINE_INDEX))
+
+
+def refuse_missing_judges(args: argparse.Namespace) -> None:
+    """Raises ValueError if there is nothing to judge by, and says where to get it."""
+    if not args.inception and not args.clip:
+        raise ValueError('give --inception for FID, --clip for the CLIP score, or both')
+    if args.inception and not os.path.isfile(args.inception):
+        raise ValueError(f'--inception {args.inception} is no file; fetch {INCEPTION_WEIGHTS}')
+    if args.clip and not os.path.isfile(os.path.join(args.clip, 'config.json')):
+        raise ValueError(f'--clip {args.clip} is no folder with a model; fetch one: hf download {CLIP_MODEL} '
+                         f'--local-dir {args.clip}')
+    if args.reference and not args.inception:
+        raise ValueError(f'--reference {args.reference} is for FID, which needs --inception; give both, or neither')
+
+
+def refuse_missing_data(args: argparse.Namespace) -> None:
+    """Raises ValueError if DATA is not there or has too few captions, or a text that nothing is compared with."""
+    reference = args.reference
+    if reference and is_address(reference):
+        raise ValueError(f'--reference {reference} is an address; name a file of this machine')
+    if reference and os.path.isdir(reference):
+        raise ValueError(f'--reference {reference} is a folder; name a file, such as '
+                         f'{os.path.join(reference, "reference.safetensors")}')
+    if not os.path.isfile(args.data):
+        refuse_missing_dataset('DATA', args.data)
+        return
+    if args.inception and not reference:
+        raise ValueError(f'DATA {args.data} is a text, and FID compares with images; give --reference FILE, or shards '
+                         'of images with captions')
+    if args.inception and not os.path.exists(reference):
+        raise ValueError(f'--reference {reference} is not there, and DATA {args.data} has no images to make it of; '
+                         'make it with shards as DATA first')
+    read_captions(args.data, args.samples)
 
 
 def refuse_bad_source(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal
 
 from cli.launcher import RANK_NUMBERS
-from inputs.hub import SD2_BASE
+from inputs.hub import CLIP_MODEL, SD2_BASE
 from measuring.costs import DATASET_IMAGES, DOLLARS_PER_GPU_HOUR, DOLLARS_PER_TB_MONTH, TRAINING_IMAGES, Phase
 from measuring.versions import git_commit, package_versions
 from settings import switch_table
@@ -295,6 +295,50 @@ def export_parser(description: str) -> Parser:
     add('--pretrained', action='store_true', help='take the VAE from --model_name where the checkpoint has none, '
         'because the run trained on latents (default: a random one, which cannot decode)')
     add('--tokenizer', help="folder or hub name (default: that of the run, or CLIP's own)")
+    return parser
+
+
+def evaluate_parser(description: str) -> Parser:
+    """The command line of evaluate.py."""
+    parser = Parser('evaluate.py', description)
+    add = parser.add_argument
+    add('model', metavar='MODEL', help='a checkpoint, a folder or an object store for its newest, or a pipeline folder '
+        'of diffusers')
+    add('data', metavar='DATA', help='MDS shards of images with captions, a folder or an object store; or a text file '
+        'with a caption on each line')
+    add('--out', help='new folder or object store for the features of the pictures; the same command goes on there '
+        '(needed)')
+    add('--inception', metavar='FILE', help="weights of InceptionV3, torch-fidelity's "
+        'weights-inception-2015-12-05-6726825d.pth (default: none, and no FID)')
+    add('--clip', metavar='FOLDER', help=f'a CLIP model in the layout of transformers, such as {CLIP_MODEL} (default: '
+        'none, and no CLIP score)')
+    add('--reference', metavar='FILE', help='features of the real images: made of DATA where it is not there yet, '
+        'and used where it is (default: they stay in --out)')
+    add('--samples', type=number(int, 2, 10 ** 9, 'a whole number above 1'), default=30_000, metavar='N',
+        help='captions of DATA to draw, the first N, at each guidance scale (default: 30000)')
+    add('--guidance', type=number(float, 1, 1000, 'a scale from 1 on'), nargs='+', default=[7.5], metavar='SCALE',
+        help='scales of classifier-free guidance, each of which draws all captions; 1 is none (default: 7.5)')
+    add('--steps', type=number(int, 1, 1000, 'a number of steps from 1 to 1000'), default=50, help='of the sampler, '
+        'DDIM (default: 50)')
+    add('--seed', type=seed, default=17, help='of the noise: that of a sample follows from it and from the number of '
+        'the sample (default: 17)')
+    add('--image_size', type=count, metavar='PIXELS', help='height and width of the pictures (default: those that the '
+        'model was trained at)')
+    add('--batch_size', type=count, default=16, help='pictures at once on each device (default: 16)')
+    add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; all else is in float32 (default: '
+        'amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
+    add('--live', action='store_true', help='the live weights of the UNet in a checkpoint (default: the averaged ones, '
+        'where the run had --use_ema)')
+    add('--model_name', help='tiny, a diffusers folder or a hub name, for the configuration of each part of a '
+        'checkpoint (default: that of the run)')
+    add('--pretrained', action='store_true', help='take the VAE from --model_name where a checkpoint has none, because '
+        'the run trained on latents (default: such a checkpoint is refused)')
+    add('--tokenizer', help="folder or hub name, for a checkpoint (default: that of the run, or CLIP's own)")
+    add('--save_pictures', action='store_true', help='keep the pictures in --out as PNGs (default: their features '
+        'alone)')
+    add('--ray', metavar='ADDRESS', default=os.environ.get('RAY_ADDRESS'), help='draw on the machines of this Ray '
+        'cluster, such as auto (default: RAY_ADDRESS of the environment; without it, on this machine)')
+    add('--results', default='results.jsonl', help='file that the record is appended to (default: results.jsonl)')
     return parser
 
 

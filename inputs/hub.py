@@ -4,6 +4,10 @@ import os
 from pathlib import Path
 
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
+# where evaluate.py tells people to get the networks that it judges with; it fetches nothing itself
+INCEPTION_WEIGHTS = ('https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/'
+                     'weights-inception-2015-12-05-6726825d.pth')
+CLIP_MODEL = 'openai/clip-vit-large-patch14'
 
 
 def local_folder(flag: str, name: str, patterns: list[str]) -> Path:

@@ -69,7 +69,7 @@ def circumstances(stage: str, values: dict[str, Any], flags: Sequence[str]) -> d
         'model_name': redacted(values['model_name']),
         'image_size': values['image_size'],
         **{flag: values[flag] for flag in flags},
-        'num_workers_by_default': values['num_workers_by_default'],
+        'num_workers_by_default': values.get('num_workers_by_default'),
         'versions': versions(),
     }
 

@@ -70,6 +70,23 @@ def training_flops(unet_config: dict, text_config: CLIPTextConfig, latent_side: 
     return {'unet': unet_flops, 'text_encoder': text_flops}
 
 
+def drawing_flops(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict, image_size: int, steps: int,
+                  guided: bool) -> int:
+    """FLOPs (1 multiply-add = 2) of drawing one picture: the UNet in each step, twice where it is guided, the text
+    encoder, and the VAE's decoder. Counted on the meta device.
+    """
+    with torch.device('meta'), torch.no_grad():
+        unet = UNet2DConditionModel.from_config(unet_config)
+        text_encoder = CLIPTextModel(text_config)
+        vae = AutoencoderKL.from_config(vae_config)
+        latents = torch.empty(1, unet.config.in_channels, image_size // 8, image_size // 8)
+        caption = torch.empty(1, text_config.max_position_embeddings, dtype=torch.long)
+        text_flops, output = count_flops(lambda: text_encoder(caption))
+        unet_flops, _ = count_flops(lambda: unet(latents, torch.empty(1, dtype=torch.long), output[0]))
+        decoder_flops, _ = count_flops(lambda: vae.decode(latents))
+    return steps * (2 if guided else 1) * unet_flops + text_flops + decoder_flops
+
+
 def encoding_flops(vae_config: dict, image_size: int) -> int:
     """FLOPs (1 multiply-add = 2) of the VAE's encoder for one image, counted on the meta device."""
     with torch.device('meta'), torch.no_grad():

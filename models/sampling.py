@@ -1,6 +1,8 @@
 """Drawing with classifier-free guidance (Ho and Salimans 2022), by diffusers' own pipeline."""
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
@@ -30,30 +32,46 @@ def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_con
 
 
 def noise_of(number: int, seed: int, latent_size: int) -> torch.Tensor:
-    """Noise float32 (number, 4, latent_size, latent_size) on the CPU, that of each picture from a seed of its own.
+    """Noise float32 (number, 4, latent_size, latent_size) on the CPU, that of each picture from a seed of its own."""
+    return noise_of_seeds(range(seed, seed + number), latent_size)
+
+
+def noise_of_samples(numbers: Iterable[int], seed: int, latent_size: int) -> torch.Tensor:
+    """Noise float32 (len(numbers), 4, latent_size, latent_size) on the CPU, for the samples of these numbers.
+
+    That of a sample follows from the seed and its number alone, and no two seeds share any.
+    """
+    seeds = [int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1) for number in numbers]
+    return noise_of_seeds(seeds, latent_size)
+
+
+def noise_of_seeds(seeds: Iterable[int], latent_size: int) -> torch.Tensor:
+    """Noise float32 (len(seeds), 4, latent_size, latent_size) on the CPU.
 
     It is the same each time and on every device, and torch's global random state stays as it is.
     """
     pictures = []
-    for index in range(number):
-        generator = torch.Generator().manual_seed(seed + index)
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
         pictures.append(torch.randn(4, latent_size, latent_size, generator=generator))
     return torch.stack(pictures)
 
 
-def denoise(pipeline: StableDiffusionPipeline, noise: torch.Tensor, text: torch.Tensor,
-            empty_text: torch.Tensor) -> torch.Tensor:
-    """Latents float32 (B, 4, H/8, W/8), of unit variance, after STEPS steps at GUIDANCE.
+def denoise(pipeline: StableDiffusionPipeline, noise: torch.Tensor, text: torch.Tensor, empty_text: torch.Tensor,
+            steps: int = STEPS, guidance: float = GUIDANCE) -> torch.Tensor:
+    """Latents float32 (B, 4, H/8, W/8), of unit variance.
 
     Args:
         pipeline: whose UNet is in eval mode.
         noise: to start from, float32 (B, 4, H/8, W/8).
         text: states of the text encoder for the captions, float32 (B, 77, D).
         empty_text: the same for the empty caption, (1, 77, D).
+        steps: of the scheduler.
+        guidance: 1 draws by the captions alone.
     """
     height, width = (8 * side for side in noise.shape[2:])
     drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text.expand_as(text), latents=noise,
-                     height=height, width=width, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
+                     height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
                      output_type='latent')
     return drawn.images
 

@@ -228,8 +228,8 @@ class ConversionFlags:
 
 
 @dataclass(frozen=True)
-class PipelineFlags:
-    """What a pipeline is made of.
+class ExportFlags:
+    """All settings of a run of export.py.
 
     Attributes:
         checkpoint: a file, or a folder or an object store, for its newest.
@@ -239,6 +239,7 @@ class PipelineFlags:
         tokenizer: None: that of the run.
     """
     checkpoint: str
+    out: str
     live: bool
     model_name: str | None
     pretrained: bool
@@ -246,9 +247,31 @@ class PipelineFlags:
 
 
 @dataclass(frozen=True)
-class ExportFlags(PipelineFlags):
-    """All settings of a run of export.py."""
+class EvaluateFlags:
+    """All settings of a run of evaluate.py. `batch_size` is of each device; `guidance` holds each scale once.
+
+    `image_size` None is that of the model.
+    """
+    model: str
+    data: str
     out: str
+    inception: str | None
+    clip: str | None
+    reference: str | None
+    samples: int
+    guidance: list[float]
+    steps: int
+    seed: int
+    image_size: int | None
+    batch_size: int
+    precision: str
+    live: bool
+    model_name: str | None
+    pretrained: bool
+    tokenizer: str | None
+    save_pictures: bool
+    ray: str | None
+    results: str
 
 
 def settings_from(flags: dict[str, Any]) -> Settings:
@@ -268,3 +291,4 @@ TRAINING_FLAGS = (*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'e
                   'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip', 'eval_interval')
 ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', *flags_of_switches(in_encoding=True),
                   'seed')
+EVALUATE_FLAGS = ('batch_size', 'precision', 'samples', 'steps', 'seed')

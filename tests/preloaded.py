@@ -2,7 +2,7 @@
 from composer.utils.collect_env import get_composer_env_dict
 
 from measuring.record import processor_name
-from parts import conversion, encoding  # noqa: F401
+from parts import conversion, encoding, evaluation  # noqa: F401
 from tests import forked_runs  # noqa: F401
 
 processor_name()

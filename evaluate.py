@@ -1,0 +1,492 @@
+"""What a training is worth: draw thousands of captions, and score the pictures by FID and CLIP score.
+
+    python evaluate.py checkpoints photos-mds-held-out --out judged --inception WEIGHTS.pth --clip CLIP
+    python evaluate.py my-model captions.txt --reference coco.safetensors --guidance 1.5 3 5 8 --out judged \\
+        --inception WEIGHTS.pth --clip CLIP
+
+MODEL is a checkpoint, the newest of a folder or an object store, or a pipeline folder of diffusers; DATA is shards of
+images with captions, or a text with a caption on each line and the features of real images in --reference. Every GPU of
+this machine draws, or with --ray every GPU of a Ray cluster. The same command draws the same pictures; one that was
+stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
+error says where to get them.
+"""
+from cli.early_checks import EVALUATION_PACKAGES, answer_early, is_pipeline, refuse_early_evaluation
+from cli.launcher import leave_to_first_process
+from cli.options import evaluate_parser
+
+PROGRAM = 'evaluate.py'
+
+if __name__ == '__main__':
+    leave_to_first_process(PROGRAM)
+    answer_early(evaluate_parser(__doc__), refuse_early_evaluation, EVALUATION_PACKAGES)  # before the slow imports
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from transformers import CLIPTextConfig
+
+from cli.defaults import fill_in_evaluate_defaults
+from cli.ends import ended_in_one_line
+from inputs.caption_file import has_words, read_captions, refuse_too_few
+from inputs.errors import one_line
+from inputs.in_order import samples_in_order
+from inputs.shards import index_hash, number_of_samples, read_index, require_columns
+from inputs.verified_stream import open_shards
+from measuring.quality import FEWEST_SAMPLES, clip_score, frechet_distance
+from measuring.record import circumstances, keep, redacted
+from models.feature_extractors import (
+    CLIP_WEIGHTS,
+    LAYER,
+    NETWORK,
+    PUBLISHED_SHA256,
+    RESIZE,
+    load_clip,
+    load_inception,
+    sha256_of,
+)
+from models.flops import drawing_flops, utilization
+from parts.engine import Part, make_parts
+from parts.evaluation import (
+    COSINES,
+    FEATURES,
+    Piece,
+    QualitySettings,
+    hash_of_pipeline,
+    read_features,
+    show_nothing_while_loading,
+)
+from parts.local_workers import LocalWorkers
+from parts.output import FolderOutput, Output, claim, finished_parts, open_output
+from parts.progress import progress_bar
+from parts.ray_workers import RayWorkers
+from parts.workers import make_evaluator
+from settings.subjects import EVALUATE_FLAGS, EvaluateFlags
+from training.initial_weights import checkpoint_in
+from training.own_files import PrivateFolder
+from training.trained_model import PIXELS_PER_LATENT, Trained, read_trained, trained_pipeline
+
+MOST_SAMPLES_OF_A_PART = 128
+FEWEST_PARTS = 16  # of few samples, so that several GPUs have something to do
+SAMPLER = 'DDIM'  # of models.sampling.build_pipeline
+ABOUT = 'made_of'  # in the metadata of a --reference
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that draws.
+
+    Attributes:
+        folder: a pipeline of diffusers.
+        name: as --model_name names it; of a pipeline, its folder.
+        weights: averaged or live; None where that is not known.
+        batch: that it was trained up to; None where that is not known.
+        images_seen: in these batches.
+        training: flags of the training that its checkpoint keeps.
+    """
+    folder: str
+    name: str
+    weights: str | None = None
+    batch: int | None = None
+    images_seen: int | None = None
+    training: dict | None = None
+
+    def config(self, part: str, file: str = 'config.json') -> dict:
+        """The configuration of a part."""
+        return json.loads(Path(self.folder, part, file).read_text())
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is drawn, and what it is compared with.
+
+    Attributes:
+        captions: of the samples, in their order.
+        index: of the shards with their images; None where these are not images, or a text.
+    """
+    captions: list[str]
+    index: dict | None
+
+    @property
+    def captions_sha256(self) -> str:
+        return hashlib.sha256(json.dumps(self.captions).encode()).hexdigest()
+
+
+@dataclass
+class Evaluation:
+    """What is to be done.
+
+    Attributes:
+        flags: of the command line.
+        model: that draws.
+        model_sha256: see `hash_of_pipeline`.
+        data: what is drawn.
+        image_size: of the pictures, in pixels.
+        judges: hashes of the weights that pictures are judged by.
+        reference: what the features of the real images are made of; None without FID.
+        given: these features, (M, 2048), where --reference holds them already.
+    """
+    flags: EvaluateFlags
+    model: Model
+    model_sha256: str
+    data: Data
+    image_size: int
+    judges: dict[str, str | None]
+    reference: dict | None
+    given: torch.Tensor | None
+
+    @property
+    def part_samples(self) -> int:
+        """The most that a part has."""
+        return min(MOST_SAMPLES_OF_A_PART, math.ceil(self.flags.samples / FEWEST_PARTS))
+
+    @property
+    def num_ranges(self) -> int:
+        """Parts of all samples at one scale."""
+        return math.ceil(self.flags.samples / self.part_samples)
+
+    def pieces(self) -> dict[int, Piece]:
+        """What each part is made of, by its number. Those of the real images have the last numbers, and are made first.
+        """
+        drawn = {}
+        real = {}
+        samples = self.flags.samples
+        for number, first in enumerate(range(0, samples, self.part_samples)):
+            size = min(self.part_samples, samples - first)
+            captions = tuple(self.data.captions[first:first + size])
+            for row, guidance in enumerate(self.flags.guidance):
+                drawn[row * self.num_ranges + number] = Piece(first, size, guidance, captions)
+            if self.reference and self.given is None:
+                real[len(self.flags.guidance) * self.num_ranges + number] = Piece(first, size)
+        return real | dict(sorted(drawn.items()))
+
+    def parts_at(self, row: int) -> range:
+        """The numbers of the parts of a guidance scale, or after the last of these, of the real images."""
+        return range(row * self.num_ranges, (row + 1) * self.num_ranges)
+
+    def contents(self) -> dict:
+        """What --out is made of."""
+        flags = self.flags
+        return {'program': PROGRAM, 'batch': self.model.batch, 'model_sha256': self.model_sha256,
+                'samples': flags.samples, 'captions_sha256': self.data.captions_sha256, 'guidance': flags.guidance,
+                'steps': flags.steps, 'seed': flags.seed, 'image_size': self.image_size, 'precision': flags.precision,
+                'save_pictures': flags.save_pictures, **self.judges, 'reference': self.reference}
+
+
+@contextlib.contextmanager
+def open_model(flags: EvaluateFlags) -> Iterator[Model]:
+    """The model; of a checkpoint, a pipeline that goes with the context. Raises ValueError if there is none."""
+    if is_pipeline(flags.model):
+        yield Model(flags.model, flags.model)
+        return
+    place = f'MODEL {flags.model}'
+    with checkpoint_in(flags.model, 'MODEL') as path:
+        if path is None:
+            raise ValueError(f'{place} holds no whole checkpoint and no pipeline; give one, or the --save_folder of a '
+                             'run')
+        trained = read_trained(path, place)
+        if trained.vae is None and not flags.pretrained:
+            raise ValueError(f'{place} has no VAE to decode with, because it was trained on latents; give --model_name '
+                             'FOLDER --pretrained for the one that encoded')
+        pipeline = trained_pipeline(trained, place, flags.model_name, flags.tokenizer, flags.pretrained, flags.live)
+        with PrivateFolder() as folder:
+            pipeline.save_pretrained(folder)
+            del pipeline
+            yield Model(folder, flags.model_name or trained.flags['model_name'], kind_of_weights(trained, flags.live),
+                        trained.batch, trained.samples, trained.flags)
+
+
+def kind_of_weights(trained: Trained, live: bool) -> str:
+    return 'live' if live or trained.averaged is None else 'averaged'
+
+
+def read_data(flags: EvaluateFlags) -> Data:
+    """The captions, and the shards of images where there are any.
+
+    Raises ValueError if there are too few, one has no words, or there is nothing to compare pictures with.
+    """
+    if os.path.isfile(flags.data):
+        return Data(read_captions(flags.data, flags.samples), None)
+    index = read_index(flags.data, 'DATA')
+    require_columns(flags.data, index, 'DATA')
+    has_images = 'latents' not in index
+    has_reference = flags.reference and os.path.exists(flags.reference)
+    if flags.inception and not has_images and not has_reference:
+        raise ValueError(f'DATA {flags.data} holds latents, and FID compares with images; give the images that they '
+                         'were made of, or --reference FILE')
+    refuse_too_few(flags.data, number_of_samples(index), flags.samples, 'samples')
+    captions = []
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if not os.path.isdir(flags.data):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix='shards-'))
+        shards = open_shards(flags.data, folder, index)
+        for number, sample in enumerate(samples_in_order(shards, 0, flags.samples)):
+            if not has_words(sample['caption']):
+                raise ValueError(f'sample {number} of DATA {flags.data} has a caption without words; leave it out')
+            captions.append(sample['caption'])
+    return Data(captions, index if has_images else None)
+
+
+def hashes_of_judges(flags: EvaluateFlags) -> dict[str, str | None]:
+    """Of the weights that pictures are judged by. Raises ValueError if a folder has none."""
+    judges = {'inception_sha256': None, 'clip_sha256': None}
+    try:
+        if flags.inception:
+            judges['inception_sha256'] = sha256_of(Path(flags.inception))
+        if flags.clip:
+            judges['clip_sha256'] = sha256_of(Path(flags.clip, CLIP_WEIGHTS))
+    except OSError as error:
+        raise ValueError(f'{error.filename} cannot be read ({error.strerror}); give weights that can') from None
+    return judges
+
+
+def require_judges(flags: EvaluateFlags) -> None:
+    """Raises ValueError if the weights that pictures are judged by are not those of their networks."""
+    if flags.inception:
+        load_inception(flags.inception)
+    if flags.clip:
+        load_clip(flags.clip)
+
+
+def resize_in_words(image_size: int) -> str:
+    """What happens to a real image on its way to the features; to a picture, the last of it."""
+    return f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
+
+
+def find_reference(flags: EvaluateFlags, data: Data, image_size: int, inception_sha256: str | None
+                   ) -> tuple[dict | None, torch.Tensor | None]:
+    """What the features of the real images are made of, and where --reference holds them already, these features.
+
+    Raises ValueError if it holds those of another network, resize, or dataset.
+    """
+    if not flags.inception:
+        return None, None
+    ours = {'network': f'{NETWORK} {LAYER}', 'inception_sha256': inception_sha256,
+            'resize': resize_in_words(image_size)}
+    if data.index:
+        ours |= {'index_sha256': index_hash(data.index), 'images': flags.samples}
+    if not flags.reference or not os.path.lexists(flags.reference):
+        return ours, None
+    place = f'--reference {flags.reference}'
+    try:
+        with safe_open(flags.reference, 'pt') as file:
+            theirs = json.loads(file.metadata()[ABOUT])
+            features = file.get_tensor(FEATURES)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{place} holds no features of evaluate.py ({one_line(error)[:200]}); name another file, '
+                         'which is then made') from None
+    for key in ours:
+        if key != 'images' and theirs.get(key) != ours[key]:
+            raise ValueError(f'{place} was made with {key} {theirs.get(key)}, and this run has {ours[key]}; their FID '
+                             'could not be compared; name another file, which is then made')
+    return theirs, features
+
+
+def plan(flags: EvaluateFlags, model: Model) -> Evaluation:
+    """What is to be done. Raises ValueError for what cannot be."""
+    image_size = flags.image_size or model.config('unet')['sample_size'] * PIXELS_PER_LATENT
+    data = read_data(flags)
+    judges = hashes_of_judges(flags)
+    reference, given = find_reference(flags, data, image_size, judges['inception_sha256'])
+    require_judges(flags)
+    return Evaluation(flags, model, hash_of_pipeline(model.folder), data, image_size, judges, reference, given)
+
+
+def settings_of(evaluation: Evaluation) -> QualitySettings:
+    """What the workers need to know."""
+    flags = evaluation.flags
+    index = evaluation.data.index
+    return QualitySettings(
+        pipeline=evaluation.model.folder,
+        pipeline_sha256=evaluation.model_sha256,
+        data=flags.data if index else None,
+        index_hash=index_hash(index) if index else None,
+        inception=flags.inception,
+        clip=flags.clip,
+        image_size=evaluation.image_size,
+        batch_size=flags.batch_size,
+        steps=flags.steps,
+        seed=flags.seed,
+        precision=flags.precision,
+        save_pictures=flags.save_pictures,
+    )
+
+
+def open_workers(evaluation: Evaluation, output: Output, num_parts: int) -> LocalWorkers | RayWorkers:
+    """The processes that draw: one for each GPU."""
+    make = partial(make_evaluator, output, settings_of(evaluation))
+    if evaluation.flags.ray:
+        return RayWorkers(make, evaluation.flags.ray, for_gpus=True)
+    preload = 'parts.evaluation'
+    if torch.cuda.is_available():
+        preload = None  # see encode.py
+    return LocalWorkers(make, min(max(1, torch.cuda.device_count()), num_parts), preload)
+
+
+def draw_missing(evaluation: Evaluation, output: Output) -> tuple[int, dict[str, dict]]:
+    """Make the parts that no earlier run has made; returns the pictures drawn, and the figures of each worker."""
+    pieces = evaluation.pieces()
+    done = set()
+    if claim(output, evaluation.contents()):
+        done = finished_parts(output, max(pieces) + 1)
+    missing = [Part(number, [piece]) for number, piece in pieces.items() if number not in done]
+    total = sum(piece.number for piece in pieces.values())
+    to_do = sum(pieces[part.number].number for part in missing)
+    drawn = 0
+    workers_figures = {}
+    if missing:
+        with (open_workers(evaluation, output, len(missing)) as workers,
+              progress_bar(total, ' images', total - to_do) as bar):
+            for made in make_parts(workers, missing):
+                drawn += made['samples'] if made['is_drawn'] else 0
+                workers_figures[made['worker']['name']] = made['worker']
+                bar.update(made['samples'])
+    return drawn, workers_figures
+
+
+def gathered(output: Output, numbers: range, name: str) -> torch.Tensor:
+    """What parts hold under a name, in the order of the samples. Raises DataError if a part is not whole."""
+    return torch.cat([read_features(output, number)[name] for number in numbers])
+
+
+def real_features(evaluation: Evaluation, output: Output) -> torch.Tensor:
+    """The features of the real images (M, 2048), which --reference holds from now on, where it did not."""
+    if evaluation.given is not None:
+        return evaluation.given
+    flags = evaluation.flags
+    features = gathered(output, evaluation.parts_at(len(flags.guidance)), FEATURES)
+    if flags.reference:
+        place, name = os.path.split(os.path.abspath(flags.reference))
+        content = save({FEATURES: features}, {ABOUT: json.dumps(evaluation.reference)})
+        FolderOutput(place, '--reference').create(name, content)
+    return features
+
+
+def scores_of(evaluation: Evaluation, output: Output) -> list[dict]:
+    """The scores at each guidance scale; None where a score was not asked for."""
+    flags = evaluation.flags
+    real = None
+    if flags.inception:
+        real = real_features(evaluation, output)
+    scores = []
+    for row, guidance in enumerate(flags.guidance):
+        score = {'guidance': guidance, 'fid': None, 'clip_score': None}
+        if flags.inception:
+            score['fid'] = frechet_distance(gathered(output, evaluation.parts_at(row), FEATURES), real)
+        if flags.clip:
+            score['clip_score'] = clip_score(gathered(output, evaluation.parts_at(row), COSINES))
+        scores.append(score)
+    return scores
+
+
+def evaluation_record(evaluation: Evaluation, scores: list[dict], drawn: int, workers: list[dict]) -> dict:
+    """The record of an evaluation: what was judged, by what, and the scores. `samples_drawn` are those of this run."""
+    flags, model = evaluation.flags, evaluation.model
+    values = dataclasses.asdict(flags) | {'model_name': model.name, 'image_size': evaluation.image_size}
+    record = circumstances('evaluate', values, EVALUATE_FLAGS) | {
+        'status': 'complete', 'model': redacted(flags.model), 'data': redacted(flags.data), 'weights': model.weights,
+        'trained_batches': model.batch, 'images_seen': model.images_seen, 'training': model.training,
+        'sampler': SAMPLER, 'scores': scores, 'model_sha256': evaluation.model_sha256, **evaluation.judges,
+        'clip': flags.clip and os.path.basename(os.path.abspath(flags.clip)), 'samples_drawn': drawn,
+        'images_per_sec': None, 'images_per_sec_per_device': None,
+    }
+    if flags.inception:
+        real_images = evaluation.reference['images']
+        record |= {'network': evaluation.reference['network'], 'resize': evaluation.reference['resize'],
+                   'real_images': real_images,
+                   'fid_is_biased': min(flags.samples, real_images) < FEWEST_SAMPLES,
+                   'fid_of_published_weights': evaluation.judges['inception_sha256'].startswith(PUBLISHED_SHA256)}
+    return record | speed_of(evaluation, workers, record['device'])
+
+
+def speed_of(evaluation: Evaluation, workers: list[dict], device: str) -> dict:
+    """Pictures per second over all workers, and on GPUs what that is of their peak; nothing where none was drawn."""
+    measured = [worker for worker in workers if worker['seconds']]
+    if not measured:
+        return {}
+    figures = {'num_devices': len(workers), 'num_nodes': len({worker['machine'] for worker in workers})}
+    if workers[0]['device']:
+        device = workers[0]['device']
+        figures |= {'device': device, 'device_type': 'cuda'}
+    images_per_sec = sum(worker['measured'] / worker['seconds'] for worker in measured)
+    figures |= {'images_per_sec': images_per_sec, 'images_per_sec_per_device': images_per_sec / len(measured)}
+    flops = flops_of_a_picture(evaluation)
+    return figures | utilization(images_per_sec / len(measured), flops, evaluation.flags.precision, device)
+
+
+def flops_of_a_picture(evaluation: Evaluation) -> int:
+    """FLOPs of drawing one, on average over the guidance scales; those of its judges are not in it."""
+    model, flags = evaluation.model, evaluation.flags
+    text_config = CLIPTextConfig(**model.config('text_encoder'))
+
+    def flops(guided: bool) -> int:
+        return drawing_flops(model.config('unet'), text_config, model.config('vae'), evaluation.image_size, flags.steps,
+                             guided)
+
+    kinds = [guidance > 1 for guidance in flags.guidance]
+    of_each = {guided: flops(guided) for guided in set(kinds)}
+    return sum(of_each[guided] for guided in kinds) // len(kinds)
+
+
+def summary(record: dict) -> str:
+    """The record for people: a row for each guidance scale."""
+    lines = []
+    if record['images_per_sec']:
+        lines.append(f'{"drawn":<15} {record["samples_drawn"]:,} pictures, {record["images_per_sec"]:.4g} images/s')
+    age = ''
+    if record['trained_batches'] is not None:
+        age = f', {record["weights"]} weights after {record["trained_batches"]:,} batches'
+    lines.append(f'{"model":<15} {record["model"]}{age}')
+    lines.append(f'{"guidance":<15} {"FID":>10} {"CLIP score":>12}')
+    for score in record['scores']:
+        lines.append(f'{score["guidance"]:<15g} {in_words(score["fid"]):>10} {in_words(score["clip_score"]):>12}')
+    if record.get('fid_is_biased'):
+        lines.append(f'{"caution":<15} FID of {record["samples"]:,} pictures and {record["real_images"]:,} images is '
+                     f'too high: below {FEWEST_SAMPLES:,} it is biased, and compares only with the same number')
+    if record.get('fid_of_published_weights') is False:
+        lines.append(f'{"caution":<15} the weights of --inception are not those of published FIDs')
+    return '\n'.join(lines)
+
+
+def in_words(score: float | None) -> str:
+    return '' if score is None else f'{score:,.2f}'
+
+
+def evaluate(flags: EvaluateFlags) -> dict:
+    """Draw what is missing, and judge it; returns the record."""
+    show_nothing_while_loading()
+    with open_model(flags) as model:
+        evaluation = plan(flags, model)
+        output = open_output(flags.out, '--out')
+        with output.in_use():
+            drawn, workers = draw_missing(evaluation, output)
+            scores = scores_of(evaluation, output)
+        record = evaluation_record(evaluation, scores, drawn, list(workers.values()))
+    return keep(record, summary(record), flags.results)
+
+
+def main(argv: list[str] | None = None) -> dict:
+    """Evaluate; returns the record."""
+    leave_to_first_process(PROGRAM)
+    parser = evaluate_parser(__doc__)
+    args = parser.parse_args(argv)
+    stays = f'what is drawn stays in --out {args.out}, and the same command, started again, goes on from there'
+    with ended_in_one_line(parser, stays):
+        refuse_early_evaluation(args)
+        return evaluate(fill_in_evaluate_defaults(args))
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,31 @@
+"""Captions of a text file, one a line. Nothing here needs a library, so that commands can ask before their imports."""
+import re
+
+
+def read_captions(path: str, number: int) -> list[str]:
+    """The first captions of a file. Raises ValueError if it holds fewer, or one of them has no words."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            lines = [line.strip() for line in file.read().rstrip().split('\n')]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f'DATA {path} cannot be read ({error}); give a text file with a caption on each line, or '
+                         'shards of images with captions') from None
+    if lines == ['']:
+        lines = []
+    refuse_too_few(path, len(lines), number, 'captions')
+    for line_number, line in enumerate(lines[:number], start=1):
+        if not has_words(line):
+            raise ValueError(f'DATA {path}:{line_number}: a caption without words; write one, or take the line out')
+    return lines[:number]
+
+
+def refuse_too_few(data: str, there: int, wanted: int, kind: str) -> None:
+    """Raises ValueError if DATA holds fewer captions or images than --samples."""
+    if there < wanted:
+        raise ValueError(f'DATA {data} holds {there:,} {kind}, fewer than --samples {wanted:,}; use --samples {there}, '
+                         'or give more')
+
+
+def has_words(caption: str) -> bool:
+    """Whether there is a letter or a digit of any script in it."""
+    return re.search(r'[^\W_]', caption) is not None
