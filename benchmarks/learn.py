@@ -37,7 +37,7 @@ from parts.merge import merge_parts
 from parts.output import open_output
 from parts.writer import PartWriter
 from training.checkpoints import checkpoints
-from training.sampling import grid_of
+from training.picture_grid import grid_of
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1

@@ -157,12 +157,18 @@ def refuse_early_report(args: argparse.Namespace) -> None:
         if Path(path).resolve() in records:
             raise ValueError(f'{flag} {path} would overwrite the records; give another file')
         if Path(path).is_dir():
-            raise ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
+            raise folder_error(flag, path, example)
     if args.figure and not Path(args.figure).suffix:
         raise ValueError(f'--figure {args.figure} has no ending that says its format; use {args.figure}.png')
     for path in args.records:
-        if not os.path.exists(path):
-            raise ValueError(f'{path}: No such file or directory; give files of JSON lines or CSV')
+        if os.path.isdir(path) or not os.path.exists(path):
+            why_not = 'Is a directory' if os.path.isdir(path) else 'No such file or directory'
+            raise ValueError(f'{path}: {why_not}; give files of JSON lines or CSV')
+
+
+def folder_error(flag: str, path: str, example: str) -> ValueError:
+    """The error of a file to write that is a folder; `example` is a name for one in it."""
+    return ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
 
 
 def refuse_early_export(args: argparse.Namespace) -> None:
@@ -457,8 +463,10 @@ def refuse_bad_batch(args: argparse.Namespace) -> None:
     if microbatch in (None, 'auto'):
         return
     if device_batch % microbatch:
-        raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
-                         f'that each of {devices} devices gets of --batch_size {args.batch_size}; use '
+        share = f'--batch_size {args.batch_size}'
+        if devices > 1:
+            share = f'the {counted(device_batch, "image")} that each of {devices} devices gets of {share}'
+        raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide {share}; use '
                          f'{largest_divisor(device_batch, microbatch)}')
 
 
@@ -505,6 +513,8 @@ def refuse_bad_results(path: str) -> None:
     """Raises ValueError if no record can be appended to --results. It is said before the run, not after it."""
     if not is_first_rank():
         return
+    if os.path.isdir(path):
+        raise folder_error('--results', path, 'results.jsonl')
     try:
         if not os.path.exists(path):
             tempfile.TemporaryFile(dir=os.path.dirname(path) or '.').close()  # could one be made there?

@@ -18,6 +18,8 @@ from models.sampling import GUIDANCE, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
 from tests.runs import TINY, assert_same_training, one_error_line, settings_of
+from tests.samples import picture
+from training.picture_grid import with_prompts
 from training.sampling import Painter
 
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
@@ -46,10 +48,25 @@ def kept(folder: Path) -> list[str]:
 
 
 def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
-    """Those in the grid of three prompts, int (size, size, 3)."""
+    """Those in the grid of three prompts, int (size, size, 3), without what stands below them."""
     grid = np.asarray(Image.open(path), dtype=int)
-    assert grid.shape == (2 * size, 2 * size, 3) and (grid[size:, size:] == 255).all()
-    return [grid[top:top + size, left:left + size] for top, left in ((0, 0), (0, size), (size, 0))]
+    row = len(grid) // 2
+    assert grid.shape == (2 * row, 2 * size, 3) and row > size and (grid[row:, size:] == 255).all()
+    return [grid[top:top + size, left:left + size] for top, left in ((0, 0), (0, size), (row, 0))]
+
+
+def test_each_picture_stands_above_its_prompt_in_letters_that_are_not_cut_off():
+    pictures = [picture(seed) for seed in range(3)]
+    captioned = with_prompts(pictures, ['Über', 'Uber', 'word ' * 100])
+    [width], [height] = zip(*{image.size for image in captioned}, strict=True)
+    assert width == 64 and 64 < height < 128
+    below = [np.asarray(image, dtype=int)[64:] for image in captioned]
+    for image, before in zip(captioned, pictures, strict=True):
+        assert (np.asarray(image)[:64] == np.asarray(before)).all()
+    assert all((text < 128).any() for text in below), 'black letters'
+    assert (below[0] != below[1]).any(), 'the dots of the Ü, which are no box'
+    assert (below[0][:, 32:] == below[1][:, 32:]).all()
+    assert all((text[-1] == 255).all() and (text[:, -1] > 128).all() for text in below), 'nothing is cut off'
 
 
 def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
