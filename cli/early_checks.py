@@ -151,15 +151,17 @@ def refuse_early_report(args: argparse.Namespace) -> None:
     says no format.
     """
     records = {Path(path).resolve() for path in args.records}
-    for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png')):
+    for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png'),
+                                ('--quality', args.quality, 'quality.png')):
         if path is None:
             continue
         if Path(path).resolve() in records:
             raise ValueError(f'{flag} {path} would overwrite the records; give another file')
         if Path(path).is_dir():
             raise folder_error(flag, path, example)
-    if args.figure and not Path(args.figure).suffix:
-        raise ValueError(f'--figure {args.figure} has no ending that says its format; use {args.figure}.png')
+    for flag, path in (('--figure', args.figure), ('--quality', args.quality)):
+        if path and not Path(path).suffix:
+            raise ValueError(f'{flag} {path} has no ending that says its format; use {path}.png')
     for path in args.records:
         if os.path.isdir(path) or not os.path.exists(path):
             why_not = 'Is a directory' if os.path.isdir(path) else 'No such file or directory'
@@ -204,6 +206,8 @@ def refuse_bad_model(args: argparse.Namespace) -> None:
         if args.ray:
             raise ValueError(f'--ray {args.ray} needs a pipeline folder that all machines see, and MODEL {model} is '
                              'none; make one with export.py')
+        if os.path.isdir(model) and not checkpoints_among(names_in('MODEL', model)):
+            raise no_checkpoint_error(f'MODEL {model}')
         return
     for flag in ('live', 'model_name', 'pretrained', 'tokenizer'):
         if getattr(args, flag):
