@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from cli.options import Parser, split_time
-from inputs.caption_file import read_captions
 from inputs.errors import one_line
 from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
 from inputs.places import (
@@ -28,7 +27,7 @@ from inputs.places import (
     occupied_error,
     refuse_folder_without_index,
 )
-from inputs.prompts import read_prompts
+from inputs.text_files import read_captions, read_prompts
 from inputs.words import counted
 from parts.names import held_out_beside
 from settings import switch_table
