@@ -58,7 +58,7 @@ from inputs.shards import (
     require_same_origin,
 )
 from measuring.measurement import Measurement, loader_figures
-from measuring.record import keep, redacted, training_settings
+from measuring.record import caution_sentence, keep, redacted, training_settings
 from measuring.tracing import build_profiler, quiet_profiler, tracing_callbacks
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
@@ -457,7 +457,11 @@ def measure_loader(settings: Settings, data: DataSpec) -> dict:
     measurement = settings.measurement
     record = training_settings(settings, data.dataloader.dataset.latents) | {'status': 'complete'}
     record |= loader_figures(data, measurement.warmup_batches, measurement.measure_batches)
-    return keep(record, f'loader {record["loader_images_per_sec"]:.4g} images/s', measurement.results)
+    text = f'loader {record["loader_images_per_sec"]:.4g} images/s'
+    caution = caution_sentence(record)
+    if caution:
+        text += f'\ncaution: {caution}'
+    return keep(record, text, measurement.results)
 
 
 def read_settings(parser: Parser, argv: list[str] | None) -> Settings:

@@ -31,7 +31,9 @@ from functools import partial
 from cli.ends import ended_in_one_line
 from cli.next_command import training_command
 from inputs.errors import one_line
+from inputs.places import INDEX, finished_error
 from inputs.stores import streaming_address
+from inputs.words import counted
 from parts.engine import Part, make_parts
 from parts.held_out import (
     TooFewSamples,
@@ -51,11 +53,12 @@ from parts.output import (
     Output,
     claim,
     finished_parts,
+    is_claimed_for,
     open_output,
     read_json,
     redo,
-    refuse_finished,
     release,
+    samples_of_finished,
 )
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
@@ -63,9 +66,19 @@ from parts.sources import Found, find_files, join_neighbours
 from parts.workers import make_converter, make_splitter
 from settings.subjects import ConversionFlags, subject_from
 
+IS_HELD_OUT = {'is_held_out': True}  # in the claim of what was held out
+
 
 class NothingConverted(Exception):
     """There is no sample in SOURCE."""
+
+
+class DoneAlready(Exception):
+    """OUT holds what this command would make."""
+
+    def __init__(self, samples: int):
+        super().__init__()
+        self.samples = samples  # in OUT
 
 
 @dataclass
@@ -109,12 +122,10 @@ def open_held_out(flags: ConversionFlags, output: Output) -> Output | None:
 def claim_and_plan(flags: ConversionFlags, output: Output, held_out: Output | None, found: Found) -> Plan:
     """Claim OUT for what was found, and see what an earlier run has done.
 
-    Raises ValueError if OUT holds something else.
+    Raises DoneAlready if that was all, and ValueError if OUT holds something else.
     """
     damaged = DamagedFiles(output)
     again = damaged.parts()
-    if not again:
-        refuse_finished(output)
     begun = [file._replace(size=damaged.size_at_begin(file)) for file in found.files]
     grouped = join_neighbours(begun, flags.size_limit)
     present = {file.name: file for file in found.files}
@@ -122,13 +133,15 @@ def claim_and_plan(flags: ConversionFlags, output: Output, held_out: Output | No
     plan = Plan(parts, list(range(len(parts))), found, damaged, held_out)
     contents = {'program': PROGRAM, 'source': fingerprint(begun), 'size_limit': flags.size_limit,
                 'held_out': flags.held_out, 'seed': flags.seed if flags.held_out else None}
+    if not again:
+        refuse_other_or_done(output, held_out, contents)
     if held_out:  # first: where it cannot be, OUT is not begun either
-        claim(held_out, contents | {'is_held_out': True})
+        claim(held_out, contents | IS_HELD_OUT)
     is_resumed = claim(output, contents)
     if not is_resumed:
         return plan
     if again:
-        print(f'converting anew what was damaged: {len(again):,} parts')
+        print(f'converting anew what was damaged: {counted(len(again), "part")}')
         redo(output, again)
         if held_out:
             redo(held_out, again)
@@ -136,13 +149,26 @@ def claim_and_plan(flags: ConversionFlags, output: Output, held_out: Output | No
     if held_out:
         lost = parts_that_lost_samples(output, held_out, done)
         if lost:
-            print(f'converting anew, as what was held out of them is gone: {len(lost):,} parts')
+            print(f'converting anew, as what was held out of them is gone: {counted(len(lost), "part")}')
             redo(output, lost)
             done -= lost
     if done:
-        print(f'going on with OUT {flags.out}: {len(done):,} of {len(parts):,} parts are done')
+        print(f'going on with OUT {flags.out}: {len(done):,} of {counted(len(parts), "part")} done')
     plan.missing = [number for number in plan.missing if number not in done]
     return plan
+
+
+def refuse_other_or_done(output: Output, held_out: Output | None, contents: dict) -> None:
+    """Raises DoneAlready if OUT is finished, and what is held out as well, and both were made of these contents;
+    ValueError if OUT is finished, and of others."""
+    if output.read(INDEX) is None:
+        return
+    is_same = is_claimed_for(output, contents)
+    if held_out:
+        is_same &= is_claimed_for(held_out, contents | IS_HELD_OUT) and held_out.read(INDEX) is not None
+    if not is_same:
+        raise finished_error(output.place)
+    raise DoneAlready(samples_of_finished(output))
 
 
 class DamagedFiles:
@@ -306,15 +332,27 @@ def warn_of_damage(merged: Merged) -> None:
 def print_summary(merged: Merged, held_out: Merged | None, flags: ConversionFlags) -> None:
     """What was converted, what was not, and what to do next."""
     warn_of_damage(merged)
-    print(f'converted  {merged.samples:,} samples, {merged.bytes / 1e6:,.1f} MB in {merged.shards:,} shards')
-    held_out_flags = []
+    size = f'{merged.bytes / 1e6:,.1f} MB' if merged.bytes >= 1e6 else f'{merged.bytes / 1e3:,.1f} kB'
+    print(f'converted  {counted(merged.samples, "sample")}, {size} in {counted(merged.shards, "shard")}')
     if held_out:
-        place = held_out_beside(flags.out)
-        print(f'held out   {held_out.samples:,} samples, in {place}')
-        held_out_flags = ['--eval_remote', streaming_address(place)]
+        print(f'held out   {counted(held_out.samples, "sample")}, in {held_out_beside(flags.out)}')
     if merged.skipped:
         print(f'skipped    {what_was_skipped(merged, flags)}')
-    print(f'next       {training_command(streaming_address(flags.out), merged.samples, held_out_flags)}')
+    print_next(merged.samples, flags)
+
+
+def print_done_already(samples: int, flags: ConversionFlags) -> None:
+    """That an earlier run has done all, and what to do next."""
+    print(f'done already: OUT {flags.out} holds {counted(samples, "sample")} of this SOURCE, made with these flags')
+    print_next(samples, flags)
+
+
+def print_next(samples: int, flags: ConversionFlags) -> None:
+    """The command that trains on what was converted."""
+    evaluation = []
+    if flags.held_out:
+        evaluation = ['--eval_remote', streaming_address(held_out_beside(flags.out))]
+    print(f'next       {training_command(streaming_address(flags.out), samples, evaluation)}')
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -330,6 +368,9 @@ def main(argv: list[str] | None = None) -> int:
             merged, held_out = convert(flags, output)
         except NothingConverted as error:
             parser.end(1, one_line(error))
+        except DoneAlready as done:
+            print_done_already(done.samples, flags)
+            return 0
     print_summary(merged, held_out, flags)
     return 1 if merged.damaged else 0
 

@@ -28,6 +28,7 @@ from inputs.shards import LATENTS, index_hash, parse_size, read_index
 from inputs.shared_memory import refuse_too_many_samples
 from inputs.streaming_patches import PatchedStreamingDataset
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
+from inputs.words import counted
 
 MOST_STAND_INS = 1000  # samples that may be bad in a row
 LONGEST_CAPTION = 10_000  # characters: 77 tokens are over long before, and a megabyte would take a second and 200 MB
@@ -359,8 +360,9 @@ def say_what_an_epoch_leaves_out(samples: int, batch_size: int) -> None:
     batches = math.ceil(samples / devices) // (batch_size // devices)
     left_out = samples - batches * batch_size
     if left_out > 0 and dist.get_global_rank() == 0:
-        print(f'each epoch leaves out {left_out:,} of the {samples:,} samples: the others make {batches:,} whole '
-              f'batches of --batch_size {batch_size}')
+        whole = counted(batches, 'whole batch', 'whole batches')
+        print(f'each epoch leaves out {left_out:,} of the {samples:,} samples: the others make {whole} of --batch_size '
+              f'{batch_size}')
 
 
 def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, tokenizer: Tokenizer,

@@ -39,9 +39,8 @@ from transformers import CLIPTextConfig
 
 from cli.defaults import fill_in_evaluate_defaults
 from cli.ends import ended_in_one_line
-from inputs.caption_file import has_words, read_captions, refuse_too_few
+from inputs.text_files import has_words, read_captions, refuse_too_few
 from inputs.errors import one_line
-from inputs.in_order import samples_in_order
 from inputs.shards import index_hash, number_of_samples, read_index, require_columns
 from inputs.verified_stream import open_shards
 from measuring.quality import FEWEST_SAMPLES, clip_score, frechet_distance
@@ -232,7 +231,7 @@ def read_data(flags: EvaluateFlags) -> Data:
         if not os.path.isdir(flags.data):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix='shards-'))
         shards = open_shards(flags.data, folder, index)
-        for number, sample in enumerate(samples_in_order(shards, 0, flags.samples)):
+        for number, sample in enumerate(shards.samples(0, flags.samples)):
             if not has_words(sample['caption']):
                 raise ValueError(f'sample {number} of DATA {flags.data} has a caption without words; leave it out')
             captions.append(sample['caption'])

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from cli.launcher import Stopped, signals_raise
 from inputs.errors import one_line
+from inputs.words import counted
 from settings.subjects import ExportFlags, subject_from
 from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
@@ -76,7 +77,7 @@ def summary(flags: ExportFlags, trained: Trained) -> str:
         kind = 'live'
     elif trained.averaged is None:
         kind = 'live (there is no average)'
-    age = f' after {trained.batch:,} batches' if trained.batch is not None else ''
+    age = f' after {counted(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
     return (f'{flags.out} holds the pipeline{age}, with the {kind} weights\n'
             f"draw: StableDiffusionPipeline.from_pretrained('{flags.out}')('a photo of a cat').images[0]")
 

@@ -24,6 +24,7 @@ import math
 
 import pandas as pd
 
+from inputs.words import counted
 from measuring.costs import DATASET_IMAGES, TRAINING_IMAGES, Assumptions, Phase
 from reporting.figures import draw
 from reporting.plans import plan_rows
@@ -36,6 +37,7 @@ from reporting.tables import (
     Table,
     differing_settings,
     identity_that_differs,
+    in_devices,
     labels_of_settings,
     markdown,
     marked,
@@ -119,9 +121,7 @@ def tables_of_settings(rows: pd.DataFrame, gpus_to_predict: list[int], given: As
     for _, setting_rows in rows.groupby(list(SETTINGS), sort=False):
         is_encoding = setting_rows['stage'].iloc[0] == 'encode'
         remarks = []
-        if is_encoding:
-            remarks.append(remark_on_encoding(given))
-        elif gpus_to_predict:
+        if gpus_to_predict and not is_encoding:
             try:
                 predicted, basis = extrapolated_rows(setting_rows, gpus_to_predict)
                 setting_rows = pd.concat([setting_rows, predicted]).sort_values('num_devices', kind='stable')
@@ -130,7 +130,10 @@ def tables_of_settings(rows: pd.DataFrame, gpus_to_predict: list[int], given: As
                 why_not = basis = str(reason)
             remarks.append(basis)
         heading = setting_rows['heading'].iloc[0]
-        tables.append(Table(heading, with_figures(setting_rows, given), [*columns, 'notes'], remarks))
+        setting_rows = with_figures(setting_rows, given)
+        if is_encoding:
+            remarks += remarks_on_encoding(setting_rows, given)
+        tables.append(Table(heading, setting_rows, [*columns, 'notes'], remarks))
     if gpus_to_predict and not some_were_predicted:
         raise ValueError(why_not)
     return tables
@@ -147,13 +150,12 @@ def tables_of_records(records: pd.DataFrame, given: Assumptions) -> list[Table]:
     for stage, rows in records.groupby('stage', sort=False):
         differing_here = [*differing_settings(rows), *identity_that_differs(rows)]
         same_here = [key for key in differing if key not in differing_here]
-        remarks = []
-        if stage == 'encode':
-            remarks.append(remark_on_encoding(given))
         first = rows.iloc[0].copy()
         first['versions'] = without_packages(first['versions'], packages)
         heading = ', '.join(settings_in_words(first, same_here))
-        tables.append(Table(heading, with_figures(rows, given), [*differing_here, *columns, 'notes'], remarks))
+        rows = with_figures(rows, given)
+        remarks = remarks_on_encoding(rows, given) if stage == 'encode' else []
+        tables.append(Table(heading, rows, [*differing_here, *columns, 'notes'], remarks))
     return tables
 
 
@@ -178,22 +180,36 @@ def tables_of_plans(records: pd.DataFrame, trained: pd.DataFrame, phases: list[P
         rows = plan_rows(trained, encodings, plan, given, only_with_latents=not phases)
         if rows.empty:
             sizes = ' and '.join(dict.fromkeys(phase.size for phase in plan))
-            raise ValueError(f'--phase: no number of GPUs was measured in one setting at {sizes} px; '
-                             'name sizes that the records have')
-        heading = ', then '.join(f'{phase.images:,} images at {phase.size} px' for phase in plan)
+            raise ValueError(f'--phase: no number of GPUs was measured in one setting at {sizes} px; the records have '
+                             f'{sizes_in_words(trained)}')
+        heading = ', then '.join(f'{counted(phase.images, "image")} at {phase.size} px' for phase in plan)
         table = Table(f'Plan: train on {heading}', rows, ['device', *settings, *figures, 'notes'])
         if 'latents_tb' in rows:
-            table.remarks.append(
-                f'For latents, all {given.dataset_images:,} images of the data set (--dataset_images) are encoded once '
-                'at each size, however many are trained on (--training_images, --phase); the cost holds their storage '
-                f'while the training lasts, at ${given.dollars_per_tb_month:g} a TB-month.')
+            remark = (f'For latents, all {given.dataset_images:,} images of the data set (--dataset_images) are '
+                      'encoded once at each size, however many are trained on (--training_images, --phase)')
+            if rows['cost_usd'].notna().any():
+                remark += ('; the cost holds their storage while the training lasts, at '
+                           f'${given.dollars_per_tb_month:g} a TB-month')
+            table.remarks.append(f'{remark}.')
         tables.append(table)
     return tables
 
 
-def remark_on_encoding(given: Assumptions) -> str:
-    return (f'Days, GPU-hours, cost and latents are those of encoding all {given.dataset_images:,} images of the data '
-            'set once (--dataset_images); --training_images does not change them.')
+def sizes_in_words(trained: pd.DataFrame) -> str:
+    """The sizes that were measured, and on how many devices each."""
+    sizes = []
+    for size, rows in sorted(trained.groupby('image_size'), key=lambda entry: int(entry[0])):
+        sizes.append(f'{size} px on {" and ".join(dict.fromkeys(in_devices(rows)))}')
+    return ', '.join(sizes) or 'none that count'
+
+
+def remarks_on_encoding(rows: pd.DataFrame, given: Assumptions) -> list[str]:
+    """What the columns of an encoding count that are in its table."""
+    columns = [COLUMNS[key][0] for key in ('days', 'gpu_hours', 'cost_usd', 'latents_tb') if rows[key].notna().any()]
+    if not columns:
+        return []
+    return [f'Of an encoding: {", ".join(columns)} count all {given.dataset_images:,} images of the data set once '
+            '(--dataset_images); --training_images does not change them.']
 
 
 def remarks_on_costs(records: pd.DataFrame, given: Assumptions) -> list[str]:
@@ -212,8 +228,8 @@ def remarks_on_storage(given: Assumptions) -> list[str]:
     if not given.image_bytes:
         return []
     shards = math.ceil(given.dataset_images * given.image_bytes / SHARD_BYTES)
-    return [f'An epoch of {given.dataset_images:,} samples is {shards:,} shards of 64 MiB (--dataset_images); the '
-            f'cache is what it leaves on each node of {GPUS_PER_NODE} GPUs.']
+    return [f'An epoch of {counted(given.dataset_images, "sample")} is {counted(shards, "shard")} of 64 MiB '
+            f'(--dataset_images); the cache is what it leaves on each node of {GPUS_PER_NODE} GPUs.']
 
 
 def remarks_on_loaders(records: pd.DataFrame, trained: pd.DataFrame) -> list[str]:
@@ -259,7 +275,7 @@ def settings_in_common(records: pd.DataFrame) -> str:
     differing = differing_settings(records)
     keys = [key for key in SETTINGS if key == 'versions' or key not in differing]
     words = settings_in_words(common, keys)
-    if len(words) < len(settings_in_words(common, keys, with_defaults=True)):
+    if len(words) < len(settings_in_words(common, keys, always=keys)):
         words.append('other settings at the defaults')
     return ', '.join(words)
 

@@ -42,7 +42,7 @@ from parts.writer import PartWriter
 from reporting.quality import read_evaluations
 from reporting.quality_figure import draw_quality
 from training.checkpoints import checkpoints
-from training.sampling import grid_of
+from training.picture_grid import grid_of
 from training.trained_model import read_trained, trained_pipeline
 
 ROOT = Path(__file__).parent.parent

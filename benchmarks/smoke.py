@@ -6,6 +6,7 @@ On GPUs: Stable Diffusion 2 base on all of them by recipes/original.txt, then by
 of the two. Without a GPU: the tiny model on the CPU. Records are appended to results.jsonl.
 """
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,13 @@ def commands(gpus: int) -> dict[str, list[str]]:
     return {recipe: [*benchmark, f'@recipes/{recipe}.txt', *batch] for recipe in RECIPES}
 
 
+def as_typed(command: list[str]) -> str:
+    """A run's command as one types it in the environment."""
+    if 'composer.cli.launcher' in command:
+        return shlex.join(['composer', *command[3:]])
+    return shlex.join(['python', *command[1:]])
+
+
 def newest_record() -> dict:
     return json.loads(RESULTS.read_text().splitlines()[-1])
 
@@ -46,6 +54,7 @@ def main() -> int:
     speeds = {}
     code = 0
     for name, command in commands(torch.cuda.device_count()).items():
+        print(as_typed(command), flush=True)
         done = subprocess.run(command, cwd=ROOT)
         if done.returncode:
             code = code or done.returncode
@@ -53,6 +62,7 @@ def main() -> int:
             speeds[name] = newest_record()['images_per_sec']
     if len(speeds) > 1:
         print(comparison(speeds))
+    print('Flags that are named here go behind the command above them, after: source .venv/bin/activate')
     return code
 
 

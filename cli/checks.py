@@ -14,6 +14,7 @@ from cli.defaults import INTERVALS, is_for_gpus, workers_that_fit
 from cli.early_checks import refuse_files_of_another_run
 from cli.options import split_time
 from inputs.shards import parse_size
+from inputs.words import counted
 from measuring.measurement import total_batches
 from measuring.tracing import TRACE_WARMUP, TRACED_BATCHES
 from settings import switch_table
@@ -33,7 +34,13 @@ def refuse_more_ranks_than_gpus() -> None:
     """Raises ValueError if two ranks would share a GPU. It comes before anything that touches one, and so may fail."""
     processes = dist.get_local_world_size()
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
-        raise ValueError(f'composer -n {processes} is more than the {torch.cuda.device_count()} GPUs of this machine')
+        gpus = counted(torch.cuda.device_count(), 'GPU')
+        raise ValueError(f'composer -n {processes} is more than the {gpus} of this machine; use -n '
+                         f'{torch.cuda.device_count()}')
+    cores = len(os.sched_getaffinity(0))
+    if not torch.cuda.is_available() and processes > cores and dist.get_global_rank() == 0:
+        print(f'warning: no GPU here: the {processes} processes of composer -n {processes} share '
+              f'{counted(cores, "core")} of the CPU; use python instead of composer', file=sys.stderr)
 
 
 def refuse_bad_training(settings: Settings) -> None:
@@ -198,7 +205,7 @@ def too_late(settings: Settings, total: int, epoch: int) -> list[str]:
         value, unit = split_time(time)
         return value * batches[unit] > share * total
 
-    run = f'this run of {total} batches (--max_duration {settings.training.max_duration})'
+    run = f'this run of {counted(total, "batch", "batches")} (--max_duration {settings.training.max_duration})'
     sentences = []
     ema_start = settings.optimizer.ema_start
     if ema_start and is_too_late(ema_start):

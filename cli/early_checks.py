@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from cli.options import Parser, split_time
-from inputs.caption_file import read_captions
 from inputs.errors import one_line
 from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
 from inputs.places import (
@@ -28,7 +27,7 @@ from inputs.places import (
     occupied_error,
     refuse_folder_without_index,
 )
-from inputs.prompts import read_prompts
+from inputs.text_files import read_captions, read_prompts
 from inputs.words import counted
 from parts.names import held_out_beside
 from settings import switch_table
@@ -158,13 +157,19 @@ def refuse_early_report(args: argparse.Namespace) -> None:
         if Path(path).resolve() in records:
             raise ValueError(f'{flag} {path} would overwrite the records; give another file')
         if Path(path).is_dir():
-            raise ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
+            raise folder_error(flag, path, example)
     for flag, path in (('--figure', args.figure), ('--quality', args.quality)):
         if path and not Path(path).suffix:
             raise ValueError(f'{flag} {path} has no ending that says its format; use {path}.png')
     for path in args.records:
-        if not os.path.exists(path):
-            raise ValueError(f'{path}: No such file or directory; give files of JSON lines or CSV')
+        if os.path.isdir(path) or not os.path.exists(path):
+            why_not = 'Is a directory' if os.path.isdir(path) else 'No such file or directory'
+            raise ValueError(f'{path}: {why_not}; give files of JSON lines or CSV')
+
+
+def folder_error(flag: str, path: str, example: str) -> ValueError:
+    """The error of a file to write that is a folder; `example` is a name for one in it."""
+    return ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
 
 
 def refuse_early_export(args: argparse.Namespace) -> None:
@@ -461,8 +466,10 @@ def refuse_bad_batch(args: argparse.Namespace) -> None:
     if microbatch in (None, 'auto'):
         return
     if device_batch % microbatch:
-        raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
-                         f'that each of {devices} devices gets of --batch_size {args.batch_size}; use '
+        share = f'--batch_size {args.batch_size}'
+        if devices > 1:
+            share = f'the {counted(device_batch, "image")} that each of {devices} devices gets of {share}'
+        raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide {share}; use '
                          f'{largest_divisor(device_batch, microbatch)}')
 
 
@@ -509,6 +516,8 @@ def refuse_bad_results(path: str) -> None:
     """Raises ValueError if no record can be appended to --results. It is said before the run, not after it."""
     if not is_first_rank():
         return
+    if os.path.isdir(path):
+        raise folder_error('--results', path, 'results.jsonl')
     try:
         if not os.path.exists(path):
             tempfile.TemporaryFile(dir=os.path.dirname(path) or '.').close()  # could one be made there?

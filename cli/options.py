@@ -2,6 +2,7 @@
 import argparse
 import contextlib
 import difflib
+import itertools
 import os
 import re
 import shlex
@@ -70,10 +71,31 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """As argparse does, but for a flag that is none, with which it names the nearest one."""
         self._refuse_bad_ranks()
+        self._refuse_unknown_flags(sys.argv[1:] if args is None else args)
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(self._unknown(unknown[0]))
         return known
+
+    def _refuse_unknown_flags(self, arguments: Sequence[str]) -> None:
+        """A flag that is none is named before what argparse would say is missing, which may only be misspelt."""
+        for argument in itertools.takewhile(lambda argument: argument != '--', arguments):
+            flag = argument.partition('=')[0]
+            is_known = flag in self._option_string_actions
+            if flag.startswith('--') and not is_known and not self._get_option_tuples(flag):
+                self.error(self._unknown(argument))
+
+    def _check_value(self, action: argparse.Action, value) -> None:
+        """Of a value that is none of those to choose from, as argparse does, with the one that may be meant."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            choices = list(map(str, action.choices))
+            meant = [choice for choice in choices if str(value).lower() in choice]
+            meant = meant or difflib.get_close_matches(str(value), choices, n=1)
+            if meant:
+                error.message += f'; did you mean {meant[0]}?'
+            raise
 
     def _unknown(self, argument: str) -> str:
         flag = argument.partition('=')[0]
@@ -187,6 +209,8 @@ def time_in(units: str, example: str, least: int = 1) -> Callable[[str], str]:
             value, unit = split_time(text)
         except ValueError:
             unit = None
+        if text.isdecimal():
+            raise argparse.ArgumentTypeError(f'{text} has no unit; write {text}ba for batches, {text}ep for epochs')
         if unit not in units.split() or value > LONGEST:
             raise argparse.ArgumentTypeError(f'{text} is not a time such as {example}')
         if value < 0 or value == 0 and least > 0:
@@ -336,7 +360,7 @@ def report_parser(description: str) -> Parser:
     add('--image_bytes', type=positive_number, default=0, metavar='BYTES',
         help='stored bytes of an average sample; adds the columns remote and cache (default: not known, no columns)')
     either = parser.add_mutually_exclusive_group()
-    either.add_argument('--extrapolate', type=images, nargs='+', default=[], metavar='GPUS',
+    either.add_argument('--extrapolate', type=number_of_gpus, nargs='+', default=[], metavar='GPUS',
                         help='numbers of GPUs to predict the throughput of (default: none)')
     either.add_argument('--compare', action='store_true',
                         help='one table with a row a record (default: a table for each setting)')
@@ -362,6 +386,14 @@ def positive_number(text: str, kind: type = float, least: float = 1e-15) -> int 
     if kind is int:
         raise argparse.ArgumentTypeError(f'{text!r} is not a positive whole number')
     raise argparse.ArgumentTypeError(f'{text!r} is not a positive number')
+
+
+def number_of_gpus(text: str) -> int:
+    """An argparse type: one of the numbers of --extrapolate."""
+    if ',' in text:
+        raise argparse.ArgumentTypeError(f'{text!r} is no number; separate several by spaces, as in '
+                                         f'{" ".join(text.replace(",", " ").split())}')
+    return positive_number(text, int)
 
 
 def phase_of_text(text: str) -> Phase:

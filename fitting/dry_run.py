@@ -23,6 +23,7 @@ from fitting.memory import (
 )
 from fitting.microbatch import divisors
 from inputs.shards import read_index, require_columns
+from inputs.words import counted
 from measuring.costs import days_to_train, gpu_hours
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, find_model
@@ -141,8 +142,9 @@ def title(settings: Settings, latents: bool) -> str:
         words[-1] = f'encoders in {model.encoder_precision}'
     if settings.optimizer.use_ema:
         words.append('EMA')
-    return (f'{model.model_name}: {", ".join(words)}; {settings.data.batch_size // devices} images a step on each of '
-            f'{devices} GPUs')
+    place = f'each of {devices} GPUs' if devices > 1 else '1 GPU'
+    share = counted(settings.data.batch_size // devices, 'image')
+    return f'{model.model_name}: {", ".join(words)}; {share} a step on {place}'
 
 
 def parts_table(model: DiffusionModel) -> list[str]:
@@ -192,7 +194,7 @@ def speed_table(settings: Settings, flops_per_image: int) -> list[str]:
     images = settings.cost.training_images
     dollars = settings.cost.dollars_per_gpu_hour
     shares = ' / '.join(f'{share:.0%}' for share in SHARES_OF_PEAK)
-    heads = [f'of the peak of {devices} GPUs', 'TFLOP/s each', f'images/s at {shares}']
+    heads = [f'of the peak of {counted(devices, "GPU")}', 'TFLOP/s each', f'images/s at {shares}']
     if images:
         heads += ['days', 'dollars']
     rows = [heads]

@@ -14,6 +14,7 @@ from streaming.base.util import bytes_to_int
 
 from inputs.errors import one_line
 from inputs.places import CLAIM, INDEX, is_address, program_of, refuse_folder_without_index, why_no_dataset
+from inputs.words import counted
 
 LATENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
@@ -222,7 +223,7 @@ def fault_of_shard(path: str, expected: FileInfo, samples: int) -> str | None:
             if fault:
                 return fault
     if (size, count) != (expected.bytes, samples):
-        return (f'is not the one of index.json: {count:,} samples in {size:,} bytes, not {samples:,} in '
+        return (f'is not the one of index.json: {counted(count, "sample")} in {size:,} bytes, not {samples:,} in '
                 f'{expected.bytes:,}')
     return None
 

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from inputs.words import counted
 from parts.merge import read_parts
 from parts.output import (
     EDGE,
@@ -81,8 +82,8 @@ def find_edge(output: Output, num_parts: int, number: int) -> Draw | None:
     if samples == 0:
         return None
     if samples <= number:
-        raise TooFewSamples(f'--held_out {number} leaves none of the {samples:,} samples to train on; use at most '
-                            f'{samples - 1}')
+        raise TooFewSamples(f'--held_out {number} leaves none of the {counted(samples, "sample")} to train on; use at '
+                            f'most {samples - 1}')
     output.write(EDGE, json.dumps(smallest[-1]).encode())
     return smallest[-1]
 

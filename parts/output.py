@@ -372,12 +372,19 @@ def claim(output: Output, contents: dict) -> bool:
         output.write(CLAIM, text)
         output.remove([SKIPPED])
         return False
-    for key in {**contents, **begun}:  # what only the earlier run knows of makes it another dataset as well
-        ours = contents.get(key)
-        if begun.get(key) != ours:
-            raise ValueError(f'{output.place} was begun with {key} {begun.get(key)}, and this run has {ours}; give '
-                             'what it was begun with, or a new folder')
+    key = other_key(begun, contents)
+    if key is not None:
+        raise ValueError(f'{output.place} was begun with {key} {begun.get(key)}, and this run has {contents.get(key)}; '
+                         'give what it was begun with, or a new folder')
     return True
+
+
+def other_key(begun: dict, contents: dict) -> str | None:
+    """The first key in which two claims differ; None where they are of one dataset."""
+    for key in {**contents, **begun}:  # what only the earlier run knows of makes it another dataset as well
+        if begun.get(key) != contents.get(key):
+            return key
+    return None
 
 
 def names_beside_claim(output: Output) -> Iterator[str]:
@@ -392,6 +399,13 @@ def refuse_others_files(output: Output) -> None:
             raise ValueError(f'{output.place} already holds something, {name}; give a new folder')
 
 
+def is_claimed_for(output: Output, contents: dict) -> bool:
+    """Whether an earlier run has claimed OUT for the same contents, as `claim` takes them."""
+    with contextlib.suppress(ValueError, TypeError):
+        return other_key(dict(json.loads(output.read(CLAIM) or b'')), contents) is None
+    return False
+
+
 def is_begun(output: Output) -> bool:
     """Whether a run has claimed OUT, and not given it back."""
     held = output.read(CLAIM)
@@ -400,6 +414,18 @@ def is_begun(output: Output) -> bool:
     with contextlib.suppress(ValueError, TypeError):
         return RELEASED not in json.loads(held)
     return True  # `claim` says that it is damaged
+
+
+def samples_of_finished(output: Output) -> int | None:
+    """How many samples the dataset in OUT has; None where it has no index.json yet. Raises ValueError if that is
+    damaged."""
+    index = read_json(output, INDEX)
+    if index is None:
+        return None
+    try:
+        return sum(shard['samples'] for shard in index['shards'])
+    except (KeyError, TypeError):
+        raise ValueError(f'{INDEX} of {output.place} is damaged; give a new folder') from None
 
 
 def refuse_finished(output: Output) -> None:

@@ -13,6 +13,7 @@ from inputs.errors import DataError, one_line
 from inputs.images import decode_image
 from inputs.places import is_address
 from inputs.stores import StoredFile
+from inputs.words import counted
 from parts.names import CAPTIONS, HEIF, IMAGES, File, is_hidden, is_image, split_name, why_not_read
 
 # A tar can declare any size, so nothing larger is read into memory.
@@ -163,7 +164,8 @@ def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread | NoSample]]
         if reader.read(1024) != bytes(1024):
             raise tarfile.ReadError('no end mark')
     if num_hidden:
-        yield first_hidden, '', NoSample(f'hidden: {num_hidden:,} files of this tar, the first is {first_hidden}')
+        hidden = counted(num_hidden, 'file')
+        yield first_hidden, '', NoSample(f'hidden: {hidden} of this tar, the first is {first_hidden}')
     if not num_files and not num_hidden:
         yield '', '', NoSample('no files in this tar')
 

@@ -6,6 +6,7 @@ matplotlib is imported here and nowhere else, once there is something to draw. I
 import sys
 import textwrap
 import warnings
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -133,7 +134,7 @@ def draw_ladder(figure, rows: pd.DataFrame, training_images: int, with_ratios: b
         sentences.append(f'Not drawn: the last {counted(len(rows) - MOST_BARS, "record")}.')
         rows = rows.head(MOST_BARS)
 
-    labels = [wrapped(label, LABEL_CHARACTERS) for label in labels_of_bars(rows)]
+    labels = wrapped_apart(labels_of_bars(rows), LABEL_CHARACTERS)
     heights = pd.Series([max(2, label.count('\n') + 1.5) for label in labels])  # of a bar and its label, in lines
     centers = heights.cumsum() - heights / 2
     ratios = {printed_figure('speed_over_first', ratio) for ratio in rows['speed_over_first'][rows['measured']]}
@@ -204,7 +205,7 @@ def add_legend(figure, title: str, rows: pd.DataFrame) -> int:
     """The title and below it the colors of the settings; returns how many lines these take."""
     from matplotlib.patches import Patch
     firsts = rows.drop_duplicates('setting').sort_values('setting')
-    labels = [wrapped(label, LEGEND_CHARACTERS) for label in labels_of_settings(firsts)]
+    labels = wrapped_apart(labels_of_settings(firsts), LEGEND_CHARACTERS)
     handles = [Patch(color=COLORS[setting]) for setting in firsts['setting']]
     figure.legend(handles, labels, loc='outside upper left', title=title, alignment='left', borderaxespad=0.3,
                   title_fontproperties={'size': STYLE['figure.titlesize'], 'weight': STYLE['figure.titleweight']})
@@ -255,21 +256,35 @@ def sentences_on(rows: pd.DataFrame) -> list[str]:
 
 def labels_of_bars(rows: pd.DataFrame) -> list[str]:
     """What tells each row from the others: settings, devices, and date or commit where nothing else does."""
-    parts = rows[identity_that_differs(rows)].assign(setting=labels_of_settings(rows))
-    if rows['num_devices'].nunique() > 1 or not parts.to_numpy().any():
-        parts['devices'] = in_devices(rows)
-    in_order = ['setting', *parts.columns.difference(['setting'], sort=False)]
-    return [', '.join(filter(None, row)) for row in parts[in_order].itertuples(index=False)]
+    labels = pd.Series(labels_of_settings(rows))
+    if rows['num_devices'].nunique() > 1:
+        labels = pd.Series(joined(labels, in_devices(rows)))
+    for places in labels.groupby(labels).indices.values():
+        alike = rows.iloc[places]
+        for key in identity_that_differs(alike):
+            labels.iloc[places] = joined(labels.iloc[places], alike[key])
+    return [label or devices for label, devices in zip(labels, in_devices(rows), strict=True)]
 
 
-def wrapped(label: str, characters: int) -> str:
-    """A label in at most eight lines, broken between two settings, and within one only where it is longer than a line.
-    """
+def joined(labels: Iterable[str], more: Iterable[str]) -> list[str]:
+    return [', '.join(filter(None, pair)) for pair in zip(labels, more, strict=True)]
+
+
+def wrapped_apart(labels: list[str], characters: int) -> list[str]:
+    """Labels in at most eight lines, or in as many as it takes where two of them differ only after these."""
+    shortened = [wrapped(label, characters) for label in labels]
+    if len(set(shortened)) < len(set(labels)):
+        return [wrapped(label, characters, len(label)) for label in labels]
+    return shortened
+
+
+def wrapped(label: str, characters: int, most_lines: int = MOST_LINES) -> str:
+    """A label in so many lines, broken between two settings, and within one only where it is longer than a line."""
     settings = [setting if len(setting) > characters else setting.replace(' ', '\u00a0')
                 for setting in label.split(', ')]
     lines = []
     for line in textwrap.wrap(', '.join(settings), characters, break_long_words=False, break_on_hyphens=False):
         lines += textwrap.wrap(line, characters)  # a name that is longer than a line, at its hyphens
-    if len(lines) > MOST_LINES:
-        lines = [*lines[:MOST_LINES - 1], f'{lines[MOST_LINES - 1]} …']
+    if len(lines) > most_lines:
+        lines = [*lines[:most_lines - 1], f'{lines[most_lines - 1]} …']
     return '\n'.join(lines)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
@@ -36,8 +37,8 @@ COLUMNS = {  # key: heading, template and decimals in print; {} in a heading sta
 }
 MEANING_OF_MARK = (
     f'Figures marked * are not to be relied on: they are of fewer than {FEWEST_BATCHES} batches, or than '
-    f"{QUEUES_IN_WINDOW} times the loader's queue, or the speed changed by more than {MUCH_DRIFT:.0%} within them. "
-    'Nothing is extrapolated from them.')
+    f"{QUEUES_IN_WINDOW} times the loader's queue, or the speed changed by more than {100 * MUCH_DRIFT:g} % within "
+    'them. Nothing is extrapolated from them.')
 SPEEDS = ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first')
 ALWAYS_STATED = ('device', 'image_size', 'stage', 'batch_size', 'encoders')  # also where they are at their defaults
 
@@ -160,6 +161,9 @@ def is_at_default(row: pd.Series, key: str) -> bool:
         return row[key] == ENCODER_PRECISIONS.get(row['precision'])
     if key == 'precision':
         return row[key] == ('fp32' if row['on_cpu'] else 'amp_bf16')
+    if key == 'device_train_microbatch_size':  # on a CPU a rank's whole share of the batch
+        is_stated = row[key] and row['batch_size']
+        return row['on_cpu'] and bool(is_stated) and int(row[key]) * row['num_devices'] == int(row['batch_size'])
     if key in SWITCHES_OF_SPEED:
         return row[key] == one_line_of_text(switch_of(key).default_in(situation_of(row)))
     return row[key] == defaults().get(key)
@@ -168,16 +172,17 @@ def is_at_default(row: pd.Series, key: str) -> bool:
 def situation_of(row: pd.Series) -> Situation:
     """What the defaults of switches depend on, as a record states it."""
     modes = {'': False, 'no': False, 'yes': True}
-    return Situation(not row['on_cpu'], row['num_devices'], modes.get(row['compile'], row['compile']))
+    return Situation(not row['on_cpu'], int(row['num_devices']), modes.get(row['compile'], row['compile']))
 
 
-def settings_in_words(row: pd.Series, keys: list[str], with_defaults: bool = False) -> list[str]:
-    """The settings that a row states, as 'H200', '512 px' and 'compile yes', without those at their defaults."""
+def settings_in_words(row: pd.Series, keys: list[str], always: Sequence[str] = ALWAYS_STATED) -> list[str]:
+    """The settings that a row states, as 'H200', '512 px' and 'compile yes', without those at their defaults, unless
+    they are `always` named."""
     words = []
     for key in keys:
         if not row[key]:
             continue
-        if is_at_default(row, key) and key not in ALWAYS_STATED and not with_defaults:
+        if is_at_default(row, key) and key not in always:
             continue
         if key in ('device', 'versions'):
             words.append(row[key])
@@ -191,21 +196,25 @@ def settings_in_words(row: pd.Series, keys: list[str], with_defaults: bool = Fal
 def labels_of_settings(rows: pd.DataFrame) -> list[str]:
     """What tells the settings of each row from those of the others; '' where nothing does.
 
-    Settings at their defaults are named only where two settings would otherwise have one label.
+    A setting that is at its default, or not stated, is named only where it alone tells two rows apart.
     """
     keys = differing_settings(rows)
     if not keys:
         return [''] * len(rows)
     packages = versions_in_all(rows)
     rows = rows.assign(versions=rows['versions'].map(lambda text: without_packages(text, packages)))
-    labels = [label_of_setting(row, keys) for _, row in rows.iterrows()]
-    if len(set(labels)) < rows.groupby(keys).ngroups:
-        labels = [label_of_setting(row, keys, with_defaults=True) for _, row in rows.iterrows()]
-    return labels
+    labels = pd.Series([label_of_setting(row, keys) for _, row in rows.iterrows()])
+    for places in labels.groupby(labels).indices.values():
+        alike = rows.iloc[places]
+        for place, (_, row) in zip(places, alike.iterrows(), strict=True):
+            labels.iloc[place] = label_of_setting(row, keys, differing_settings(alike))
+    return labels.tolist()
 
 
-def label_of_setting(row: pd.Series, keys: list[str], with_defaults: bool = False) -> str:
-    words = settings_in_words(row, keys, with_defaults)
+def label_of_setting(row: pd.Series, keys: list[str], needed: Sequence[str] = ()) -> str:
+    """What a row states of its settings `keys`; those that are `needed` are named whatever they are."""
+    words = settings_in_words(row, keys, [*ALWAYS_STATED, *needed])
+    words += [f'{key} not stated' for key in needed if not row[key]]
     if words:
         return ', '.join(words)
     if any(row[key] for key in keys):

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
+from inputs.words import counted
 from measuring.costs import Assumptions, days_to_train
 
 GPUS_PER_NODE = 8
@@ -121,4 +122,4 @@ def extrapolated_rows(rows: pd.DataFrame, counts: list[int]) -> tuple[pd.DataFra
     return predicted, (
         f'Extrapolated with step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of {batch_in_words}, fitted on '
         f'{fitted_on} GPUs; worst residual {residuals.iloc[worst]:+.1%} of the images/s, '
-        f'on {measured["num_devices"].iloc[worst]} GPUs.')
+        f'on {counted(measured["num_devices"].iloc[worst], "GPU")}.')

@@ -293,10 +293,16 @@ def test_what_was_damaged_is_converted_anew_and_the_rest_is_not(tars, tmp_path, 
     assert len(others) == 4
     (tars / '00000.tar').write_bytes(whole)  # fetched again, and of another size
     assert convert.main(argv) == 0
-    assert 'converting anew what was damaged: 1 parts' in capsys.readouterr().out
+    assert 'converting anew what was damaged: 1 part\n' in capsys.readouterr().out
     assert read_back(out) == ALL_SAMPLES
     assert {path: path.stat().st_mtime_ns for path in others} == others
-    assert failing_status(*argv) == 2
+
+    # and the same command once more does nothing; other flags are another dataset
+    before = {path: path.stat().st_mtime_ns for path in out.rglob('*')}
+    assert convert.main(argv) == 0
+    assert capsys.readouterr().out.startswith(f'done already: OUT {out} holds {len(ALL_SAMPLES)} samples of')
+    assert {path: path.stat().st_mtime_ns for path in out.rglob('*')} == before
+    assert failing_status(*argv[:2]) == 2
     assert_one_error_line(capsys, 'already holds a dataset')
 
 

@@ -93,6 +93,8 @@ def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(as_on_a_gpu, mo
     speeds = {}
     for name, command in runs.items():
         assert ('composer.cli.launcher' in command) == (gpus > 1)
+        launcher = f'composer -n {gpus}' if gpus > 1 else 'python'
+        assert benchmarks.smoke.as_typed(command).startswith(f'{launcher} benchmark.py --use_synth_data --use_ema')
         settings = fill_in_training_defaults(parsed(*command[command.index('benchmark.py') + 1:]))
         refuse_bad_switches(settings.speed, settings.data.batch_size)
         refuse_missing_stack(settings.speed)
@@ -122,7 +124,10 @@ def test_smoke_says_both_speeds_and_their_ratio_and_goes_on_where_one_fails(tmp_
              for name, speed in (('original', 20.0), ('fastest', 65.0))}
     monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus: leave)
     assert benchmarks.smoke.main() == 0
-    assert '65 images/s, 3.25 times as fast' in capfd.readouterr().out
+    first, second, *_, fastest, last = capfd.readouterr().out.splitlines()
+    assert first.startswith('python -c') and second.startswith('python -c')  # what stands in for the runs
+    assert '65 images/s, 3.25 times as fast' in fastest
+    assert last.startswith('Flags that are named here go behind the command above them')
     monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus: leave | {'original': ['false']})
     assert benchmarks.smoke.main() == 1
     assert len(results.read_text().splitlines()) == 3 and 'times as fast' not in capfd.readouterr().out

@@ -355,10 +355,10 @@ def test_scale_on_paper_is_what_the_hand_computes(tmp_path, capsys, write, count
 
 
 @pytest.mark.parametrize('image_bytes, images, shards', [
-    (1 << 20, 64, '1'), (1 << 20, 65, '2'), (20_000, 2_900_000_000, '864,268')])
+    (1 << 20, 64, '1 shard'), (1 << 20, 65, '2 shards'), (20_000, 2_900_000_000, '864,268 shards')])
 def test_a_part_of_a_shard_is_a_shard(capsys, image_bytes, images, shards):
     text = printed(capsys, PUBLISHED, '--image_bytes', image_bytes, '--dataset_images', images)
-    assert f'is {shards} shards of 64 MiB' in text
+    assert f'is {shards} of 64 MiB' in text
 
 
 @pytest.mark.parametrize('more', [[], ['--compare']])
@@ -475,7 +475,7 @@ def test_a_line_that_was_cut_is_left_out_and_named(tmp_path, capsys, left):
     ([PUBLISHED, '--phase', 'x@y'], "--phase: 'x@y' is not IMAGES@SIZE"),
     ([PUBLISHED, '--phase', '1'], "--phase: '1' is not IMAGES@SIZE"),
     ([PUBLISHED, '--phase', '1@0'], "--phase: '1@0' is not IMAGES@SIZE"),
-    ([PUBLISHED, '--phase', '10@256'], '--phase: no number of GPUs was measured in one setting at 256 px'),
+    ([PUBLISHED, '--phase', '10@256'], 'in one setting at 256 px; the records have 512 px on 8 GPUs and 16 GPUs'),
     ([PUBLISHED, '--compare', '--extrapolate', '512'], '--compare'),
     ([PUBLISHED, '--csv', '/missing/table.csv'], "--csv /missing/table.csv cannot be written"),
     ([PUBLISHED, '--figure', '/missing/days.png'], "--figure /missing/days.png cannot be written"),
@@ -494,7 +494,9 @@ def test_a_bad_argument_is_named(capsys, argv, reason):
 
 def test_phases_that_no_number_of_gpus_has_all_of_are_refused(capsys, write):
     path = write({}, {'num_devices': 16, 'image_size': 256})
-    assert '256 and 512 px' in refusal(capsys, path, '--phase', '1@256', '--phase', '1@512')
+    assert 'at 256 and 512 px; the records have 256 px on 16 GPUs, 512 px on 8 GPUs' in refusal(
+        capsys, path, '--phase', '1@256', '--phase', '1@512')
+    assert 'have none that count' in refusal(capsys, write({'drift': 1.5}), '--phase', '1@512')
 
 
 def test_a_missing_matplotlib_is_one_line(capsys, monkeypatch, tmp_path):
@@ -605,6 +607,11 @@ def test_an_encoding_says_that_it_counts_the_data_set_and_not_the_images_to_trai
     assert 'all 2,900,000,000 images of the data set (--dataset_images) are encoded' in text.split('### Plan')[1]
     assert '--training_images does not change them' in printed(capsys, path, '--compare')
     assert '--dataset_images' not in printed(capsys, write(LATENTS))
+    assert 'Of an encoding: days, GPU-hours, cost, latents count all' in text
+    tiny = write(ENCODE | {'model_name': 'tiny'})
+    assert 'Of an encoding' not in printed(capsys, tiny) + printed(capsys, tiny, '--compare')
+    on_cpu = printed(capsys, write(ENCODE | CPU, LATENTS | CPU))
+    assert 'Of an encoding: days, latents count' in on_cpu and 'the cost holds' not in on_cpu
 
 
 @pytest.mark.parametrize('other, more, column, ratios', [
@@ -641,7 +648,7 @@ def test_a_setting_that_some_records_do_not_state_is_named_in_their_heading(caps
 def test_settings_at_their_defaults_are_named_where_nothing_else_tells_tables_apart(capsys, write):
     text = printed(capsys, write({'compile': False}, {'compile': False, 'use_ema': False}, {'use_ema': True}))
     assert [line for line in text.splitlines() if line.startswith('#')] == [
-        '### compile no', '### use_ema no, compile no', '### use_ema yes']
+        '### use_ema not stated', '### use_ema no', '### use_ema yes']
 
 
 def test_a_record_of_benchmark_py_without_flags_names_no_switch(capsys, write):
@@ -651,6 +658,12 @@ def test_a_record_of_benchmark_py_without_flags_names_no_switch(capsys, write):
     text = printed(capsys, write(flags | machine | MINIMAL))
     assert text.startswith('All records in the tables: H200, 512 px, stage train, batch_size 64, encoders in_loop, '
                            'dataset synthetic, other settings at the defaults\n')
+
+
+def test_a_switch_at_its_default_is_in_no_heading_beside_records_that_have_it_not(capsys, write):
+    one = {'num_devices': 1}
+    text = printed(capsys, write(ENCODE | one, one | {'compile': False, 'compile_blocks': False}), '--compare')
+    assert [line for line in text.splitlines() if line.startswith('#')] == ['### stage encode', '### stage train']
 
 
 def test_a_quoted_cell_of_two_lines_counts_as_two_lines_of_the_file(tmp_path, capsys):
@@ -696,6 +709,35 @@ def test_bars_that_are_all_as_long_as_the_first_have_no_ratio(drawn, write):
 def test_a_setting_that_a_record_does_not_state_is_named_so_in_its_label(drawn, write):
     assert labels(drawn(write({}, {'precision': 'fp32'}), '--compare').axes[0]) == [
         'not stated: precision', 'precision fp32']
+
+
+def test_a_microbatch_that_is_the_whole_share_of_a_rank_on_a_cpu_is_in_no_label(drawn, write):
+    runs = [CPU | {'num_devices': 2, 'batch_size': batch, 'device_train_microbatch_size': batch // 2}
+            for batch in (4, 16, 32)]
+    assert labels(drawn(write(*runs), '--compare').axes[0]) == ['batch_size 4', 'batch_size 16', 'batch_size 32']
+    runs[1]['device_train_microbatch_size'] = 4
+    assert labels(drawn(write(*runs), '--compare').axes[0])[1] == 'batch_size 16, device_train_microbatch_size 4'
+
+
+def test_a_default_is_named_only_where_it_tells_two_settings_apart(drawn, write):
+    others = [{'batch_size': 8 * n, 'compile': False, 'use_ema': False} for n in range(1, 12)]
+    found = labels(drawn(write({'batch_size': 8}, *others), '--compare').axes[0])
+    assert found == ['batch_size 8, use_ema not stated, compile not stated', 'batch_size 8, use_ema no, compile no',
+                     *[f'batch_size {8 * n}' for n in range(2, 12)]]
+
+
+def test_labels_that_differ_only_after_eight_lines_are_not_cut(drawn, write):
+    long = {'model_name': 'an/architecture-' * 30}
+    runs = [long | {'num_workers': n} for n in (1, 2)]
+    found = labels(drawn(write({'model_name': 'other'}, *runs), '--compare').axes[0])
+    assert [label.rpartition(' ')[2] for label in found[1:]] == ['1', '2']
+
+
+def test_a_date_is_in_the_labels_of_those_bars_that_nothing_else_tells_apart(drawn, write):
+    path = write(*({'compile': compiled, 'date': f'2026-11-2{day}T10:00:00+00:00'}
+                   for day, compiled in enumerate((True, False, False))))
+    assert labels(drawn(path, '--compare').axes[0]) == [
+        'compile yes', 'at the defaults, 2026-11-21 10:00:00', 'at the defaults, 2026-11-22 10:00:00']
 
 
 @pytest.mark.parametrize('more', [[], ['--compare']])

@@ -1,5 +1,4 @@
 """--sample_prompts: what the model draws while it is trained."""
-import math
 import sys
 from pathlib import Path
 
@@ -9,27 +8,27 @@ from composer import Algorithm, Callback
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
-from diffusers.utils import make_image_grid
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
-from inputs.prompts import read_prompts
+from inputs.text_files import read_prompts
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
 from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
 from settings.subjects import Settings
 from training.own_files import remove_unfinished, written_whole
+from training.picture_grid import grid_of, with_prompts
 from training.ranks import SECONDS_FOR_DRAWINGS, group_with_timeout
 
 
 class Sampling(Callback):
     """Draws a picture of each prompt at each interval and at the end of a run: a grid, kept as a PNG and logged.
 
-    The pictures stand in rows, in the order of the prompts, which the PNG holds as text. Rank 0 draws between
+    The pictures stand in rows, each above its prompt; the PNG holds the whole prompts as text. Rank 0 draws between
     two batches, with the averaged weights where there are any, and from the same noise each time. The other ranks wait
     for it. A drawing that fails is warned of, and the training goes on.
 
@@ -88,7 +87,7 @@ class Sampling(Callback):
         unet, kind = self.model.unet, 'live'
         if self.ema is not None and self.ema.ema_started:
             unet, kind = self.ema.get_ema_model(self.model).unet, 'averaged'
-        grid = grid_of(self._painter.draw(unet, microbatch))
+        grid = grid_of(with_prompts(self._painter.draw(unet, microbatch), self.prompts))
         text = PngInfo()
         for key, value in (('prompts', '\n'.join(self.prompts)), ('weights', kind), ('guidance', GUIDANCE),
                            ('steps', STEPS)):
@@ -139,12 +138,3 @@ class Painter:
         finally:
             unet.train(was_training)
         return pictures
-
-
-def grid_of(pictures: list[Image.Image]) -> Image.Image:
-    """The pictures, which have one size, in rows that make about a square; what is left of the last row is white."""
-    columns = math.ceil(math.sqrt(len(pictures)))
-    rows = math.ceil(len(pictures) / columns)
-    empty = Image.new('RGB', pictures[0].size, 'white')
-    filled = [*pictures, *[empty] * (rows * columns - len(pictures))]
-    return make_image_grid(filled, rows, columns)

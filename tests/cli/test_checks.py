@@ -19,7 +19,7 @@ SYNTHETIC = ['--use_synth_data', *TINY]
     ([*SYNTHETIC, '--remote', 'x'], ['--remote', '--use_synth_data', 'not both']),
     ([*SYNTHETIC, '--batch_size', '6', '--device_train_microbatch_size', '4'],
      ['--device_train_microbatch_size 4', 'use 3']),
-    ([*SYNTHETIC, '--device_train_microbatch_size', '8'], ['--device_train_microbatch_size 8', '4 images']),
+    ([*SYNTHETIC, '--device_train_microbatch_size', '8'], ['size 8 does not divide --batch_size 4; use 4']),
     ([*SYNTHETIC, '--device_train_microbatch_size', 'auto'], ['--device_train_microbatch_size auto', 'GPU']),
     ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], ['--device_train_microbatch_size: two is neither']),
     ([*SYNTHETIC, '--image_size', '100'], ['--image_size 100', 'multiple of 8', '96']),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli.early_checks import end_where_nothing_is_left
-from cli.options import benchmark_parser
+from cli.options import benchmark_parser, convert_parser, report_parser
 from measuring.versions import git_commit
 from tests.runs import ROOT
 
@@ -51,6 +51,25 @@ def test_a_flag_that_is_none_is_one_line_with_the_nearest(argument, line, capsys
     assert exit.value.code == 2 and capsys.readouterr().err == f'benchmark.py: error: {line}\n'
 
 
+@pytest.mark.parametrize('parser, argv, words', [
+    (benchmark_parser, ['--precision', 'bf16'], "'fp32'); did you mean amp_bf16?"),
+    (benchmark_parser, ['--precision', 'FP32'], 'did you mean fp32?'),
+    (benchmark_parser, ['--lr_schedule', 'cosin'], 'did you mean cosine?'),
+    (benchmark_parser, ['--max_duration', '10'], '10 has no unit; write 10ba for batches, 10ep for epochs'),
+    (report_parser, ['x', '--extrapolate', '512,1024'], "'512,1024' is no number; separate several by spaces, as in "
+                                                        '512 1024'),
+    (convert_parser, ['--heldout', '3'], '--heldout is no flag; did you mean --held_out?'),
+    (convert_parser, ['--helt_out=3', 'photos'], '--helt_out is no flag; did you mean --held_out?'),
+    (convert_parser, [], 'the following arguments are required: SOURCE, OUT'),
+])
+def test_what_may_be_meant_is_named(parser, argv, words, capsys):
+    with pytest.raises(SystemExit):
+        parser('').parse_args(argv)
+    error = capsys.readouterr().err
+    assert words in error and error.count('\n') == 1
+    assert ('did you mean' in error) == ('did you mean' in words)
+
+
 def test_a_flag_may_be_cut_short_where_that_is_one_flag_alone():
     assert benchmark_parser('').parse_args(['--batch', '4']).batch_size == 4
 
@@ -73,13 +92,12 @@ def dataset_of(samples: int, folder: Path) -> str:
     (['benchmark.py', '--remote', 'nowhere'], '--remote nowhere is no folder'),
     ([*SYNTHETIC, '--image_size', '65'], '--image_size 65 is not a multiple of 8; use 64'),
     ([*SYNTHETIC, '--batch_size', '4', '--device_train_microbatch_size', '3'],
-     '--device_train_microbatch_size 3 does not divide the 4 images that each of 1 devices gets of --batch_size 4; use '
-     '2'),
+     '--device_train_microbatch_size 3 does not divide --batch_size 4; use 2'),
     ([*SYNTHETIC, '--ema_start', '9ba'], '--ema_start 9ba needs --use_ema'),
     ([*SYNTHETIC, '--cast_weights_once', '--compile'], '--cast_weights_once does nothing with --compile'),
     ([*SYNTHETIC, '--cast_weights_once', '--gradient_checkpointing'],
      '--cast_weights_once does nothing with --gradient_checkpointing'),
-    ([*SYNTHETIC, '--results', 'tests'], '--results tests cannot be written: Is a directory'),
+    ([*SYNTHETIC, '--results', 'tests'], '--results tests is a folder; name a file, such as tests/results.jsonl'),
     ([*SYNTHETIC, '--results', 'FIFO'], 'is a pipe, which would wait for a reader; name a file'),
     (['encode.py'], 'give both --remote and --out'),
     (['encode.py', '--remote', 'tests', '--out', 'x', '--image_size', '65'], '--image_size 65'),
@@ -121,6 +139,7 @@ def dataset_of(samples: int, folder: Path) -> str:
     (['evaluate.py', 'LICENSE', 'tests', '--ray', 'auto', '--out', 'x'], 'needs a pipeline folder that all'),
     (['report.py', 'published.csv', '--figrue', 'x'], '--figrue is no flag; did you mean --figure?'),
     (['report.py', 'nowhere'], 'nowhere: No such file or directory'),
+    (['report.py', 'tests'], 'tests: Is a directory; give files of JSON lines or CSV'),
     (['report.py', 'published.csv', '--figure', 'tests'], '--figure tests is a folder'),
 ])
 def test_what_shows_without_torch_is_answered_before_anything_heavy_is_imported(argv, line, tmp_path):

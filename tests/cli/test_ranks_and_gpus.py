@@ -29,7 +29,16 @@ def test_more_ranks_than_gpus_are_named_before_a_gpu_is_touched(argv, sixteen_ra
         benchmark.main([*argv, '--results', str(results)])
     out, err = capfd.readouterr()
     assert out == '' and err.count('\n') == 1 and 'Traceback' not in err
-    assert 'error: composer -n 16 is more than the 8 GPUs of this machine' in err
+    assert 'error: composer -n 16 is more than the 8 GPUs of this machine; use -n 8' in err
+
+
+def test_more_ranks_than_cores_where_there_is_no_gpu_are_one_line(monkeypatch, capfd):
+    monkeypatch.setattr(checks.os, 'sched_getaffinity', lambda _: {0, 1})
+    for processes, line in (('2', ''), ('8', 'warning: no GPU here: the 8 processes of composer -n 8 share 2 cores')):
+        monkeypatch.setenv('LOCAL_WORLD_SIZE', processes)
+        checks.refuse_more_ranks_than_gpus()
+        error = capfd.readouterr().err
+        assert error.startswith(line) and error.count('\n') == bool(line)
 
 
 def test_as_many_ranks_as_gpus_are_let_pass(sixteen_ranks_on_eight_gpus, monkeypatch):

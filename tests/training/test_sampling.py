@@ -13,10 +13,13 @@ from benchmark import StableDiffusion, main
 from export import main as export
 from inputs.captions import pipeline_tokenizer
 from models.loading import find_model
-from models.sampling import GUIDANCE, STEPS, noise_of
+from models import sampling
+from models.sampling import GUIDANCE, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
 from tests.runs import TINY, assert_same_training, one_error_line, settings_of
+from tests.samples import picture
+from training.picture_grid import with_prompts
 from training.sampling import Painter
 
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
@@ -29,6 +32,12 @@ def prompts(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    """A tenth of the steps; the first test of this file takes them all."""
+    monkeypatch.setattr(sampling, 'STEPS', 5)
+
+
 def run(folder: Path, model_folder: str, *flags) -> dict:
     return main(['--use_synth_data', *TINY, '--model_name', model_folder, '--pretrained', '--sample_folder',
                  str(folder / 'drawn'), '--results', str(folder / 'results'), *map(str, flags)])
@@ -39,17 +48,32 @@ def kept(folder: Path) -> list[str]:
 
 
 def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
-    """Those in the grid of three prompts, int (size, size, 3)."""
+    """Those in the grid of three prompts, int (size, size, 3), without what stands below them."""
     grid = np.asarray(Image.open(path), dtype=int)
-    assert grid.shape == (2 * size, 2 * size, 3) and (grid[size:, size:] == 255).all()
-    return [grid[top:top + size, left:left + size] for top, left in ((0, 0), (0, size), (size, 0))]
+    row = len(grid) // 2
+    assert grid.shape == (2 * row, 2 * size, 3) and row > size and (grid[row:, size:] == 255).all()
+    return [grid[top:top + size, left:left + size] for top, left in ((0, 0), (0, size), (row, 0))]
+
+
+def test_each_picture_stands_above_its_prompt_in_letters_that_are_not_cut_off():
+    pictures = [picture(seed) for seed in range(3)]
+    captioned = with_prompts(pictures, ['Über', 'Uber', 'word ' * 100])
+    [width], [height] = zip(*{image.size for image in captioned}, strict=True)
+    assert width == 64 and 64 < height < 128
+    below = [np.asarray(image, dtype=int)[64:] for image in captioned]
+    for image, before in zip(captioned, pictures, strict=True):
+        assert (np.asarray(image)[:64] == np.asarray(before)).all()
+    assert all((text < 128).any() for text in below), 'black letters'
+    assert (below[0] != below[1]).any(), 'the dots of the Ü, which are no box'
+    assert (below[0][:, 32:] == below[1][:, 32:]).all()
+    assert all((text[-1] == 255).all() and (text[:, -1] > 128).all() for text in below), 'nothing is cut off'
 
 
 def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
     """The prompts by an exported pipeline, from the same noise."""
     pipeline = StableDiffusionPipeline.from_pretrained(str(out))
     pipeline.set_progress_bar_config(disable=True)
-    drawn = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=STEPS, guidance_scale=GUIDANCE)
+    drawn = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=sampling.STEPS, guidance_scale=GUIDANCE)
     return [np.asarray(picture, dtype=int) for picture in drawn.images]
 
 
@@ -96,7 +120,7 @@ def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, promp
     assert record['sampling_seconds'] > 0 and len(list((tmp_path / 'drawn').iterdir())) == 4
 
 
-def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts):
+def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts, few_steps):
     latents = tmp_path / 'latents'
     latents.mkdir()
     (latents / f'ba3.png.sd-benchmark-{"a" * 32}.tmp').touch()  # of a run that was killed while it drew
@@ -111,7 +135,7 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
 
 
 def test_drawing_leaves_modes_random_state_and_terminal_alone_with_encoders_in_another_precision(model_folder, prompts,
-                                                                                                 capfd):
+                                                                                                 few_steps, capfd):
     files = find_model(model_folder, pretrained=True)
     model = StableDiffusion(image_size=64, encoder_precision='bf16', files=files).train()
     settings = settings_of('--use_synth_data', '--image_size', '64', '--precision', 'fp32',
@@ -131,7 +155,8 @@ def test_drawing_leaves_modes_random_state_and_terminal_alone_with_encoders_in_a
         AutoencoderKL.from_pretrained(model_folder, subfolder='vae'),
         CLIPTextModel.from_pretrained(model_folder, subfolder='text_encoder'), pipeline_tokenizer(), model.unet.eval(),
         scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
-    theirs = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=STEPS, guidance_scale=GUIDANCE).images
+    theirs = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=sampling.STEPS,
+                      guidance_scale=GUIDANCE).images
     for ours, expected in zip(pictures, theirs, strict=True):
         assert np.abs(np.asarray(ours, int) - np.asarray(expected, int)).mean() < 4  # of bfloat16
 
