@@ -111,12 +111,8 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
 
 
 def draw(pipeline_folder: Path, captions: list[str], each: int, guidance: float = GUIDANCE) -> np.ndarray:
-    """Colours float32 (captions, each, 3, H/8, W/8) that the pipeline of a folder draws, about -1 to 1."""
-    return drawn_by(StableDiffusionPipeline.from_pretrained(str(pipeline_folder)), captions, each, guidance)
-
-
-def drawn_by(pipeline: StableDiffusionPipeline, captions: list[str], each: int, guidance: float) -> np.ndarray:
-    """Colours float32 (captions, each, 3, H/8, W/8), about -1 to 1."""
+    """Colours float32 (captions, each, 3, H/8, W/8) that the pipeline draws, about -1 to 1."""
+    pipeline = StableDiffusionPipeline.from_pretrained(str(pipeline_folder))
     pipeline.set_progress_bar_config(disable=True)
     latents = pipeline(captions, num_images_per_prompt=each, num_inference_steps=STEPS, guidance_scale=guidance,
                        generator=torch.Generator().manual_seed(7), output_type='latent').images
@@ -205,8 +201,9 @@ def evaluate_course(folder: Path, phase: int, captions: list[str], judge: torch.
     course = []
     for path in checkpoints(str(folder / f'phase-{phase}')):
         trained = read_trained(path, path)
-        drawn = drawn_by(trained_pipeline(trained, path, pretrained=True), captions, 4, GUIDANCE)
-        pictures = torch.from_numpy(drawn).flatten(0, 1)  # (N, 3, H/8, W/8)
+        out = folder / f'{Path(path).stem}-{phase}'
+        trained_pipeline(trained, path, pretrained=True).save_pretrained(out)
+        pictures = torch.from_numpy(draw(out, captions, each=4)).flatten(0, 1)  # (N, 3, H/8, W/8)
         course.append(frechet_distance(judge(pictures), real))
         record = {'stage': 'evaluate', 'model': f'phase {phase}', 'model_sha256': path, 'weights': 'averaged',
                   'network': 'a small network', 'samples': len(pictures), 'image_size': image_size, 'steps': STEPS,

@@ -25,8 +25,10 @@ class GivenFeatures(torch.nn.Module):
 def frechet_distance(drawn: torch.Tensor, real: torch.Tensor) -> float:
     """The distance of two sets of features, (N, D) and (M, D), as torchmetrics' FrechetInceptionDistance has it.
 
-    It calculates in float64. At the 2048 features of InceptionV3 that takes a minute on a CPU.
+    It calculates in float64. At the 2048 features of InceptionV3 that takes a minute on a CPU. Raises ValueError if a
+    feature is not finite.
     """
+    require_finite('a feature of --inception', drawn, real)
     drawn, real = in_their_span(drawn.double(), real.double())
     metric = FrechetInceptionDistance(feature=GivenFeatures(real.shape[1]))
     metric.update(real, real=True)
@@ -49,6 +51,15 @@ def in_their_span(drawn: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor
 def clip_score(cosines: torch.Tensor) -> float:
     """The CLIP score, 0 to 100, of pictures whose embeddings have these cosines, (N,), with those of their captions.
 
-    As in torchmetrics' CLIPScore, it is the mean that does not fall below 0, not each picture.
+    As in torchmetrics' CLIPScore, it is the mean that does not fall below 0, not each picture. Raises ValueError if one
+    is not finite.
     """
+    require_finite('an embedding of --clip', cosines)
     return max(0.0, 100 * cosines.double().mean().item())
+
+
+def require_finite(what: str, *tensors: torch.Tensor) -> None:
+    """Raises ValueError if a number is not finite, of which nothing follows."""
+    for tensor in tensors:
+        if not tensor.isfinite().all():
+            raise ValueError(f'{what} is not finite; its weights, or those of the model that draws, are damaged')

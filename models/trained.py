@@ -1,4 +1,7 @@
-"""The parts of a trained model, from the weights that a checkpoint holds, without a second copy of them."""
+"""The parts of a trained model, from the weights that a checkpoint holds, without a second copy of them.
+
+They are to be saved: what is no weight, such as the text encoder's positions, is only there when they are loaded again.
+"""
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel

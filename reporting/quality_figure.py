@@ -1,10 +1,14 @@
 """The picture of evaluations: FID against CLIP score over guidance, and both against the images of the training."""
+import textwrap
+
 import pandas as pd
 
 from reporting.figures import COLORS, STYLE, save
 from reporting.quality import MLPERF_CLIP_SCORE, MLPERF_FID
 
 INCHES = 4.6  # of a panel, on each side
+TITLE_CHARACTERS = 45  # above each panel, in a line
+SPAN_OF_LINEAR = 30  # more between the lowest and the highest score is drawn on a logarithmic axis
 LINE_OF_MLPERF = {'color': '0.45', 'linestyle': '--', 'linewidth': 1}
 
 
@@ -31,7 +35,8 @@ def draw_quality(path: str, rows: pd.DataFrame, dollars_per_gpu_hour: float) -> 
             draw_curve(axes.pop(0), rows[rows['fid'].notna() & rows['clip_score'].notna()])
         for axis, key in zip(axes, panels, strict=True):
             draw_course(axis, rows[rows[key].notna() & rows['images_seen'].notna()], key, dollars_per_gpu_hour)
-        figure.suptitle(f'Scores of {"; ".join(rows["judges"].unique()[:2])}', x=0.01, ha='left', fontsize=11)
+        title = f'Scores of {"; ".join(rows["judges"].unique()[:2])}'
+        figure.suptitle(textwrap.fill(title, TITLE_CHARACTERS * number), x=0.01, ha='left', fontsize=11)
         save(figure, path, '--quality')
 
 
@@ -73,7 +78,12 @@ def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float)
         axes.axhline(line, **LINE_OF_MLPERF, label='MLPerf')
     axes.set_xlabel('images seen')
     axes.set_ylabel(title)
-    axes.set_ylim(bottom=0)
+    lowest = rows[key][rows[key] > 0].min()
+    if rows[key].max() > SPAN_OF_LINEAR * lowest:
+        axes.set_yscale('log')
+        axes.yaxis.set_major_formatter('{x:,g}')
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.locator_params(axis='x', nbins=4)

@@ -73,3 +73,14 @@ def test_a_set_has_no_distance_from_itself_and_a_moved_and_stretched_one_what_th
 def test_the_score_is_the_mean_and_only_that_does_not_fall_below_zero():
     assert clip_score(torch.tensor([0.3, -0.1])) == pytest.approx(10)
     assert clip_score(torch.tensor([-0.3, 0.1])) == 0
+
+
+@pytest.mark.parametrize('wrong', [float('nan'), float('inf')])
+def test_of_what_is_not_finite_there_is_no_score(wrong):
+    real = features(30, 8, 1)
+    drawn = real.clone()
+    drawn[3, 2] = wrong
+    for call in (lambda: frechet_distance(drawn, real), lambda: frechet_distance(real, drawn),
+                 lambda: clip_score(drawn[:, 2])):
+        with pytest.raises(ValueError, match='not finite'):
+            call()

@@ -102,6 +102,16 @@ def test_the_picture_has_both_scores_over_guidance_and_over_images_with_mlperfs_
     assert hours._functions[0](2_048_000) == pytest.approx(2_048_000 / 400 / 3600 * 8)
 
 
+def test_a_distance_by_another_network_has_no_lines_of_mlperf_and_a_wide_span_a_logarithmic_axis(drawn, write, capsys):
+    other = {'network': 'a small network'}
+    far = EVALUATION | other | {'scores': [{'guidance': 2, 'fid': 5000.0, 'clip_score': None}]}
+    near = LATER | other | {'scores': [{'guidance': 2, 'fid': 20.0, 'clip_score': None}]}
+    [fid] = drawn(write(far, near)).axes
+    assert fid.get_yscale() == 'log' and len(fid.lines) == 1
+    text = capsys.readouterr().out
+    assert 'FID by a small network' in text and 'MLPerf' not in text and 'first reached' not in text
+
+
 def test_the_picture_leaves_out_the_panels_that_nothing_is_known_for(drawn, write, capsys):
     without_training = EVALUATION | {'images_seen': None, 'training': None}
     assert len(drawn(write(without_training)).axes) == 1
