@@ -38,7 +38,9 @@ from training.checkpoint_files import (
     damage_in,
     epoch_and_batch,
     no_checkpoint_error,
+    no_weights_error,
     nothing_left,
+    unet_folder,
 )
 
 TRAINING_PACKAGES = ('torch', 'composer', 'streaming', 'diffusers')
@@ -95,6 +97,7 @@ def refuse_early_training(args: argparse.Namespace) -> None:
     refuse_missing_dataset('--eval_remote', args.eval_remote)
     if args.dry_run is None:
         refuse_small_dataset(args)
+        refuse_missing_weights(args.load_weights)
         refuse_bad_times(args)
         refuse_bad_evaluation(args)
         refuse_bad_save_folder(args.save_folder, args.autoresume)
@@ -204,6 +207,8 @@ def refuse_bad_model(args: argparse.Namespace) -> None:
         if args.ray:
             raise ValueError(f'--ray {args.ray} needs a pipeline folder that all machines see, and MODEL {model} is '
                              'none; make one with export.py')
+        if os.path.isdir(model) and not checkpoints_among(names_in('MODEL', model)):
+            raise no_checkpoint_error(f'MODEL {model}', ' and no pipeline')
         return
     for flag in ('live', 'model_name', 'pretrained', 'tokenizer'):
         if getattr(args, flag):
@@ -241,8 +246,7 @@ def refuse_missing_data(args: argparse.Namespace) -> None:
     if reference and is_address(reference):
         raise ValueError(f'--reference {reference} is an address; name a file of this machine')
     if reference and os.path.isdir(reference):
-        raise ValueError(f'--reference {reference} is a folder; name a file, such as '
-                         f'{os.path.join(reference, "reference.safetensors")}')
+        raise folder_error('--reference', reference, 'reference.safetensors')
     if not os.path.isfile(args.data):
         refuse_missing_dataset('DATA', args.data)
         return
@@ -302,7 +306,7 @@ def refuse_small_dataset(args: argparse.Namespace) -> None:
 def samples_in(folder: str) -> int | None:
     """The samples of a dataset in a folder; None where its index.json is not there, long, or none that is known."""
     path = Path(folder, INDEX)
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         if path.stat().st_size <= MOST_INDEX_BYTES:
             return sum(shard['samples'] for shard in json.loads(path.read_bytes())['shards'])
     return None
@@ -327,6 +331,14 @@ def refuse_larger_batch(remote: str, samples: int, batch_size: int, microbatch: 
     remedy = f'use --batch_size {largest}' if largest else 'use more samples'
     raise ValueError(f'--remote {remote} holds {counted(samples, "sample")}, fewer than --batch_size {batch_size}; '
                      f'{remedy}')
+
+
+def refuse_missing_weights(path: str | None) -> None:
+    """Raises ValueError if --load_weights names nothing here that a training can start from."""
+    if not path or '://' in path or os.path.isfile(path) or unet_folder(path):
+        return
+    if not checkpoints_among(names_in('--load_weights', path)):
+        raise no_weights_error(f'--load_weights {path}')
 
 
 def refuse_bad_times(args: argparse.Namespace) -> None:
