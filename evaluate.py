@@ -55,6 +55,7 @@ from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_evaluator
 from settings.subjects import EVALUATE_FLAGS, EvaluateFlags
+from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
 from training.own_files import PrivateFolder
 from training.trained_model import PIXELS_PER_LATENT, Trained, read_trained, trained_pipeline
@@ -71,8 +72,7 @@ def open_model(flags: EvaluateFlags) -> Iterator[Model]:
     place = f'MODEL {flags.model}'
     with checkpoint_in(flags.model, 'MODEL') as path:
         if path is None:
-            raise ValueError(f'{place} holds no whole checkpoint and no pipeline; give one, or the --save_folder of a '
-                             'run')
+            raise no_checkpoint_error(place, ' and no pipeline')
         trained = read_trained(path, place)
         if trained.vae is None and not flags.pretrained:
             raise ValueError(f'{place} has no VAE to decode with, because it was trained on latents; give --model_name '

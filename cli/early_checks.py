@@ -16,7 +16,15 @@ from inputs.places import INDEX, refuse_folder_without_index
 from inputs.text_files import read_prompts
 from inputs.words import counted
 from settings import switch_table
-from training.checkpoint_files import LOCK, checkpoints_among, damage_in, epoch_and_batch, nothing_left
+from training.checkpoint_files import (
+    LOCK,
+    checkpoints_among,
+    damage_in,
+    epoch_and_batch,
+    no_weights_error,
+    nothing_left,
+    unet_folder,
+)
 
 MOST_INDEX_BYTES = 10 ** 7  # of an index.json that is read before the imports: more takes long itself
 BATCHES_OR_EPOCHS = ('ba', 'ep')
@@ -36,6 +44,7 @@ def refuse_early_training(args: argparse.Namespace) -> None:
     refuse_missing_dataset('--eval_remote', args.eval_remote)
     if args.dry_run is None:
         refuse_small_dataset(args)
+        refuse_missing_weights(args.load_weights)
         refuse_bad_times(args)
         refuse_bad_evaluation(args)
         refuse_bad_save_folder(args.save_folder, args.autoresume)
@@ -83,7 +92,7 @@ def refuse_small_dataset(args: argparse.Namespace) -> None:
 def samples_in(folder: str) -> int | None:
     """The samples of a dataset in a folder; None where its index.json is not there, long, or none that is known."""
     path = Path(folder, INDEX)
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         if path.stat().st_size <= MOST_INDEX_BYTES:
             return sum(shard['samples'] for shard in json.loads(path.read_bytes())['shards'])
     return None
@@ -108,6 +117,14 @@ def refuse_larger_batch(remote: str, samples: int, batch_size: int, microbatch: 
     remedy = f'use --batch_size {largest}' if largest else 'use more samples'
     raise ValueError(f'--remote {remote} holds {counted(samples, "sample")}, fewer than --batch_size {batch_size}; '
                      f'{remedy}')
+
+
+def refuse_missing_weights(path: str | None) -> None:
+    """Raises ValueError if --load_weights names nothing here that a training can start from."""
+    if not path or '://' in path or os.path.isfile(path) or unet_folder(path):
+        return
+    if not checkpoints_among(names_in('--load_weights', path)):
+        raise no_weights_error(f'--load_weights {path}')
 
 
 def refuse_bad_times(args: argparse.Namespace) -> None:
