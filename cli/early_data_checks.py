@@ -101,7 +101,7 @@ def refuse_bad_model(args: argparse.Namespace) -> None:
             raise ValueError(f'--ray {args.ray} needs a pipeline folder that all machines see, and MODEL {model} is '
                              'none; make one with export.py')
         if os.path.isdir(model) and not checkpoints_among(names_in('MODEL', model)):
-            raise no_checkpoint_error(f'MODEL {model}')
+            raise no_checkpoint_error(f'MODEL {model}', ' and no pipeline')
         return
     for flag in ('live', 'model_name', 'pretrained', 'tokenizer'):
         if getattr(args, flag):
@@ -139,8 +139,7 @@ def refuse_missing_data(args: argparse.Namespace) -> None:
     if reference and is_address(reference):
         raise ValueError(f'--reference {reference} is an address; name a file of this machine')
     if reference and os.path.isdir(reference):
-        raise ValueError(f'--reference {reference} is a folder; name a file, such as '
-                         f'{os.path.join(reference, "reference.safetensors")}')
+        raise folder_error('--reference', reference, 'reference.safetensors')
     if not os.path.isfile(args.data):
         refuse_missing_dataset('DATA', args.data)
         return
