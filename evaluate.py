@@ -10,7 +10,8 @@ this machine draws, or with --ray every GPU of a Ray cluster. The same command d
 stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
 error says where to get them.
 """
-from cli.early_checks import EVALUATION_PACKAGES, answer_early, is_pipeline, refuse_early_evaluation
+from cli.early import EVALUATION_PACKAGES, answer_early
+from cli.early_data_checks import is_pipeline, refuse_early_evaluation
 from cli.launcher import leave_to_first_process
 from cli.options import evaluate_parser
 
@@ -39,10 +40,9 @@ from transformers import CLIPTextConfig
 
 from cli.defaults import fill_in_evaluate_defaults
 from cli.ends import ended_in_one_line
-from inputs.caption_file import has_words, read_captions, refuse_too_few
 from inputs.errors import one_line
-from inputs.in_order import samples_in_order
 from inputs.shards import index_hash, number_of_samples, read_index, require_columns
+from inputs.text_files import has_words, read_captions, refuse_too_few
 from inputs.verified_stream import open_shards
 from measuring.quality import FEWEST_SAMPLES, clip_score, frechet_distance
 from measuring.record import circumstances, keep, redacted
@@ -232,7 +232,7 @@ def read_data(flags: EvaluateFlags) -> Data:
         if not os.path.isdir(flags.data):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix='shards-'))
         shards = open_shards(flags.data, folder, index)
-        for number, sample in enumerate(samples_in_order(shards, 0, flags.samples)):
+        for number, sample in enumerate(shards.samples(0, flags.samples)):
             if not has_words(sample['caption']):
                 raise ValueError(f'sample {number} of DATA {flags.data} has a caption without words; leave it out')
             captions.append(sample['caption'])

@@ -5,14 +5,16 @@
     python report.py published.csv --image_bytes 20000 # and what the remote must give, and what each node caches
     python report.py results.jsonl --phase 1126400000@256 --phase 1740800000@512  # as SD2 base was really trained
     python report.py results.jsonl --compare           # a row a record, what differs, and the speed over the first's
+    python report.py results.jsonl --quality quality.png # scores of evaluate.py, over guidance and over the training
 
-A record is a line of JSON as benchmark.py or encode.py writes it, or a row of a CSV file with the same keys as columns.
-A figure is rounded once, when printed: to the decimals of the published table, or to three significant digits where
-these are more. Ratios are those of complete runs, to the first measured one. --csv holds the rows of all tables
-unrounded: `plan` is the stage of a plan, `inf` stands for never.
+A record is a line of JSON as benchmark.py, encode.py or evaluate.py writes it, or a row of a CSV file with the same
+keys as columns. A figure is rounded once, when printed: to the decimals of the published table, or to three
+significant digits where these are more. Ratios are those of complete runs, to the first measured one. --csv holds the
+rows of all tables unrounded: `plan` is the stage of a plan, `inf` stands for never.
 """
 
-from cli.early_checks import REPORT_PACKAGES, answer_early, refuse_early_report
+from cli.early import REPORT_PACKAGES, answer_early
+from cli.early_data_checks import refuse_early_report
 from cli.options import report_parser
 
 if __name__ == '__main__':
@@ -27,6 +29,8 @@ from inputs.words import counted
 from measuring.costs import DATASET_IMAGES, TRAINING_IMAGES, Assumptions, Phase
 from reporting.figures import draw
 from reporting.plans import plan_rows
+from reporting.quality import read_evaluations, table_of
+from reporting.quality_figure import draw_quality
 from reporting.records import SETTINGS, read_records
 from reporting.tables import (
     COLUMNS,
@@ -65,6 +69,9 @@ def main(argv=None):
         else:
             tables = tables_of_settings(rows, args.extrapolate, given)
         plans = tables_of_plans(records, trained, args.phase, given)
+        evaluations = read_evaluations(args.records, given.dollars_per_gpu_hour)
+        if len(evaluations):
+            plans.append(table_of(evaluations))
         remarks = [sentence for _, left_out in files for sentence in left_out]
         remarks += [*remarks_on_costs(in_tables, given), *remarks_on_storage(given)]
         remarks += remarks_on_loaders(records, rows[rows['measured'] & (rows['stage'] == 'train')])
@@ -75,6 +82,8 @@ def main(argv=None):
             write_csv(args.csv, in_tables, tables + plans)
         if args.figure:
             draw(args.figure, rows_of_tables(tables, in_tables), given.training_images, as_ladder=args.compare)
+        if args.quality:
+            draw_quality(args.quality, evaluations, given.dollars_per_gpu_hour)
     except ValueError as error:
         parser.error(str(error))
     print(report_text(in_tables, tables + plans, remarks))

@@ -369,6 +369,8 @@ def report_parser(description: str) -> Parser:
              'phase (default: no plan, or --training_images at each size where there are records of encoding)')
     add('--figure', metavar='FILE', help='file for a picture, png, svg or pdf: images per second of each record with '
                                          '--compare, days and efficiency otherwise (default: none)')
+    add('--quality', metavar='FILE', help='file for a picture, png, svg or pdf, of what evaluate.py has scored: FID '
+        'against CLIP score, and both against the images of the training (default: none)')
     add('--csv', metavar='FILE', help='file for the rows of all tables, unrounded (default: none)')
     return parser
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from PIL import Image
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, CLIPModel, PreTrainedTokenizerBase
 
 from inputs.errors import one_line
 from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
@@ -54,7 +55,7 @@ def inception_features(inception: FeatureExtractorInceptionV3, pictures: torch.T
 class Clip:
     """A CLIP model in float32, and what turns pictures and captions into its inputs."""
     model: CLIPModel
-    image_processor: CLIPImageProcessor
+    image_processor: transformers.CLIPImageProcessor
     tokenizer: PreTrainedTokenizerBase
 
     @torch.no_grad()
@@ -72,7 +73,11 @@ class Clip:
 
 
 def load_clip(folder: str) -> Clip:
-    """The CLIP model of a folder in the layout of transformers, on the CPU. Raises ValueError if there is none."""
+    """The CLIP model of a folder in the layout of transformers, on the CPU. Raises ValueError if there is none.
+
+    Pillow resizes, as CLIP was trained with. In transformers 5 that has another name, and the old one resizes by torch.
+    """
+    image_processor = getattr(transformers, 'CLIPImageProcessorPil', None) or transformers.CLIPImageProcessor
     try:
         model, loading = CLIPModel.from_pretrained(folder, use_safetensors=True, local_files_only=True,
                                                    output_loading_info=True)
@@ -80,7 +85,7 @@ def load_clip(folder: str) -> Clip:
         if missing:
             raise ValueError(f'{len(missing)} weights are missing, first {missing[0]}')
         return Clip(model.float().requires_grad_(False).eval(),
-                    CLIPImageProcessor.from_pretrained(folder, local_files_only=True),
+                    image_processor.from_pretrained(folder, local_files_only=True),
                     AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except Exception as error:  # transformers and safetensors raise many kinds for files that are not there or damaged
         raise ValueError(f'--clip {folder} holds no CLIP model with its processor ({one_line(error)[:200]}); fetch '

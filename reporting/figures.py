@@ -80,16 +80,16 @@ def draw(path: str, rows: pd.DataFrame, training_images: int, as_ladder: bool) -
         save(figure, path)
 
 
-def save(figure, path: str) -> None:
-    """Writes the file. Raises ValueError if it cannot be written."""
+def save(figure, path: str, flag: str = '--figure') -> None:
+    """Writes the file that a flag names. Raises ValueError if it cannot be written."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', 'Glyph')  # a warning for each letter that no font has; one is enough
             figure.savefig(path, dpi=160)
     except OSError as error:
-        raise ValueError(f'--figure {path} cannot be written: {error.strerror}; name another file') from None
+        raise ValueError(f'{flag} {path} cannot be written: {error.strerror}; name another file') from None
     except ValueError as error:
-        raise ValueError(f'--figure {path}: {error}') from None
+        raise ValueError(f'{flag} {path}: {error}') from None
 
 
 def fonts_for(rows: pd.DataFrame) -> tuple[list[str], str]:

@@ -22,6 +22,8 @@ WHOLE_NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microb
 IDENTITY = ('date', 'git_commit')  # what tells runs of one setting apart
 MEASUREMENTS = ('images_per_sec', 'loader_images_per_sec', 'bytes_per_image')
 GROUNDS_OF_DOUBT = ('measured_batches', 'queue_batches', 'drift')
+COLUMNS_OF_RECORDS = (*SETTINGS, 'status', 'extrapolated', 'num_devices', 'num_nodes', *IDENTITY, 'on_cpu',
+                      *MEASUREMENTS, 'doubt', 'notes', 'measured', 'reliable')
 DEFAULTS = {'stage': 'train', 'status': 'complete', 'extrapolated': False}
 MOST_NOTE_CHARACTERS = 70
 NAMES_OF_CPUS = re.compile(r'\b(CPU|Processor|Xeon|EPYC|Ryzen|Threadripper|Neoverse|Apple M\d+|x86_64|aarch64)\b'
@@ -32,31 +34,47 @@ def read_records(path: str) -> tuple[pd.DataFrame, list[str]]:
     """The records of a file of JSON lines, or of a CSV file (*.csv), a row each, and a sentence for each line that was
     left out because it was cut.
 
-    The settings, `num_nodes` and what tells runs apart are text, '' where a record does not state one. `num_devices` is
-    an integer; the measurements are floats, NaN where there is none. `notes` says why a record is not `measured`, which
-    means complete and not extrapolated, or what its `doubt` is, without which it is `reliable`. Raises ValueError,
-    which names file and line, for anything that cannot be calculated with.
+    Records of evaluations are passed over. The settings, `num_nodes` and what tells runs apart are text, '' where a
+    record does not state one. `num_devices` is an integer; the measurements are floats, NaN where there is none.
+    `notes` says why a record is not `measured`, which means complete and not extrapolated, or what its `doubt` is,
+    without which it is `reliable`. Raises ValueError, which names file and line, for anything that cannot be calculated
+    with.
     """
     left_out = []
+    records = []
+    is_empty = True
+    for number, record in numbered_records(path, left_out):
+        is_empty = False
+        if is_evaluation(record):
+            continue
+        try:
+            records.append(checked_record(record))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f'{path}:{number}: not a record: {error}') from None
+    if is_empty:
+        raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
+    flags = ('measured', 'reliable', 'on_cpu')
+    dtypes = {'num_devices': 'int64'} | dict.fromkeys(MEASUREMENTS, float) | dict.fromkeys(flags, bool)
+    return pd.DataFrame(records, columns=COLUMNS_OF_RECORDS).astype(dtypes), left_out
+
+
+def numbered_records(path: str, left_out: list[str]) -> Iterator[tuple[int, object]]:
+    """The number of its line and the value of each record of a file; what was cut goes into `left_out` as a sentence.
+
+    Raises ValueError, which names file and line, if there is none that can be read.
+    """
     try:
         lines = Path(path).read_text(encoding='utf-8-sig', errors='replace').split('\n')
     except OSError as error:
         raise ValueError(f'{path}: {error.strerror}; give files of JSON lines or CSV') from None
     if path.lower().endswith('.csv'):
-        numbered_records = csv_records(path, lines)
-    else:
-        numbered_records = json_records(path, lines, left_out)
-    records = []
-    for number, record in numbered_records:
-        try:
-            records.append(checked_record(record))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f'{path}:{number}: not a record: {error}') from None
-    if not records:
-        raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
-    flags = ('measured', 'reliable', 'on_cpu')
-    dtypes = {'num_devices': 'int64'} | dict.fromkeys(MEASUREMENTS, float) | dict.fromkeys(flags, bool)
-    return pd.DataFrame(records).astype(dtypes), left_out
+        return csv_records(path, lines)
+    return json_records(path, lines, left_out)
+
+
+def is_evaluation(record: object) -> bool:
+    """Whether a record is one of evaluate.py, which has no place among speeds; see reporting/quality.py."""
+    return isinstance(record, dict) and record.get('stage') == 'evaluate'
 
 
 def json_records(path: str, lines: list[str], left_out: list[str]) -> Iterator[tuple[int, object]]:

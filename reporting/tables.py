@@ -29,6 +29,11 @@ COLUMNS = {  # key: heading, template and decimals in print; {} in a heading sta
     'pays_off_images': ('pays off from', '{} images', 0),
     'remote_mb_per_sec': ('remote', '{} MB/s', 1),
     'cache_tb_per_node': ('cache', '{} TB', 2),
+    'guidance': ('guidance', '{}', 1),
+    'fid': ('FID', '{}', 2),
+    'clip_score': ('CLIP score', '{}', 2),
+    'trained_batches': ('batches', '{}', 0),
+    'images_seen': ('images seen', '{}', 0),
 }
 MEANING_OF_MARK = (
     f'Figures marked * are not to be relied on: they are of fewer than {FEWEST_BATCHES} batches, or than '
@@ -57,7 +62,7 @@ def printed_figure(key: str, value) -> str:
         _, template, decimals = COLUMNS[key]
         if '%' in template:
             value *= 100
-        decimals_of_three_digits = 2 - math.floor(math.log10(value))
+        decimals_of_three_digits = 2 - math.floor(math.log10(value)) if value else 0
         return template.format(f'{value:,.{max(decimals, decimals_of_three_digits)}f}')
     return one_line_of_text(value).replace('|', r'\|')
 

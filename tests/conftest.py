@@ -22,15 +22,10 @@ from tests import process_server
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
 
 
-def pytest_configure(config):
-    if not hasattr(config, 'workerinput'):  # it is no worker of xdist
-        config.process_server = process_server.start()
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     """xdist starts a worker."""
-    node.workerinput['process_server'] = node.config.process_server
+    node.workerinput['process_server'] = process_server.start()
 
 
 def pytest_collection_finish():
@@ -206,4 +201,6 @@ def server(pytestconfig):
     """Forks processes that have imported the program already, also the workers of the commands."""
     if hasattr(pytestconfig, 'workerinput'):
         process_server.join(pytestconfig.workerinput['process_server'])
+    else:
+        process_server.start()
     return multiprocessing.get_context('forkserver')

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def start() -> str:
-    """Start the server in the process that starts all others, beside which it imports; its address."""
+    """Its address. At the first call it is started, in the process that starts all others, beside which it imports."""
     os.environ['PYTHONPATH'] = str(Path(__file__).parent.parent)
     multiprocessing.get_context('forkserver').set_forkserver_preload(['tests.preloaded'])
     forkserver.ensure_running()  # before the program sets what is imported

@@ -81,8 +81,6 @@ def test_streamed_batches_hold_every_pair_once(shards, samples, num_workers):
     tokenizer = build_tokenizer()
     loader = build_loader(dataset, 4, num_workers, tokenizer).dataloader
     batches = list(loader)
-    if num_workers:
-        loader._iterator._shutdown_workers()  # at once; left to the garbage collector it takes 5 s a worker
     assert [batch['image'].shape for batch in batches] == [(4, 3, 64, 64)] * 6
     seen = {tuple(ids.tolist()): image for batch in batches
             for ids, image in zip(batch['caption'], batch['image'], strict=True)}

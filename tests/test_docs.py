@@ -19,7 +19,14 @@ from pathlib import Path
 import pytest
 
 import report
-from cli.options import benchmark_parser, convert_parser, encode_parser, export_parser, report_parser
+from cli.options import (
+    benchmark_parser,
+    convert_parser,
+    encode_parser,
+    evaluate_parser,
+    export_parser,
+    report_parser,
+)
 from settings.switch_table import SWITCHES
 from tests.samples import encoded, picture
 
@@ -27,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
 LINES_OF_TWO_SCREENS = 175
 PARSERS = {'benchmark.py': benchmark_parser(''), 'encode.py': encode_parser(''), 'export.py': export_parser(''),
-           'report.py': report_parser(''), 'convert.py': convert_parser('')}
+           'report.py': report_parser(''), 'convert.py': convert_parser(''), 'evaluate.py': evaluate_parser('')}
 FOLDERS = 'benchmarks|docs|models|recipes|tests'  # whose files the pages name
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
@@ -237,7 +244,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def records() -> list[dict]:
-    """Of trainings at two sizes, on images and on latents, of encodings and of a loader."""
+    """Of trainings at two sizes, on images and on latents, of encodings, of a loader, and of an evaluation."""
     found = []
     for size, speed in ((256, 480.0), (512, 160.0)):
         machine = {'device': 'NVIDIA H100 80GB HBM3', 'num_devices': 8, 'image_size': size}
@@ -245,6 +252,8 @@ def records() -> list[dict]:
         found.append(machine | {'images_per_sec': 1.5 * speed, 'encoders': 'text_in_loop'})
         found.append(machine | {'images_per_sec': 3 * speed, 'stage': 'encode', 'bytes_per_image': 66_000})
         found.append(machine | {'loader_images_per_sec': 9 * speed, 'stage': 'loader'})
+    score = {'guidance': 7.5, 'fid': 50.0, 'clip_score': 20.0}
+    found.append(machine | {'stage': 'evaluate', 'samples': 30_000, 'steps': 50, 'scores': [score]})
     return found
 
 
@@ -271,7 +280,8 @@ def missing_inputs(words: list[str]) -> list[str]:
     """What a command reads and is not there."""
     args = vars(PARSERS[words[1]].parse_args(words[2:]))
     read = []
-    for name in ('records', 'source', 'checkpoint', 'remote', 'eval_remote', 'load_weights', 'sample_prompts'):
+    for name in ('records', 'source', 'checkpoint', 'remote', 'eval_remote', 'load_weights', 'sample_prompts', 'model',
+                 'data', 'inception', 'clip', 'reference'):
         value = args.get(name) or []
         read += [value] if isinstance(value, str) else value
     return [path for path in read if not os.path.exists(path)]

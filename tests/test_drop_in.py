@@ -94,10 +94,10 @@ def test_the_originals_own_call_gives_batches_of_its_kind(shards, samples, tmp_p
     loader = DataLoader(dataset=dataset, batch_size=8, sampler=None, drop_last=True, prefetch_factor=2, num_workers=2,
                         persistent_workers=True)
     batches = list(loader)
-    loader._iterator._shutdown_workers()  # at once; left to the garbage collector it takes 5 s a worker
     captions = torch.cat([batch['caption'] for batch in batches])
     images = torch.cat([batch['image'] for batch in batches])
-    expected = {tuple(build_tokenizer().encode(sample['caption']).ids): transform(pillow_square(sample['jpg']))
+    tokenizer = build_tokenizer()
+    expected = {tuple(tokenizer.encode(sample['caption']).ids): transform(pillow_square(sample['jpg']))
                 for sample in samples}
     assert captions.dtype == torch.int64 and images.dtype == torch.float32 and len(captions) == len(expected) == 24
     for ids, image in zip(captions.tolist(), images, strict=True):

@@ -1,5 +1,6 @@
 """What is scored is what diffusers draws, whatever batches and processes drew it, and whatever was killed meanwhile."""
 import dataclasses
+import inspect
 import json
 import os
 import shutil
@@ -48,6 +49,8 @@ from tests.samples import Hostile, encoded, picture, pillow_square, write_shards
 
 SIZE = 32  # pixels
 STEPS = 2
+# torchmetrics 1.9 resizes with antialias unless it is told not to: its FID is then another one
+WITHOUT_ANTIALIAS = {name: False for name in inspect.signature(NoTrainInceptionV3).parameters if name == 'antialias'}
 FAST = ['--steps', str(STEPS), '--batch_size', '2']
 
 
@@ -125,7 +128,7 @@ def test_the_noise_of_a_sample_follows_from_its_number_and_the_seed_alone():
 
 def test_fid_is_that_of_torchmetrics_features_and_an_independent_root(evaluated, judges, samples):
     record, out = evaluated
-    network = NoTrainInceptionV3(NETWORK, [LAYER], judges['--inception'])
+    network = NoTrainInceptionV3(NETWORK, [LAYER], judges['--inception'], **WITHOUT_ANTIALIAS)
     squares = [pillow_square(sample['jpg']) for sample in samples[:2]]
     real = network(pixels_of([square.resize((SIZE, SIZE), Image.BILINEAR) for square in squares]))
     kept = read_features(open_output(str(out), ''), 4)[FEATURES]  # the parts after those of two scales
@@ -139,7 +142,8 @@ def test_fid_is_that_of_torchmetrics_features_and_an_independent_root(evaluated,
 @pytest.mark.long
 def test_fid_is_that_of_torchmetrics_own_class_end_to_end(evaluated, judges, shards):
     record, out = evaluated
-    metric = FrechetInceptionDistance(feature=2048, feature_extractor_weights_path=judges['--inception'])
+    metric = FrechetInceptionDistance(feature=2048, feature_extractor_weights_path=judges['--inception'],
+                                      **WITHOUT_ANTIALIAS)
     metric.update(pixels_of(pictures_of(out, '1')), real=False)
     kept = torch.cat([read_features(open_output(str(out), ''), number)[FEATURES] for number in (4, 5)])
     metric.inception = lambda features: features

@@ -59,6 +59,7 @@ def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: in
     model = ema.get_ema_model(model).eval()
     betas = torch.linspace(0.00085 ** 0.5, 0.012 ** 0.5, 1000, dtype=torch.float64) ** 2
     alphas = torch.cumprod(1 - betas, 0)
+    tokenizer = build_tokenizer()
     losses = []
     for index, sample in enumerate(samples):
         number = int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
@@ -75,7 +76,7 @@ def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: in
                 mean, log_variance = posterior.mean, posterior.logvar
             latents = (mean + torch.exp(log_variance / 2) * draw) * 0.18215
             noised = (alphas[timestep].sqrt() * latents + (1 - alphas[timestep]).sqrt() * noise).float()
-            text = model.text_encoder(torch.tensor([build_tokenizer().encode(sample['caption']).ids]))[0]
+            text = model.text_encoder(torch.tensor([tokenizer.encode(sample['caption']).ids]))[0]
             losses.append(float(((model.unet(noised, timestep, text).sample - noise) ** 2).mean()))
     return float(np.mean(losses))
 

@@ -1,4 +1,6 @@
 """Conversions whose command or workers are killed at any moment end as undisturbed ones do."""
+import contextlib
+import multiprocessing
 import os
 import random
 import signal
@@ -49,7 +51,7 @@ def workers_of(command: psutil.Process) -> list[psutil.Process]:
     return [worker for child in command.children() for worker in child.children()]
 
 
-@pytest.fixture(params=['folder', pytest.param('s3', marks=pytest.mark.long)])
+@pytest.fixture
 def undisturbed(request, tmp_path, monkeypatch):
     """The store, where OUTs are, the arguments of a conversion, and what it makes when nothing disturbs it."""
     with local_s3(monkeypatch) as store:
@@ -62,20 +64,30 @@ def undisturbed(request, tmp_path, monkeypatch):
         yield store, root, argv, expected
 
 
+def workers_here() -> list[psutil.Process]:
+    """The workers of this process, whose server forks those of other tests as well."""
+    found = []
+    for child in list(multiprocessing.process._children):  # active_children() would take their ends from who waits
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(child.pid))
+    return found
+
+
 def kill_a_worker(before: set[int], is_time: Callable[[], bool]) -> None:
     """Kill a worker that was not there before, when it is time."""
     def new_workers() -> list[psutil.Process]:
-        return [worker for worker in workers_of(psutil.Process()) if worker.pid not in before]
+        return [worker for worker in workers_here() if worker.pid not in before]
     wait_until(lambda: new_workers() and is_time())
     random.Random(17).choice(new_workers()).kill()
 
 
-@pytest.mark.parametrize('done', [pytest.param(0, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize('undisturbed, done', [
+    ('folder', 3), pytest.param('s3', 0, marks=pytest.mark.long)], indirect=['undisturbed'])
 def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undisturbed, done):
     store, root, argv, expected = undisturbed
     out = f'{root}/out'
     store.delay = 0.1
-    before = {worker.pid for worker in workers_of(psutil.Process())}
+    before = {worker.pid for worker in workers_here()}
     args = convert_parser('').parse_args([*argv, out])
     conversion = threading.Thread(target=convert.convert, args=(args, open_output(out, 'OUT')))
     conversion.start()
@@ -85,7 +97,7 @@ def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undist
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('done', [0, 2, 5])
+@pytest.mark.parametrize('undisturbed, done', [('folder', 0), ('s3', 2), ('folder', 5)], indirect=['undisturbed'])
 def test_a_conversion_that_is_killed_and_started_again_equals_one_that_never_was(undisturbed, server, tmp_path, done):
     store, root, argv, expected = undisturbed
     out = f'{root}/out'

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
-from inputs.prompts import read_prompts
+from inputs.text_files import read_prompts
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae

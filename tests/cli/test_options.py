@@ -121,6 +121,23 @@ def dataset_of(samples: int, folder: Path) -> str:
     (['convert.py', 'tests', 'nowhere*', 'x'], 'SOURCE nowhere* does not exist'),
     (['convert.py', 'tests', 'docs'], 'OUT docs already holds something; give a new folder'),
     (['convert.py', 'tests', 'README.md'], 'OUT README.md is not a folder; give a new one'),
+    (['evaluate.py', 'LICENSE', 'tests', '--inception', 'README.md'], 'give --out, a new folder'),
+    (['evaluate.py', 'nowhere', 'tests', '--out', 'x'], 'MODEL nowhere is not there'),
+    (['evaluate.py', 'tests', 'tests', '--out', 'x'], 'MODEL tests holds no whole checkpoint'),
+    (['evaluate.py', 'LICENSE', 'tests', '--out', 'x', '--clip', 'models/tiny/unet'], 'DATA tests holds no index.json'),
+    (['evaluate.py', 'LICENSE', 'tests', '--out', 'docs'], '--out docs already holds something'),
+    (['evaluate.py', 'LICENSE', 'tests', '--out', 'x'], 'give --inception for FID, --clip for the CLIP score, or both'),
+    (['evaluate.py', 'LICENSE', 'tests', '--out', 'x', '--inception', 'no'], '--inception no is no file; fetch https://'),
+    (['evaluate.py', 'LICENSE', 'tests', '--out', 'x', '--clip', 'docs'], '--clip docs is no folder with a model'),
+    (['evaluate.py', 'LICENSE', 'README.md', '--out', 'x', '--inception', 'README.md'], 'FID compares with images'),
+    (['evaluate.py', 'LICENSE', 'README.md', '--out', 'x', '--inception', 'README.md', '--reference', 'no'],
+     '--reference no is not there, and DATA README.md has no images'),
+    (['evaluate.py', 'LICENSE', 'README.md', '--out', 'x', '--inception', 'README.md', '--reference', 'LICENSE'],
+     'fewer than --samples 30,000; use --samples'),
+    (['evaluate.py', 'LICENSE', 'README.md', '--out', 'x', '--inception', 'README.md', '--reference', 'LICENSE',
+      '--samples', '9'], 'DATA README.md:2: a caption without words'),
+    (['evaluate.py', 'LICENSE', 'tests', '--guidance', '0.5'], '--guidance: 0.5 is not a scale from 1 on'),
+    (['evaluate.py', 'LICENSE', 'tests', '--ray', 'auto', '--out', 'x'], 'needs a pipeline folder that all'),
     (['report.py', 'published.csv', '--figrue', 'x'], '--figrue is no flag; did you mean --figure?'),
     (['report.py', 'nowhere'], 'nowhere: No such file or directory'),
     (['report.py', 'tests'], 'tests: Is a directory; give files of JSON lines or CSV'),
@@ -159,7 +176,8 @@ def test_a_run_that_its_newest_checkpoint_has_finished_ends_before_the_imports(m
         end_where_nothing_is_left(args)
 
 
-@pytest.mark.parametrize('command', ['benchmark.py', 'convert.py', 'encode.py', 'export.py', 'report.py'])
+@pytest.mark.parametrize('command', ['benchmark.py', 'convert.py', 'encode.py', 'evaluate.py', 'export.py',
+                                     'report.py'])
 def test_the_version_is_the_commit_and_the_libraries(command):
     run = subprocess.run([sys.executable, command, '--version'], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.startswith(f'{command} {git_commit()}, with torch ') and run.stdout.count('\n') == 1

@@ -48,29 +48,29 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     return given
 
 
-def batch_of(number: int) -> dict[str, torch.Tensor]:
-    return {'image': torch.rand(number, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (number, 77))}
+def batch_of(number: int, side: int = 64) -> dict[str, torch.Tensor]:
+    return {'image': torch.rand(number, 3, side, side) * 2 - 1, 'caption': torch.randint(49408, (number, 77))}
 
 
-def switched_model(*argv: str) -> StableDiffusion:
+def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiffusion:
     settings = settings_of(*TINY, *argv)
     torch.manual_seed(0)
-    model = StableDiffusion('tiny', 64).train()
+    model = StableDiffusion(name, side).train()
     apply_switches(model, settings.speed)
     return model
 
 
 @pytest.mark.long
 @pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
-def test_ddp_does_not_cut_the_unet(graphs, flags):
-    expected = switched_model(*flags)
-    model = switched_model('--compile', *flags)
+def test_ddp_does_not_cut_the_unet(graphs, smallest_with_attention, flags):
+    expected = switched_model(*flags, name=smallest_with_attention, side=16)
+    model = switched_model('--compile', *flags, name=smallest_with_attention, side=16)
     losses = []
     with one_rank():
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=1)  # several, as the real one has
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
         for each in (expected, wrapped):
             torch.manual_seed(1)
-            loss = model.loss(each(batch_of(2)), {})
+            loss = model.loss(each(batch_of(2, 16)), {})
             loss.backward()
             losses.append(loss)
     assert len(graphs) == compiled_graphs() == 3  # the UNet, the VAE's encoder and the text encoder's layers
@@ -98,19 +98,21 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
 
 @pytest.mark.long
 @pytest.mark.parametrize('flags, expected', [([], 0), (['--compile'], 3)], ids=str)
-def test_the_record_says_how_many_graphs_were_compiled(graphs, results, flags, expected):
-    record = main(['--use_synth_data', *TINY, '--results', str(results), *flags])
+def test_the_record_says_how_many_graphs_were_compiled(graphs, results, smallest_with_attention, flags, expected):
+    record = main(['--use_synth_data', *TINY, '--model_name', smallest_with_attention, '--image_size', '16',
+                   '--results', str(results), *flags])
     assert (record['compile'], record['compiled_graphs']) == (bool(flags), expected)
     assert len(graphs) == expected
 
 
 @pytest.mark.long
-def test_the_search_for_a_microbatch_compiles_nothing(graphs):
-    settings = settings_of('--use_synth_data', *TINY, '--compile')
-    model = switched_model('--compile')
-    assert largest_microbatch(model, build_data(settings, find_model('tiny')), 4, 'fp32', use_ema=False) == 4
+def test_the_search_for_a_microbatch_compiles_nothing(graphs, smallest_with_attention):
+    settings = settings_of('--use_synth_data', *TINY, '--image_size', '16', '--compile')
+    model = switched_model('--compile', name=smallest_with_attention, side=16)
+    data = build_data(settings, find_model(smallest_with_attention))
+    assert largest_microbatch(model, data, 4, 'fp32', use_ema=False) == 4
     assert not graphs
-    model(batch_of(2))
+    model(batch_of(2, 16))
     assert len(graphs) == 3
 
 

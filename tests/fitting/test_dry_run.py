@@ -90,17 +90,19 @@ def figures(lines: list[str], start: str) -> list[str]:
     return line.removeprefix(start).split()
 
 
-def test_it_says_parameters_arithmetic_memory_and_speed_and_reads_only_an_index(shards, capfd, tmp_path, monkeypatch):
+def test_it_says_parameters_arithmetic_memory_and_speed_and_reads_only_an_index(shards, capfd, tmp_path, monkeypatch,
+                                                                               smallest_with_attention):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'index.json').write_bytes(Path(shards, 'index.json').read_bytes())
     capfd.readouterr()
-    fitting = benchmark.main(['--dry_run', '8', *TINY, '--use_ema', '--training_images', '86400000', '--remote', '.'])
+    fitting = benchmark.main(['--dry_run', '8', *TINY, '--model_name', smallest_with_attention, '--image_size', '32',
+                              '--use_ema', '--training_images', '86400000', '--remote', '.'])
     out, err = capfd.readouterr()
     lines = out.splitlines()
     assert not err and [path.name for path in tmp_path.iterdir()] == ['index.json']  # no record, no cache
     assert fitting == dict.fromkeys(CARDS, 8)
     assert '8 images a step on each of 8 GPUs' in lines[0]
-    model = benchmark.StableDiffusion('tiny', 64)
+    model = benchmark.StableDiffusion(smallest_with_attention, 32)
     unet = sum(weight.numel() for weight in model.unet.parameters())
     assert figures(lines, 'UNet, forward and backward') == [f'{unet:,}', f'{model.flops_per_image["unet"] / 1e9:,.1f}']
     assert figures(lines, 'GiB by microbatch') == ['1', '2', '4', '8']
@@ -122,8 +124,8 @@ def assert_speeds(lines: list[str], images_per_sec: float) -> None:
     assert sum(line.startswith(tuple(PEAKS)) for line in lines) == sum(bool(peak.bf16) for peak in PEAKS.values())
 
 
-def test_latents_need_no_vae():
-    settings = arguments('--dry_run', *TINY, '--use_synth_latents')
+def test_latents_need_no_vae(smallest_with_attention):
+    settings = arguments('--dry_run', *TINY, '--model_name', smallest_with_attention, '--use_synth_latents')
     needed = estimate('', settings, fake_model(settings, latents=True))
     assert 'VAE' not in needed.lasting
     assert not [line for line in parts_table(needed.model) if line.startswith('VAE')]

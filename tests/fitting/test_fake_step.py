@@ -72,8 +72,8 @@ def peak_of(profiler: profile) -> int:
 
 
 @pytest.mark.parametrize('flags, fused_attention', [
-    (['--precision', 'fp32'], True), (['--encoder_precision', 'fp32'], True), ([], True), ([], False),
-], ids=str)
+    ([], True), ([], False), pytest.param(['--precision', 'fp32'], True, marks=pytest.mark.long),
+    pytest.param(['--encoder_precision', 'fp32'], True, marks=pytest.mark.long)], ids=str)
 def test_the_peak_is_that_of_real_tensors_under_cudas_rules(flags, fused_attention):
     settings = arguments('--image_size', '128', *flags)
     step = calculated(settings, fused_attention)
@@ -93,7 +93,7 @@ def test_with_gradient_checkpointing_the_peak_is_that_of_real_tensors():
 
 
 def test_without_a_fused_kernel_attentions_matrices_are_kept():
-    settings = arguments('--image_size', '256')
+    settings = arguments('--image_size', '128')
     matrices = 0  # elements of an image, each kept in float32 at least
 
     def count(module, inputs, keywords, output):
@@ -107,7 +107,7 @@ def test_without_a_fused_kernel_attentions_matrices_are_kept():
     for module in model.unet.modules():
         if type(module).__name__ == 'Attention':
             module.register_forward_hook(count, with_kwargs=True)
-    model({'image': torch.rand(1, 3, 256, 256), 'caption': torch.zeros(1, 77, dtype=torch.long)})
+    model({'image': torch.rand(1, 3, 128, 128), 'caption': torch.zeros(1, 77, dtype=torch.long)})
     column = ITEMS.index('activations')
     fused, matrix = (calculated(settings, fused).per_image[:, column].max() for fused in (True, False))
     assert 4 * matrices <= matrix - fused < 12 * matrices

@@ -1,11 +1,12 @@
 """Arithmetic of an image, against the published figures, and the peaks of devices."""
 import pytest
 import torch
+from transformers import CLIPTextConfig
 
 from benchmark import StableDiffusion
 from models import flops
 from models.flops import peak_tflops
-from models.loading import SD2_BASE
+from models.loading import SD2_BASE, find_model
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +83,22 @@ def test_only_known_devices_have_a_peak(as_on_a_gpu, name, peak):
     as_on_a_gpu(name=name)
     assert peak_tflops('amp_bf16') == peak
     assert peak_tflops('fp32') is None
+
+
+def test_drawing_runs_the_unet_forwards_in_each_step_twice_where_it_is_guided_and_the_decoder_once():
+    configs = find_model('tiny').configs
+    text_config = CLIPTextConfig(**configs['text_encoder'])
+
+    def drawing(steps: int, guided: bool) -> int:
+        return flops.drawing_flops(configs['unet'], text_config, configs['vae'], 64, steps, guided)
+
+    with torch.device('meta'):
+        model = StableDiffusion('tiny', 64)
+        with torch.no_grad():
+            text = torch.empty(1, 77, model.unet.config.cross_attention_dim)
+            unet, _ = flops.count_flops(lambda: model.unet(torch.empty(1, 4, 8, 8), torch.empty(1), text))
+            decoder, _ = flops.count_flops(lambda: model.vae.decode(torch.empty(1, 4, 8, 8)))
+    assert drawing(5, guided=False) - drawing(1, guided=False) == 4 * unet
+    assert drawing(5, guided=True) - drawing(1, guided=True) == 8 * unet
+    rest = flops.training_flops(configs['unet'], text_config, 8)['text_encoder'] + decoder
+    assert drawing(1, guided=False) == unet + rest

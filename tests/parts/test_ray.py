@@ -45,8 +45,9 @@ def cluster(store):
     """Two machines with a core each, as far as Ray knows."""
     os.environ['RAY_USAGE_STATS_ENABLED'] = '0'
     from ray.cluster_utils import Cluster
-    cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 1, 'object_store_memory': 1 << 27,
-                                                              'include_dashboard': False})
+    cluster = Cluster(initialize_head=True, head_node_args={
+        'num_cpus': 1, 'object_store_memory': 1 << 27, 'include_dashboard': False,
+        '_system_config': {'health_check_period_ms': 500}})  # a machine is lost after five in vain
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
     yield cluster
     cluster.shutdown()

@@ -52,9 +52,9 @@ def batches_of_a_run_that_no_kill_changes(server, folder: Path, argv: list, rank
 
 
 def test_a_run_killed_while_it_saves_goes_on_in_the_middle_of_an_epoch_as_if_it_never_was(server, tmp_path, shards):
-    argv = [*RUN, '--remote', shards, '--save_interval', '4ba', '--max_duration', '8ba']
-    [batches] = batches_of_a_run_that_no_kill_changes(server, tmp_path, argv, 1, [('write', 8)])
-    assert sorted(batches) == list(range(8))
+    argv = [*RUN, '--remote', shards, '--save_interval', '3ba', '--max_duration', '6ba']
+    [batches] = batches_of_a_run_that_no_kill_changes(server, tmp_path, argv, 1, [('write', 6)])
+    assert sorted(batches) == list(range(6))
 
 
 @pytest.mark.long

@@ -44,9 +44,9 @@ def test_a_second_phase_starts_from_weights_and_average_with_another_size_and_al
                 at_start['optimizer'] = len(optimizer.state)
 
     kept = tmp_path / 'kept'
-    record = main(['--remote', shards, *TINY, '--image_size', '128', '--device_train_microbatch_size', '2', '--use_ema',
-                   '--load_weights', str(first_phase), '--save_folder', str(kept), '--save_interval', '1ba',
-                   '--num_workers', '0', '--results', str(results)], [Witness()])
+    record = main(['--remote', shards, *TINY, '--image_size', '96', '--device_train_microbatch_size', '2', '--use_ema',
+                   '--load_weights', str(first_phase), '--save_folder', str(kept), '--max_duration', '2ba',
+                   '--save_interval', '1ba', '--num_workers', '0', '--results', str(results)], [Witness()])
     unet, average = unet_and_average(load_checkpoint(checkpoints(str(first_phase))[-1])['state'])
     assert_equal(at_start['unet'], dict(unet))
     assert_equal(at_start['average'], dict(average))

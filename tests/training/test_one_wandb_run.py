@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import wandb
 
 from benchmark import main
 from tests.forked_runs import run_program
@@ -29,6 +28,8 @@ def test_an_offline_run_is_one_folder_with_the_record(server, tmp_path):
 
 
 def test_a_run_that_does_not_start_is_one_line(monkeypatch):
+    import wandb
+
     def refuse(**_):
         raise wandb.errors.CommError('no\nroute')
     monkeypatch.setattr(wandb, 'init', refuse)

@@ -37,11 +37,12 @@ def node(rank: int, port: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope='module')
-def trained(tmp_path_factory, shards, server) -> dict[int, list[dict]]:
+def trained(tmp_path_factory, shards, server, smallest_with_attention) -> dict[int, list[dict]]:
     """What each rank of a run on one and on two ranks saw and learned in an epoch of three batches of 8."""
     folders = {ranks: tmp_path_factory.mktemp(f'ranks{ranks}') for ranks in (1, 2)}
     for ranks, folder in folders.items():
-        arguments = (folder, '--remote', shards, *TINY, '--results', '/dev/null', '--device_train_microbatch_size', '2')
+        arguments = (folder, '--remote', shards, *TINY, '--model_name', smallest_with_attention, '--image_size', '16',
+                     '--results', '/dev/null', '--device_train_microbatch_size', '2')
         codes = run_ranks(server, [folder / 'log'] * ranks, rank_program.main, [arguments] * ranks)
         assert codes == [0] * ranks, (folder / 'log').read_text()
     return {ranks: [torch.load(folder / f'rank{rank}.pt') for rank in range(ranks)]
@@ -110,10 +111,10 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):
 
 
 def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):
-    argv = ['--use_synth_data', *TINY, '--dist_timeout', '3', '--results', '/dev/null']
+    argv = ['--use_synth_data', *TINY, '--dist_timeout', '1', '--results', '/dev/null']
     code, _, errors = run_program(server, tmp_path / 'run', benchmark.main, argv, **node(0, free_port()))
     [line] = errors.splitlines()
-    assert code == 2 and line.startswith('benchmark.py: error: --dist_timeout 3') and '2 processes' in line
+    assert code == 2 and line.startswith('benchmark.py: error: --dist_timeout 1') and '2 processes' in line
 
 
 def test_bad_input_is_one_line_on_rank_0(server, tmp_path):

@@ -13,7 +13,8 @@ from benchmark import StableDiffusion, main
 from export import main as export
 from inputs.captions import pipeline_tokenizer
 from models.loading import find_model
-from models.sampling import GUIDANCE, STEPS, noise_of
+from models import sampling
+from models.sampling import GUIDANCE, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
 from tests.runs import TINY, assert_same_training, one_error_line, settings_of
@@ -29,6 +30,12 @@ def prompts(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp('prompts') / 'prompts.txt'
     path.write_text('\n'.join([PROMPTS[0], '', *PROMPTS[1:], '']), encoding='utf-8')
     return str(path)
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """A tenth of the steps; the first test of this file takes them all."""
+    monkeypatch.setattr(sampling, 'STEPS', 5)
 
 
 def run(folder: Path, model_folder: str, *flags) -> dict:
@@ -66,7 +73,7 @@ def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
     """The prompts by an exported pipeline, from the same noise."""
     pipeline = StableDiffusionPipeline.from_pretrained(str(out))
     pipeline.set_progress_bar_config(disable=True)
-    drawn = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=STEPS, guidance_scale=GUIDANCE)
+    drawn = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=sampling.STEPS, guidance_scale=GUIDANCE)
     return [np.asarray(picture, dtype=int) for picture in drawn.images]
 
 
@@ -113,7 +120,7 @@ def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, promp
     assert record['sampling_seconds'] > 0 and len(list((tmp_path / 'drawn').iterdir())) == 4
 
 
-def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts):
+def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts, few_steps):
     latents = tmp_path / 'latents'
     latents.mkdir()
     (latents / f'ba3.png.sd-benchmark-{"a" * 32}.tmp').touch()  # of a run that was killed while it drew
@@ -128,7 +135,7 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
 
 
 def test_drawing_leaves_modes_random_state_and_terminal_alone_with_encoders_in_another_precision(model_folder, prompts,
-                                                                                                 capfd):
+                                                                                                 few_steps, capfd):
     files = find_model(model_folder, pretrained=True)
     model = StableDiffusion(image_size=64, encoder_precision='bf16', files=files).train()
     settings = settings_of('--use_synth_data', '--image_size', '64', '--precision', 'fp32',
@@ -148,7 +155,8 @@ def test_drawing_leaves_modes_random_state_and_terminal_alone_with_encoders_in_a
         AutoencoderKL.from_pretrained(model_folder, subfolder='vae'),
         CLIPTextModel.from_pretrained(model_folder, subfolder='text_encoder'), pipeline_tokenizer(), model.unet.eval(),
         scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
-    theirs = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=STEPS, guidance_scale=GUIDANCE).images
+    theirs = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=sampling.STEPS,
+                      guidance_scale=GUIDANCE).images
     for ours, expected in zip(pictures, theirs, strict=True):
         assert np.abs(np.asarray(ours, int) - np.asarray(expected, int)).mean() < 4  # of bfloat16
 

@@ -1,0 +1,121 @@
+"""What report.py says of evaluations: their scores, what the training until them took, and when they were good."""
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+import report
+from reporting import quality_figure
+from reporting.quality import MLPERF_CLIP_SCORE, MLPERF_FID, read_evaluations
+
+FLAGS = {'model_name': 'sd2', 'image_size': 512, 'batch_size': 2048, 'seed': 17, 'learning_rate': 1e-4}
+GPU = {'device': 'NVIDIA H100 80GB HBM3', 'device_type': 'cuda', 'num_devices': 8}
+TRAINING = GPU | FLAGS | {'stage': 'train', 'images_per_sec': 400.0, 'trained_batches': 2000}
+EVALUATION = GPU | {
+    'stage': 'evaluate', 'model': 'kept/ep0-ba1000-rank0.pt', 'model_sha256': '1', 'data': 'coco.txt', 'samples': 30000,
+    'image_size': 512, 'steps': 50, 'seed': 17, 'weights': 'averaged', 'trained_batches': 1000,
+    'images_seen': 2_048_000, 'training': FLAGS | {'remote': 's3://bucket'}, 'clip': 'vit',
+    'scores': [{'guidance': 1.5, 'fid': 95.5, 'clip_score': 14.0}, {'guidance': 4, 'fid': 0.0, 'clip_score': 15.0}]}
+LATER = EVALUATION | {'model_sha256': '2', 'trained_batches': 2000, 'images_seen': 4_096_000, 'scores': [
+    {'guidance': 1.5, 'fid': 40.0, 'clip_score': 20.0}, {'guidance': 4, 'fid': 30.0, 'clip_score': 25.0}]}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*records) -> str:
+        path = tmp_path / 'results.jsonl'
+        path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+        return str(path)
+    return write
+
+
+def test_gpu_hours_and_dollars_are_those_of_the_images_seen_at_the_speed_of_the_training(write):
+    rows = read_evaluations([write(TRAINING, EVALUATION, LATER)], dollars_per_gpu_hour=3)
+    assert list(rows['gpu_hours']) == pytest.approx([2_048_000 / 400 / 3600 * 8] * 2 + [4_096_000 / 400 / 3600 * 8] * 2)
+    assert list(rows['cost_usd']) == pytest.approx([hours * 3 for hours in rows['gpu_hours']])
+    assert list(rows['guidance']) == [1.5, 4, 1.5, 4] and list(rows['fid']) == [95.5, 0, 40, 30]
+
+
+@pytest.mark.parametrize('change', [{'learning_rate': 2e-4}, {'trained_batches': 999}, {'device_type': 'cpu'},
+                                    {'images_per_sec': None}, {'stage': 'encode'}], ids=str)
+def test_the_speed_of_another_training_is_not_taken(write, change):
+    rows = read_evaluations([write(TRAINING | change, EVALUATION)], 2)
+    assert rows['gpu_hours'].isna().all() and rows['cost_usd'].isna().all()
+
+
+def test_an_evaluation_that_was_repeated_counts_once_and_another_one_as_well(write):
+    repeated = EVALUATION | {'samples_drawn': 0, 'date': 'later'}
+    assert len(read_evaluations([write(EVALUATION, repeated)], 2)) == 2
+    assert len(read_evaluations([write(EVALUATION, EVALUATION | {'samples': 10})], 2)) == 4
+
+
+def test_the_report_has_a_table_of_scores_and_says_when_both_lines_were_first_reached(write, tmp_path, capsys):
+    few = LATER | {'fid_is_biased': True, 'fid_of_published_weights': False}
+    report.main([write(TRAINING, EVALUATION, few), '--csv', str(tmp_path / 'table.csv')])
+    text = capsys.readouterr().out
+    assert '### Evaluations: 30,000 pictures of 512 px, 50 steps, CLIP vit' in text
+    assert 'kept: both lines are first reached after 2,048,000 images, at guidance 4, 11.38 GPU-hours, $22.76.' in text
+    assert 'FID of few pictures, too high, FID by other weights' in text and 'CLIP ViT-H-14' in text
+    rows = list(csv.DictReader(open(tmp_path / 'table.csv')))
+    assert [row['fid'] for row in rows] == ['', '95.5', '0.0', '40.0', '30.0'] and rows[0]['images_per_sec'] == '400.0'
+
+
+def test_a_file_of_evaluations_alone_is_a_report_and_none_enters_the_speeds(write, capsys):
+    report.main([write(EVALUATION)])
+    alone = capsys.readouterr().out
+    assert '| kept' in alone and 'images/s |' not in alone
+    report.main([write(TRAINING, EVALUATION)])
+    assert capsys.readouterr().out.count('images/s |') == 1
+
+
+@pytest.mark.parametrize('change', [{'scores': None}, {'scores': [{'guidance': 1}]}, {'samples': 'many'},
+                                    {'scores': [{'guidance': 1, 'fid': -1, 'clip_score': None}]}], ids=str)
+def test_a_record_without_scores_is_named_in_one_line(write, capsys, change):
+    with pytest.raises(SystemExit):
+        report.main([write(TRAINING, EVALUATION | change)])
+    error = capsys.readouterr().err
+    assert error.count('\n') == 1 and 'results.jsonl:2: not a record of evaluate.py' in error
+
+
+@pytest.fixture
+def drawn(monkeypatch, capsys):
+    """Calls report.py with --quality and returns the figure, which is not written."""
+    def draw(path: str):
+        kept = []
+        monkeypatch.setattr(quality_figure, 'save', lambda figure, path, flag: kept.append(figure))
+        report.main([path, '--quality', 'quality.png'])
+        return kept[0]
+    return draw
+
+
+def test_the_picture_has_both_scores_over_guidance_and_over_images_with_mlperfs_lines(drawn, write):
+    curve, fid, clip = drawn(write(TRAINING, EVALUATION, LATER)).axes
+    assert [list(line.get_xdata()) for line in curve.lines[:2]] == [[14, 15], [20, 25]]
+    assert [list(line.get_ydata()) for line in curve.lines[:2]] == [[95.5, 0], [40, 30]]
+    assert [text.get_text() for text in curve.texts] == ['1.5', '4'] * 2
+    assert [list(line.get_ydata()) for line in fid.lines[:2]] == [[95.5, 40], [0, 30]]
+    assert list(fid.lines[0].get_xdata()) == list(clip.lines[0].get_xdata()) == [2_048_000, 4_096_000]
+    assert set(fid.lines[2].get_ydata()) == {MLPERF_FID} and set(clip.lines[2].get_ydata()) == {MLPERF_CLIP_SCORE}
+    hours = fid.child_axes[0]
+    assert hours.xaxis.get_major_formatter()(10, None) == '10\n$20'
+    assert hours._functions[0](2_048_000) == pytest.approx(2_048_000 / 400 / 3600 * 8)
+
+
+def test_the_picture_leaves_out_the_panels_that_nothing_is_known_for(drawn, write, capsys):
+    without_training = EVALUATION | {'images_seen': None, 'training': None}
+    assert len(drawn(write(without_training)).axes) == 1
+    only_fid = EVALUATION | {'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}
+    [fid] = drawn(write(only_fid)).axes
+    assert fid.get_ylabel() == 'FID' and not fid.child_axes
+    with pytest.raises(SystemExit):
+        drawn(write(TRAINING))
+    assert '--quality quality.png: no record with both scores' in capsys.readouterr().err
+
+
+def test_the_picture_is_written_where_it_can_be(write, tmp_path, capsys):
+    report.main([write(TRAINING, EVALUATION), '--quality', str(tmp_path / 'quality.svg')])
+    assert (tmp_path / 'quality.svg').read_text().count('MLPerf') >= 1
+    with pytest.raises(SystemExit):
+        report.main([str(Path(write(EVALUATION))), '--quality', str(tmp_path)])
+    assert '--quality' in capsys.readouterr().err
