@@ -1,13 +1,14 @@
 """Does it learn? Train by the real program in two phases, export, draw, and count the pictures that are right.
 
-    python benchmarks/learn.py pictures/learned.png    # ten minutes at most, on two cores
+    python benchmarks/learn.py pictures/learned.png    # twelve minutes at most, on two cores
 
 Each of 16 captions, such as "red top left", is a coloured patch in a place. A random VAE cannot decode, so the
 pictures are stored as latents whose first three channels are the colours, in shards as encode.py writes them. Two ranks
 train a small UNet on latents of 4 by 4, are stopped, resume, and go on at 8 by 8 from the weights of the first phase.
 diffusers' own pipeline draws each caption from new noise. A picture is right if of all 16 it is nearest to the one that
-its caption names, and near to it as well. The last line is the result as JSON; the argument is the file for the
-pictures.
+its caption names, and near to it as well. At last the checkpoints of both phases are evaluated one after the other:
+FID, as evaluate.py has it, of the features of a small network that is trained here. The last line is the result as
+JSON; the argument is the file for the pictures, beside which the course of FID is drawn, as learned-quality.png.
 
 docs/training.md has the result of two cores of an AMD EPYC, which took a little more than 4 minutes.
 """
@@ -31,13 +32,18 @@ from PIL import Image
 from benchmark import StableDiffusion
 from export import main as export
 from inputs.shards import LATENT_COLUMNS, LATENTS
+from measuring.quality import frechet_distance
+from measuring.record import append
 from models.latents import origin_of_latents
 from models.loading import BUILT_IN, find_model
 from parts.merge import merge_parts
 from parts.output import open_output
 from parts.writer import PartWriter
+from reporting.quality import read_evaluations
+from reporting.quality_figure import draw_quality
 from training.checkpoints import checkpoints
 from training.picture_grid import grid_of
+from training.trained_model import read_trained, trained_pipeline
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1
@@ -52,6 +58,9 @@ UNET = {'sample_size': 4, 'layers_per_block': 1, 'block_out_channels': [32], 'no
         'mid_block_type': 'UNetMidBlock2DCrossAttn', 'cross_attention_dim': 32, 'attention_head_dim': 1}
 TEXT_ENCODER = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 1}
 PHASES = {1: (32, 1200), 2: (64, 400)}  # of each the size of an image, in pixels, and the batches
+CHECKPOINTS = 8  # of each phase
+REAL_PICTURES = 1024  # that those of a checkpoint are compared with
+JUDGED_SIZE = 4  # of a picture's side, as the network of its features sees it
 
 
 def captions_of(colours: int = 4, places: int = 4) -> list[str]:
@@ -102,8 +111,12 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
 
 
 def draw(pipeline_folder: Path, captions: list[str], each: int, guidance: float = GUIDANCE) -> np.ndarray:
-    """Colours float32 (captions, each, 3, H/8, W/8) that the pipeline draws, about -1 to 1."""
-    pipeline = StableDiffusionPipeline.from_pretrained(str(pipeline_folder))
+    """Colours float32 (captions, each, 3, H/8, W/8) that the pipeline of a folder draws, about -1 to 1."""
+    return drawn_by(StableDiffusionPipeline.from_pretrained(str(pipeline_folder)), captions, each, guidance)
+
+
+def drawn_by(pipeline: StableDiffusionPipeline, captions: list[str], each: int, guidance: float) -> np.ndarray:
+    """Colours float32 (captions, each, 3, H/8, W/8), about -1 to 1."""
     pipeline.set_progress_bar_config(disable=True)
     latents = pipeline(captions, num_images_per_prompt=each, num_inference_steps=STEPS, guidance_scale=guidance,
                        generator=torch.Generator().manual_seed(7), output_type='latent').images
@@ -136,10 +149,10 @@ def train(folder: Path, phase: int, *flags: str) -> None:
                '--image_size', str(image_size), '--batch_size', '64', '--max_duration', f'{batches}ba',
                '--learning_rate', '2e-3', '--lr_warmup', '50ba', '--caption_drop', '0.1', '--use_ema',
                '--ema_half_life', '100ba', '--num_workers', '1', '--save_folder', str(kept), '--save_interval',
-               f'{batches // 4}ba', '--autoresume', '--results', str(folder / 'results.jsonl'), *flags]
+               f'{batches // CHECKPOINTS}ba', '--autoresume', '--results', str(folder / 'results.jsonl'), *flags]
     with open(folder / 'log', 'ab') as log:
         first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        while first.poll() is None and len(checkpoints(str(kept))) < 2:
+        while first.poll() is None and len(checkpoints(str(kept))) < CHECKPOINTS // 2:
             time.sleep(0.1)
         first.send_signal(signal.SIGTERM)
         first.wait()
@@ -159,6 +172,49 @@ def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np
         drawn = draw(out, captions, each=8)
         verdicts[kind] = judged(drawn, captions)
     return verdicts, drawn
+
+
+def real_pictures(captions: list[str], size: int, number: int) -> torch.Tensor:
+    """Colours float32 (number, 3, size, size) as they are trained on, of one caption after the other."""
+    pictures = np.stack([picture_of(captions[index % len(captions)], size) for index in range(number)])
+    return torch.from_numpy(pictures) + JITTER * torch.randn(pictures.shape)
+
+
+def train_judge(captions: list[str]) -> torch.nn.Sequential:
+    """A network that finds 16 features in pictures (N, 3, H, W): the last but one layer of one that names captions."""
+    torch.manual_seed(17)
+    features = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(JUDGED_SIZE), torch.nn.Flatten(),
+                                   torch.nn.Linear(3 * JUDGED_SIZE ** 2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
+    classes = torch.nn.Sequential(features, torch.nn.ReLU(), torch.nn.Linear(16, len(captions)))
+    optimizer = torch.optim.Adam(classes.parameters(), lr=3e-3)
+    labels = torch.arange(8 * len(captions)) % len(captions)
+    for _ in range(500):
+        pictures = real_pictures(captions, JUDGED_SIZE, len(labels))
+        noise = torch.rand(len(labels), 1, 1, 1) * torch.randn(pictures.shape)  # that it knows bad pictures, too
+        loss = torch.nn.functional.cross_entropy(classes(pictures + noise), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return features.requires_grad_(False)
+
+
+def evaluate_course(folder: Path, phase: int, captions: list[str], judge: torch.nn.Sequential) -> list[float]:
+    """The FID of each checkpoint of a phase, the first first, each kept as a record as evaluate.py writes it."""
+    image_size, _ = PHASES[phase]
+    real = judge(real_pictures(captions, image_size // 8, REAL_PICTURES))
+    course = []
+    for path in checkpoints(str(folder / f'phase-{phase}')):
+        trained = read_trained(path, path)
+        drawn = drawn_by(trained_pipeline(trained, path, pretrained=True), captions, 4, GUIDANCE)
+        pictures = torch.from_numpy(drawn).flatten(0, 1)  # (N, 3, H/8, W/8)
+        course.append(frechet_distance(judge(pictures), real))
+        record = {'stage': 'evaluate', 'model': f'phase {phase}', 'model_sha256': path, 'weights': 'averaged',
+                  'network': 'a small network', 'samples': len(pictures), 'image_size': image_size, 'steps': STEPS,
+                  'device': 'CPU', 'trained_batches': trained.batch, 'images_seen': trained.samples,
+                  'training': trained.flags, 'fid_is_biased': True,
+                  'scores': [{'guidance': GUIDANCE, 'fid': course[-1], 'clip_score': None}]}
+        append(json.dumps(record), str(folder / 'evaluations.jsonl'))
+    return course
 
 
 def figure(drawn: np.ndarray) -> Image.Image:
@@ -185,12 +241,19 @@ def main() -> None:
         result['phase_1'], _ = drawn_after(folder, 1, captions)
         train(folder, 2, '--load_weights', str(folder / 'phase-1'))
         result['phase_2'], drawn = drawn_after(folder, 2, captions)
-    Path(sys.argv[1]).parent.mkdir(parents=True, exist_ok=True)
-    figure(drawn).save(sys.argv[1])
+        picture = Path(sys.argv[1])
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        figure(drawn).save(picture)
+        judge = train_judge(captions)
+        result['fid'] = {f'phase_{phase}': evaluate_course(folder, phase, captions, judge) for phase in PHASES}
+        evaluations = read_evaluations([str(folder / 'evaluations.jsonl')], dollars_per_gpu_hour=0)
+        draw_quality(str(picture.with_stem(f'{picture.stem}-quality')), evaluations, dollars_per_gpu_hour=0)
     for phase in ('phase_1', 'phase_2'):
         for kind, verdict in result[phase].items():
             print(f'{phase}, {kind:<8} weights: {verdict["right"]:.1%} of the pictures are right, by chance '
                   f'{result["chance"]:.1%}')
+        course = ' '.join(f'{distance:.3g}' for distance in result['fid'][phase])
+        print(f'{phase}, FID of the checkpoints, by a small network: {course}')
     result['seconds'] = round(time.perf_counter() - start)
     print(json.dumps(result))
 

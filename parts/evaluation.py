@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from inputs.errors import DataError, is_out_of_memory, one_line
 from inputs.images import decode_image, resize
-from inputs.in_order import samples_in_order
 from inputs.places import CLAIM
 from inputs.shards import index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
@@ -268,7 +267,7 @@ class Evaluator:
         """
         size = self.settings.image_size
         images = []
-        for number, sample in enumerate(samples_in_order(self.shards, piece.first, piece.first + piece.number),
+        for number, sample in enumerate(self.shards.samples(piece.first, piece.first + piece.number),
                                         start=piece.first):
             try:
                 image = decode_image(sample['jpg'], size)  # uint8 (3, H, H)

@@ -16,6 +16,7 @@ MLPERF = (f'MLPerf Training ends its Stable Diffusion benchmark at FID {MLPERF_F
           'ViT-H-14: those of other CLIP models differ.')
 FROM_SPEED = ('GPU-hours and cost are those of the images seen, at the images/s of the training in these records that '
               'has the same flags; what was trained before with other flags, as in an earlier phase, is not in them.')
+INCEPTION = 'inception-v3'  # how the name of its network begins in records
 COLUMNS = ['model', 'weights', 'judges', 'guidance', 'fid', 'clip_score', 'trained_batches', 'images_seen', 'gpu_hours',
            'cost_usd', 'notes']
 
@@ -44,9 +45,9 @@ def read_evaluations(paths: Iterable[str], dollars_per_gpu_hour: float) -> pd.Da
         hours = hours_until(record, trainings)
         for row in scored:
             rows.append(row | {'curve': curve, 'gpu_hours': hours, 'cost_usd': hours * dollars_per_gpu_hour})
-    columns = [*COLUMNS, 'curve', 'training', 'on_cpu', 'versions', 'device', 'stage', 'status']
+    columns = [*COLUMNS, 'curve', 'training', 'on_cpu', 'versions', 'device', 'stage', 'status', 'by_inception']
     numbers = ('guidance', 'fid', 'clip_score', 'images_seen', 'gpu_hours', 'cost_usd')
-    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(numbers, float))
+    return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(numbers, float) | {'by_inception': bool})
 
 
 def identity(record: dict) -> str:
@@ -76,6 +77,7 @@ def rows_of(record: dict) -> tuple[dict, list[dict]]:
         'device': one_line_of_text(record.get('device', '')),
         'stage': 'evaluate',
         'status': 'complete',
+        'by_inception': is_by_inception(record),
     }
     scored = [common | {key: number_or_nan(score[key]) for key in ('guidance', 'fid', 'clip_score')}
               for score in record['scores']]
@@ -94,9 +96,16 @@ def number_or_nan(value) -> float:
 def judges_of(record: dict) -> str:
     """What scores can be compared by: pictures, steps and size, and the networks where these are not the usual ones."""
     words = [f'{record["samples"]:,} pictures of {record["image_size"]} px', f'{record["steps"]} steps']
+    if not is_by_inception(record):
+        words.append(f'FID by {one_line_of_text(record["network"])}')
     if record.get('clip'):
         words.append(f'CLIP {one_line_of_text(record["clip"])}')
     return ', '.join(words)
+
+
+def is_by_inception(record: dict) -> bool:
+    """Whether a FID is by InceptionV3, so that lines that others have drawn mean something."""
+    return str(record.get('network') or INCEPTION).startswith(INCEPTION)
 
 
 def notes_on(record: dict) -> str:
@@ -134,7 +143,9 @@ def table_of(rows: pd.DataFrame) -> Table:
     if rows['judges'].nunique() == 1:
         heading += f': {rows["judges"].iloc[0]}'
         columns.remove('judges')
-    remarks = [MLPERF]
+    remarks = []
+    if rows['by_inception'].any():
+        remarks.append(MLPERF)
     if rows['gpu_hours'].notna().any():
         remarks.append(FROM_SPEED)
     return Table(heading, rows, columns, remarks + sentences_on_quality(rows))
@@ -143,7 +154,8 @@ def table_of(rows: pd.DataFrame) -> Table:
 def sentences_on_quality(rows: pd.DataFrame) -> list[str]:
     """Of each training, when its pictures first were as good as MLPerf asks for."""
     sentences = []
-    good = rows[(rows['fid'] <= MLPERF_FID) & (rows['clip_score'] >= MLPERF_CLIP_SCORE) & rows['images_seen'].notna()]
+    is_good = (rows['fid'] <= MLPERF_FID) & (rows['clip_score'] >= MLPERF_CLIP_SCORE)
+    good = rows[is_good & rows['by_inception'] & rows['images_seen'].notna()]
     for _, of_training in good.groupby('training', sort=False):
         first = of_training.loc[of_training['images_seen'].idxmin()]
         sentence = (f'{first["model"]}: both lines are first reached after {first["images_seen"]:,.0f} images, at '

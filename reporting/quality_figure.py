@@ -47,7 +47,8 @@ def draw_curve(axes, rows: pd.DataFrame) -> None:
         for _, point in points.iterrows():
             axes.annotate(f'{point["guidance"]:g}', (point['clip_score'], point['fid']), xytext=(4, 4),
                           textcoords='offset points', fontsize=8, color=color)
-    axes.axhline(MLPERF_FID, **LINE_OF_MLPERF)
+    if rows['by_inception'].all():
+        axes.axhline(MLPERF_FID, **LINE_OF_MLPERF)
     axes.axvline(MLPERF_CLIP_SCORE, **LINE_OF_MLPERF, label='MLPerf')
     axes.set_xlabel('CLIP score')
     axes.set_ylabel('FID')
@@ -68,7 +69,8 @@ def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float)
             label = f'{points["model"].iloc[0]}, {label}'
         axes.plot(points['images_seen'], points[key], marker='o', markersize=4, color=color, label=label)
     line, title = (MLPERF_FID, 'FID') if key == 'fid' else (MLPERF_CLIP_SCORE, 'CLIP score')
-    axes.axhline(line, **LINE_OF_MLPERF, label='MLPerf')
+    if rows['by_inception'].all():
+        axes.axhline(line, **LINE_OF_MLPERF, label='MLPerf')
     axes.set_xlabel('images seen')
     axes.set_ylabel(title)
     axes.set_ylim(bottom=0)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
-from inputs.prompts import read_prompts
+from inputs.text_files import read_prompts
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
@@ -133,7 +133,7 @@ class Painter:
                     with get_precision_context(self.precision):
                         text = self.model.text_states(tokens)
                         empty_text = self.model.text_states(self.tokens[:1])
-                        latents = denoise(pipeline, noise, text, empty_text)
+                        latents = denoise(pipeline, noise, text, empty_text, STEPS, GUIDANCE)
                     pictures += decode(pipeline, latents)
         finally:
             unet.train(was_training)

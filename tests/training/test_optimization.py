@@ -37,7 +37,7 @@ class Witness(Callback):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    """What a run of 7 batches with all flags did, its record, its witness and its checkpoint."""
+    """What a run of 7 batches with all flags did, its record and its checkpoint."""
     folder = tmp_path_factory.mktemp('optimization')
     witness = Witness()
     record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--results', str(folder / 'results'),

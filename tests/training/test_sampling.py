@@ -1,6 +1,5 @@
 """What a run draws is what diffusers' own pipeline draws, and the run trains as if it had drawn nothing."""
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from benchmark import StableDiffusion, main
 from export import main as export
 from inputs.captions import pipeline_tokenizer
 from models.loading import find_model
-from models.sampling import GUIDANCE, STEPS, denoise, noise_of
+from models.sampling import GUIDANCE, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
 from tests.runs import TINY, assert_same_training, one_error_line, settings_of
@@ -23,7 +22,6 @@ from training import sampling
 from training.picture_grid import with_prompts
 from training.sampling import Painter
 
-FEW_STEPS = 5
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
 
 
@@ -37,7 +35,7 @@ def prompts(tmp_path_factory) -> str:
 @pytest.fixture
 def few_steps(monkeypatch):
     """A tenth of the steps; the first test of this file takes them all."""
-    monkeypatch.setattr(sampling, 'denoise', partial(denoise, steps=FEW_STEPS))
+    monkeypatch.setattr(sampling, 'STEPS', 5)
 
 
 def run(folder: Path, model_folder: str, *flags) -> dict:
@@ -71,11 +69,11 @@ def test_each_picture_stands_above_its_prompt_in_letters_that_are_not_cut_off():
     assert all((text[-1] == 255).all() and (text[:, -1] > 128).all() for text in below), 'nothing is cut off'
 
 
-def drawn_by_diffusers(out: Path, steps: int = STEPS) -> list[np.ndarray]:
+def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
     """The prompts by an exported pipeline, from the same noise."""
     pipeline = StableDiffusionPipeline.from_pretrained(str(out))
     pipeline.set_progress_bar_config(disable=True)
-    drawn = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=steps, guidance_scale=GUIDANCE)
+    drawn = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=sampling.STEPS, guidance_scale=GUIDANCE)
     return [np.asarray(picture, dtype=int) for picture in drawn.images]
 
 
@@ -132,8 +130,7 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
     assert record['encoders'] == 'text_in_loop'
     assert [path.name for path in latents.iterdir()] == ['ba3.png']
     export([str(tmp_path / 'kept-latents'), str(tmp_path / 'out'), '--pretrained'])
-    drawn = drawn_by_diffusers(tmp_path / 'out', FEW_STEPS)
-    for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn, strict=True):
+    for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
 
 
@@ -158,7 +155,7 @@ def test_drawing_leaves_modes_random_state_and_terminal_alone_with_encoders_in_a
         AutoencoderKL.from_pretrained(model_folder, subfolder='vae'),
         CLIPTextModel.from_pretrained(model_folder, subfolder='text_encoder'), pipeline_tokenizer(), model.unet.eval(),
         scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
-    theirs = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=FEW_STEPS,
+    theirs = pipeline(PROMPTS, latents=noise_of(3, 17, 8), num_inference_steps=sampling.STEPS,
                       guidance_scale=GUIDANCE).images
     for ours, expected in zip(pictures, theirs, strict=True):
         assert np.abs(np.asarray(ours, int) - np.asarray(expected, int)).mean() < 4  # of bfloat16
