@@ -4,7 +4,8 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
-from cli.early_checks import answer_early, end_where_nothing_is_left, refuse_early_training, refuse_larger_batch
+from cli.early import answer_early
+from cli.early_checks import end_where_nothing_is_left, refuse_early_training, refuse_larger_batch
 from cli.options import benchmark_parser
 from fitting.allocator import let_segments_grow
 

@@ -10,7 +10,8 @@ Image bytes stay as they are, and samples in the order of the sorted files. What
 listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same command, started again, converts only what
 is missing, and anew what was damaged and has changed since. OUT/index.json comes last.
 """
-from cli.early_checks import answer_early, refuse_early_conversion
+from cli.early import answer_early
+from cli.early_data_checks import refuse_early_conversion
 from cli.launcher import leave_to_first_process
 from cli.options import convert_parser
 

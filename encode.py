@@ -8,7 +8,8 @@ training draws a latent anew each time) and the caption. Every GPU of this machi
 Ray cluster. A run that was stopped, when started again with the same command, encodes only what is missing.
 OUT/index.json comes last.
 """
-from cli.early_checks import answer_early, refuse_early_encoding
+from cli.early import answer_early
+from cli.early_data_checks import refuse_early_encoding
 from cli.launcher import leave_to_first_process
 from cli.options import encode_parser
 

@@ -7,7 +7,8 @@
 OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
 """
-from cli.early_checks import answer_early, refuse_early_export
+from cli.early import answer_early
+from cli.early_data_checks import refuse_early_export
 from cli.options import export_parser
 
 if __name__ == '__main__':

@@ -13,7 +13,8 @@ significant digits where these are more. Ratios are those of complete runs, to t
 rows of all tables unrounded: `plan` is the stage of a plan, `inf` stands for never.
 """
 
-from cli.early_checks import REPORT_PACKAGES, answer_early, refuse_early_report
+from cli.early import REPORT_PACKAGES, answer_early
+from cli.early_data_checks import refuse_early_report
 from cli.options import report_parser
 
 if __name__ == '__main__':

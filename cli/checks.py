@@ -18,14 +18,7 @@ from inputs.words import counted
 from measuring.measurement import total_batches
 from measuring.tracing import TRACE_WARMUP, TRACED_BATCHES
 from settings import switch_table
-from settings.subjects import (
-    DataSettings,
-    EncodingFlags,
-    MeasurementSettings,
-    SavingSettings,
-    Settings,
-    SpeedSettings,
-)
+from settings.subjects import DataSettings, EncodingFlags, MeasurementSettings, SavingSettings, Settings, SpeedSettings
 from settings.switch_table import Value
 from training.checkpoints import checkpoints, from_storage
 

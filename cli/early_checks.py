@@ -1,86 +1,36 @@
-"""What is wrong with a command line and shows without torch: it is answered in half a second, before the imports.
+"""What is wrong with a command line of benchmark.py and shows without torch: it is answered before the imports.
 
 `cli/checks.py` refuses what takes a library or the machine to know.
 """
 import argparse
 import contextlib
-import glob
-import importlib.util
 import json
 import os
-import signal
-import stat
 import sys
-import tempfile
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection
 from pathlib import Path
 
-from cli.options import Parser, split_time
-from inputs.errors import one_line
-from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
-from inputs.places import (
-    INDEX,
-    finished_error,
-    hold_others_files,
-    is_address,
-    occupied_error,
-    refuse_folder_without_index,
-)
-from inputs.text_files import read_captions, read_prompts
+from cli.folders import is_first_rank, names_in, refuse_bad_results, refuse_missing_dataset, refuse_unusable_folder
+from cli.options import split_time
+from inputs.places import INDEX, refuse_folder_without_index
+from inputs.text_files import read_prompts
 from inputs.words import counted
-from parts.names import held_out_beside
 from settings import switch_table
 from training.checkpoint_files import (
     LOCK,
     checkpoints_among,
     damage_in,
     epoch_and_batch,
-    no_checkpoint_error,
+    no_weights_error,
     nothing_left,
+    unet_folder,
 )
 
-TRAINING_PACKAGES = ('torch', 'composer', 'streaming', 'diffusers')
-REPORT_PACKAGES = ('pandas', 'tabulate')
-EVALUATION_PACKAGES = (*TRAINING_PACKAGES, 'transformers', 'torchmetrics', 'torch_fidelity')
-PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 MOST_INDEX_BYTES = 10 ** 7  # of an index.json that is read before the imports: more takes long itself
 BATCHES_OR_EPOCHS = ('ba', 'ep')
 # A flag that does nothing without another.
 NEEDED_FLAGS = {'ema_half_life': 'use_ema', 'ema_start': 'use_ema', 'eval_interval': 'eval_remote',
                 'sample_interval': 'sample_prompts', 'autoresume': 'save_folder'}
-
-
-def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
-                 packages: Sequence[str] = TRAINING_PACKAGES) -> argparse.Namespace:
-    """This process's command line, parsed, or its end with one line where `check` refuses it or a package is missing.
-
-    From here on Ctrl-C is one line as well: the imports that follow take seconds.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a script
-        signal.signal(signal.SIGINT, partial(end_interrupted, parser))
-    args = parser.parse_args()
-    try:
-        check(args)
-        require_packages(*packages)
-    except ValueError as error:
-        parser.error(one_line(error))
-    return args
-
-
-def end_interrupted(parser: Parser, number: int, frame) -> None:
-    """Answer Ctrl-C in one line, on rank 0. Composer, once it is imported, has a handler of its own."""
-    if not is_first_rank():
-        sys.exit(130)
-    parser.end(130, 'interrupted')
-
-
-def require_packages(*names: str) -> None:
-    """Raises ValueError if this Python lacks one of the packages, as where the environment is not activated."""
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f'{sys.executable} has no package {name}; activate the environment with: source '
-                             '.venv/bin/activate (README.md says how to make it)')
 
 
 def refuse_early_training(args: argparse.Namespace) -> None:
@@ -94,6 +44,7 @@ def refuse_early_training(args: argparse.Namespace) -> None:
     refuse_missing_dataset('--eval_remote', args.eval_remote)
     if args.dry_run is None:
         refuse_small_dataset(args)
+        refuse_missing_weights(args.load_weights)
         refuse_bad_times(args)
         refuse_bad_evaluation(args)
         refuse_bad_save_folder(args.save_folder, args.autoresume)
@@ -101,161 +52,6 @@ def refuse_early_training(args: argparse.Namespace) -> None:
         refuse_unusable_folder('tensorboard', args.tensorboard)
         refuse_occupied_profile(args.profile)
         refuse_bad_results(args.results)
-
-
-def refuse_early_encoding(args: argparse.Namespace) -> None:
-    """Raises ValueError, with the flag, its value and the remedy, for what encode.py can run on no machine."""
-    if not (args.remote or args.local) or not args.out:
-        raise ValueError('give both --remote and --out')
-    refuse_bad_image_size(args)
-    refuse_missing_source(args)
-    refuse_occupied_folder('--out', args.out)
-    if os.path.exists(os.path.join(args.out, INDEX)):
-        raise finished_error(f'--out {args.out}')
-    refuse_bad_results(args.results)
-
-
-def refuse_early_conversion(args: argparse.Namespace) -> None:
-    """Raises ValueError if a SOURCE is not there, or OUT is something else than a folder that convert.py can begin or
-    go on in.
-
-    `parts` looks at both more closely, and at those in stores.
-    """
-    for source in args.source:
-        if not is_address(source) and not os.path.lexists(source) and not glob.glob(source, recursive=True):
-            raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
-    if not args.out.strip():
-        raise ValueError('OUT is empty; give a new folder, or an address in a store')
-    refuse_occupied_folder('OUT', args.out)
-    if args.held_out:
-        refuse_occupied_folder('OUT', held_out_beside(args.out))
-
-
-def refuse_occupied_folder(flag: str, out: str) -> None:
-    """Raises ValueError if OUT is no folder, or holds what none of our commands has begun."""
-    if is_address(out) or not os.path.lexists(out):
-        return
-    if not os.path.isdir(out):
-        raise ValueError(f'{flag} {out} is not a folder; give a new one')
-    try:
-        names = os.listdir(out)
-    except OSError:
-        return  # parts/output.py says what is wrong with it
-    if hold_others_files(names):
-        raise occupied_error(f'{flag} {out}')
-
-
-def refuse_early_report(args: argparse.Namespace) -> None:
-    """Raises ValueError if records are not there, a file to write is a folder or holds the records, or a picture's name
-    says no format.
-    """
-    records = {Path(path).resolve() for path in args.records}
-    for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png'),
-                                ('--quality', args.quality, 'quality.png')):
-        if path is None:
-            continue
-        if Path(path).resolve() in records:
-            raise ValueError(f'{flag} {path} would overwrite the records; give another file')
-        if Path(path).is_dir():
-            raise folder_error(flag, path, example)
-    for flag, path in (('--figure', args.figure), ('--quality', args.quality)):
-        if path and not Path(path).suffix:
-            raise ValueError(f'{flag} {path} has no ending that says its format; use {path}.png')
-    for path in args.records:
-        if os.path.isdir(path) or not os.path.exists(path):
-            why_not = 'Is a directory' if os.path.isdir(path) else 'No such file or directory'
-            raise ValueError(f'{path}: {why_not}; give files of JSON lines or CSV')
-
-
-def folder_error(flag: str, path: str, example: str) -> ValueError:
-    """The error of a file to write that is a folder; `example` is a name for one in it."""
-    return ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
-
-
-def refuse_early_export(args: argparse.Namespace) -> None:
-    """Raises ValueError if the checkpoint is not there, or OUT is."""
-    if '://' not in args.checkpoint and not os.path.exists(args.checkpoint):
-        raise ValueError(f'CHECKPOINT {args.checkpoint} is not there; give one, or the --save_folder of a run')
-    if os.path.lexists(args.out):
-        raise ValueError(f'OUT {args.out} already exists; give a new folder')
-    if os.path.isdir(args.checkpoint) and not checkpoints_among(names_in('CHECKPOINT', args.checkpoint)):
-        raise no_checkpoint_error(f'CHECKPOINT {args.checkpoint}')
-
-
-def refuse_early_evaluation(args: argparse.Namespace) -> None:
-    """Raises ValueError, with the flag, its value and the remedy, for what evaluate.py can run on no machine."""
-    if not args.out:
-        raise ValueError('give --out, a new folder for the features of the pictures')
-    refuse_occupied_folder('--out', args.out)
-    refuse_bad_model(args)
-    refuse_missing_judges(args)
-    refuse_missing_data(args)
-    if args.image_size is not None:
-        refuse_bad_image_size(args)
-    refuse_bad_results(args.results)
-
-
-def refuse_bad_model(args: argparse.Namespace) -> None:
-    """Raises ValueError if MODEL is not there, is another kind of pipeline, or cannot be what the flags say of it."""
-    model = args.model
-    if not is_address(model) and not os.path.exists(model):
-        raise ValueError(f'MODEL {model} is not there; give a checkpoint, the --save_folder of a run, or a pipeline '
-                         'folder')
-    if not is_pipeline(model):
-        if args.ray:
-            raise ValueError(f'--ray {args.ray} needs a pipeline folder that all machines see, and MODEL {model} is '
-                             'none; make one with export.py')
-        if os.path.isdir(model) and not checkpoints_among(names_in('MODEL', model)):
-            raise no_checkpoint_error(f'MODEL {model}')
-        return
-    for flag in ('live', 'model_name', 'pretrained', 'tokenizer'):
-        if getattr(args, flag):
-            raise ValueError(f'--{flag} says something of a checkpoint, and MODEL {model} is a pipeline; leave it out')
-    try:
-        kind = json.loads(Path(model, PIPELINE_INDEX).read_text())['_class_name']
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'MODEL {model} has a {PIPELINE_INDEX} that is none ({one_line(error)}); give a folder of '
-                         'export.py') from None
-    if kind != 'StableDiffusionPipeline':
-        raise ValueError(f'MODEL {model} is a {kind}, not a StableDiffusionPipeline; give a folder of export.py')
-
-
-def is_pipeline(model: str) -> bool:
-    """Whether a folder holds a pipeline of diffusers."""
-    return os.path.isfile(os.path.join(model, PIPELINE_INDEX))
-
-
-def refuse_missing_judges(args: argparse.Namespace) -> None:
-    """Raises ValueError if there is nothing to judge by, and says where to get it."""
-    if not args.inception and not args.clip:
-        raise ValueError('give --inception for FID, --clip for the CLIP score, or both')
-    if args.inception and not os.path.isfile(args.inception):
-        raise ValueError(f'--inception {args.inception} is no file; fetch {INCEPTION_WEIGHTS}')
-    if args.clip and not os.path.isfile(os.path.join(args.clip, 'config.json')):
-        raise ValueError(f'--clip {args.clip} is no folder with a model; fetch one: hf download {CLIP_MODEL} '
-                         f'--local-dir {args.clip}')
-    if args.reference and not args.inception:
-        raise ValueError(f'--reference {args.reference} is for FID, which needs --inception; give both, or neither')
-
-
-def refuse_missing_data(args: argparse.Namespace) -> None:
-    """Raises ValueError if DATA is not there or has too few captions, or a text that nothing is compared with."""
-    reference = args.reference
-    if reference and is_address(reference):
-        raise ValueError(f'--reference {reference} is an address; name a file of this machine')
-    if reference and os.path.isdir(reference):
-        raise ValueError(f'--reference {reference} is a folder; name a file, such as '
-                         f'{os.path.join(reference, "reference.safetensors")}')
-    if not os.path.isfile(args.data):
-        refuse_missing_dataset('DATA', args.data)
-        return
-    if args.inception and not reference:
-        raise ValueError(f'DATA {args.data} is a text, and FID compares with images; give --reference FILE, or shards '
-                         'of images with captions')
-    if args.inception and not os.path.exists(reference):
-        raise ValueError(f'--reference {reference} is not there, and DATA {args.data} has no images to make it of; '
-                         'make it with shards as DATA first')
-    read_captions(args.data, args.samples)
 
 
 def refuse_bad_source(args: argparse.Namespace) -> None:
@@ -284,15 +80,6 @@ def is_read_from_local(args: argparse.Namespace) -> bool:
     return bool(args.local) and not args.remote and not is_synthetic
 
 
-def refuse_missing_dataset(flag: str, place: str | None) -> None:
-    """Raises ValueError if a dataset is neither in a store nor in a folder that there is, and holds its index.json."""
-    if not place or ':/' in place:
-        return
-    if not os.path.isdir(place):
-        raise ValueError(f'{flag} {place} is no folder; check the name, or make a dataset with convert.py')
-    refuse_folder_without_index(flag, place)
-
-
 def refuse_small_dataset(args: argparse.Namespace) -> None:
     """Raises ValueError if a batch takes more samples than a folder holds, as far as that is soon known."""
     remote = args.local if is_read_from_local(args) else args.remote
@@ -305,7 +92,7 @@ def refuse_small_dataset(args: argparse.Namespace) -> None:
 def samples_in(folder: str) -> int | None:
     """The samples of a dataset in a folder; None where its index.json is not there, long, or none that is known."""
     path = Path(folder, INDEX)
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         if path.stat().st_size <= MOST_INDEX_BYTES:
             return sum(shard['samples'] for shard in json.loads(path.read_bytes())['shards'])
     return None
@@ -330,6 +117,14 @@ def refuse_larger_batch(remote: str, samples: int, batch_size: int, microbatch: 
     remedy = f'use --batch_size {largest}' if largest else 'use more samples'
     raise ValueError(f'--remote {remote} holds {counted(samples, "sample")}, fewer than --batch_size {batch_size}; '
                      f'{remedy}')
+
+
+def refuse_missing_weights(path: str | None) -> None:
+    """Raises ValueError if --load_weights names nothing here that a training can start from."""
+    if not path or '://' in path or os.path.isfile(path) or unet_folder(path):
+        return
+    if not checkpoints_among(names_in('--load_weights', path)):
+        raise no_weights_error(f'--load_weights {path}')
 
 
 def refuse_bad_times(args: argparse.Namespace) -> None:
@@ -369,16 +164,6 @@ def refuse_files_of_another_run(folder: str, names: Collection[str]) -> None:
                          'there')
 
 
-def names_in(flag: str, folder: str) -> list[str]:
-    """Of what lies in a folder; none where it is not there. Raises ValueError if it cannot be read."""
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ValueError(f'{flag} {folder} cannot be read: {error.strerror}; name another') from None
-
-
 def refuse_bad_drawing(args: argparse.Namespace) -> None:
     """Raises ValueError if there is nothing to draw, or if the pictures of another run are in their place."""
     if not args.sample_prompts:
@@ -394,35 +179,6 @@ def refuse_occupied_profile(folder: str | None) -> None:
     refuse_unusable_folder('profile', folder)
     if folder and is_first_rank() and names_in('--profile', folder):
         raise ValueError(f'--profile {folder} already holds files; give a new folder')
-
-
-def refuse_unusable_folder(flag: str, folder: str | None) -> None:
-    """Raises ValueError if a folder cannot be made, or nothing written in it. Nothing stays of the attempt."""
-    if not folder or '://' in folder or not is_first_rank():
-        return
-    parent = os.path.abspath(folder)
-    try:
-        while not is_there(parent):
-            parent = os.path.dirname(parent)
-        tempfile.TemporaryDirectory(dir=parent).cleanup()
-    except NotADirectoryError:
-        raise ValueError(f'--{flag} {folder} cannot be a folder, because {parent} is a file; name another') from None
-    except OSError as error:
-        raise ValueError(f'--{flag} {folder} cannot be written: {error.strerror}; name another') from None
-
-
-def is_there(path: str) -> bool:
-    """Whether there is something of that name. Raises OSError if that cannot be said."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one that looks at what all would write to."""
-    return os.environ.get('RANK', '0') == '0'
 
 
 def end_where_nothing_is_left(args: argparse.Namespace) -> None:
@@ -510,20 +266,3 @@ def refuse_flags_alone(args: argparse.Namespace) -> None:
         if value and not getattr(args, needed):
             given = f'--{flag}' if value is True else f'--{flag} {value}'
             raise ValueError(f'{given} needs --{needed}; give both, or leave it out')
-
-
-def refuse_bad_results(path: str) -> None:
-    """Raises ValueError if no record can be appended to --results. It is said before the run, not after it."""
-    if not is_first_rank():
-        return
-    if os.path.isdir(path):
-        raise folder_error('--results', path, 'results.jsonl')
-    try:
-        if not os.path.exists(path):
-            tempfile.TemporaryFile(dir=os.path.dirname(path) or '.').close()  # could one be made there?
-            return
-        if stat.S_ISFIFO(os.stat(path).st_mode):
-            raise ValueError(f'--results {path} is a pipe, which would wait for a reader; name a file')
-        open(path, 'a').close()
-    except OSError as error:
-        raise ValueError(f'--results {path} cannot be written: {error.strerror}; name another') from None

@@ -59,6 +59,6 @@ def why_no_dataset(claim: bytes | None) -> str:
 
 def program_of(claim: bytes | None) -> str | None:
     """The name of the program that has made a claim.json; None where that is none of ours, or there is none."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         return json.loads(claim or b'')['program']
     return None

@@ -58,7 +58,7 @@ def noise_of_seeds(seeds: Iterable[int], latent_size: int) -> torch.Tensor:
 
 
 def denoise(pipeline: StableDiffusionPipeline, noise: torch.Tensor, text: torch.Tensor, empty_text: torch.Tensor,
-            steps: int = STEPS, guidance: float = GUIDANCE) -> torch.Tensor:
+            steps: int, guidance: float) -> torch.Tensor:
     """Latents float32 (B, 4, H/8, W/8), of unit variance.
 
     Args:

@@ -298,7 +298,8 @@ def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
 @pytest.mark.long
 def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder, tmp_path, results):
     model = ['--model_name', model_folder, '--pretrained', '--image_size', '64', '--results', str(results)]
-    record = encode.main(['--remote', shards, '--out', 's3://bucket/latents', '--batch_size', '5', *model])
+    record = encode.main(['--remote', shards, '--out', 's3://bucket/latents', '--batch_size', '5', '--num_workers', '0',
+                          *model])
     assert record['samples'] == record['stored_samples'] == 24
     record = benchmark.main(['--remote', 's3://bucket/latents', '--local', str(tmp_path / 'cache'), *TINY, *model])
     assert (record['status'], record['encoders']) == ('complete', 'text_in_loop')

@@ -98,11 +98,13 @@ class Witness(benchmark.Evaluations):
 def evaluated(tmp_path_factory, shards, held_out) -> tuple[Path, dict, list]:
     """The folder of a run that is evaluated each 2 of 4 batches, its record and its evaluations."""
     folder = tmp_path_factory.mktemp('evaluated')
+    seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, 'Evaluations', Witness)
+        patch.setattr(Witness, 'seen', seen)  # where the fixture is set up again, it begins anew
         record = main(['--remote', shards, *TRAIN, '--eval_remote', held_out, '--eval_interval', '2ba', '--save_folder',
                        str(folder / 'kept'), '--results', str(folder / 'results')])
-    return folder / 'kept', record, Witness.seen
+    return folder / 'kept', record, seen
 
 
 def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated, held_out_samples):

@@ -15,6 +15,7 @@ NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
 LATEST = 'latest-rank{rank}.pt'
 LOCK = 'in-use.lock'  # in a --save_folder, while a run saves there
+CONFIG = 'config.json'  # of a UNet that diffusers has saved
 ZIP_START = b'PK\x03\x04'
 
 
@@ -38,9 +39,23 @@ def checkpoints_among(names: Iterable[str]) -> list[str]:
     return [name for _, _, name in sorted(found)]
 
 
-def no_checkpoint_error(place: str) -> ValueError:
-    """The error of a place to read, by its flag, that holds none."""
-    return ValueError(f'{place} holds no whole checkpoint; give one, or the --save_folder of a run')
+def no_checkpoint_error(place: str, nor: str = '') -> ValueError:
+    """The error of a place to read, by its flag, that holds none, `nor` what else it might."""
+    return ValueError(f'{place} holds no whole checkpoint{nor}; give one, or the --save_folder of a run')
+
+
+def unet_folder(path: str) -> str | None:
+    """The folder with the UNet in a folder of diffusers, itself or that of a pipeline; None if it is none."""
+    for folder in (os.path.join(path, 'unet'), path):
+        if os.path.isfile(os.path.join(folder, CONFIG)):
+            return folder
+    return None
+
+
+def no_weights_error(place: str) -> ValueError:
+    """The error of a place to start from, by its flag, that holds no weights."""
+    return ValueError(f'{place} is no checkpoint, and holds neither a whole checkpoint nor a UNet of diffusers; give '
+                      'the --save_folder of an earlier run')
 
 
 def nothing_left(folder: str, max_duration: str) -> str:

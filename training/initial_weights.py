@@ -16,10 +16,10 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from inputs.errors import one_line
 from models.diffusion_model import DiffusionModel
+from training.checkpoint_files import no_weights_error, unet_folder
 from training.checkpoints import checkpoints, from_storage, load_checkpoint, newest_sound, sound_checkpoint
 from training.ranks import on_rank_0
 
-CONFIG = 'config.json'  # of a UNet that diffusers has saved
 OF_NO_WEIGHT = ('sample_size', 'upcast_attention')  # entries of it that weights do not depend on
 ENCODERS = ('vae', 'text_encoder')
 
@@ -44,17 +44,8 @@ def load_initial_weights(path: str, model: DiffusionModel) -> dict | None:
         return None
     with checkpoint_in(path, '--load_weights') as found:
         if found is None:
-            raise ValueError(f'{place} is no checkpoint, and holds neither a whole checkpoint nor a UNet of diffusers; '
-                             'give the --save_folder of an earlier run')
+            raise no_weights_error(place)
         return load_from_checkpoint(found, model, place)
-
-
-def unet_folder(path: str) -> str | None:
-    """The folder with the UNet in a folder of diffusers, itself or that of a pipeline; None if it is none."""
-    for folder in (os.path.join(path, 'unet'), path):
-        if os.path.isfile(os.path.join(folder, CONFIG)):
-            return folder
-    return None
 
 
 @contextlib.contextmanager

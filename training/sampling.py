@@ -133,7 +133,7 @@ class Painter:
                     with get_precision_context(self.precision):
                         text = self.model.text_states(tokens)
                         empty_text = self.model.text_states(self.tokens[:1])
-                        latents = denoise(pipeline, noise, text, empty_text)
+                        latents = denoise(pipeline, noise, text, empty_text, STEPS, GUIDANCE)
                     pictures += decode(pipeline, latents)
         finally:
             unet.train(was_training)

@@ -5,7 +5,8 @@ import pytest
 
 from benchmark import main
 from cli import checks, defaults
-from cli.early_checks import refuse_bad_results, refuse_early_training, refuse_unusable_folder
+from cli.early_checks import refuse_early_training
+from cli.folders import refuse_bad_results, refuse_unusable_folder
 from cli.options import benchmark_parser
 from tests.forked_runs import on_small_disk
 from tests.runs import TINY, settings_of

@@ -107,6 +107,7 @@ def dataset_of(samples: int, folder: Path) -> str:
     ([*SYNTHETIC, '--save_folder', 'tests'], '--save_folder tests already holds files; give a new one'),
     ([*SYNTHETIC, '--model_name', 'tiny', '--sample_prompts', 'nowhere'],
      '--sample_prompts nowhere cannot be read (No such file or directory)'),
+    ([*SYNTHETIC, '--load_weights', 'tests'], '--load_weights tests is no checkpoint, and holds neither'),
     ([*SYNTHETIC, '--max_duration', '3ba'], '--max_duration 3ba ends within --warmup_batches 3'),
     (['encode.py', '--remote', 'DATA', '--out', 'tests'], '--out tests already holds something'),
     (['encode.py', '--remote', 'DATA', '--out', 'DATA'], 'already holds a dataset, with its index.json'),

@@ -21,7 +21,9 @@ FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4b
 
 class Witness(Callback):
     """The learning rate of each step, the norm of its gradients and whether there was an average after it."""
-    rates, norms, averaged, weights = [], [], [], []
+
+    def __init__(self):
+        self.rates, self.norms, self.averaged, self.weights = [], [], [], []
 
     def after_train_batch(self, state, logger):
         self.rates.append(state.optimizers[0].param_groups[0]['lr'])
@@ -37,9 +39,11 @@ class Witness(Callback):
 def run(tmp_path_factory):
     """What a run of 7 batches with all flags did, its record and its checkpoint."""
     folder = tmp_path_factory.mktemp('optimization')
+    witness = Witness()
     record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--results', str(folder / 'results'),
-                   '--save_folder', str(folder / 'kept')], [Witness()])
-    return SimpleNamespace(record=record, state=load_checkpoint(folder / 'kept' / 'latest-rank0.pt')['state'])
+                   '--save_folder', str(folder / 'kept')], [witness])
+    state = load_checkpoint(folder / 'kept' / 'latest-rank0.pt')['state']
+    return SimpleNamespace(record=record, witness=witness, state=state)
 
 
 def test_the_flags_are_in_the_record_and_in_the_checkpoint(run):
@@ -53,7 +57,7 @@ def test_the_flags_are_in_the_record_and_in_the_checkpoint(run):
 
 
 def test_the_learning_rate_rises_to_its_value_and_stays(run):
-    rates = Witness.rates
+    rates = run.witness.rates
     assert rates[0] == 0 and all(later >= earlier for earlier, later in zip(rates, rates[1:], strict=False))
     assert sorted(set(rates)) == pytest.approx([0, 0.75e-4, 1.5e-4, 2.25e-4, 3e-4]) and rates[-1] == 3e-4
 
@@ -74,13 +78,13 @@ def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule,
 
 
 def test_gradients_are_clipped_before_the_optimizer_takes_them(run):
-    assert Witness.norms == pytest.approx([0.25] * 7, rel=1e-4)  # they would be about 1
+    assert run.witness.norms == pytest.approx([0.25] * 7, rel=1e-4)  # they would be about 1
 
 
 def test_the_average_starts_when_it_is_told_and_moves_by_its_half_life(run):
-    assert Witness.averaged == [False, True, True, True, True, True, True]
-    average = Witness.weights[1]  # a copy of the weights of the second batch
-    for weights in Witness.weights[2:]:
+    assert run.witness.averaged == [False, True, True, True, True, True, True]
+    average = run.witness.weights[1]  # a copy of the weights of the second batch
+    for weights in run.witness.weights[2:]:
         average = average + (weights - average) * (1 - 2 ** (-1 / 3))
     kept = dict(run.state['algorithms'])['EMA']['ema_model']['named_parameters_dict']['unet.conv_in.bias']
     torch.testing.assert_close(kept, average, atol=1e-7, rtol=1e-5)

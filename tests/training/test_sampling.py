@@ -13,12 +13,12 @@ from benchmark import StableDiffusion, main
 from export import main as export
 from inputs.captions import pipeline_tokenizer
 from models.loading import find_model
-from models import sampling
 from models.sampling import GUIDANCE, noise_of
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
 from tests.runs import TINY, assert_same_training, one_error_line, settings_of
 from tests.samples import picture
+from training import sampling
 from training.picture_grid import with_prompts
 from training.sampling import Painter
 
