@@ -377,5 +377,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-    sys.stdout.reconfigure(errors='backslashreplace')  # OUT can be bytes that are no text
     sys.exit(main())

@@ -23,17 +23,17 @@ if __name__ == '__main__':
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from functools import partial
 
 import torch
-from safetensors.torch import save
+from safetensors import SafetensorError
 from transformers import CLIPTextConfig
 
 from cli.defaults import fill_in_evaluate_defaults
 from cli.ends import ended_in_one_line
+from inputs.errors import DataError, one_line
 from inputs.shards import index_hash
 from measuring.quality import FEWEST_SAMPLES, clip_score, frechet_distance
 from measuring.record import circumstances, keep, redacted
@@ -45,10 +45,18 @@ from parts.evaluation import (
     FEATURES,
     QualitySettings,
     hash_of_pipeline,
+    load_pipeline,
     read_features,
     show_nothing_while_loading,
 )
-from parts.evaluation_plan import ABOUT, Evaluation, Model, find_reference, hashes_of_judges, read_data
+from parts.evaluation_plan import (
+    Evaluation,
+    Model,
+    find_reference,
+    hashes_of_judges,
+    read_data,
+    reference_file,
+)
 from parts.local_workers import LocalWorkers
 from parts.output import FolderOutput, Output, claim, finished_parts, open_output
 from parts.progress import progress_bar
@@ -79,7 +87,10 @@ def open_model(flags: EvaluateFlags) -> Iterator[Model]:
                              'FOLDER --pretrained for the one that encoded')
         pipeline = trained_pipeline(trained, place, flags.model_name, flags.tokenizer, flags.pretrained, flags.live)
         with PrivateFolder() as folder:
-            pipeline.save_pretrained(folder)
+            try:
+                pipeline.save_pretrained(folder)
+            except SafetensorError as error:  # as it says of a full disk
+                raise OSError(one_line(error)) from None
             del pipeline
             yield Model(folder, flags.model_name or trained.flags['model_name'], kind_of_weights(trained, flags.live),
                         trained.batch, trained.samples, trained.flags)
@@ -108,24 +119,35 @@ def folder_for_copies(data: str) -> Iterator[str | None]:
 
 
 def require_whole_noise(steps: int, timesteps: int) -> None:
-    """Raises ValueError if the sampler would begin within the noise and not at its end, which it does where the number
-    of timesteps cannot be divided by that of steps.
+    """Raises ValueError if the sampler would begin at a timestep that is far from pure noise, or beyond the last: where
+    it cannot divide the timesteps by its steps, it leaves out the noisiest.
     """
     first = (steps - 1) * (timesteps // steps) + 1  # of diffusers' schedulers, of this spacing and offset
-    if not 0.9 * timesteps <= first < timesteps:
+    if not 0.9 * (timesteps - timesteps / steps) <= first < timesteps:
         better = next(number for number in range(min(steps, timesteps // 2), 0, -1) if timesteps % number == 0)
         raise ValueError(f'--steps {steps}: the sampler would begin at timestep {first} of {timesteps}, and so draw '
                          f'from the wrong noise; use {better}')
 
 
+def image_size_of(model: Model) -> int:
+    """The size in pixels that a model was trained at. Raises ValueError if it does not say."""
+    sample_size = model.config('unet').get('sample_size')
+    if not isinstance(sample_size, int) or sample_size < 1:
+        raise ValueError(f'MODEL {model.name} does not say in unet/config.json at which size it was trained; give '
+                         '--image_size')
+    return sample_size * PIXELS_PER_LATENT
+
+
 def plan(flags: EvaluateFlags, model: Model, copies: str | None) -> Evaluation:
     """What is to be done. Raises ValueError for what cannot be."""
-    image_size = flags.image_size or model.config('unet')['sample_size'] * PIXELS_PER_LATENT
+    image_size = flags.image_size or image_size_of(model)
     require_whole_noise(flags.steps, model.config('scheduler', 'scheduler_config.json')['num_train_timesteps'])
     data = read_data(flags, copies)
     judges = hashes_of_judges(flags)
     reference, given = find_reference(flags, data, image_size, judges['inception_sha256'])
     require_judges(flags)
+    if is_pipeline(flags.model):
+        load_pipeline(model.folder)  # before --out is begun for one that cannot be
     return Evaluation(flags, model, hash_of_pipeline(model.folder), data, image_size, judges, reference, given)
 
 
@@ -197,8 +219,9 @@ def real_features(evaluation: Evaluation, output: Output) -> torch.Tensor:
     features = gathered(output, evaluation.parts_at(len(flags.guidance)), FEATURES)
     if flags.reference:
         place, name = os.path.split(os.path.abspath(flags.reference))
-        content = save({FEATURES: features}, {ABOUT: json.dumps(evaluation.reference)})
-        FolderOutput(place, '--reference').create(name, content)
+        content = reference_file(evaluation.reference, features)
+        if not FolderOutput(place, '--reference').create(name, content):
+            raise DataError(f'--reference {flags.reference} was made by another meanwhile; run the same command again')
     return features
 
 

@@ -77,10 +77,19 @@ def fill_in_evaluate_defaults(args: argparse.Namespace) -> EvaluateFlags:
     refuse_unknown_precision(args, 'precision', 'amp_bf16 (GPUs since the A100), amp_fp16')
     args = argparse.Namespace(**vars(args))
     args.guidance = list(dict.fromkeys(args.guidance))
+    refuse_equal_scales(args.guidance)
     args.precision = args.precision or best_precision()
     if args.precision != 'fp32' and not (torch.cuda.is_available() or args.ray):
         raise ValueError(f'--precision {args.precision}: there is no GPU here; use fp32')
     return subject_from(EvaluateFlags, vars(args))
+
+
+def refuse_equal_scales(scales: list[float]) -> None:
+    """Raises ValueError if two guidance scales would have one name."""
+    names = [f'{scale:g}' for scale in scales]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f'--guidance holds several scales that are {name} in six digits; give it once')
 
 
 def refuse_unknown_precision(args: argparse.Namespace, flag: str = 'encoder_precision',

@@ -26,6 +26,8 @@ def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a script
         signal.signal(signal.SIGINT, partial(end_interrupted, parser))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors='backslashreplace')  # names of files can be bytes that are no text
     args = parser.parse_args()
     try:
         check(args)

@@ -5,12 +5,19 @@ import json
 import os
 from pathlib import Path
 
-from cli.early_checks import refuse_bad_image_size, refuse_missing_source
-from cli.folders import folder_error, names_in, refuse_bad_results, refuse_missing_dataset, refuse_occupied_folder
+from cli.early_checks import refuse_bad_image_size, refuse_missing_source, samples_in
+from cli.folders import (
+    folder_error,
+    names_in,
+    refuse_bad_results,
+    refuse_empty,
+    refuse_missing_dataset,
+    refuse_occupied_folder,
+)
 from inputs.errors import one_line
 from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
 from inputs.places import INDEX, finished_error, is_address
-from inputs.text_files import read_captions
+from inputs.text_files import read_captions, refuse_too_few
 from parts.names import held_out_beside
 from training.checkpoint_files import checkpoints_among, no_checkpoint_error
 
@@ -23,9 +30,10 @@ def refuse_early_encoding(args: argparse.Namespace) -> None:
         raise ValueError('give both --remote and --out')
     refuse_bad_image_size(args)
     refuse_missing_source(args)
-    refuse_occupied_folder('--out', args.out)
+    refuse_empty('--out', args.out)
     if os.path.exists(os.path.join(args.out, INDEX)):
         raise finished_error(f'--out {args.out}')
+    refuse_occupied_folder('--out', args.out, 'encode.py')
     refuse_bad_results(args.results)
 
 
@@ -40,23 +48,23 @@ def refuse_early_conversion(args: argparse.Namespace) -> None:
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
     if not args.out.strip():
         raise ValueError('OUT is empty; give a new folder, or an address in a store')
-    refuse_occupied_folder('OUT', args.out)
+    refuse_occupied_folder('OUT', args.out, 'convert.py')
     if args.held_out:
-        refuse_occupied_folder('OUT', held_out_beside(args.out))
+        refuse_occupied_folder('OUT', held_out_beside(args.out), 'convert.py')
 
 
 def refuse_early_report(args: argparse.Namespace) -> None:
     """Raises ValueError if records are not there, a file to write is a folder or holds the records, or a picture's name
     says no format.
     """
-    records = {Path(path).resolve() for path in args.records}
+    records = {os.path.realpath(path) for path in args.records}
     for flag, path, example in (('--csv', args.csv, 'table.csv'), ('--figure', args.figure, 'days.png'),
                                 ('--quality', args.quality, 'quality.png')):
         if path is None:
             continue
-        if Path(path).resolve() in records:
+        if os.path.realpath(path) in records:
             raise ValueError(f'{flag} {path} would overwrite the records; give another file')
-        if Path(path).is_dir():
+        if os.path.isdir(path):
             raise folder_error(flag, path, example)
     for flag, path in (('--figure', args.figure), ('--quality', args.quality)):
         if path and not Path(path).suffix:
@@ -68,7 +76,11 @@ def refuse_early_report(args: argparse.Namespace) -> None:
 
 
 def refuse_early_export(args: argparse.Namespace) -> None:
-    """Raises ValueError if the checkpoint is not there, or OUT is."""
+    """Raises ValueError if the checkpoint is not there, or OUT is, or is no name of a folder."""
+    refuse_empty('CHECKPOINT', args.checkpoint)
+    refuse_empty('OUT', args.out)
+    if is_address(args.out):
+        raise ValueError(f'OUT {args.out} is an address; give a new folder of this machine')
     if '://' not in args.checkpoint and not os.path.exists(args.checkpoint):
         raise ValueError(f'CHECKPOINT {args.checkpoint} is not there; give one, or the --save_folder of a run')
     if os.path.lexists(args.out):
@@ -81,13 +93,18 @@ def refuse_early_evaluation(args: argparse.Namespace) -> None:
     """Raises ValueError, with the flag, its value and the remedy, for what evaluate.py can run on no machine."""
     if not args.out:
         raise ValueError('give --out, a new folder for the features of the pictures')
-    refuse_occupied_folder('--out', args.out)
+    for flag in ('model', 'data', 'out', 'inception', 'clip', 'reference'):
+        name = flag.upper() if flag in ('model', 'data') else f'--{flag}'
+        refuse_empty(name, getattr(args, flag))
+    refuse_occupied_folder('--out', args.out, 'evaluate.py')
     refuse_bad_model(args)
     refuse_missing_judges(args)
     refuse_missing_data(args)
     if args.image_size is not None:
         refuse_bad_image_size(args)
+    refuse_bad_reference(args.reference, args.out)
     refuse_bad_results(args.results)
+    refuse_results_among_inputs(args)
 
 
 def refuse_bad_model(args: argparse.Namespace) -> None:
@@ -120,6 +137,27 @@ def is_pipeline(model: str) -> bool:
     return os.path.isfile(os.path.join(model, PIPELINE_INDEX))
 
 
+def refuse_bad_reference(reference: str | None, out: str) -> None:
+    """Raises ValueError if a --reference that is to be made has no folder, or lies in --out."""
+    if not reference or os.path.exists(reference):
+        return
+    folder = os.path.dirname(os.path.abspath(reference))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise ValueError(f'--reference {reference} cannot be made, since {folder} is no folder to write to; make it, '
+                         'or name another file')
+    if not is_address(out) and Path(os.path.realpath(out)) in Path(os.path.realpath(reference)).parents:
+        raise ValueError(f'--reference {reference} lies in --out {out}; name a file elsewhere, which other evaluations '
+                         'can use as well')
+
+
+def refuse_results_among_inputs(args: argparse.Namespace) -> None:
+    """Raises ValueError if the record would be appended to a file that is read."""
+    results = os.path.realpath(args.results)
+    for name in (args.model, args.data, args.inception, args.reference):
+        if name and os.path.realpath(name) == results:
+            raise ValueError(f'--results {args.results} is a file that is read; name another')
+
+
 def refuse_missing_judges(args: argparse.Namespace) -> None:
     """Raises ValueError if there is nothing to judge by, and says where to get it."""
     if not args.inception and not args.clip:
@@ -142,6 +180,9 @@ def refuse_missing_data(args: argparse.Namespace) -> None:
         raise folder_error('--reference', reference, 'reference.safetensors')
     if not os.path.isfile(args.data):
         refuse_missing_dataset('DATA', args.data)
+        samples = samples_in(args.data)
+        if samples is not None:
+            refuse_too_few(args.data, samples, args.samples, 'sample')
         return
     if args.inception and not reference:
         raise ValueError(f'DATA {args.data} is a text, and FID compares with images; give --reference FILE, or shards '

@@ -1,14 +1,22 @@
 """What a command line names on this machine: whether it is there, and can be written. Nothing here needs torch."""
+import contextlib
 import os
 import stat
 import tempfile
 from pathlib import Path
 
-from inputs.places import hold_others_files, is_address, occupied_error, refuse_folder_without_index
+from inputs.places import (
+    CLAIM,
+    hold_others_files,
+    is_address,
+    occupied_error,
+    program_of,
+    refuse_folder_without_index,
+)
 
 
-def refuse_occupied_folder(flag: str, out: str) -> None:
-    """Raises ValueError if OUT is no folder, or holds what none of our commands has begun."""
+def refuse_occupied_folder(flag: str, out: str, program: str) -> None:
+    """Raises ValueError if OUT is no folder, or holds what our command of that name has not begun."""
     if is_address(out) or not os.path.lexists(out):
         return
     if not os.path.isdir(out):
@@ -19,6 +27,9 @@ def refuse_occupied_folder(flag: str, out: str) -> None:
         return  # parts/output.py says what is wrong with it
     if hold_others_files(names):
         raise occupied_error(f'{flag} {out}')
+    with contextlib.suppress(OSError):  # likewise
+        if CLAIM in names and program_of(Path(out, CLAIM).read_bytes()) != program:
+            raise occupied_error(f'{flag} {out}')
 
 
 def refuse_missing_dataset(flag: str, place: str | None) -> None:
@@ -68,6 +79,7 @@ def refuse_bad_results(path: str) -> None:
     """Raises ValueError if no record can be appended to --results. It is said before the run, not after it."""
     if not is_first_rank():
         return
+    refuse_empty('--results', path)
     if os.path.isdir(path):
         raise folder_error('--results', path, 'results.jsonl')
     try:
@@ -86,6 +98,12 @@ def is_first_rank() -> bool:
     return os.environ.get('RANK', '0') == '0'
 
 
+def refuse_empty(flag: str, value: str | None) -> None:
+    """Raises ValueError if a name was given, and is empty, as of a variable that is not set."""
+    if value is not None and not value.strip():
+        raise ValueError(f'{flag} is empty; give a name, or leave it out')
+
+
 def folder_error(flag: str, path: str, example: str) -> ValueError:
     """The error of a file to write that is a folder; `example` is a name for one in it."""
-    return ValueError(f'{flag} {path} is a folder; name a file, such as {Path(path) / example}')
+    return ValueError(f'{flag} {path} is a folder; name a file, such as {os.path.join(path, example)}')

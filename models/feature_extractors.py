@@ -20,12 +20,20 @@ NETWORK = 'inception-v3-compat'  # torch-fidelity's, in which TensorFlow's weigh
 LAYER = '2048'  # its last pool
 RESIZE = 'to 299 pixels, bilinear as in TensorFlow 1'  # what it does itself before its first layer
 PUBLISHED_SHA256 = '6726825d'  # how the hash of the weights begins that published FIDs are made with
-CLIP_WEIGHTS = 'model.safetensors'
 
 
 def sha256_of(path: Path) -> str:
     with open(path, 'rb') as file:
         return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def hash_of_files(folder: Path) -> str:
+    """A SHA-256 of the files of a folder that bear on what is made with them: weights, configurations, vocabularies."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob('*')):
+        if path.suffix in ('.json', '.safetensors', '.txt'):
+            digest.update(f'{path.name} {sha256_of(path)} '.encode())
+    return digest.hexdigest()
 
 
 def load_inception(path: str) -> FeatureExtractorInceptionV3:

@@ -80,11 +80,14 @@ def denoise(pipeline: StableDiffusionPipeline, noise: torch.Tensor, text: torch.
 def decode(pipeline: StableDiffusionPipeline, latents: torch.Tensor) -> list[Image.Image]:
     """A picture of each of the latents (B, 4, H/8, W/8); one at a time, to save memory.
 
+    Raises ValueError if one is not finite.
     The pipeline itself decodes all at once, and cannot where the VAE is held in another precision than the latents.
     """
     vae = pipeline.vae
     pictures = []
     for latent in latents.split(1):
         image = vae.decode((latent / vae.config.scaling_factor).to(vae.dtype)).sample  # (1, 3, H, W) in [-1, 1]
+        if not image.isfinite().all():
+            raise ValueError('the VAE has decoded a picture that is not finite; use another precision, or weights')
         pictures += pipeline.image_processor.postprocess(image.float(), output_type='pil')
     return pictures

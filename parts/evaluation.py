@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,14 @@ from inputs.images import decode_image, resize
 from inputs.places import CLAIM
 from inputs.shards import index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
-from models.feature_extractors import CLIP_WEIGHTS, Clip, inception_features, load_clip, load_inception, sha256_of
+from models.feature_extractors import (
+    Clip,
+    hash_of_files,
+    inception_features,
+    load_clip,
+    load_inception,
+    sha256_of,
+)
 from models.sampling import build_pipeline, decode, denoise, noise_of_samples
 from parts.devices import device_of_worker
 from parts.engine import Part
@@ -115,20 +123,15 @@ def read_features(output: Output, number: int) -> dict[str, torch.Tensor]:
     content = output.read(features_name(number))
     if part is None or content is None:
         raise DataError(f'{features_name(number)} of {output.place} is gone; {remedy}')
-    if hashlib.sha256(content).hexdigest() != part['sha256']:
+    if not isinstance(part, dict) or hashlib.sha256(content).hexdigest() != part.get('sha256'):
         raise DataError(f'{features_name(number)} of {output.place} is damaged; {remedy}')
     return load(content)
 
 
 def hash_of_pipeline(folder: str) -> str:
     """A SHA-256 of the files of a pipeline that bear on what it draws."""
-    digest = hashlib.sha256()
-    for part in PARTS_OF_A_PIPELINE:
-        for path in sorted(Path(folder, part).glob('*')):
-            if path.suffix in ('.json', '.safetensors', '.txt'):
-                with open(path, 'rb') as file:
-                    digest.update(f'{part}/{path.name}'.encode() + hashlib.file_digest(file, 'sha256').digest())
-    return digest.hexdigest()
+    hashes = [hash_of_files(Path(folder, part)) for part in PARTS_OF_A_PIPELINE]
+    return hashlib.sha256(' '.join(hashes).encode()).hexdigest()
 
 
 def load_pipeline(folder: str) -> StableDiffusionPipeline:
@@ -260,11 +263,11 @@ class Evaluator:
         settings = self.settings
         numbers = range(first, first + len(captions))
         noise = noise_of_samples(numbers, settings.seed, settings.image_size // 8).to(self.device)
-        text = self.text_states(captions)
+        text, empty_text = self.text_states(captions), self.empty_text
         dtype = AUTOCAST[settings.precision]
         # autocast casts each weight once a batch, and anew in each step where they need no gradients
         with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            latents = denoise(self.pipeline, noise, text, self.empty_text, settings.steps, guidance)
+            latents = denoise(self.pipeline, noise, text, empty_text, settings.steps, guidance)
         if not latents.isfinite().all():
             raise DataError(f'a picture of the samples {first} to {numbers[-1]} at guidance {guidance:g} is not finite '
                             f'in --precision {settings.precision}; try another')
@@ -332,21 +335,21 @@ class Evaluator:
     @cached_property
     def inception(self) -> torch.nn.Module:
         """Raises DataError if its weights are not those of the machine that gives parts."""
-        self.require_same(Path(self.settings.inception), self.settings.inception_sha256)
+        self.require_same(self.settings.inception, sha256_of, self.settings.inception_sha256)
         return load_inception(self.settings.inception).to(self.device)
 
     @cached_property
     def clip(self) -> Clip:
         """Raises DataError if its weights are not those of the machine that gives parts."""
-        self.require_same(Path(self.settings.clip, CLIP_WEIGHTS), self.settings.clip_sha256)
+        self.require_same(self.settings.clip, hash_of_files, self.settings.clip_sha256)
         clip = load_clip(self.settings.clip)
         clip.model.to(self.device)
         return clip
 
-    def require_same(self, weights: Path, sha256: str) -> None:
-        """Raises DataError if a file is not there, or another than on the machine that gives parts."""
+    def require_same(self, weights: str, hash_of: Callable[[Path], str], sha256: str) -> None:
+        """Raises DataError if weights are not there, or others than on the machine that gives parts."""
         try:
-            is_same = sha256_of(weights) == sha256
+            is_same = hash_of(Path(weights)) == sha256
         except OSError:
             is_same = False
         if not is_same:

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from inputs.errors import one_line
 from inputs.shards import index_hash, number_of_samples, read_index, require_columns
 from inputs.text_files import has_words, read_captions, refuse_too_few
 from inputs.verified_stream import open_shards
-from models.feature_extractors import CLIP_WEIGHTS, LAYER, NETWORK, RESIZE, sha256_of
+from models.feature_extractors import LAYER, NETWORK, RESIZE, hash_of_files, sha256_of
 from parts.evaluation import FEATURES, Piece
 from settings.subjects import EvaluateFlags
 
 MOST_SAMPLES_OF_A_PART = 128
 FEWEST_PARTS = 16  # of few samples, so that several GPUs have something to do
 ABOUT = 'made_of'  # in the metadata of a --reference
+HASH = 'features_sha256'  # in ABOUT
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def read_data(flags: EvaluateFlags, copies: str | None) -> Data:
     if flags.inception and not has_images and not has_reference:
         raise ValueError(f'DATA {flags.data} holds latents, and FID compares with images; give the images that they '
                          'were made of, or --reference FILE')
-    refuse_too_few(flags.data, number_of_samples(index), flags.samples, 'samples')
+    refuse_too_few(flags.data, number_of_samples(index), flags.samples, 'sample')
     captions = []
     shards = open_shards(flags.data, copies, index)
     for number, sample in enumerate(shards.samples(0, flags.samples)):
@@ -156,7 +158,7 @@ def hashes_of_judges(flags: EvaluateFlags) -> dict[str, str | None]:
         if flags.inception:
             judges['inception_sha256'] = sha256_of(Path(flags.inception))
         if flags.clip:
-            judges['clip_sha256'] = sha256_of(Path(flags.clip, CLIP_WEIGHTS))
+            judges['clip_sha256'] = hash_of_files(Path(flags.clip))
     except OSError as error:
         raise ValueError(f'{error.filename} cannot be read ({error.strerror}); give weights that can') from None
     return judges
@@ -165,6 +167,29 @@ def hashes_of_judges(flags: EvaluateFlags) -> dict[str, str | None]:
 def resize_in_words(image_size: int) -> str:
     """What happens to a real image on its way to the features; to a picture, the last of it."""
     return f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
+
+
+def reference_file(about: dict, features: torch.Tensor) -> bytes:
+    """The content of a --reference: features of real images, (M, 2048), and what they are made of."""
+    return save({FEATURES: features}, {ABOUT: json.dumps(about | {HASH: hash_of_features(features)})})
+
+
+def read_reference(path: str) -> tuple[dict, torch.Tensor]:
+    """What the features in a --reference are made of, and these features. Raises ValueError if it holds none."""
+    try:
+        with safe_open(path, 'pt') as file:
+            about = json.loads(file.metadata()[ABOUT])
+            features = file.get_tensor(FEATURES)
+        if about.pop(HASH) != hash_of_features(features) or about['images'] != len(features):
+            raise ValueError('they have changed since they were made')
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f'--reference {path} holds no features of evaluate.py ({one_line(error)[:200]}); name another '
+                         'file, which is then made') from None
+    return about, features
+
+
+def hash_of_features(features: torch.Tensor) -> str:
+    return hashlib.sha256(features.numpy().tobytes()).hexdigest()
 
 
 def find_reference(flags: EvaluateFlags, data: Data, image_size: int, inception_sha256: str | None
@@ -181,14 +206,8 @@ def find_reference(flags: EvaluateFlags, data: Data, image_size: int, inception_
         ours |= {'index_sha256': index_hash(data.index), 'images': flags.samples}
     if not flags.reference or not os.path.lexists(flags.reference):
         return ours, None
+    theirs, features = read_reference(flags.reference)
     place = f'--reference {flags.reference}'
-    try:
-        with safe_open(flags.reference, 'pt') as file:
-            theirs = json.loads(file.metadata()[ABOUT])
-            features = file.get_tensor(FEATURES)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{place} holds no features of evaluate.py ({one_line(error)[:200]}); name another file, '
-                         'which is then made') from None
     for key in ours:
         if key != 'images' and theirs.get(key) != ours[key]:
             raise ValueError(f'{place} was made with {key} {theirs.get(key)}, and this run has {ours[key]}; their FID '

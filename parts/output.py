@@ -18,7 +18,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from inputs.errors import DataError
-from inputs.places import CLAIM, INDEX, LEFT_BY_KILLED, hold_others_files, is_address, finished_error, occupied_error
+from inputs.places import CLAIM, INDEX, LEFT_BY_KILLED, finished_error, hold_others_files, is_address, occupied_error
 from inputs.run_lock import give_lock_back, take_lock
 from inputs.stores import open_store, store_error, streaming_address
 

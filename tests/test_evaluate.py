@@ -15,18 +15,22 @@ import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torchmetrics.image.fid import FrechetInceptionDistance, NoTrainInceptionV3
 from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor
 
 import evaluate
 from cli.defaults import fill_in_evaluate_defaults
+from cli.early_data_checks import refuse_early_evaluation
 from cli.options import evaluate_parser
 from inputs.captions import pipeline_tokenizer
+from inputs.errors import DataError
+from inputs.text_files import read_captions
 from measuring.quality import clip_score
-from models.feature_extractors import LAYER, NETWORK, load_clip
+from models.feature_extractors import LAYER, NETWORK, hash_of_files, load_clip, sha256_of
 from models.sampling import noise_of_samples
+from parts.devices import device_of_worker
 from parts.engine import Part, make_parts
 from parts.evaluation import (
     COSINES,
@@ -38,6 +42,7 @@ from parts.evaluation import (
     load_pipeline,
     read_features,
 )
+from parts.evaluation_plan import read_reference, reference_file
 from parts.local_workers import LocalWorkers
 from parts.output import claim, open_output
 from parts.workers import make_evaluator
@@ -182,6 +187,10 @@ def settings_of(pipeline: str, **more) -> QualitySettings:
     values = {'batch_size': 2, 'data': None, 'index_hash': None, 'inception': None, 'inception_sha256': None,
               'clip': None, 'clip_sha256': None, 'image_size': SIZE, 'copies': None, 'on_gpu': False,
               'steps': STEPS, 'seed': 17, 'precision': 'fp32', 'save_pictures': False}
+    if 'clip' in more:
+        values['clip_sha256'] = hash_of_files(Path(more['clip']))
+    if 'inception' in more:
+        values['inception_sha256'] = sha256_of(Path(more['inception']))
     return QualitySettings(pipeline=pipeline, pipeline_sha256=hash_of_pipeline(pipeline), **values | more)
 
 
@@ -267,7 +276,7 @@ def test_features_of_real_images_are_made_once_and_used_for_a_text(evaluated, tm
     assert 'was made with index_sha256' in refusal(capfd, pipeline, others, tmp_path / 'third', *inception)
     about = json.loads(safe_open(reference, 'pt').metadata()['made_of'])
     of_others = tmp_path / 'of_others.safetensors'
-    save_file({FEATURES: torch.ones(2, 3)}, of_others, {'made_of': json.dumps(about | {'inception_sha256': 'x'})})
+    of_others.write_bytes(reference_file(about | {'inception_sha256': 'x'}, torch.ones(2, 3)))
     line = refusal(capfd, pipeline, text, tmp_path / 'third', *inception, '--reference', of_others)
     assert 'was made with inception_sha256 x' in line
     assert reference.read_bytes() == made and not (tmp_path / 'third').exists()
@@ -344,3 +353,110 @@ def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(judges):
     assert len(pipeline_tokenizer()(long[1]).input_ids) == 77
     cosines = clip.cosines([picture(1)] * 2, long)
     torch.testing.assert_close(cosines[0], cosines[1])
+
+
+@pytest.mark.parametrize('steps, better', [(1000, 500), (600, 500), (201, 200), (126, 125)])
+def test_steps_that_would_begin_within_the_noise_are_refused(steps, better):
+    with pytest.raises(ValueError, match=f'--steps {steps}: .* use {better}$'):
+        evaluate.require_whole_noise(steps, 1000)
+
+
+@pytest.mark.parametrize('steps', [1, 2, 25, 50, 99, 250, 500])
+def test_steps_that_begin_at_noise_are_taken(steps):
+    evaluate.require_whole_noise(steps, 1000)
+
+
+def test_a_worker_that_finds_no_gpu_where_there_is_to_be_one_does_not_draw_on_the_processor(monkeypatch):
+    assert device_of_worker(0, on_gpu=False) == torch.device('cpu') == device_of_worker(0, on_gpu=None)
+    with pytest.raises(DataError, match='torch finds no GPU in a worker on'):
+        device_of_worker(1, on_gpu=True)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3')  # as Ray sets it
+    with pytest.raises(DataError, match='torch finds no GPU in a worker on'):
+        device_of_worker(0, on_gpu=None)
+
+
+def test_the_text_encoder_works_in_float32_and_the_unet_in_half_precision(pipeline, tmp_path):
+    worker = Evaluator(claimed(tmp_path / 'out'), settings_of(pipeline, precision='amp_bf16'), 0)
+    types = {}
+    for name in ('text_encoder', 'unet'):
+        layers = getattr(worker.pipeline, name).modules()
+        [*_, layer] = (layer for layer in layers if isinstance(layer, torch.nn.Linear))
+        layer.register_forward_hook(lambda module, inputs, output, name=name: types.update({name: output.dtype}))
+    worker.draw(0, ['a cat'], 2.0)
+    assert types == {'text_encoder': torch.float32, 'unet': torch.bfloat16}
+
+
+def test_weights_of_judges_that_are_others_on_this_machine_are_not_judged_by(judges, pipeline, tmp_path):
+    settings = settings_of(pipeline, clip=judges['--clip'], clip_sha256='of another', inception=judges['--inception'],
+                           inception_sha256='of another')
+    worker = Evaluator(claimed(tmp_path / 'out'), settings, 0)
+    for judge in ('clip', 'inception'):
+        with pytest.raises(DataError, match='is not that of the machine that gives it work'):
+            getattr(worker, judge)
+
+
+def test_another_processor_of_clip_is_another_clip(judges, tmp_path):
+    folder = Path(shutil.copytree(judges['--clip'], tmp_path / 'clip'))
+    before = hash_of_files(folder)
+    config = folder / 'preprocessor_config.json'
+    config.write_text(config.read_text().replace('true', 'false', 1))
+    assert hash_of_files(folder) != before == hash_of_files(Path(judges['--clip']))
+
+
+def test_a_picture_that_is_not_finite_is_not_judged(pipeline, tmp_path):
+    worker = Evaluator(claimed(tmp_path / 'out'), settings_of(pipeline), 0)
+    torch.nn.init.constant_(worker.pipeline.vae.decoder.conv_out.bias, torch.nan)
+    with pytest.raises(ValueError, match='a picture that is not finite'):
+        worker.draw(0, ['a cat'], 2.0)
+
+
+def test_a_reference_that_has_changed_is_not_compared_with(tmp_path):
+    path = tmp_path / 'reference.safetensors'
+    path.write_bytes(reference_file({'images': 2}, torch.ones(2, 3)))
+    about, features = read_reference(str(path))
+    assert about == {'images': 2} and torch.equal(features, torch.ones(2, 3))
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 1  # a bit of the last number
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match='holds no features of evaluate.py .they have changed'):
+        read_reference(str(path))
+    path.write_bytes(save({FEATURES: torch.ones(2, 3)}, {'made_of': '[1]'}))
+    with pytest.raises(ValueError, match='holds no features of evaluate.py'):
+        read_reference(str(path))
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_caption(tmp_path):
+    path = tmp_path / 'captions.txt'
+    path.write_bytes('\ufeffa cat\r\na dog\r\n'.encode())
+    assert read_captions(str(path), 2) == ['a cat', 'a dog']
+
+
+@pytest.mark.parametrize('flags, line', [
+    (['--results', 'DATA'], 'is a file that is read; name another'),
+    (['--results', ''], '--results is empty'),
+    (['--reference', 'none/r', '--inception', 'DATA'], 'is no folder to write to'),
+    (['--out', ' '], '--out is empty'),
+    (['--samples', '3'], 'holds 2 captions, fewer than --samples 3; use --samples 2'),
+])
+def test_what_would_be_lost_after_hours_is_said_before(flags, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('captions.txt').write_text('a cat\na dog\n')
+    Path('model').mkdir()
+    Path('model/model_index.json').write_text('{"_class_name": "StableDiffusionPipeline"}')
+    Path('clip').mkdir()
+    Path('clip/config.json').touch()
+    flags = ['captions.txt' if flag == 'DATA' else flag for flag in flags]
+    data = shards_of(2) if '--inception' in flags else 'captions.txt'
+    args = evaluate_parser('').parse_args(['model', data, '--out', 'out', '--clip', 'clip', '--samples', '2', *flags])
+    with pytest.raises(ValueError, match=line):
+        refuse_early_evaluation(args)
+
+
+def shards_of(number: int) -> str:
+    return write_shards(Path('shards'), [{'jpg': encoded(picture(i)), 'caption': 'a cat'} for i in range(number)])
+
+
+def test_scales_of_one_name_are_refused():
+    with pytest.raises(ValueError, match='several scales that are 3 in six digits'):
+        flags = ['m', 'd', '--out', 'o', '--guidance', '3', '3.0000001']
+        fill_in_evaluate_defaults(evaluate_parser('').parse_args(flags))
