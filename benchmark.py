@@ -5,14 +5,13 @@
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
 from cli.early import answer_early
-from cli.early_checks import end_where_nothing_is_left, refuse_early_training, refuse_larger_batch
+from cli.early_checks import refuse_early_training, refuse_larger_batch
 from cli.options import benchmark_parser
 from fitting.allocator import let_segments_grow
 
 if __name__ == '__main__':
     let_segments_grow()
-    args = answer_early(benchmark_parser(__doc__), refuse_early_training)  # before the imports, which take seconds
-    end_where_nothing_is_left(args)
+    answer_early(benchmark_parser(__doc__), refuse_early_training)  # before the imports, which take seconds
 
 import contextlib
 import sys
@@ -67,7 +66,6 @@ from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from settings.subjects import OptimizerSettings, Settings
 from training.augmentation import CaptionDrop, RandomFlip
-from training.checkpoint_files import nothing_left
 from training.checkpoints import (
     WholeCheckpoints,
     leave_out_empty_scaler,
@@ -505,7 +503,8 @@ def train_and_record(settings: Settings, parser: Parser, callbacks: Sequence[Cal
         parser.error(one_line(error))
     if run.is_over:
         if dist.get_global_rank() == 0:
-            print(nothing_left(settings.saving.save_folder, settings.training.max_duration))
+            print(f'--save_folder {settings.saving.save_folder} holds all of --max_duration '
+                  f'{settings.training.max_duration}: nothing left to do')
         sys.exit(0)
     try:
         outcome = train(run)

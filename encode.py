@@ -118,6 +118,7 @@ def settings_of(flags: EncodingFlags, index: dict) -> EncodingSettings:
         compile_mode=compile_mode(flags.compile),
         seed=flags.seed,
         warmup_batches=flags.warmup_batches,
+        on_gpu=None if flags.ray else torch.cuda.is_available(),
     )
 
 

@@ -97,10 +97,32 @@ def require_judges(flags: EvaluateFlags) -> None:
         load_clip(flags.clip)
 
 
-def plan(flags: EvaluateFlags, model: Model) -> Evaluation:
+@contextlib.contextmanager
+def folder_for_copies(data: str) -> Iterator[str | None]:
+    """A folder for copies of the shards of DATA, which goes with the context; None where they are read in place."""
+    if os.path.exists(data):
+        yield None
+        return
+    with PrivateFolder() as folder:
+        yield folder
+
+
+def require_whole_noise(steps: int, timesteps: int) -> None:
+    """Raises ValueError if the sampler would begin within the noise and not at its end, which it does where the number
+    of timesteps cannot be divided by that of steps.
+    """
+    first = (steps - 1) * (timesteps // steps) + 1  # of diffusers' schedulers, of this spacing and offset
+    if not 0.9 * timesteps <= first < timesteps:
+        better = next(number for number in range(min(steps, timesteps // 2), 0, -1) if timesteps % number == 0)
+        raise ValueError(f'--steps {steps}: the sampler would begin at timestep {first} of {timesteps}, and so draw '
+                         f'from the wrong noise; use {better}')
+
+
+def plan(flags: EvaluateFlags, model: Model, copies: str | None) -> Evaluation:
     """What is to be done. Raises ValueError for what cannot be."""
     image_size = flags.image_size or model.config('unet')['sample_size'] * PIXELS_PER_LATENT
-    data = read_data(flags)
+    require_whole_noise(flags.steps, model.config('scheduler', 'scheduler_config.json')['num_train_timesteps'])
+    data = read_data(flags, copies)
     judges = hashes_of_judges(flags)
     reference, given = find_reference(flags, data, image_size, judges['inception_sha256'])
     require_judges(flags)
@@ -118,12 +140,15 @@ def settings_of(evaluation: Evaluation) -> QualitySettings:
         index_hash=index_hash(index) if index else None,
         inception=flags.inception,
         clip=flags.clip,
+        **evaluation.judges,
         image_size=evaluation.image_size,
         batch_size=flags.batch_size,
         steps=flags.steps,
         seed=flags.seed,
         precision=flags.precision,
         save_pictures=flags.save_pictures,
+        copies=None if flags.ray else evaluation.data.copies,
+        on_gpu=None if flags.ray else torch.cuda.is_available(),
     )
 
 
@@ -270,8 +295,8 @@ def in_words(score: float | None) -> str:
 def evaluate(flags: EvaluateFlags) -> dict:
     """Draw what is missing, and judge it; returns the record."""
     show_nothing_while_loading()
-    with open_model(flags) as model:
-        evaluation = plan(flags, model)
+    with open_model(flags) as model, folder_for_copies(flags.data) as copies:
+        evaluation = plan(flags, model, copies)
         output = open_output(flags.out, '--out')
         with output.in_use():
             drawn, workers = draw_missing(evaluation, output)

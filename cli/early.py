@@ -19,8 +19,8 @@ EVALUATION_PACKAGES = (*TRAINING_PACKAGES, 'transformers', 'torchmetrics', 'torc
 
 
 def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
-                 packages: Sequence[str] = TRAINING_PACKAGES) -> argparse.Namespace:
-    """This process's command line, parsed, or its end with one line where `check` refuses it or a package is missing.
+                 packages: Sequence[str] = TRAINING_PACKAGES) -> None:
+    """Parse this process's command line, and end it with one line where `check` refuses it or a package is missing.
 
     From here on Ctrl-C is one line as well: the imports that follow take seconds.
     """
@@ -32,7 +32,6 @@ def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
         require_packages(*packages)
     except ValueError as error:
         parser.error(one_line(error))
-    return args
 
 
 def end_interrupted(parser: Parser, number: int, frame) -> None:

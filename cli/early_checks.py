@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -19,10 +18,7 @@ from settings import switch_table
 from training.checkpoint_files import (
     LOCK,
     checkpoints_among,
-    damage_in,
-    epoch_and_batch,
     no_weights_error,
-    nothing_left,
     unet_folder,
 )
 
@@ -179,31 +175,6 @@ def refuse_occupied_profile(folder: str | None) -> None:
     refuse_unusable_folder('profile', folder)
     if folder and is_first_rank() and names_in('--profile', folder):
         raise ValueError(f'--profile {folder} already holds files; give a new folder')
-
-
-def end_where_nothing_is_left(args: argparse.Namespace) -> None:
-    """End with status 0 where by its name the newest checkpoint of a resumed run is its last, and it is whole.
-
-    Only on one machine: others may not see the folder, and would wait for this one. Where the names do not tell, the
-    run itself says so, once it has read the checkpoint.
-    """
-    folder = args.save_folder
-    is_one_machine = os.environ.get('WORLD_SIZE', '1') == os.environ.get('LOCAL_WORLD_SIZE', '1')
-    if not (folder and args.autoresume and args.max_duration and is_one_machine):
-        return
-    with contextlib.suppress(OSError, ValueError):  # what cannot be read: the run will say what is wrong with it
-        found = checkpoints_among(names_in('--save_folder', folder))
-        if found and is_last(found[-1], args.max_duration) and damage_in(os.path.join(folder, found[-1])) is None:
-            if is_first_rank():
-                print(nothing_left(folder, args.max_duration))
-            sys.exit(0)
-
-
-def is_last(checkpoint: str, max_duration: str) -> bool:
-    """Whether a checkpoint is of the end of a run, as far as its name tells."""
-    epoch, batch = epoch_and_batch(checkpoint)
-    duration, unit = split_time(max_duration)
-    return {'ba': batch, 'ep': epoch}.get(unit, -1) >= duration
 
 
 def number_of_devices(args: argparse.Namespace) -> int:

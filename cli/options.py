@@ -318,13 +318,13 @@ def evaluate_parser(description: str) -> Parser:
         help='captions of DATA to draw, the first N, at each guidance scale (default: 30000)')
     add('--guidance', type=number(float, 1, 1000, 'a scale from 1 on'), nargs='+', default=[7.5], metavar='SCALE',
         help='scales of classifier-free guidance, each of which draws all captions; 1 is none (default: 7.5)')
-    add('--steps', type=number(int, 1, 1000, 'a number of steps from 1 to 1000'), default=50, help='of the sampler, '
-        'DDIM (default: 50)')
+    add('--steps', type=count, default=50, help='of the sampler, DDIM; a divisor of its 1000 timesteps (default: 50)')
     add('--seed', type=seed, default=17, help='of the noise: that of a sample follows from it and from the number of '
         'the sample (default: 17)')
     add('--image_size', type=count, metavar='PIXELS', help='height and width of the pictures (default: those that the '
         'model was trained at)')
-    add('--batch_size', type=count, default=16, help='pictures at once on each device (default: 16)')
+    add('--batch_size', type=count, default=16, help='pictures at once on each device, 128 at most; an H100 needs '
+        'more than 16 at 256 pixels (default: 16)')
     add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; all else is in float32 (default: '
         'amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
     add('--live', action='store_true', help='the live weights of the UNet in a checkpoint (default: the averaged ones, '

@@ -1,7 +1,9 @@
 """The networks that pictures are judged by: InceptionV3 as torch-fidelity has it, for FID, and CLIP, for its score."""
+import contextlib
 import hashlib
 import io
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,9 +48,25 @@ def load_inception(path: str) -> FeatureExtractorInceptionV3:
 
 @torch.no_grad()
 def inception_features(inception: FeatureExtractorInceptionV3, pictures: torch.Tensor) -> torch.Tensor:
-    """The features float32 (B, 2048) of pictures uint8 (B, 3, H, W), on the CPU. TF32 is off: it would round them."""
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+    """The features float32 (B, 2048) of pictures uint8 (B, 3, H, W), on the CPU."""
+    with convolutions_in_float32():
         return inception(pictures)[0].float().cpu()
+
+
+@contextlib.contextmanager
+def convolutions_in_float32() -> Iterator[None]:
+    """A context without TF32, which would round what is judged by."""
+    convolutions = getattr(torch.backends.cudnn, 'conv', None)
+    if not hasattr(convolutions, 'fp32_precision'):  # before torch 2.9, which warns of the older setting
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+        return
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = 'ieee'
+    try:
+        yield
+    finally:
+        convolutions.fp32_precision = before
 
 
 @dataclass
@@ -68,7 +86,8 @@ class Clip:
                                 max_length=self.model.config.text_config.max_position_embeddings)
         pixels = self.image_processor(images=pictures, return_tensors='pt')
         device = self.model.device
-        embedded = self.model(**tokens.to(device), **pixels.to(device))  # embeddings of length 1, (B, D)
+        with convolutions_in_float32():
+            embedded = self.model(**tokens.to(device), **pixels.to(device))  # embeddings of length 1, (B, D)
         return (embedded.image_embeds * embedded.text_embeds).sum(dim=1).float().cpu()
 
 

@@ -22,6 +22,7 @@ from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
 from models.latents import vae_moments
 from models.loading import build_vae, find_model
+from parts.devices import device_of_worker
 from parts.engine import Part
 from parts.output import Output
 from parts.writer import PartWriter
@@ -46,6 +47,7 @@ class EncodingSettings:
         compile_mode: the same.
         seed: of random weights.
         warmup_batches: of each worker that no clock counts.
+        on_gpu: see `device_of_worker`.
     """
     remote: str
     index_hash: str
@@ -62,6 +64,7 @@ class EncodingSettings:
     compile_mode: str | None
     seed: int
     warmup_batches: int
+    on_gpu: bool | None
 
 
 class Samples(Dataset):
@@ -129,10 +132,7 @@ class Encoder:
         self.output = output
         self.settings = settings
         self.name = uuid.uuid4().hex
-        self.device = torch.device('cpu')
-        if torch.cuda.is_available():
-            self.device = torch.device('cuda', place)
-            torch.cuda.set_device(self.device)
+        self.device = device_of_worker(place, settings.on_gpu)
         if output.read(CLAIM) is None:
             raise DataError(f'{output.place} is not the same folder on every machine; use a shared one or a store')
         index = read_index(settings.remote)

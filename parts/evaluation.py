@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,8 +29,9 @@ from inputs.images import decode_image, resize
 from inputs.places import CLAIM
 from inputs.shards import index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
-from models.feature_extractors import Clip, inception_features, load_clip, load_inception
+from models.feature_extractors import CLIP_WEIGHTS, Clip, inception_features, load_clip, load_inception, sha256_of
 from models.sampling import build_pipeline, decode, denoise, noise_of_samples
+from parts.devices import device_of_worker
 from parts.engine import Part
 from parts.output import Output, part_index, part_name, read_part
 
@@ -49,26 +51,34 @@ class QualitySettings:
         data: shards of the real images; None: none are looked at.
         index_hash: of their index.json.
         inception: file of InceptionV3's weights; None: no FID.
+        inception_sha256: of that file.
         clip: folder of a CLIP model; None: no CLIP score.
+        clip_sha256: of its weights.
         image_size: in pixels, of what is drawn and of the real images.
         batch_size: pictures at once.
         steps: of the sampler.
         seed: of the noise.
         precision: of the UNet: amp_bf16, amp_fp16 or fp32.
         save_pictures: whether they are kept.
+        copies: folder of this machine for copies of the shards; None: each worker has its own, if it needs one.
+        on_gpu: see `device_of_worker`.
     """
     pipeline: str
     pipeline_sha256: str
     data: str | None
     index_hash: str | None
     inception: str | None
+    inception_sha256: str | None
     clip: str | None
+    clip_sha256: str | None
     image_size: int
     batch_size: int
     steps: int
     seed: int
     precision: str
     save_pictures: bool
+    copies: str | None
+    on_gpu: bool | None
 
 
 @dataclass(frozen=True)
@@ -128,10 +138,11 @@ def load_pipeline(folder: str) -> StableDiffusionPipeline:
     """
     try:
         loaded = StableDiffusionPipeline.from_pretrained(
-            folder, use_safetensors=True, local_files_only=True, torch_dtype=torch.float32, safety_checker=None,
-            requires_safety_checker=False, feature_extractor=None, image_encoder=None)
-        return build_pipeline(loaded.unet.eval(), loaded.vae.eval(), loaded.scheduler.config,
-                              loaded.text_encoder.eval(), loaded.tokenizer)
+            folder, use_safetensors=True, local_files_only=True, safety_checker=None, requires_safety_checker=False,
+            feature_extractor=None, image_encoder=None)
+        # some versions load in the precision of the files
+        unet, vae, text_encoder = (part.float().eval() for part in (loaded.unet, loaded.vae, loaded.text_encoder))
+        return build_pipeline(unet, vae, loaded.scheduler.config, text_encoder, loaded.tokenizer)
     except Exception as error:  # diffusers raises nearly anything for files that are not there or make no sense
         raise ValueError(f'MODEL {folder} holds no pipeline of Stable Diffusion that loads ({one_line(error)[:200]}); '
                          'give a checkpoint, or a folder of export.py') from None
@@ -164,15 +175,13 @@ class Evaluator:
         self.settings = settings
         self.name = uuid.uuid4().hex
         show_nothing_while_loading()
-        self.device = torch.device('cpu')
-        if torch.cuda.is_available():
-            self.device = torch.device('cuda', place)
-            torch.cuda.set_device(self.device)
+        self.device = device_of_worker(place, settings.on_gpu)
         if output.read(CLAIM) is None:
             raise DataError(f'{output.place} is not the same folder on every machine; use a shared one or a store')
         if hash_of_pipeline(settings.pipeline) != settings.pipeline_sha256:
             raise DataError(f'MODEL {settings.pipeline} is not the same on every machine, or has changed; use a shared '
                             'folder')
+        self.copies: tempfile.TemporaryDirectory | None = None  # of the shards, which go with each part
         self.clock = [(0, 0.0)]  # pictures drawn so far and their seconds, at the start and after each part
 
     def __call__(self, parts: list[Part]) -> list[dict]:
@@ -180,15 +189,21 @@ class Evaluator:
         return [self.made(part) for part in parts]
 
     def made(self, part: Part) -> dict:
-        """Make a part; returns its number, its samples, and what is known of this worker's speed."""
+        """Make a part; returns its number, its samples, and what is known of this worker's speed.
+
+        Raises DataError if it does not fit into memory.
+        """
         [piece] = part.files
-        start = time.perf_counter()
-        if piece.guidance is None:
-            features = {FEATURES: self.features_of_images(piece)}
-        else:
-            features = self.features_of_drawn(piece)
-            drawn, seconds = self.clock[-1]
-            self.clock.append((drawn + piece.number, seconds + time.perf_counter() - start))
+        try:
+            if piece.guidance is None:
+                features = {FEATURES: self.features_of_images(piece)}
+            else:
+                features = self.features_of_drawn(piece)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DataError(f'out of memory at --batch_size {self.settings.batch_size} on {platform.node()}; use a '
+                            'smaller one, or end what else runs on that GPU') from None
         self.keep(part, save(features))
         return {'number': part.number, 'samples': piece.number, 'is_drawn': piece.guidance is not None,
                 'worker': self.figures()}
@@ -213,36 +228,49 @@ class Evaluator:
                 'seconds': self.clock[-1][1] - self.clock[start][1]}
 
     def features_of_drawn(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """What the judges find in the pictures of a range. Raises DataError if they do not fit into memory."""
+        """What the judges find in the pictures of a range."""
+        self.load_networks()
+        start_time = time.perf_counter()
         found = []
-        for start in range(0, piece.number, self.settings.batch_size):
-            captions = list(piece.captions[start:start + self.settings.batch_size])
-            try:
+        saved = []
+        with ThreadPoolExecutor() as saver:  # compressing a picture takes as long as drawing it
+            for start in range(0, piece.number, self.settings.batch_size):
+                captions = list(piece.captions[start:start + self.settings.batch_size])
                 pictures = self.draw(piece.first + start, captions, piece.guidance)
                 found.append(self.judged(pictures, captions))
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise DataError(f'out of memory at --batch_size {self.settings.batch_size}; use a smaller one'
-                                ) from None
-            if self.settings.save_pictures:
-                self.save_pictures(piece.first + start, pictures, piece.guidance)
+                if self.settings.save_pictures:
+                    saved += [saver.submit(self.save_picture, number, picture, piece.guidance)
+                              for number, picture in enumerate(pictures, start=piece.first + start)]
+        for picture in saved:
+            picture.result()  # raises what went wrong
+        drawn, seconds = self.clock[-1]
+        self.clock.append((drawn + piece.number, seconds + time.perf_counter() - start_time))
         return {name: torch.cat([batch[name] for batch in found]) for name in found[0]}
+
+    def load_networks(self) -> None:
+        """What draws and what judges, before the clock runs."""
+        loaded = [self.pipeline, self.empty_text]
+        if self.settings.inception:
+            loaded.append(self.inception)
+        if self.settings.clip:
+            loaded.append(self.clip)
 
     def draw(self, first: int, captions: list[str], guidance: float) -> list[Image.Image]:
         """A picture of each caption, of the samples from number `first` on."""
         settings = self.settings
         numbers = range(first, first + len(captions))
         noise = noise_of_samples(numbers, settings.seed, settings.image_size // 8).to(self.device)
+        text = self.text_states(captions)
         dtype = AUTOCAST[settings.precision]
+        # autocast casts each weight once a batch, and anew in each step where they need no gradients
         with torch.no_grad(), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            text = self.text_states(captions)
             latents = denoise(self.pipeline, noise, text, self.empty_text, settings.steps, guidance)
         if not latents.isfinite().all():
             raise DataError(f'a picture of the samples {first} to {numbers[-1]} at guidance {guidance:g} is not finite '
                             f'in --precision {settings.precision}; try another')
         return decode(self.pipeline, latents.float())
 
+    @torch.no_grad()
     def text_states(self, captions: list[str]) -> torch.Tensor:
         """States of the text encoder, float32 (B, 77, D)."""
         tokenizer = self.pipeline.tokenizer
@@ -275,15 +303,17 @@ class Evaluator:
                 raise DataError(f'sample {number} of DATA {self.settings.data}: {error}; leave that sample out'
                                 ) from None
             images.append(image if image.shape[-1] == size else resize(image, size))
+        if self.copies:
+            for shard in range(len(self.shards)):
+                self.shards.drop(shard)
         batches = torch.stack(images).split(self.settings.batch_size)
         return torch.cat([inception_features(self.inception, batch.to(self.device)) for batch in batches])
 
-    def save_pictures(self, first: int, pictures: list[Image.Image], guidance: float) -> None:
-        """Keep them in OUT, in a folder for each guidance scale."""
-        for number, picture in enumerate(pictures, start=first):
-            png = io.BytesIO()
-            picture.save(png, 'PNG')
-            self.output.write(f'pictures/guidance-{guidance:g}/{number:06}.png', png.getvalue())
+    def save_picture(self, number: int, picture: Image.Image, guidance: float) -> None:
+        """Keep it in OUT, in a folder for each guidance scale."""
+        png = io.BytesIO()
+        picture.save(png, 'PNG')
+        self.output.write(f'pictures/guidance-{guidance:g}/{number:06}.png', png.getvalue())
 
     @cached_property
     def pipeline(self) -> StableDiffusionPipeline:
@@ -291,6 +321,7 @@ class Evaluator:
         pipeline = load_pipeline(self.settings.pipeline).to(self.device)
         if self.device.type == 'cuda':
             pipeline.unet.to(memory_format=torch.channels_last)
+            pipeline.vae.to(memory_format=torch.channels_last)
         return pipeline
 
     @cached_property
@@ -300,13 +331,27 @@ class Evaluator:
 
     @cached_property
     def inception(self) -> torch.nn.Module:
+        """Raises DataError if its weights are not those of the machine that gives parts."""
+        self.require_same(Path(self.settings.inception), self.settings.inception_sha256)
         return load_inception(self.settings.inception).to(self.device)
 
     @cached_property
     def clip(self) -> Clip:
+        """Raises DataError if its weights are not those of the machine that gives parts."""
+        self.require_same(Path(self.settings.clip, CLIP_WEIGHTS), self.settings.clip_sha256)
         clip = load_clip(self.settings.clip)
         clip.model.to(self.device)
         return clip
+
+    def require_same(self, weights: Path, sha256: str) -> None:
+        """Raises DataError if a file is not there, or another than on the machine that gives parts."""
+        try:
+            is_same = sha256_of(weights) == sha256
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise DataError(f'{weights} on {platform.node()} is not that of the machine that gives it work; use a '
+                            'shared folder')
 
     @cached_property
     def shards(self) -> Shards:
@@ -315,8 +360,8 @@ class Evaluator:
         index = read_index(data, 'DATA')
         if index_hash(index) != self.settings.index_hash:
             raise DataError(f'DATA {data} is not the same on every machine; use a shared one or a store')
-        folder = None
-        if not os.path.isdir(data):
+        folder = self.settings.copies
+        if folder is None and not os.path.isdir(data):
             self.copies = tempfile.TemporaryDirectory(prefix='shards-')  # as long as this lives
             folder = self.copies.name
         return open_shards(data, folder, index)

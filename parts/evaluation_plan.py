@@ -1,10 +1,8 @@
 """What is to be evaluated: the model that draws, its captions, and the real images to compare with."""
-import contextlib
 import hashlib
 import json
 import math
 import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +53,11 @@ class Data:
     Attributes:
         captions: of the samples, in their order.
         index: of the shards with their images; None where these are not images, or a text.
+        copies: folder of this machine for copies of the shards; None where they are read in place.
     """
     captions: list[str]
     index: dict | None
+    copies: str | None = None
 
     @property
     def captions_sha256(self) -> str:
@@ -125,8 +125,8 @@ class Evaluation:
                 'save_pictures': flags.save_pictures, **self.judges, 'reference': self.reference}
 
 
-def read_data(flags: EvaluateFlags) -> Data:
-    """The captions, and the shards of images where there are any.
+def read_data(flags: EvaluateFlags, copies: str | None) -> Data:
+    """The captions, and the shards of images where there are any, with their copies in a folder.
 
     Raises ValueError if there are too few, one has no words, or there is nothing to compare pictures with.
     """
@@ -141,16 +141,12 @@ def read_data(flags: EvaluateFlags) -> Data:
                          'were made of, or --reference FILE')
     refuse_too_few(flags.data, number_of_samples(index), flags.samples, 'samples')
     captions = []
-    with contextlib.ExitStack() as stack:
-        folder = None
-        if not os.path.isdir(flags.data):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix='shards-'))
-        shards = open_shards(flags.data, folder, index)
-        for number, sample in enumerate(shards.samples(0, flags.samples)):
-            if not has_words(sample['caption']):
-                raise ValueError(f'sample {number} of DATA {flags.data} has a caption without words; leave it out')
-            captions.append(sample['caption'])
-    return Data(captions, index if has_images else None)
+    shards = open_shards(flags.data, copies, index)
+    for number, sample in enumerate(shards.samples(0, flags.samples)):
+        if not has_words(sample['caption']):
+            raise ValueError(f'sample {number} of DATA {flags.data} has a caption without words; leave it out')
+        captions.append(sample['caption'])
+    return Data(captions, index if has_images else None, copies)
 
 
 def hashes_of_judges(flags: EvaluateFlags) -> dict[str, str | None]:

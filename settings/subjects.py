@@ -291,4 +291,4 @@ TRAINING_FLAGS = (*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'e
                   'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip', 'eval_interval')
 ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', *flags_of_switches(in_encoding=True),
                   'seed')
-EVALUATE_FLAGS = ('batch_size', 'precision', 'samples', 'steps', 'seed')
+EVALUATE_FLAGS = ('batch_size', 'precision', 'samples', 'steps', 'seed', 'save_pictures')

@@ -179,7 +179,8 @@ def test_the_record_says_what_was_judged_and_by_what(evaluated, judges, pipeline
 
 def settings_of(pipeline: str, **more) -> QualitySettings:
     """Of a worker that draws alone."""
-    values = {'batch_size': 2, 'data': None, 'index_hash': None, 'inception': None, 'clip': None, 'image_size': SIZE,
+    values = {'batch_size': 2, 'data': None, 'index_hash': None, 'inception': None, 'inception_sha256': None,
+              'clip': None, 'clip_sha256': None, 'image_size': SIZE, 'copies': None, 'on_gpu': False,
               'steps': STEPS, 'seed': 17, 'precision': 'fp32', 'save_pictures': False}
     return QualitySettings(pipeline=pipeline, pipeline_sha256=hash_of_pipeline(pipeline), **values | more)
 

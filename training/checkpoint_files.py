@@ -58,11 +58,6 @@ def no_weights_error(place: str) -> ValueError:
                       'the --save_folder of an earlier run')
 
 
-def nothing_left(folder: str, max_duration: str) -> str:
-    """What is said of a run whose newest checkpoint is its last."""
-    return f'--save_folder {folder} holds all of --max_duration {max_duration}: nothing left to do'
-
-
 class WatchedFile(io.FileIO):
     """A file that remembers what the disk refused, because zipfile takes some of that for damage."""
     refusal: OSError | None = None

@@ -1,15 +1,12 @@
 """Flags, and the help that explains them."""
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from cli.early_checks import end_where_nothing_is_left
 from cli.options import benchmark_parser, convert_parser, report_parser
 from measuring.versions import git_commit
 from tests.runs import ROOT
@@ -153,27 +150,6 @@ def test_what_shows_without_torch_is_answered_before_anything_heavy_is_imported(
     [error] = [line for line in run.stderr.splitlines() if not line.startswith('import time:')]
     assert run.returncode == 2 and error.startswith(f'{argv[0]}: error: ') and line in error
     assert 'argparse' in imported and not imported & HEAVY
-
-
-@pytest.mark.parametrize('max_duration, is_over', [('12ba', True), ('3ep', True), ('13ba', False), ('4ep', False),
-                                                   ('24sp', False)])
-def test_a_run_that_its_newest_checkpoint_has_finished_ends_before_the_imports(max_duration, is_over, tmp_path, capsys):
-    for name in ('ep2-ba8-rank0.pt', 'ep3-ba12-rank0.pt', 'best-ep9-ba99-rank0.pt'):
-        with zipfile.ZipFile(tmp_path / name, 'w') as archive:
-            archive.writestr('tensor', b'12345')
-    argv = ['--use_synth_data', '--save_folder', str(tmp_path), '--autoresume', '--max_duration', max_duration]
-    args = benchmark_parser('').parse_args(argv)
-    with pytest.raises(SystemExit) if is_over else contextlib.nullcontext() as exit:
-        end_where_nothing_is_left(args)
-    if is_over:
-        assert exit.value.code == 0
-        assert capsys.readouterr().out == (f'--save_folder {tmp_path} holds all of --max_duration {max_duration}: '
-                                           'nothing left to do\n')
-        damaged = (tmp_path / 'ep3-ba12-rank0.pt').read_bytes().replace(b'12345', b'12346')
-        (tmp_path / 'ep3-ba12-rank0.pt').write_bytes(damaged)
-        end_where_nothing_is_left(args)
-        args.autoresume = False
-        end_where_nothing_is_left(args)
 
 
 @pytest.mark.parametrize('command', ['benchmark.py', 'convert.py', 'encode.py', 'evaluate.py', 'export.py',
