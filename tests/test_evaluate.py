@@ -214,6 +214,7 @@ def test_batches_of_any_size_give_the_same(tmp_path, pipeline, judges):
         torch.testing.assert_close(found[0][name], found[1][name], rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.long
 def test_two_processes_make_the_same_files_as_one(tmp_path, pipeline, judges):
     for number in (1, 2):
         make = partial(make_evaluator, claimed(tmp_path / str(number)), settings_of(pipeline, clip=judges['--clip']))
