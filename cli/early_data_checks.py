@@ -16,7 +16,7 @@ from cli.folders import (
 )
 from inputs.errors import one_line
 from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
-from inputs.places import INDEX, finished_error, is_address
+from inputs.places import is_address
 from inputs.text_files import read_captions, refuse_too_few
 from parts.names import held_out_beside
 from training.checkpoint_files import checkpoints_among, no_checkpoint_error
@@ -31,9 +31,7 @@ def refuse_early_encoding(args: argparse.Namespace) -> None:
     refuse_bad_image_size(args)
     refuse_missing_source(args)
     refuse_empty('--out', args.out)
-    if os.path.exists(os.path.join(args.out, INDEX)):
-        raise finished_error(f'--out {args.out}')
-    refuse_occupied_folder('--out', args.out, 'encode.py')
+    refuse_occupied_folder('--out', args.out, 'encode.py', may_be_finished=False)
     refuse_bad_results(args.results)
 
 

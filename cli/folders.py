@@ -7,6 +7,8 @@ from pathlib import Path
 
 from inputs.places import (
     CLAIM,
+    INDEX,
+    finished_error,
     hold_others_files,
     is_address,
     occupied_error,
@@ -15,8 +17,8 @@ from inputs.places import (
 )
 
 
-def refuse_occupied_folder(flag: str, out: str, program: str) -> None:
-    """Raises ValueError if OUT is no folder, or holds what our command of that name has not begun."""
+def refuse_occupied_folder(flag: str, out: str, program: str, may_be_finished: bool = True) -> None:
+    """Raises ValueError if OUT is no folder, or holds what our command of that name has not begun, or has finished."""
     if is_address(out) or not os.path.lexists(out):
         return
     if not os.path.isdir(out):
@@ -27,6 +29,8 @@ def refuse_occupied_folder(flag: str, out: str, program: str) -> None:
         return  # parts/output.py says what is wrong with it
     if hold_others_files(names):
         raise occupied_error(f'{flag} {out}')
+    if INDEX in names and not may_be_finished:
+        raise finished_error(f'{flag} {out}')
     with contextlib.suppress(OSError):  # likewise
         if CLAIM in names and program_of(Path(out, CLAIM).read_bytes()) != program:
             raise occupied_error(f'{flag} {out}')
