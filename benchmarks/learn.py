@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
+from diffusers.utils.logging import disable_progress_bar
 from PIL import Image
 
 from benchmark import StableDiffusion
@@ -227,6 +228,7 @@ def figure(drawn: np.ndarray) -> Image.Image:
 def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit('usage: python benchmarks/learn.py FIGURE')
+    disable_progress_bar()  # of loading a pipeline
     start = time.perf_counter()
     captions = captions_of()
     result = {'chance': 1 / len(captions)}
