@@ -398,8 +398,10 @@ def start_run(settings: Settings, model: StableDiffusion, files: ModelFiles, dat
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
     flops_per_image = sum(model.flops_per_image.values())
     warn_of_what_comes_too_late(settings, trainer.state)
-    say_how_it_begins(settings, trainer.state, load_path)
-    return Run(settings, model, data, trainer, flops_per_image, measurement, safeguard, progress, evaluations)
+    run = Run(settings, model, data, trainer, flops_per_image, measurement, safeguard, progress, evaluations)
+    if not run.is_over:
+        say_how_it_begins(settings, trainer.state, load_path)
+    return run
 
 
 def flags_to_keep(settings: Settings, data: DataSpec) -> dict:

@@ -24,6 +24,7 @@ if __name__ == '__main__':
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -35,6 +36,7 @@ from cli.defaults import fill_in_evaluate_defaults
 from cli.ends import ended_in_one_line
 from inputs.errors import DataError, one_line
 from inputs.shards import index_hash
+from inputs.words import counted
 from measuring.quality import FEWEST_SAMPLES, clip_score, frechet_distance
 from measuring.record import circumstances, keep, redacted
 from models.feature_extractors import PUBLISHED_SHA256, load_clip, load_inception
@@ -197,6 +199,7 @@ def draw_missing(evaluation: Evaluation, output: Output) -> tuple[int, dict[str,
     drawn = 0
     workers_figures = {}
     if missing:
+        print(work_in_words(evaluation), file=sys.stderr)
         with (open_workers(evaluation, output, len(missing)) as workers,
               progress_bar(total, ' images', total - to_do) as bar):
             for made in make_parts(workers, missing):
@@ -204,6 +207,15 @@ def draw_missing(evaluation: Evaluation, output: Output) -> tuple[int, dict[str,
                 workers_figures[made['worker']['name']] = made['worker']
                 bar.update(made['samples'])
     return drawn, workers_figures
+
+
+def work_in_words(evaluation: Evaluation) -> str:
+    """What the bar counts."""
+    flags = evaluation.flags
+    words = f'drawing {counted(flags.samples * len(flags.guidance), "picture")}'
+    if evaluation.reference and evaluation.given is None:
+        words += f', and looking at {counted(flags.samples, "image")} to compare with'
+    return words
 
 
 def gathered(output: Output, numbers: range, name: str) -> torch.Tensor:

@@ -181,8 +181,9 @@ def tables_of_plans(records: pd.DataFrame, trained: pd.DataFrame, phases: list[P
         rows = plan_rows(trained, encodings, plan, given, only_with_latents=not phases)
         if rows.empty:
             sizes = ' and '.join(dict.fromkeys(phase.size for phase in plan))
-            raise ValueError(f'--phase: no number of GPUs was measured in one setting at {sizes} px; the records have '
-                             f'{sizes_in_words(trained)}')
+            raise ValueError(f'--phase: no number of devices was measured in one setting at {sizes} px; the records '
+                             f'have {sizes_in_words(trained)}, without those in doubt; measure each size with the same '
+                             'flags')
         heading = ', then '.join(f'{counted(phase.images, "image")} at {phase.size} px' for phase in plan)
         table = Table(f'Plan: train on {heading}', rows, ['device', *settings, *figures, 'notes'])
         if 'latents_tb' in rows:

@@ -62,7 +62,7 @@ def main() -> int:
             speeds[name] = newest_record()['images_per_sec']
     if len(speeds) > 1:
         print(comparison(speeds))
-    print('Flags that are named here go behind the command above them, after: source .venv/bin/activate')
+    print('To try a flag that is named above: source .venv/bin/activate, then repeat the command with that flag')
     return code
 
 

@@ -208,6 +208,10 @@ def too_late(settings: Settings, total: int, epoch: int) -> list[str]:
     if half_life and is_used and is_too_late(half_life, share=1 / 4):
         sentences.append(f'--ema_half_life {half_life} is more than a quarter of {run}: the average will still be near '
                          f'the weights that it started from; give {max(1, total // 10)}ba')
+    warmup = settings.optimizer.lr_warmup
+    if warmup and is_too_late(warmup, share=1 / 2):
+        sentences.append(f'--lr_warmup {warmup} is more than half of {run}: the learning rate will hardly get near '
+                         f'its value; give {max(1, total // 10)}ba')
     intervals = (('save_interval', settings.saving.save_interval, 'saved'),
                  ('eval_interval', settings.evaluation.eval_interval, 'evaluated'),
                  ('sample_interval', settings.drawing.sample_interval, 'drawn'))

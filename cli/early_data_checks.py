@@ -8,6 +8,7 @@ from pathlib import Path
 from cli.early_checks import refuse_bad_image_size, refuse_missing_source, samples_in
 from cli.folders import (
     folder_error,
+    is_finished_dataset,
     names_in,
     refuse_bad_results,
     refuse_empty,
@@ -44,6 +45,8 @@ def refuse_early_conversion(args: argparse.Namespace) -> None:
     for source in args.source:
         if not is_address(source) and not os.path.lexists(source) and not glob.glob(source, recursive=True):
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
+        if is_finished_dataset(source):
+            raise ValueError(f'SOURCE {source} holds shards already; train on it with benchmark.py --remote {source}')
     if not args.out.strip():
         raise ValueError('OUT is empty; give a new folder, or an address in a store')
     refuse_occupied_folder('OUT', args.out, 'convert.py')
@@ -64,6 +67,9 @@ def refuse_early_report(args: argparse.Namespace) -> None:
             raise ValueError(f'{flag} {path} would overwrite the records; give another file')
         if os.path.isdir(path):
             raise folder_error(flag, path, example)
+        folder = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(folder):
+            raise ValueError(f'{flag} {path} cannot be written: there is no folder {folder}; make it, or name another')
     for flag, path in (('--figure', args.figure), ('--quality', args.quality)):
         if path and not Path(path).suffix:
             raise ValueError(f'{flag} {path} has no ending that says its format; use {path}.png')
@@ -83,6 +89,10 @@ def refuse_early_export(args: argparse.Namespace) -> None:
         raise ValueError(f'CHECKPOINT {args.checkpoint} is not there; give one, or the --save_folder of a run')
     if os.path.lexists(args.out):
         raise ValueError(f'OUT {args.out} already exists; give a new folder')
+    if is_pipeline(args.checkpoint):
+        raise ValueError(f'CHECKPOINT {args.checkpoint} is a pipeline already; give the --save_folder of a run')
+    if is_finished_dataset(args.checkpoint):
+        raise ValueError(f'CHECKPOINT {args.checkpoint} is a dataset; give the --save_folder of a run')
     if os.path.isdir(args.checkpoint) and not checkpoints_among(names_in('CHECKPOINT', args.checkpoint)):
         raise no_checkpoint_error(f'CHECKPOINT {args.checkpoint}')
 

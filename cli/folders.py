@@ -19,7 +19,12 @@ from inputs.places import (
 
 def refuse_occupied_folder(flag: str, out: str, program: str, may_be_finished: bool = True) -> None:
     """Raises ValueError if OUT is no folder, or holds what our command of that name has not begun, or has finished."""
-    if is_address(out) or not os.path.lexists(out):
+    if is_address(out):
+        return
+    for parent in Path(os.path.realpath(out)).parents:
+        if is_finished_dataset(str(parent)):
+            raise ValueError(f'{flag} {out} lies in the dataset {parent}; name a folder elsewhere')
+    if not os.path.lexists(out):
         return
     if not os.path.isdir(out):
         raise ValueError(f'{flag} {out} is not a folder; give a new one')
@@ -34,6 +39,11 @@ def refuse_occupied_folder(flag: str, out: str, program: str, may_be_finished: b
     with contextlib.suppress(OSError):  # likewise
         if CLAIM in names and program_of(Path(out, CLAIM).read_bytes()) != program:
             raise occupied_error(f'{flag} {out}')
+
+
+def is_finished_dataset(folder: str) -> bool:
+    """Whether a folder holds a whole dataset that our commands have made."""
+    return all(os.path.isfile(os.path.join(folder, name)) for name in (CLAIM, INDEX))
 
 
 def refuse_missing_dataset(flag: str, place: str | None) -> None:

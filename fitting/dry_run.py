@@ -211,7 +211,7 @@ def speed_table(settings: Settings, flops_per_image: int) -> list[str]:
         rows.append(row)
     if len(rows) == 1:
         return ['', f'No peak is known in {precision}, so nothing is said of speed.']
-    lines = ['', *aligned(rows)]
+    lines = ['', *aligned(rows), 'On a card with no largest microbatch above the run does not fit, whatever its speed.']
     if images:
         lines.append(f'Days and dollars are for {images:,} images at ${dollars:g} a GPU-hour on every card '
                      '(--dollars_per_gpu_hour).')

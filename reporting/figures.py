@@ -248,7 +248,7 @@ def sentences_on(rows: pd.DataFrame) -> list[str]:
     if (complete & ~rows['measured']).any():
         sentences.append('Hollow bars are extrapolated, not measured.')
     if (~complete & rows['images_per_sec'].notna()).any():
-        sentences.append('Pale bars are runs that did not end.')
+        sentences.append('Pale bars are runs that no figure counts: failed, interrupted or profiled.')
     if rows['doubt'].any():
         sentences.append(MEANING_OF_MARK)
     return sentences

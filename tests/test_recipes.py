@@ -127,7 +127,7 @@ def test_smoke_says_both_speeds_and_their_ratio_and_goes_on_where_one_fails(tmp_
     first, second, *_, fastest, last = capfd.readouterr().out.splitlines()
     assert first.startswith('python -c') and second.startswith('python -c')  # what stands in for the runs
     assert '65 images/s, 3.25 times as fast' in fastest
-    assert last.startswith('Flags that are named here go behind the command above them')
+    assert last.startswith('To try a flag that is named above: source .venv/bin/activate')
     monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus: leave | {'original': ['false']})
     assert benchmarks.smoke.main() == 1
     assert len(results.read_text().splitlines()) == 3 and 'times as fast' not in capfd.readouterr().out

@@ -298,7 +298,7 @@ def test_nothing_is_extrapolated_from_records_in_doubt(capsys, write):
     assert 'not 2, and those marked * do not count' in refusal(capsys, path, '--extrapolate', 64)
     table, = cells(printed(capsys, write(*runs, {'num_devices': 4, 'images_per_sec': 400.0}), '--extrapolate', 64))
     assert [(row['images/s'], row['days']) for row in table[3:]] == [('3,200.0 *', ''), ('6,400.0', '5.19')]
-    assert 'no number of GPUs was measured' in refusal(capsys, write({'drift': 0.5}), '--phase', '1@512')
+    assert 'no number of devices was measured' in refusal(capsys, write({'drift': 0.5}), '--phase', '1@512')
     encoding = ENCODE | {'measured_batches': 5}
     assert '### Plan' not in printed(capsys, write(encoding, LATENTS))
 

@@ -1,13 +1,15 @@
 """What cannot run is refused before anything is built, in one line that names the flag."""
 import os
+from pathlib import Path
 
 import pytest
 
 from benchmark import main
 from cli import checks, defaults
 from cli.early_checks import refuse_early_training
+from cli.early_data_checks import refuse_early_conversion, refuse_early_export
 from cli.folders import refuse_bad_results, refuse_unusable_folder
-from cli.options import benchmark_parser
+from cli.options import benchmark_parser, convert_parser, export_parser
 from tests.forked_runs import on_small_disk
 from tests.runs import TINY, settings_of
 from tests.samples import write_shards
@@ -174,3 +176,26 @@ def test_an_average_that_a_run_is_too_short_for_is_said_with_what_would_do():
     assert sentence.endswith('give 4ba')
     assert said('--max_duration', '10ep') == []  # nothing uses it
     assert said('--max_duration', '10ep', '--save_folder', 'kept', '--ema_half_life', '10ba') == []
+
+
+@pytest.mark.parametrize('warmup, is_told', [('20ba', False), ('21ba', True), ('10000ba', True), ('6ep', True)])
+def test_a_warm_up_that_lasts_for_most_of_the_run_is_told(warmup, is_told):
+    settings = settings_of('--use_synth_data', *TINY, '--max_duration', '40ba', '--lr_warmup', warmup)
+    told = checks.too_late(settings, 40, 4)
+    assert len(told) == is_told and all(f'--lr_warmup {warmup} is more than half' in line for line in told)
+
+
+def test_an_out_within_a_dataset_and_shards_as_source_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('data/sub').mkdir(parents=True)
+    Path('photos').mkdir()
+    for name in ('claim.json', 'index.json'):
+        Path('data', name).write_text('{"program": "convert.py"}')
+    parser = convert_parser('')
+    with pytest.raises(ValueError, match='OUT data/sub/x lies in the dataset .*/data; name a folder elsewhere'):
+        refuse_early_conversion(parser.parse_args(['photos', 'data/sub/x']))
+    with pytest.raises(ValueError, match='SOURCE data holds shards already; train on it with'):
+        refuse_early_conversion(parser.parse_args(['data', 'x']))
+    with pytest.raises(ValueError, match='CHECKPOINT data is a dataset'):
+        refuse_early_export(export_parser('').parse_args(['data', 'x']))
+    refuse_early_conversion(parser.parse_args(['photos', 'data-too']))
