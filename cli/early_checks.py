@@ -40,7 +40,8 @@ def refuse_early_training(args: argparse.Namespace) -> None:
     refuse_missing_dataset('--eval_remote', args.eval_remote)
     if args.dry_run is None:
         refuse_small_dataset(args)
-        refuse_missing_weights(args.load_weights)
+        if not args.autoresume:  # a run that is resumed needs them no more
+            refuse_missing_weights(args.load_weights)
         refuse_bad_times(args)
         refuse_bad_evaluation(args)
         refuse_bad_save_folder(args.save_folder, args.autoresume)

@@ -199,3 +199,11 @@ def test_an_out_within_a_dataset_and_shards_as_source_are_refused(tmp_path, monk
     with pytest.raises(ValueError, match='CHECKPOINT data is a dataset'):
         refuse_early_export(export_parser('').parse_args(['data', 'x']))
     refuse_early_conversion(parser.parse_args(['photos', 'data-too']))
+
+
+def test_weights_that_are_gone_are_missed_where_a_run_begins_and_not_where_it_goes_on(tmp_path):
+    argv = ['--use_synth_data', *TINY, '--max_duration', '9ba', '--load_weights', str(tmp_path / 'gone')]
+    parser = benchmark_parser('')
+    with pytest.raises(ValueError, match='gone is no checkpoint'):
+        refuse_early_training(parser.parse_args(argv))
+    refuse_early_training(parser.parse_args([*argv, '--save_folder', str(tmp_path / 'kept'), '--autoresume']))
