@@ -49,9 +49,9 @@ from fitting.switches import apply_switches, gradients_in_buckets, process_switc
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError, one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
+from inputs.places import number_of_samples
 from inputs.shards import (
     LATENTS,
-    number_of_samples,
     read_index,
     require_cache_for,
     require_columns,

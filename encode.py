@@ -33,6 +33,7 @@ from cli.next_command import training_command
 from data import BadSamples, refuse_many_bad_samples
 from fitting.compiling import compile_mode
 from inputs.errors import DataError
+from inputs.places import number_of_samples
 from inputs.shards import index_hash, read_index, require_cache_for, require_columns
 from inputs.stores import streaming_address
 from inputs.words import counted
@@ -41,6 +42,7 @@ from measuring.record import UNMEASURED, circumstances, keep
 from models.flops import encoding_flops, utilization
 from models.latents import origin_of_latents
 from models.loading import find_model
+from parts.devices import is_to_be_on_gpu, workers_on_devices
 from parts.encoding import EncodingSettings
 from parts.engine import Part, make_parts
 from parts.local_workers import LocalWorkers
@@ -118,19 +120,14 @@ def settings_of(flags: EncodingFlags, index: dict) -> EncodingSettings:
         compile_mode=compile_mode(flags.compile),
         seed=flags.seed,
         warmup_batches=flags.warmup_batches,
-        on_gpu=None if flags.ray else torch.cuda.is_available(),
+        on_gpu=is_to_be_on_gpu(flags.ray),
     )
 
 
 def open_workers(flags: EncodingFlags, output: Output, index: dict, num_parts: int) -> LocalWorkers | RayWorkers:
     """The processes that encode: one for each GPU."""
     make = partial(make_encoder, output, settings_of(flags, index))
-    if flags.ray:
-        return RayWorkers(make, flags.ray, for_gpus=True)
-    preload = 'parts.encoding'
-    if torch.cuda.is_available():
-        preload = None  # diffusers asks CUDA for its devices when it is imported: none is left to a fork after that
-    return LocalWorkers(make, min(max(1, torch.cuda.device_count()), num_parts), preload)
+    return workers_on_devices(make, 'parts.encoding', flags.ray, num_parts)
 
 
 def encode_missing(flags: EncodingFlags, output: Output, index: dict, missing: list[int]) -> Progress:
@@ -145,10 +142,6 @@ def encode_missing(flags: EncodingFlags, output: Output, index: dict, missing: l
         for made in make_parts(workers, parts, SHARDS_AT_ONCE):
             bar.update(progress.add(made))
     return progress
-
-
-def number_of_samples(index: dict) -> int:
-    return sum(shard['samples'] for shard in index['shards'])
 
 
 def refuse_bad_dataset(flags: EncodingFlags, num_samples: int, merged: Merged) -> None:

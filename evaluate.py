@@ -41,6 +41,7 @@ from measuring.quality import FEWEST_SAMPLES, clip_score, frechet_distance
 from measuring.record import circumstances, keep, redacted
 from models.feature_extractors import PUBLISHED_SHA256, load_clip, load_inception
 from models.flops import drawing_flops, utilization
+from parts.devices import is_to_be_on_gpu, workers_on_devices
 from parts.engine import Part, make_parts
 from parts.evaluation import (
     COSINES,
@@ -172,19 +173,14 @@ def settings_of(evaluation: Evaluation) -> QualitySettings:
         precision=flags.precision,
         save_pictures=flags.save_pictures,
         copies=None if flags.ray else evaluation.data.copies,
-        on_gpu=None if flags.ray else torch.cuda.is_available(),
+        on_gpu=is_to_be_on_gpu(flags.ray),
     )
 
 
 def open_workers(evaluation: Evaluation, output: Output, num_parts: int) -> LocalWorkers | RayWorkers:
     """The processes that draw: one for each GPU."""
     make = partial(make_evaluator, output, settings_of(evaluation))
-    if evaluation.flags.ray:
-        return RayWorkers(make, evaluation.flags.ray, for_gpus=True)
-    preload = 'parts.evaluation'
-    if torch.cuda.is_available():
-        preload = None  # see encode.py
-    return LocalWorkers(make, min(max(1, torch.cuda.device_count()), num_parts), preload)
+    return workers_on_devices(make, 'parts.evaluation', evaluation.flags.ray, num_parts)
 
 
 def draw_missing(evaluation: Evaluation, output: Output) -> tuple[int, dict[str, dict]]:

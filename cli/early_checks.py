@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cli.folders import is_first_rank, names_in, refuse_bad_results, refuse_missing_dataset, refuse_unusable_folder
 from cli.options import split_time
-from inputs.places import INDEX, refuse_folder_without_index
+from inputs.places import INDEX, number_of_samples, refuse_folder_without_index
 from inputs.text_files import read_prompts
 from inputs.words import counted
 from settings import switch_table
@@ -91,7 +91,7 @@ def samples_in(folder: str) -> int | None:
     path = Path(folder, INDEX)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         if path.stat().st_size <= MOST_INDEX_BYTES:
-            return sum(shard['samples'] for shard in json.loads(path.read_bytes())['shards'])
+            return number_of_samples(json.loads(path.read_bytes()))
     return None
 
 

@@ -115,7 +115,7 @@ def is_first_rank() -> bool:
 def refuse_empty(flag: str, value: str | None) -> None:
     """Raises ValueError if a name was given, and is empty, as of a variable that is not set."""
     if value is not None and not value.strip():
-        raise ValueError(f'{flag} is empty; give a name, or leave it out')
+        raise ValueError(f'{flag} is empty; give a name')
 
 
 def folder_error(flag: str, path: str, example: str) -> ValueError:

@@ -282,19 +282,25 @@ def convert_parser(description: str) -> Parser:
     return parser
 
 
+def add_pipeline_flags(parser: Parser, without_vae: str) -> None:
+    """How a checkpoint becomes a pipeline; `without_vae` says what becomes of one that has no VAE."""
+    add = parser.add_argument
+    add('--live', action='store_true', help='the live weights of the UNet in a checkpoint (default: the averaged ones, '
+        'where the run had --use_ema)')
+    add('--model_name', help='tiny, a diffusers folder or a hub name, for the configuration of each part of a '
+        'checkpoint (default: that of the run)')
+    add('--pretrained', action='store_true', help='take the VAE from --model_name where the checkpoint has none, '
+        f'because the run trained on latents (default: {without_vae})')
+    add('--tokenizer', help="folder or hub name, for a checkpoint (default: that of the run, or CLIP's own)")
+
+
 def export_parser(description: str) -> Parser:
     """The command line of export.py."""
     parser = Parser('export.py', description)
     add = parser.add_argument
     add('checkpoint', metavar='CHECKPOINT', help='a checkpoint, or a folder or an object store, for its newest')
     add('out', metavar='OUT', help='new folder for the pipeline')
-    add('--live', action='store_true', help='the live weights of the UNet (default: the averaged ones, where the run '
-        'had --use_ema)')
-    add('--model_name', help='tiny, a diffusers folder or a hub name, for the configuration of each part (default: '
-        'that of the run)')
-    add('--pretrained', action='store_true', help='take the VAE from --model_name where the checkpoint has none, '
-        'because the run trained on latents (default: a random one, which cannot decode)')
-    add('--tokenizer', help="folder or hub name (default: that of the run, or CLIP's own)")
+    add_pipeline_flags(parser, 'a random one, which cannot decode')
     return parser
 
 
@@ -327,13 +333,7 @@ def evaluate_parser(description: str) -> Parser:
         'more than 16 at 256 pixels (default: 16)')
     add('--precision', choices=['amp_bf16', 'amp_fp16', 'fp32'], help='of the UNet; all else is in float32 (default: '
         'amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
-    add('--live', action='store_true', help='the live weights of the UNet in a checkpoint (default: the averaged ones, '
-        'where the run had --use_ema)')
-    add('--model_name', help='tiny, a diffusers folder or a hub name, for the configuration of each part of a '
-        'checkpoint (default: that of the run)')
-    add('--pretrained', action='store_true', help='take the VAE from --model_name where a checkpoint has none, because '
-        'the run trained on latents (default: such a checkpoint is refused)')
-    add('--tokenizer', help="folder or hub name, for a checkpoint (default: that of the run, or CLIP's own)")
+    add_pipeline_flags(parser, 'such a checkpoint is refused')
     add('--save_pictures', action='store_true', help='keep the pictures in --out as PNGs (default: their features '
         'alone)')
     add('--ray', metavar='ADDRESS', default=os.environ.get('RAY_ADDRESS'), help='draw on the machines of this Ray '

@@ -14,6 +14,11 @@ CLAIM = 'claim.json'  # says what is being made in a place, and is there before 
 LEFT_BY_KILLED = re.compile(rf'{re.escape(CLAIM)}\.(tmp\d+|lock)')  # what a run can leave that is killed, beside files
 
 
+def number_of_samples(index: dict) -> int:
+    """Of a dataset, by its index.json."""
+    return sum(shard['samples'] for shard in index['shards'])
+
+
 def is_address(place: str) -> bool:
     """Whether a place is in a store, of a kind that can be read or not; what exists as a path is not."""
     return ('://' in place or place.startswith('dbfs:')) and not os.path.exists(place)

@@ -198,10 +198,6 @@ def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--r
                              '--image_size, --model_name and --pretrained of their encoding')
 
 
-def number_of_samples(index: dict) -> int:
-    return sum(shard['samples'] for shard in index['shards'])
-
-
 def fault_of_shard(path: str, expected: FileInfo, samples: int) -> str | None:
     """What is wrong with the file of an MDS shard; None if it is the one of index.json.
 

@@ -1,12 +1,10 @@
 """Images with captions become a part of a dataset: what a worker of convert.py does."""
 import torch
 
-from inputs.errors import DataError
-from inputs.places import CLAIM
 from inputs.shards import MDS_COLUMNS
 from parts.engine import Part
 from parts.held_out import draw_of, smallest_draws
-from parts.output import Output
+from parts.output import Output, require_same_place
 from parts.tars import Damage, make_sample, read_samples
 from parts.writer import PartWriter
 
@@ -30,8 +28,7 @@ class Converter:
         self.shard_bytes = shard_bytes
         self.held_out = held_out
         self.seed = seed
-        if output.read(CLAIM) is None:
-            raise DataError(f'{output.place} is not the same folder on every machine; use a shared one or a store')
+        require_same_place(output)
 
     def __call__(self, parts: list[Part]) -> list[dict]:
         return [convert_part(part, self.output, self.shard_bytes, self.held_out, self.seed) for part in parts]

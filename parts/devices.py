@@ -1,10 +1,39 @@
-"""Which device a worker computes on."""
+"""Workers that compute: how many there are, and which device each has."""
 import os
 import platform
+from collections.abc import Callable
 
 import torch
 
 from inputs.errors import DataError, is_out_of_memory, one_line
+from parts.local_workers import LocalWorkers
+from parts.ray_workers import RayWorkers
+
+
+def workers_on_devices(make: Callable, preload: str, ray: str | None, num_parts: int) -> LocalWorkers | RayWorkers:
+    """The processes that compute: one for each GPU of this machine or of a Ray cluster, or one on the processor.
+
+    Args:
+        make: makes the worker of a process from its place.
+        preload: the module that the processes need, imported once where that can be.
+        ray: address of the cluster; None: this machine.
+        num_parts: that are to be made.
+    """
+    if ray:
+        return RayWorkers(make, ray, for_gpus=True)
+    if torch.cuda.is_available():
+        preload = None  # diffusers asks CUDA for its devices when it is imported: none is left to a fork after that
+    return LocalWorkers(make, min(max(1, torch.cuda.device_count()), num_parts), preload)
+
+
+def is_to_be_on_gpu(ray: str | None) -> bool | None:
+    """Whether workers are to have GPUs, for `device_of_worker`. None: a cluster gives each what it has."""
+    return None if ray else torch.cuda.is_available()
+
+
+def name_of_gpu(device: torch.device) -> str | None:
+    """Of a worker's device; None: it is a processor, whose name takes a second to find out."""
+    return torch.cuda.get_device_name(device) if device.type == 'cuda' else None
 
 
 def device_of_worker(place: int, on_gpu: bool | None) -> torch.device:

@@ -17,14 +17,13 @@ from torch.utils.data import DataLoader, Dataset
 from fitting.compiling import compile_in_place
 from inputs.errors import DataError, is_out_of_memory
 from inputs.images import decode_image, normalize_images, stack_images
-from inputs.places import CLAIM
 from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
 from models.latents import vae_moments
 from models.loading import build_vae, find_model
-from parts.devices import device_of_worker
+from parts.devices import device_of_worker, name_of_gpu
 from parts.engine import Part
-from parts.output import Output
+from parts.output import Output, require_same_place
 from parts.writer import PartWriter
 
 
@@ -133,8 +132,7 @@ class Encoder:
         self.settings = settings
         self.name = uuid.uuid4().hex
         self.device = device_of_worker(place, settings.on_gpu)
-        if output.read(CLAIM) is None:
-            raise DataError(f'{output.place} is not the same folder on every machine; use a shared one or a store')
+        require_same_place(output)
         index = read_index(settings.remote)
         if index_hash(index) != settings.index_hash:
             raise DataError(f'--remote {settings.remote} is not the same on every machine; use a shared one or a store')
@@ -233,11 +231,8 @@ class Encoder:
     def figures(self) -> dict:
         """What is known of this worker's speed so far: `measured` images in `measured_batches` and in `seconds`, after
         its warm-up; a single batch is measured with the start of the loader."""
-        device = None  # a processor, whose name takes a second to find out
-        if self.device.type == 'cuda':
-            device = torch.cuda.get_device_name(self.device)
         start = min(self.settings.warmup_batches, max(0, len(self.clock) - 2))
-        return {'name': self.name, 'machine': platform.node(), 'device': device,
+        return {'name': self.name, 'machine': platform.node(), 'device': name_of_gpu(self.device),
                 'channels_last': uses_channels_last(self.settings, self.device),
                 'measured': self.clock[-1][0] - self.clock[start][0],
                 'measured_batches': len(self.clock) - 1 - start,

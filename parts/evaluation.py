@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from inputs.errors import DataError, is_out_of_memory, one_line
 from inputs.images import decode_image, resize
-from inputs.places import CLAIM
 from inputs.shards import index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
 from models.feature_extractors import (
@@ -39,9 +38,9 @@ from models.feature_extractors import (
     sha256_of,
 )
 from models.sampling import build_pipeline, decode, denoise, noise_of_samples
-from parts.devices import device_of_worker
+from parts.devices import device_of_worker, name_of_gpu
 from parts.engine import Part
-from parts.output import Output, part_index, part_name, read_part
+from parts.output import Output, part_index, part_name, read_part, require_same_place
 
 FEATURES = 'features'  # of InceptionV3, float32 (n, 2048)
 COSINES = 'cosines'  # of CLIP's embeddings of picture and caption, float32 (n,)
@@ -179,8 +178,7 @@ class Evaluator:
         self.name = uuid.uuid4().hex
         show_nothing_while_loading()
         self.device = device_of_worker(place, settings.on_gpu)
-        if output.read(CLAIM) is None:
-            raise DataError(f'{output.place} is not the same folder on every machine; use a shared one or a store')
+        require_same_place(output)
         if hash_of_pipeline(settings.pipeline) != settings.pipeline_sha256:
             raise DataError(f'MODEL {settings.pipeline} is not the same on every machine, or has changed; use a shared '
                             'folder')
@@ -222,11 +220,8 @@ class Evaluator:
 
     def figures(self) -> dict:
         """What is known of this worker's speed so far: `measured` pictures in `seconds`, without its first part."""
-        device = None  # a processor, whose name takes a second to find out
-        if self.device.type == 'cuda':
-            device = torch.cuda.get_device_name(self.device)
         start = min(1, max(0, len(self.clock) - 2))
-        return {'name': self.name, 'machine': platform.node(), 'device': device,
+        return {'name': self.name, 'machine': platform.node(), 'device': name_of_gpu(self.device),
                 'measured': self.clock[-1][0] - self.clock[start][0],
                 'seconds': self.clock[-1][1] - self.clock[start][1]}
 

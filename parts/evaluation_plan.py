@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from inputs.errors import one_line
-from inputs.shards import index_hash, number_of_samples, read_index, require_columns
+from inputs.places import number_of_samples
+from inputs.shards import index_hash, read_index, require_columns
 from inputs.text_files import has_words, read_captions, refuse_too_few
 from inputs.verified_stream import open_shards
 from models.feature_extractors import LAYER, NETWORK, RESIZE, hash_of_files, sha256_of

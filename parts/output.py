@@ -18,7 +18,16 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
 
 from inputs.errors import DataError
-from inputs.places import CLAIM, INDEX, LEFT_BY_KILLED, finished_error, hold_others_files, is_address, occupied_error
+from inputs.places import (
+    CLAIM,
+    INDEX,
+    LEFT_BY_KILLED,
+    finished_error,
+    hold_others_files,
+    is_address,
+    number_of_samples,
+    occupied_error,
+)
 from inputs.run_lock import give_lock_back, take_lock
 from inputs.stores import open_store, store_error, streaming_address
 
@@ -347,6 +356,12 @@ def read_part(output: Output, number: int) -> dict | None:
                         ) from None
 
 
+def require_same_place(output: Output) -> None:
+    """Raises DataError if a worker does not see the OUT that the command has begun."""
+    if output.read(CLAIM) is None:
+        raise DataError(f'{output.place} is not the same folder on every machine; use a shared one or a store')
+
+
 def claim(output: Output, contents: dict) -> bool:
     """Say in OUT what it is made of.
 
@@ -423,7 +438,7 @@ def samples_of_finished(output: Output) -> int | None:
     if index is None:
         return None
     try:
-        return sum(shard['samples'] for shard in index['shards'])
+        return number_of_samples(index)
     except (KeyError, TypeError):
         raise ValueError(f'{INDEX} of {output.place} is damaged; give a new folder') from None
 
