@@ -57,6 +57,7 @@ from inputs.shards import (
     require_columns,
     require_same_origin,
 )
+from inputs.words import counted
 from measuring.measurement import Measurement, loader_figures
 from measuring.record import caution_sentence, keep, redacted, training_settings
 from measuring.tracing import build_profiler, quiet_profiler, tracing_callbacks
@@ -79,7 +80,7 @@ from training.loggers import build_loggers
 from training.optimization import FiniteGradientClipping, build_schedule
 from training.progress import Progress
 from training.ranks import join_ranks
-from training.run import Run, RunFailed, conclude, say_how_it_begins, train
+from training.run import Run, RunFailed, conclude, say_how_it_begins, say_what_is_built, train
 from training.safeguard import DATASET, Safeguard
 from training.sampling import Sampling
 
@@ -373,7 +374,10 @@ def find_microbatch(settings: Settings, model: StableDiffusion, data: DataSpec) 
     if not settings.searches_microbatch:
         return settings.speed.device_train_microbatch_size
     share = settings.data.batch_size // dist.get_world_size()
-    return largest_microbatch(model, data, share, settings.speed.precision, settings.optimizer.use_ema)
+    microbatch = largest_microbatch(model, data, share, settings.speed.precision, settings.optimizer.use_ema)
+    if dist.get_global_rank() == 0:
+        print(f'{counted(microbatch, "image")} at once: the largest microbatch that fits', file=sys.stderr, flush=True)
+    return microbatch
 
 
 def start_run(settings: Settings, model: StableDiffusion, files: ModelFiles, data: DataSpec,
@@ -384,7 +388,7 @@ def start_run(settings: Settings, model: StableDiffusion, files: ModelFiles, dat
     measurement = Measurement(settings.measurement.warmup_batches, settings.measurement.measure_batches)
     safeguard = Safeguard(settings.training.seed, settings.training.on_nan, flags_to_keep(settings, data))
     evaluations = Evaluations()
-    progress = Progress()
+    progress = Progress(measurement)
     callbacks = [*callbacks, measurement, progress, safeguard, *tracing_callbacks(settings.measurement), evaluations]
     if settings.drawing.sample_prompts:
         ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
@@ -498,6 +502,7 @@ def train_and_record(settings: Settings, parser: Parser, callbacks: Sequence[Cal
         data = build_data(settings, files)
         if settings.measurement.loader_only:
             return measure_loader(settings, data)
+        say_what_is_built(settings)
         outline = build_outline(settings, files, data.dataloader.dataset.latents, build_model)
         refuse_too_little_memory(settings, outline)
         run = build_run(settings, data, files, callbacks)

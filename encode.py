@@ -22,6 +22,7 @@ if __name__ == '__main__':
 import dataclasses
 import hashlib
 import json
+import sys
 from functools import partial
 
 import torch
@@ -38,7 +39,7 @@ from inputs.shards import index_hash, read_index, require_cache_for, require_col
 from inputs.stores import streaming_address
 from inputs.words import counted
 from measuring.caution import doubt
-from measuring.record import UNMEASURED, circumstances, keep
+from measuring.record import UNMEASURED, circumstances, keep, redacted
 from models.flops import encoding_flops, utilization
 from models.latents import origin_of_latents
 from models.loading import find_model
@@ -137,6 +138,7 @@ def encode_missing(flags: EncodingFlags, output: Output, index: dict, missing: l
     parts = (Part(number, [shards[number]['raw_data']['basename']]) for number in missing)
     total = number_of_samples(index)
     to_do = sum(shards[number]['samples'] for number in missing)
+    print(f'encoding {counted(to_do, "image")} of {redacted(flags.remote)}', file=sys.stderr, flush=True)
     with (open_workers(flags, output, index, len(missing)) as workers,
           progress_bar(total, ' images', total - to_do) as bar):
         for made in make_parts(workers, parts, SHARDS_AT_ONCE):

@@ -89,6 +89,7 @@ def export(flags: ExportFlags) -> None:
     with new_folder(flags.out) as folder, checkpoint_in(flags.checkpoint, 'CHECKPOINT') as path:
         if path is None:
             raise no_checkpoint_error(f'CHECKPOINT {flags.checkpoint}')
+        print(f'reading {path}', file=sys.stderr, flush=True)
         trained = read_trained(path, f'CHECKPOINT {path}')
         pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
                                     flags.pretrained, flags.live)

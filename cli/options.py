@@ -34,8 +34,8 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, once: on rank 0, unless another rank is alone in its error.
 
     An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
-    What follows a # there is a comment. A flag that is none, or short for several, is answered with those that it may
-    mean. `--version` is there in every command.
+    What follows a # there is a comment. A flag that is none, or only the beginning of one, is answered with those that
+    it may mean: it may be short for another flag tomorrow. `--version` is there in every command.
 
     Args:
         prog: name of the command.
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, description: str, groups: Sequence[str] = (), **options):
         super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-                         fromfile_prefix_chars='@', **options)
+                         fromfile_prefix_chars='@', allow_abbrev=False, exit_on_error=False, **options)
         self.groups = {name: self.add_argument_group(name) for name in groups}
         self.add_argument('--version', action=ShowVersion)
 
@@ -63,6 +63,8 @@ class Parser(argparse.ArgumentParser):
                 self.error(f'{argument} names no file of flags; check the name behind the @')
         try:
             return super().parse_known_args(args, namespace)
+        except argparse.ArgumentError as error:
+            self.error(self._with_what_is_needed(error))
         except UnicodeDecodeError:
             self.error('a file of flags, named by @FILE, is no text')
         except RecursionError:
@@ -81,8 +83,7 @@ class Parser(argparse.ArgumentParser):
         """A flag that is none is named before what argparse would say is missing, which may only be misspelt."""
         for argument in itertools.takewhile(lambda argument: argument != '--', arguments):
             flag = argument.partition('=')[0]
-            is_known = flag in self._option_string_actions
-            if flag.startswith('--') and not is_known and not self._get_option_tuples(flag):
+            if flag.startswith('--') and flag not in self._option_string_actions:
                 self.error(self._unknown(argument))
 
     def _check_value(self, action: argparse.Action, value) -> None:
@@ -97,29 +98,37 @@ class Parser(argparse.ArgumentParser):
                 error.message += f'; did you mean {meant[0]}?'
             raise
 
+    def _with_what_is_needed(self, error: argparse.ArgumentError) -> str:
+        """What argparse says; of a flag without its value what that is, and of one with a value that takes none."""
+        flag = error.argument_name
+        if error.message.startswith('ignored explicit argument'):
+            return f'{flag} takes no value; write {flag} alone'
+        if not error.message.startswith('expected '):
+            return str(error)
+        action = self._option_string_actions[flag.partition('/')[0]]
+        if action.choices:
+            return f'{flag} needs a value, one of {", ".join(map(str, action.choices))}'
+        return f'{flag} needs a value: {self._get_formatter()._expand_help(action)}'
+
     def _unknown(self, argument: str) -> str:
         flag = argument.partition('=')[0]
         if not flag.startswith('--'):
             return f'{argument} belongs to no flag; see --help'
-        nearest = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        if nearest:
-            return f'{flag} is no flag; did you mean {nearest[0]}?'
+        meant = self._flags_like(flag)
+        if meant:
+            return f'{flag} is no flag; did you mean {" or ".join(meant)}?'
         return f'{flag} is no flag; see --help'
 
-    def _get_option_tuples(self, option_string: str) -> list:
-        """argparse's candidates for a flag that is cut short; it has no public way to say which they are.
-
-        argparse itself names only those that begin so: --ema is not short for --use_ema, but may be meant for it.
-        """
-        candidates = super()._get_option_tuples(option_string)
-        if len(candidates) > 1:
-            flag = option_string.partition('=')[0]
-            word = flag.removeprefix('--')
-            meant = [name for name in self._option_string_actions if word in name.removeprefix('--').split('_')]
-            begin_so = [candidate[1] for candidate in candidates]
-            names = dict.fromkeys([*sorted(meant, key=len), *begin_so])
-            self.error(f'{flag} is short for no single flag; did you mean {" or ".join(names)}?')
-        return candidates
+    def _flags_like(self, flag: str) -> list[str]:
+        """Those that one which is none may mean: flags that have it as a word, or begin so; else the nearest one."""
+        word = flag.removeprefix('--')
+        flags = [name for name in self._option_string_actions if name.startswith('--')]
+        words = {name: name.removeprefix('--').split('_') for name in flags}
+        with_word = [name for name in flags if word in words[name]]
+        by_initials = [name for name in flags if word == ''.join(part[:1] for part in words[name])]
+        begin_so = [name for name in flags if name.startswith(flag)]
+        meant = list(dict.fromkeys([*by_initials, *sorted(with_word, key=len), *begin_so]))
+        return meant or difflib.get_close_matches(flag, flags, n=1)
 
     def _refuse_bad_ranks(self) -> None:
         for name in RANK_NUMBERS:

@@ -5,6 +5,7 @@ peaks (models/peaks.py). So the memory is an estimate, and the speed at 100 % of
 """
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -90,6 +91,8 @@ def dry_run(settings: Settings, build_model: Callable) -> dict[str, int | None]:
         latents = 'latents' in index
     files = find_model(settings.model.model_name)  # sizes need no weights
     counting = estimates_with_each_switch(settings, files, latents, build_model)
+    if dist.get_global_rank() == 0:
+        print('counting the memory of a step, with and without each switch', file=sys.stderr, flush=True)
     is_quiet = dist.get_global_rank() > 0 or None  # None: where nobody looks
     number = len(switches_of_memory(settings.speed.precision)) + 2
     estimates = list(tqdm(counting, 'counting memory', number, leave=False, unit='setting', disable=is_quiet))

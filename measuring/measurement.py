@@ -74,6 +74,7 @@ class Measurement(Callback):
         self.window = Window()
         self.gpu = GpuMonitor()  # of the window
         self._excluded = dict.fromkeys(EXCLUDED, 0.0)  # seconds of the batch to come that are no part of it
+        self._excluded_until_now = 0.0  # seconds of the whole run
         self._excluded_name: str | None = None  # what the time counts as now; None: the batch
         self._excluded_since = 0.0
         self._previous_end = 0.0  # of a batch, by the clock
@@ -107,12 +108,20 @@ class Measurement(Callback):
         now = time.perf_counter()
         if self._excluded_name is not None:
             self._excluded[self._excluded_name] += now - self._excluded_since
+            self._excluded_until_now += now - self._excluded_since
         self._excluded_name = name
         self._excluded_since = now
         if name is None:
             self.gpu.resume()
         else:
             self.gpu.pause()
+
+    @property
+    def seconds_excluded(self) -> float:
+        """Of the run so far, what was spent on anything of EXCLUDED on this rank."""
+        if self._excluded_name is None:
+            return self._excluded_until_now
+        return self._excluded_until_now + time.perf_counter() - self._excluded_since
 
     def before_dataloader(self, state: State, logger) -> None:
         """The next batch begins."""

@@ -127,7 +127,7 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
                     f'{record["images_per_sec_per_device"]:.4g} each',
         'batch': f'{record["batch_seconds_median"]:.3g} s median of {record["measured_batches"]}, 10th to 90th '
                  f'percentile {record["batch_seconds_p10"]:.3g} to {record["batch_seconds_p90"]:.3g} s',
-        'drift': drift_sentence(record['drift'], has_remedy=record.get('status') != PROFILED),
+        'drift': drift_sentence(record['drift'], has_remedy=caution is None),
         'wait for data': wait_sentence(record['data_wait_fraction'], record.get('encoders') == 'in_loop'),
         'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
@@ -148,7 +148,8 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
 
 
 def drift_sentence(drift: float | None, has_remedy: bool = True) -> str:
-    """How the speed changed within the window, and what to do where it has not settled, if something can be done."""
+    """How the speed changed within the window, and what to do where it has not settled. Where the record has a caution,
+    that says what to do."""
     if drift is None:
         return 'too few batches to tell'
     sentence = f'{drift:+.1%} in speed from the first to the last third'

@@ -112,7 +112,7 @@ def notes_on(record: dict) -> str:
     """Why a FID can be compared with few others."""
     notes = []
     if record.get('fid_is_biased'):
-        notes.append('FID of few pictures, too high')
+        notes.append('FID of few pictures is too high')
     if record.get('fid_of_published_weights') is False:
         notes.append('FID by other weights')
     return ', '.join(notes)

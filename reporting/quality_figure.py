@@ -22,22 +22,32 @@ def draw_quality(path: str, rows: pd.DataFrame, dollars_per_gpu_hour: float) -> 
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError('--quality needs matplotlib: pip install matplotlib') from None
-    panels = [key for key in ('fid', 'clip_score') if (rows[key].notna() & rows['images_seen'].notna()).any()]
-    has_curve = bool((rows['fid'].notna() & rows['clip_score'].notna()).any())
-    number = len(panels) + has_curve
+    has_both = rows['fid'].notna() & rows['clip_score'].notna()
+    has_course = rows['images_seen'].notna() & (rows['fid'].notna() | rows['clip_score'].notna())
+    panels = [key for key in ('fid', 'clip_score') if rows.loc[has_course, key].notna().any()]
+    number = len(panels) + has_both.any()
     if not number:
         raise ValueError(f'--quality {path}: no record with both scores, or with the images of its training; add '
                          'those of evaluate.py')
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(INCHES * number, INCHES), layout='constrained')
         axes = list(figure.subplots(1, number, squeeze=False)[0])
-        if has_curve:
-            draw_curve(axes.pop(0), rows[rows['fid'].notna() & rows['clip_score'].notna()])
+        if has_both.any():
+            draw_curve(axes.pop(0), rows[has_both])
         for axis, key in zip(axes, panels, strict=True):
-            draw_course(axis, rows[rows[key].notna() & rows['images_seen'].notna()], key, dollars_per_gpu_hour)
-        title = f'Scores of {"; ".join(rows["judges"].unique()[:2])}'
-        figure.suptitle(textwrap.fill(title, TITLE_CHARACTERS * number), x=0.01, ha='left', fontsize=11)
+            draw_course(axis, rows[has_course & rows[key].notna()], key, dollars_per_gpu_hour)
+        figure.suptitle(textwrap.fill(title_of(rows[has_both | has_course]), TITLE_CHARACTERS * number), x=0.01,
+                        ha='left', fontsize=11)
         save(figure, path, '--quality')
+
+
+def title_of(drawn: pd.DataFrame) -> str:
+    """What all scores that are drawn are of, and why some can be compared with few others."""
+    title = f'Scores of {"; ".join(drawn["judges"].unique())}'
+    notes = sorted({note for notes in drawn['notes'] for note in notes.split(', ') if note})
+    if notes:
+        title += f' ({", ".join(notes)})'
+    return title
 
 
 def draw_curve(axes, rows: pd.DataFrame) -> None:

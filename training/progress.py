@@ -7,7 +7,7 @@ from composer.core import State
 from composer.utils import dist
 from tqdm import tqdm
 
-from measuring.measurement import total_batches
+from measuring.measurement import Measurement, total_batches
 
 SECONDS_TO_FIRST_LINE = 10
 SECONDS_BETWEEN_LINES = 60
@@ -39,15 +39,18 @@ class Progress(Callback):
     """Shows on rank 0 how far the whole training is, its loss, its speed and the time that is left.
 
     Composer's own bar counts the batches of an epoch, and in a log, where there is no terminal, it writes a line for
-    each batch. What is shown here is for people; the figures of the record come from `Measurement`.
+    each batch. What is shown here is for people; the figures of the record come from `Measurement`. The speed is that
+    of the batches, without checkpoints, evaluations and drawing, as in the record; the time that is left has them.
 
     Args:
+        measurement: of the run, which knows how long these took; it comes before this among the callbacks.
         seconds_to_first_line: in a log; a run that is shorter leaves only its last line.
         seconds_between_lines: after that.
     """
 
-    def __init__(self, seconds_to_first_line: float = SECONDS_TO_FIRST_LINE,
+    def __init__(self, measurement: Measurement, seconds_to_first_line: float = SECONDS_TO_FIRST_LINE,
                  seconds_between_lines: float = SECONDS_BETWEEN_LINES):
+        self.measurement = measurement
         self.seconds_to_first_line = seconds_to_first_line
         self.seconds_between_lines = seconds_between_lines
         self.bar: tqdm | None = None
@@ -55,7 +58,7 @@ class Progress(Callback):
         self._start = 0.0  # of this process's training, by the clock
         self._start_share = 0.0  # of the training that was done by then
         self._next_line = 0.0  # when it is due, by the clock
-        self._line_time = 0.0  # when the last one was printed
+        self._line_training_time = 0.0  # seconds on batches alone, when the last one was printed
         self._line_samples = 0  # trained by then
         self._line_batch = 0
 
@@ -64,7 +67,7 @@ class Progress(Callback):
         self._start = time.monotonic()
         self._start_share = self._share(state)
         self._next_line = self._start + self.seconds_to_first_line
-        self._line_time = self._start
+        self._line_training_time = self._training_time(self._start)
         self._line_samples = state.timestamp.sample.value
         self._line_batch = state.timestamp.batch.value
         if self._is_shown and sys.stderr.isatty():
@@ -91,16 +94,22 @@ class Progress(Callback):
 
     def _print_line(self, state: State) -> None:
         now = time.monotonic()
+        training_time = self._training_time(now)
         samples = state.timestamp.sample.value
-        parts = [self._loss(state), f'{(samples - self._line_samples) / (now - self._line_time):.4g} images/s']
+        speed = (samples - self._line_samples) / (training_time - self._line_training_time)
+        parts = [self._loss(state), f'{speed:.4g} images/s']
         seconds_left = self._seconds_left(state, now)
         if seconds_left:
             parts.append(f'{time_in_words(seconds_left)} left')
         print(f'{batches_in_words(state)}: {", ".join(filter(None, parts))}', file=sys.stderr, flush=True)
         self._next_line = now + self.seconds_between_lines
-        self._line_time = now
+        self._line_training_time = training_time
         self._line_samples = samples
         self._line_batch = state.timestamp.batch.value
+
+    def _training_time(self, now: float) -> float:
+        """Seconds that this process has spent on batches until now, from some moment before its first."""
+        return now - self.measurement.seconds_excluded
 
     def _seconds_left(self, state: State, now: float) -> float:
         """At the pace of this process, from where it started or resumed."""

@@ -10,6 +10,7 @@ from composer.core import DataSpec, State
 from composer.utils import dist
 
 from fitting.compiling import compiled_graphs
+from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
@@ -55,6 +56,15 @@ class Run:
     @property
     def microbatch_flag(self) -> str:
         return f'--device_train_microbatch_size {self.trainer.state.device_train_microbatch_size}'
+
+
+def say_what_is_built(settings: Settings) -> None:
+    """On rank 0, since building and the first batch can take minutes."""
+    if dist.get_global_rank() == 0:
+        model = settings.model
+        print(f'building {redacted(model.model_name)} for images of {model.image_size} px, '
+              f'{settings.data.batch_size:,} a batch, on {counted(dist.get_world_size(), "device")}', file=sys.stderr,
+              flush=True)
 
 
 def say_how_it_begins(settings: Settings, state: State, load_path: str | None) -> None:

@@ -52,6 +52,12 @@ def test_a_figure_that_should_not_be_trusted_says_so_with_the_remedy(changed, se
     assert sentence not in summary(measured(), None, 2.0)
 
 
+def test_a_short_run_that_drifts_has_one_remedy():
+    text = summary(measured(drift=0.465, measured_batches=7), None, 2.0)
+    assert '+46.5% in speed from the first to the last third\n' in text and '--warmup_batches' not in text
+    assert text.count('use more') + text.count('or more') == 1
+
+
 @pytest.mark.parametrize('doubt, where', [
     ({'drift': 38.277}, 'drift'), ({'drift': -0.2}, 'drift'), ({'measured_batches': 7}, 'caution'),
     ({'status': 'profiled'}, 'caution')])

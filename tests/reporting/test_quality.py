@@ -56,7 +56,7 @@ def test_the_report_has_a_table_of_scores_and_says_when_both_lines_were_first_re
     text = capsys.readouterr().out
     assert '### Evaluations: 30,000 pictures of 512 px, 50 steps, CLIP vit' in text
     assert 'kept: both lines are first reached after 2,048,000 images, at guidance 4, 11.38 GPU-hours, $22.76.' in text
-    assert 'FID of few pictures, too high, FID by other weights' in text and 'CLIP ViT-H-14' in text
+    assert 'FID of few pictures is too high, FID by other weights' in text and 'CLIP ViT-H-14' in text
     rows = list(csv.DictReader(open(tmp_path / 'table.csv')))
     assert [row['fid'] for row in rows] == ['', '95.5', '0.0', '40.0', '30.0'] and rows[0]['images_per_sec'] == '400.0'
 
@@ -121,6 +121,14 @@ def test_the_picture_leaves_out_the_panels_that_nothing_is_known_for(drawn, writ
     with pytest.raises(SystemExit):
         drawn(write(TRAINING))
     assert '--quality quality.png: no record with both scores' in capsys.readouterr().err
+
+
+def test_the_title_names_what_is_drawn_alone_and_what_it_can_be_compared_with(drawn, write):
+    biased = EVALUATION | {'samples': 64, 'fid_is_biased': True}
+    without_scores = EVALUATION | {'steps': 7, 'scores': [{'guidance': 2, 'fid': None, 'clip_score': None}]}
+    title = drawn(write(biased, without_scores)).get_suptitle().replace('\n', ' ')
+    assert title == 'Scores of 64 pictures of 512 px, 50 steps, CLIP vit (FID of few pictures is too high)'
+    assert drawn(write(TRAINING, EVALUATION)).get_suptitle().count('Scores') == 1
 
 
 def test_the_picture_is_written_where_it_can_be(write, tmp_path, capsys):

@@ -1,12 +1,14 @@
 """What a run says of how far it is, and an encoding, on a terminal and in a log."""
 import re
 import sys
+import time
 from functools import partial
 
 import pytest
 
 import benchmark
 from benchmark import main
+from measuring.measurement import Measurement
 from tests.runs import TINY
 from training.progress import Progress, time_in_words
 
@@ -14,7 +16,7 @@ from training.progress import Progress, time_in_words
 @pytest.fixture
 def every_batch(monkeypatch):
     """A log with a line for each batch."""
-    monkeypatch.setattr(benchmark, 'Progress', partial(Progress, 0, 0))
+    monkeypatch.setattr(benchmark, 'Progress', partial(Progress, seconds_to_first_line=0, seconds_between_lines=0))
 
 
 def test_a_log_says_batch_loss_speed_and_time_left(every_batch, results, capfd):
@@ -26,8 +28,17 @@ def test_a_log_says_batch_loss_speed_and_time_left(every_batch, results, capfd):
     assert re.fullmatch(rf'batch 4 of 4: loss {record["loss"]:.3f}, \S+ images/s', lines[3])
 
 
+def test_the_speed_of_a_log_leaves_out_what_is_beside_the_batches(every_batch, monkeypatch, results, capfd):
+    def all_but_a_second_a_batch(measurement: Measurement) -> float:
+        return time.monotonic() - measurement.batches
+    monkeypatch.setattr(Measurement, 'seconds_excluded', property(all_but_a_second_a_batch))
+    main(['--use_synth_data', *TINY, '--results', str(results)])
+    assert re.findall(r'[\d.]+(?= images/s,)', capfd.readouterr().err) == ['4'] * 3
+
+
 def test_a_short_run_leaves_one_line_in_a_log(plain_run):
-    [line] = plain_run.errors.splitlines()
+    built, line = plain_run.errors.splitlines()
+    assert built == 'building tiny for images of 64 px, 4 a batch, on 1 device'
     assert line.startswith('batch 4 of 4: loss ')
 
 
