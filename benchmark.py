@@ -502,9 +502,9 @@ def train_and_record(settings: Settings, parser: Parser, callbacks: Sequence[Cal
         data = build_data(settings, files)
         if settings.measurement.loader_only:
             return measure_loader(settings, data)
-        say_what_is_built(settings)
         outline = build_outline(settings, files, data.dataloader.dataset.latents, build_model)
         refuse_too_little_memory(settings, outline)
+        say_what_is_built(settings)
         run = build_run(settings, data, files, callbacks)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))

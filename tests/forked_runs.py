@@ -3,9 +3,11 @@ import ctypes
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from composer import Callback
 
 import benchmark
+from tests import process_server
 from tests.runs import free_port
 
 RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
@@ -35,9 +38,13 @@ def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, functio
     function(*arguments)
 
 
-def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict[str, str], function: Callable,
-                   argv: list[str]) -> None:
-    """In a process of its own: the call, in `folder`, which also gets what it prints and what its small disk held."""
+def become_program(server_address: str, folder: Path, disk: tuple[int, str] | None, environment: dict[str, str],
+                   function: Callable, argv: list[str]) -> None:
+    """In a process of its own: the call, in `folder`, which also gets what it prints and what its small disk held.
+
+    The workers that it starts are forked from the server as well.
+    """
+    process_server.join(server_address)
     for name, number in (('out', 1), ('err', 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(environment)
@@ -72,11 +79,24 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
         environment: more than this process has.
     """
     folder.mkdir()
-    process = server.Process(target=become_program, args=(folder, disk, environment, function, list(map(str, argv))))
+    return run_in_folder(server, folder, function, argv, disk, **environment)
+
+
+def run_in_folder(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
+                  **environment: str) -> tuple[int, str, str]:
+    """The same in a folder that is there."""
+    arguments = (process_server.address(), folder, disk, environment, function, list(map(str, argv)))
+    process = server.Process(target=become_program, args=arguments)
     process.start()
     process.join(600)
     assert process.exitcode is not None, (folder / 'err').read_text()
     return process.exitcode, (folder / 'out').read_text(), (folder / 'err').read_text()
+
+
+def script(argv: list[str]) -> None:
+    """What Python does with the words behind `python` of a command line."""
+    sys.argv = argv
+    runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
 
 
 def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) -> tuple[str, str]:

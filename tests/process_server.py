@@ -10,6 +10,11 @@ def start() -> str:
     os.environ['PYTHONPATH'] = str(Path(__file__).parent.parent)
     multiprocessing.get_context('forkserver').set_forkserver_preload(['tests.preloaded'])
     forkserver.ensure_running()  # before the program sets what is imported
+    return address()
+
+
+def address() -> str:
+    """Of the server that this process has started or joined."""
     return forkserver._forkserver._forkserver_address
 
 

@@ -1,5 +1,6 @@
 """Runs of the benchmark as tests start them, and what must hold of every record and every error."""
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -66,11 +67,11 @@ def failed(argv, results, capfd, callbacks=()) -> str:
 
 
 def one_error_line(argv: list, capfd) -> str:
-    """Run what must be refused; the one line that it leaves."""
+    """Run what must be refused; the one line that it leaves, beside the one of what it builds."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         main([str(argument) for argument in argv])
-    error = capfd.readouterr().err
+    error = re.sub('^building .*\n', '', capfd.readouterr().err)
     assert exit.value.code == 2 and error.count('\n') == 1, error
     return error
 

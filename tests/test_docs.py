@@ -8,7 +8,6 @@ programs go through their own parsers. A command runs as it stands, in a folder 
   has it or an earlier command of its page made it.
 """
 import ast
-import importlib
 import json
 import os
 import re
@@ -301,7 +300,7 @@ def pages_to_run() -> list[Path]:
 @pytest.mark.parametrize('page', pages_to_run(), ids=lambda page: page.name)
 def test_what_can_run_here_runs(page, folder, server):
     """All small trainings and encodings do: what they read is made by their page."""
-    from tests.forked_runs import become_program
+    from tests.forked_runs import run_in_folder, script
     for command in command_lines(page):
         words = words_of(command)
         if not is_small(words):
@@ -309,9 +308,5 @@ def test_what_can_run_here_runs(page, folder, server):
         if missing_inputs(words):
             assert not trains(words), f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
             continue
-        program = importlib.import_module(words[1].removesuffix('.py'))
-        arguments = (folder, None, {'CUDA_VISIBLE_DEVICES': ''}, program.main, words[2:])
-        process = server.Process(target=become_program, args=arguments)
-        process.start()
-        process.join()
-        assert process.exitcode == 0, f'{command}\n{(folder / "out").read_text()}{(folder / "err").read_text()}'
+        code, output, errors = run_in_folder(server, folder, script, words[1:], CUDA_VISIBLE_DEVICES='')
+        assert code == 0, f'{command}\n{output}{errors}'

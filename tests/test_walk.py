@@ -1,14 +1,19 @@
 """The notebook runs from its first cell to its last, and nothing of a machine is stored in it."""
 import ast
 import json
+import multiprocessing
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 from cli.options import benchmark_parser
+from tests.forked_runs import run_in_folder, run_program, script
 from tests.runs import ROOT
 
 NOTEBOOK = ROOT / 'docs' / 'walk.ipynb'
@@ -36,24 +41,32 @@ def test_the_two_runs_that_the_report_compares_differ_in_the_average_alone():
     assert differ == {'use_ema', 'ema_half_life', *between_batches}
 
 
-BEFORE = """
-import matplotlib.pyplot
-matplotlib.pyplot.show = lambda: (print('a figure'), matplotlib.pyplot.close('all'))
-"""
-AFTER = """
-import shutil
-print(sorted(path.name for path in work.glob('samples/*')), (work / 'my-model/model_index.json').exists())
-shutil.rmtree(work)
-"""
+def run_forked(command: list, cwd: Path, env: dict[str, str], **_) -> subprocess.CompletedProcess:
+    """`subprocess.run` of a program of this repository, in a process that has imported it already."""
+    python, program, *arguments = map(str, command)
+    assert python == sys.executable
+    server = multiprocessing.get_context('forkserver')
+    code, output, errors = run_in_folder(server, cwd, script, [program, *arguments], **env)
+    return subprocess.CompletedProcess(command, code, output + errors)
+
+
+def run_cells(argv: list[str]) -> None:
+    """In a process of its own: the notebook, and what it leaves."""
+    os.chdir(NOTEBOOK.parent)
+    subprocess.run = run_forked
+    plt.show = lambda: (print('a figure'), plt.close('all'))
+    cells = {}
+    exec('\n'.join(''.join(cell['source']) for cell in code_cells()), cells)
+    work = cells['work']
+    print(sorted(path.name for path in work.glob('samples/*')), (work / 'my-model/model_index.json').exists())
+    shutil.rmtree(work)
 
 
 @pytest.mark.long
-def test_the_notebook_runs_and_shows_the_loss_the_pictures_and_a_report():
-    cells = '\n'.join(''.join(cell['source']) for cell in code_cells())
-    run = subprocess.run([sys.executable, '-c', BEFORE + cells + AFTER], cwd=NOTEBOOK.parent, capture_output=True,
-                         text=True, env=os.environ | {'MPLBACKEND': 'Agg'})
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count('a figure') == 5
+def test_the_notebook_runs_and_shows_the_loss_the_pictures_and_a_report(server, tmp_path):
+    code, output, errors = run_program(server, tmp_path / 'notebook', run_cells, [], MPLBACKEND='Agg')
+    assert code == 0, output + errors
+    assert output.count('a figure') == 5
     for words in ('held out   16 samples', 'on the held-out samples', 'images/s per CPU rank',
                   "['ba42.png', 'ba84.png'] True"):
-        assert words in run.stdout, run.stdout
+        assert words in output, output

@@ -247,7 +247,7 @@ def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, cap
     search_on_a_cpu(monkeypatch, limit=0)
     with pytest.raises(SystemExit):
         main(['--use_synth_data', *TINY, '--results', str(results)])
-    [line] = capfd.readouterr().err.splitlines()
+    _, line = capfd.readouterr().err.splitlines()
     assert 'not even one image of --image_size 64 fits' in line and '--gradient_checkpointing' in line
 
 
