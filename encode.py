@@ -43,12 +43,13 @@ from measuring.record import UNMEASURED, circumstances, keep, redacted
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents
 from models.loading import find_model
+from parts.claims import SKIPPED, claim, finished_parts, refuse_finished, release
 from parts.devices import is_to_be_on_gpu, workers_on_devices
 from parts.encoding import EncodingSettings
 from parts.engine import Part, make_parts
 from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
-from parts.output import SKIPPED, Output, claim, finished_parts, open_output, refuse_finished, release
+from parts.output import Output, open_output
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_encoder

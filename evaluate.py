@@ -41,6 +41,7 @@ from measuring.quality import FEWEST_SAMPLES, clip_score, frechet_distance
 from measuring.record import circumstances, keep, redacted
 from models.feature_extractors import PUBLISHED_SHA256, load_clip, load_inception
 from models.flops import flops_of_a_picture, utilization
+from parts.claims import claim, finished_parts
 from parts.devices import is_to_be_on_gpu, workers_on_devices
 from parts.engine import Part, make_parts
 from parts.evaluation import (
@@ -61,7 +62,7 @@ from parts.evaluation_plan import (
     reference_file,
 )
 from parts.local_workers import LocalWorkers
-from parts.output import FolderOutput, Output, claim, finished_parts, open_output
+from parts.output import FolderOutput, Output, open_output
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_evaluator

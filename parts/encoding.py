@@ -21,9 +21,10 @@ from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
 from models.latents import vae_moments
 from models.loading import build_vae, find_model
+from parts.claims import require_same_place
 from parts.devices import device_of_worker, name_of_gpu
 from parts.engine import Part
-from parts.output import Output, require_same_place
+from parts.output import Output
 from parts.writer import PartWriter
 
 

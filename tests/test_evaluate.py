@@ -30,6 +30,7 @@ from measuring.quality import clip_score
 from models.feature_extractors import LAYER, NETWORK, hash_of_files, load_clip, sha256_of
 from models.flops import flops_of_a_picture
 from models.sampling import noise_of_samples
+from parts.claims import claim
 from parts.devices import device_of_worker
 from parts.engine import Part, make_parts
 from parts.evaluation import (
@@ -44,7 +45,7 @@ from parts.evaluation import (
 )
 from parts.evaluation_plan import Model, read_reference, reference_file
 from parts.local_workers import LocalWorkers
-from parts.output import claim, open_output
+from parts.output import open_output
 from parts.workers import make_evaluator
 from tests.judges import save_clip, save_inception, save_pipeline
 from tests.measuring.test_quality import of_few
