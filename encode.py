@@ -40,7 +40,7 @@ from inputs.stores import streaming_address
 from inputs.words import counted
 from measuring.caution import doubt
 from measuring.record import UNMEASURED, circumstances, keep, redacted
-from models.flops import encoding_flops, utilization
+from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents
 from models.loading import find_model
 from parts.claims import SKIPPED, claim, finished_parts, refuse_finished, release
@@ -222,7 +222,7 @@ def encode(flags: EncodingFlags) -> dict:
     with output.in_use():
         progress, merged = encode_and_merge(flags, output, origin, index)
     record = encoding_record(flags, progress, merged, number_of_samples(index),
-                             encoding_flops(files.configs['vae'], flags.image_size))
+                             flops_of_latents(files.configs['vae'], flags.image_size))
     return keep(record, summary(record, flags), flags.results)
 
 
