@@ -7,5 +7,5 @@ from functools import partial
 import benchmark
 
 if __name__ == '__main__':
-    benchmark.Progress = partial(benchmark.Progress, 0, 0)
+    benchmark.Progress = partial(benchmark.Progress, seconds_to_first_line=0, seconds_between_lines=0)
     benchmark.main()
