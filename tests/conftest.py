@@ -13,6 +13,8 @@ from types import SimpleNamespace
 # before any library reads them; a GPU would be lost to the processes that the tests fork
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline', CUDA_VISIBLE_DEVICES='')
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run beside this one
+# Inductor without processes of its own, and without vectors, whose C++ takes a compiler much longer than the plain one.
+os.environ.update(TORCHINDUCTOR_COMPILE_THREADS='1', TORCHINDUCTOR_VEC_ISA_OK='0')
 
 import pytest
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,10 @@ RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size'
        '--max_duration', '12ba', '--autoresume']
 
 
-def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, function: Callable, arguments: tuple) -> None:
+def become_rank(server_address: str, rank: int, ranks: int, nodes: int, port: int, log: Path, function: Callable,
+                arguments: tuple) -> None:
     """In a process of its own: the environment that a launcher gives to a rank, its output to `log`, the call."""
+    process_server.join(server_address)
     local_ranks = ranks // nodes
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_ranks), NODE_RANK=str(rank // local_ranks),
                       WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(local_ranks), MASTER_ADDR='127.0.0.1',
@@ -68,6 +71,12 @@ def mount_small_disk(megabytes: int, where: str) -> None:
         subprocess.run(['mount', *arguments], check=True)
 
 
+def skip_unless_mounts_are_allowed(where: str) -> None:
+    may_mount = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs tmpfs {where}']
+    if subprocess.run(may_mount, capture_output=True).returncode:
+        pytest.skip('needs a file system of its own, and this user may not mount one')
+
+
 def run_program(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
                 **environment: str) -> tuple[int, str, str]:
     """Call `function(argv)` in a new process and in the new folder `folder`; its exit code, stdout and stderr.
@@ -85,12 +94,19 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
 def run_in_folder(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
                   **environment: str) -> tuple[int, str, str]:
     """The same in a folder that is there."""
-    arguments = (process_server.address(), folder, disk, environment, function, list(map(str, argv)))
-    process = server.Process(target=become_program, args=arguments)
-    process.start()
+    process = start_in_folder(server, folder, function, argv, disk, **environment)
     process.join(600)
     assert process.exitcode is not None, (folder / 'err').read_text()
     return process.exitcode, (folder / 'out').read_text(), (folder / 'err').read_text()
+
+
+def start_in_folder(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
+                    **environment: str) -> BaseProcess:
+    """The same, of which nobody waits for the end; it prints to `folder / 'out'` and `folder / 'err'`."""
+    arguments = (process_server.address(), folder, disk, environment, function, list(map(str, argv)))
+    process = server.Process(target=become_program, args=arguments)
+    process.start()
+    return process
 
 
 def script(argv: list[str]) -> None:
@@ -101,9 +117,7 @@ def script(argv: list[str]) -> None:
 
 def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) -> tuple[str, str]:
     """Run the benchmark with a file system of that size at `where`; the line of its error, and what it printed."""
-    may_mount = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs tmpfs {where}']
-    if subprocess.run(may_mount, capture_output=True).returncode:
-        pytest.skip('needs a small file system, and this user may not mount one')
+    skip_unless_mounts_are_allowed(where)
     code, output, errors = run_program(server, folder, benchmark.main, argv, (megabytes, str(where)))
     assert code == 2 and 'Traceback' not in errors, errors
     [line] = [line for line in errors.splitlines() if 'error:' in line]
@@ -126,10 +140,11 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
     ranks = len(arguments)
     for log in logs:
         log.touch()  # a rank can be killed before it opens its own
-    processes = [server.Process(target=become_rank, args=(rank, ranks, nodes, port, logs[rank], function,
-                                                          arguments[rank])) for rank in range(ranks)]
-    for process in processes:
-        process.start()
+    processes = []
+    for rank in range(ranks):
+        about_rank = (process_server.address(), rank, ranks, nodes, port, logs[rank], function, arguments[rank])
+        processes.append(server.Process(target=become_rank, args=about_rank))
+        processes[rank].start()
     end = time.monotonic() + 600
     while any(process.exitcode is None for process in processes):
         assert time.monotonic() < end, [log.read_text() for log in set(logs)]

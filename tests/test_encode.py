@@ -6,7 +6,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -23,7 +22,7 @@ from inputs.captions import build_tokenizer
 from parts.merge import Merged
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
-from tests.parts.commands import logged
+from tests.parts.commands import start_logged, workers_of
 from tests.runs import ROOT, TINY, error_line, files_of, wait_until
 from tests.samples import encoded, picture, write_sample_tar, write_shards
 
@@ -114,13 +113,11 @@ def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_pa
         argv = [*SMALL, '--remote', 's3://bucket/images', '--out', str(out), '--model_name', model_folder,
                 '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
         store.delay = 0.3
-        command = server.Process(target=logged, args=(encode.main, log, argv, dict(os.environ)))
-        command.start()
+        command = start_logged(server, encode.main, log, argv)
         wait_until(lambda: list(out.glob('parts/*.json')))
         done = {path: path.stat().st_mtime_ns for part in out.glob('parts/*.json')
                 for path in [part, *out.glob(f'{part.stem}/*')]}
-        workers = [worker for child in psutil.Process(command.pid).children() for worker in child.children()]
-        os.kill(command.pid if victim == 'command' else workers[0].pid, signal.SIGKILL)
+        os.kill(command.pid if victim == 'command' else workers_of(log)[0], signal.SIGKILL)
         command.join(300)
         store.delay = 0
         if victim == 'command':

@@ -49,7 +49,7 @@ from parts.output import open_output
 from parts.workers import make_evaluator
 from tests.judges import save_clip, save_inception, save_pipeline
 from tests.measuring.test_quality import of_few
-from tests.parts.commands import logged
+from tests.parts.commands import start_logged
 from tests.runs import error_line, files_of, wait_until
 from tests.samples import Hostile, encoded, picture, pillow_square, write_shards
 
@@ -243,8 +243,7 @@ def test_a_killed_evaluation_goes_on_and_ends_as_an_undisturbed_one(server, tmp_
     flags = ['--samples', '16', '--steps', '8', '--clip', judges['--clip'], '--results', str(tmp_path / 'results')]
     out, log = tmp_path / 'out', tmp_path / 'log'
     argv = [pipeline, str(text), '--out', str(out), *flags]
-    command = server.Process(target=logged, args=(evaluate.main, log, argv, dict(os.environ)))
-    command.start()
+    command = start_logged(server, evaluate.main, log, argv)
     wait_until(lambda: list(out.glob('parts/*.json')))
     os.kill(command.pid, signal.SIGKILL)
     command.join(300)

@@ -15,7 +15,7 @@ import convert
 from cli.options import convert_parser
 from parts.output import open_output
 from tests.local_s3 import LocalS3, local_s3
-from tests.parts.commands import convert_program, logged
+from tests.parts.commands import convert_program, start_logged, workers_of
 from tests.runs import files_of, wait_until
 from tests.samples import sample_files, write_tar
 
@@ -44,11 +44,6 @@ def finished(out: str, store: LocalS3) -> int:
     if out.startswith('s3://bucket/'):
         return sum(key.startswith(out.removeprefix('s3://bucket/') + '/parts/') for key in list(store.objects))
     return len(list(Path(out, 'parts').glob('*.json')))
-
-
-def workers_of(command: psutil.Process) -> list[psutil.Process]:
-    """The workers of a command: the children of its server, which imports once for all of them."""
-    return [worker for child in command.children() for worker in child.children()]
 
 
 @pytest.fixture
@@ -103,9 +98,8 @@ def test_a_conversion_that_is_killed_and_started_again_equals_one_that_never_was
     out = f'{root}/out'
     log = tmp_path / 'log'
     store.delay = 0.1
-    command = server.Process(target=logged, args=(convert_program, log, [*argv, out], dict(os.environ)))
-    command.start()
-    wait_until(lambda: workers_of(psutil.Process(command.pid)) and finished(out, store) >= done)
+    command = start_logged(server, convert_program, log, [*argv, out])
+    wait_until(lambda: workers_of(log) and finished(out, store) >= done)
     os.kill(command.pid, signal.SIGKILL)
     command.join(300)
     assert command.exitcode == -signal.SIGKILL and 'index.json' not in contents(out, store)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pytest
 
 from cli.options import benchmark_parser
@@ -52,6 +51,7 @@ def run_forked(command: list, cwd: Path, env: dict[str, str], **_) -> subprocess
 
 def run_cells(argv: list[str]) -> None:
     """In a process of its own: the notebook, and what it leaves."""
+    import matplotlib.pyplot as plt
     os.chdir(NOTEBOOK.parent)
     subprocess.run = run_forked
     plt.show = lambda: (print('a figure'), plt.close('all'))

@@ -1,9 +1,8 @@
 """What Streaming would do otherwise: hang, end early and quietly, or take the shared memory of another run."""
 import contextlib
 import json
+import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +15,9 @@ from data import StreamingLAIONDataset, build_loader
 from inputs import shared_memory
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError
-from tests.forked_runs import RUN, run, traced
+from tests.forked_runs import RUN, run, start_in_folder, traced
 from tests.local_s3 import s3_process
-from tests.runs import ROOT, TINY
+from tests.runs import TINY
 from tests.samples import encoded, good, picture, write_shards
 
 
@@ -110,24 +109,26 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path, results):
 
 
 @pytest.mark.long
-def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(tmp_path, results, monkeypatch):
+def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(server, tmp_path, results, monkeypatch):
     shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(i)), 'caption': str(i)} for i in range(400)],
                           size_limit=4000)
+    folder = tmp_path / 'run'
+    folder.mkdir()
     with s3_process(monkeypatch) as store:
         for file in Path(shards).iterdir():
             store.client.upload_file(str(file), 'bucket', f'many/{file.name}')
-        run = subprocess.Popen([sys.executable, 'benchmark.py', '--remote', 's3://bucket/many', *TINY, '--max_duration',
-                                '2ep', '--local', str(tmp_path / 'cache'), '--results', str(results)], cwd=ROOT,
-                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        argv = ['--remote', 's3://bucket/many', *TINY, '--max_duration', '2ep', '--local', tmp_path / 'cache',
+                '--results', results]
+        run = start_in_folder(server, folder, main, argv, **os.environ)
         while len(list(tmp_path.glob('cache/*/*/*.mds'))) < 20:
-            assert run.poll() is None, run.communicate()
+            assert run.exitcode is None, (folder / 'err').read_text()
             time.sleep(0.02)
-    _, errors = run.communicate(timeout=600)
-    [line] = [line for line in errors.splitlines() if 'error' in line.lower()]
+    run.join(600)
+    [line] = [line for line in (folder / 'err').read_text().splitlines() if 'error' in line.lower()]
     assert line.startswith('benchmark.py: error: the run failed at batch')
     assert 'a shard, s3://bucket/many/' in line and 'could not be read' in line
     record = json.loads(results.read_text())
-    assert run.returncode == 2 and record['status'] == 'failed' and record['error'] in line
+    assert run.exitcode == 2 and record['status'] == 'failed' and record['error'] in line
 
 
 @pytest.mark.long

@@ -1,33 +1,20 @@
 """Several real processes over gloo: ranks on one node, and nodes on one machine."""
 import json
 import os
-import subprocess
-import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 import benchmark
-from tests import runs
-from tests.forked_runs import run_program, run_ranks
-from tests.runs import ROOT, check_record, free_port
+from tests import forked_launcher, runs
+from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
+from tests.runs import check_record, free_port
 from tests.training import rank_program
 
 TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
         '--measure_batches', '2', '--num_workers', '0']
-
-
-def launch(*arguments, wrapper=(), **environment) -> subprocess.Popen:
-    command = [*wrapper, sys.executable, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, 'PYTHONPATH': str(ROOT), **environment}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def finish(*runs: subprocess.Popen) -> list[tuple[str, str]]:
-    outputs = [run.communicate(timeout=600) for run in runs]
-    for run, output in zip(runs, outputs, strict=True):
-        assert run.returncode == 0, output
-    return outputs
 
 
 def node(rank: int, port: int) -> dict[str, str]:
@@ -72,13 +59,15 @@ def test_only_the_last_microbatch_synchronises_gradients(trained):
 
 
 @pytest.mark.long
-def test_two_processes_make_one_record_of_both(results, shards):
-    run = subprocess.run([sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'benchmark.py', '--remote', shards,
-                          '--use_ema', *runs.TINY, '--results', str(results)], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+def test_two_processes_make_one_record_of_both(results, shards, server):
+    log = results.with_name('log')
+    run = forked_launcher.start(server, log, ['-n', '2', 'benchmark.py', '--remote', shards, '--use_ema', *runs.TINY,
+                                              '--results', results])
+    run.join(600)
+    assert run.exitcode == 0, log.read_text()
     [line] = results.read_text().splitlines()
     check_record(json.loads(line))
-    assert json.loads(line)['num_devices'] == 2 and line in run.stdout
+    assert json.loads(line)['num_devices'] == 2 and line in log.read_text()
 
 
 @pytest.mark.long
@@ -93,21 +82,26 @@ def test_two_nodes_of_two_ranks_leave_one_record(tmp_path, server):
     assert [line in log.read_text() for log in logs] == [True, False, False, False]
 
 
+def become_node(folder: Path, argv: list[str]) -> None:
+    """In a process of its own: a node, as far as it has /dev/shm, temporary files and a cache of its own."""
+    os.environ['TMPDIR'] = tempfile.tempdir = tempfile.mkdtemp(dir=folder)
+    mount_small_disk(1000, '/dev/shm')
+    benchmark.main([*argv, '--local', f'{folder}/cache'])
+
+
 @pytest.mark.long
-def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards):
-    own_shm = ['unshare', '--mount', 'sh', '-c', 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', 'sh']
-    if subprocess.run([*own_shm, 'true'], capture_output=True).returncode:
-        pytest.skip('two nodes need a /dev/shm each, and this user may not mount one')
-    port, runs = free_port(), []
-    for rank in (0, 1):
-        (tmp_path / f'tmp{rank}').mkdir()
-        flags = ['--remote', shards, *TINY, '--local', tmp_path / f'cache{rank}', '--results', tmp_path / 'records']
-        environment = node(rank, port) | {'TMPDIR': str(tmp_path / f'tmp{rank}')}
-        runs.append(launch('benchmark.py', *flags, wrapper=own_shm, **environment))
-    finish(*runs)
+def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards, server):
+    skip_unless_mounts_are_allowed('/dev/shm')
+    folders = [tmp_path / f'node{rank}' for rank in (0, 1)]
+    for folder in folders:
+        folder.mkdir()
+    argv = ['--remote', shards, *TINY, '--results', str(tmp_path / 'records')]
+    logs = [folder / 'log' for folder in folders]
+    codes = run_ranks(server, logs, become_node, [(folder, argv) for folder in folders], nodes=2)
+    assert codes == [0, 0], [log.read_text() for log in logs]
     assert json.loads((tmp_path / 'records').read_text())['num_nodes'] == 2
-    for rank in (0, 1):
-        assert list((tmp_path / f'cache{rank}').rglob('*.mds'))
+    for folder in folders:
+        assert list((folder / 'cache').rglob('*.mds'))
 
 
 def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):

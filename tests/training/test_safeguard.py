@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -18,6 +20,7 @@ from composer.core import Timestamp
 import benchmark
 from benchmark import main
 from ema import EMA
+from tests import forked_launcher
 from tests.runs import ROOT, TINY, failed, wait_until
 from training import safeguard
 from training.checkpoints import checkpoints, load_checkpoint
@@ -100,18 +103,17 @@ def test_a_signal_ends_a_run_with_a_record_of_what_was_measured_and_a_checkpoint
     assert load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch'] == 3
 
 
-def start_and_train(results, *flags) -> subprocess.Popen:
-    """A run of two ranks under the launcher that has trained for some batches."""
-    log = results.with_name('log')
-    command = [sys.executable, '-m', 'composer.cli.launcher', '-n', '2', 'tests/training/talking_run.py',
-               '--use_synth_data', *TINY, '--measure_batches', '100000', '--results', str(results), *flags]
-    environment = os.environ | {'PYTHONPATH': str(ROOT)}
-    with open(log, 'w') as file:
-        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
+def arguments_of_two_ranks(results, *flags) -> list[str]:
+    """Those of the launcher, for a run that goes on until it is ended."""
+    return ['-n', '2', 'tests/training/talking_run.py', '--use_synth_data', *TINY, '--measure_batches', '100000',
+            '--results', str(results), *flags]
+
+
+def wait_until_it_trains(log: Path, has_ended: Callable[[], bool]) -> None:
+    """Until the run that prints to `log` has trained for some batches."""
     while not re.search(r'^batch ([6-9]|\d\d+) of 100001', log.read_text(), re.MULTILINE):
-        assert run.poll() is None, log.read_text()
+        assert not has_ended(), log.read_text()
         time.sleep(0.05)
-    return run
 
 
 def group_is_gone(group: int) -> bool:
@@ -124,28 +126,35 @@ def group_is_gone(group: int) -> bool:
 
 
 @pytest.mark.long
-def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results):
-    run = start_and_train(results)
+def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results, server):
+    log = results.with_name('log')
+    run = forked_launcher.start(server, log, arguments_of_two_ranks(results))
+    wait_until_it_trains(log, lambda: run.exitcode is not None)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
-    run.wait(timeout=300)
+    run.join(300)
     wait_until(lambda: group_is_gone(run.pid))
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
     stopped = f'stopped at batch {record["trained_batches"]} of 100001; without --save_folder nothing was saved'
-    assert stopped in results.with_name('log').read_text().splitlines()
+    assert stopped in log.read_text().splitlines()
 
 
 @pytest.mark.long
 def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
-    folder = results.with_name('checkpoints')
-    run = start_and_train(results, '--use_ema', '--save_folder', str(folder))
+    """A real launcher, and real ranks."""
+    log, folder = results.with_name('log'), results.with_name('checkpoints')
+    arguments = arguments_of_two_ranks(results, '--use_ema', '--save_folder', str(folder))
+    with open(log, 'w') as file:
+        run = subprocess.Popen([sys.executable, '-m', 'composer.cli.launcher', *arguments], cwd=ROOT, stdout=file,
+                               stderr=file, start_new_session=True, env=os.environ | {'PYTHONPATH': str(ROOT)})
+    wait_until_it_trains(log, lambda: run.poll() is not None)
     os.kill(run.pid, signal.SIGTERM)  # to it alone, which passes it on to its ranks
     run.wait(timeout=300)
     wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted'
     [checkpoint] = checkpoints(folder)
-    assert f'saved {checkpoint}; the same command with --autoresume goes on' in results.with_name('log').read_text()
+    assert f'saved {checkpoint}; the same command with --autoresume goes on' in log.read_text()
     done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']
     assert done >= record['measured_batches'] + 1
     argv = ['--use_synth_data', '--use_ema', *TINY, '--max_duration', f'{done + 3}ba', '--save_folder', str(folder)]

@@ -1,4 +1,5 @@
 """What a run draws is what diffusers' own pipeline draws, and the run trains as if it had drawn nothing."""
+import functools
 import json
 from pathlib import Path
 
@@ -108,7 +109,9 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
 
 
 @pytest.mark.long
-def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, prompts):
+def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, prompts, monkeypatch, few_steps):
+    compile_without_kernels = functools.partialmethod(torch.nn.Module.compile, backend='aot_eager')
+    monkeypatch.setattr(torch.nn.Module, 'compile', compile_without_kernels)
     flags = ['--image_size', '32', '--compile', '--channels_last', '--max_duration', '4ba']
     torch._dynamo.utils.counters.clear()
     torch._dynamo.reset()  # of what tests before have compiled
@@ -116,7 +119,7 @@ def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, promp
     torch._dynamo.utils.counters.clear()
     torch._dynamo.reset()
     record = run(tmp_path, smallest_model, *flags, '--sample_prompts', prompts, '--sample_interval', '1ba')
-    assert record['compiled_graphs'] == plain['compiled_graphs'] and record['loss'] == plain['loss']
+    assert record['compiled_graphs'] == plain['compiled_graphs'] > 0 and record['loss'] == plain['loss']
     assert record['sampling_seconds'] > 0 and len(list((tmp_path / 'drawn').iterdir())) == 4
 
 
