@@ -10,6 +10,9 @@ endif
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PYTHONDONTWRITEBYTECODE :=# Python keeps what it has compiled, or each start would compile all libraries anew
 
+# Processes of pytest: on two cores a third one works while the others wait for a file or a process.
+TEST_PROCESSES ?= 3
+
 # Where the pictures of the documentation lie, and those of a run, which git ignores.
 FIGURES = docs
 OUTPUT = pictures
@@ -25,7 +28,7 @@ smoke: $(VENV)/installed  ## A first measurement: SD2 base on every GPU, by two 
 
 test: $(VENV)/installed  ## ruff, and all tests but the long ones: four minutes on two cores.
 	ruff check .
-	python -m pytest -n 2 --dist worksteal -m "not long" tests
+	python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests
 
 test-long: $(VENV)/installed  ## The long proofs: kills at many moments, launchers, learning, compiled models, fuzzed inputs.
 	python -m pytest -n 2 --dist worksteal -m long tests

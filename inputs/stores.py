@@ -11,10 +11,14 @@ name. Of azure:// it takes the account from AZURE_ACCOUNT_NAME or else from the 
 
 obstore's threads do not survive a fork: a process that has opened a store may start others by spawn or forkserver only.
 """
+import contextlib
 import functools
 import io
 import os
 import re
+import sys
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import NamedTuple
@@ -35,6 +39,7 @@ SETTINGS = re.compile('AWS_|S3_|GCS_|GOOGLE_|CLOUDSDK_|AZURE_|MOSAICML_STREAMING
 # A server that is away for a minute is waited for; one that is gone ends the run after two or three.
 RETRY_TIMEOUT = timedelta(minutes=2)
 LONGEST_PAUSE = timedelta(seconds=10)
+SECONDS_TO_SPEAK = 5
 CONNECT_TIMEOUT = timedelta(seconds=20)
 REQUEST_TIMEOUT = timedelta(seconds=90)  # with its content, of which a request takes up to 64 MiB
 MAX_RETRIES = 1000  # RETRY_TIMEOUT comes first
@@ -241,7 +246,22 @@ def store_error(error: BaseException, place: str) -> str:
         return f'{place} cannot be used ({short_text(error)}); rename that object or give a narrower address'
     if status and status < '500':
         return f'{place} cannot be used ({answer}: {short_text(error)})'
-    return f'{place} is out of reach ({answer or short_text(error)})'
+    return (f'{place} is out of reach ({answer or short_text(error)}); check its name, the network and, '
+            'for a store beside AWS, S3_ENDPOINT_URL')
+
+
+@contextlib.contextmanager
+def said_when_slow(sentence: str) -> Iterator[None]:
+    """A context that prints the sentence where it lasts, as when a store does not answer."""
+    minutes = RETRY_TIMEOUT.total_seconds() / 60
+    text = f'{sentence}, which can take {minutes:.0f} minutes where a store does not answer'
+    timer = threading.Timer(SECONDS_TO_SPEAK, print, [text], {'file': sys.stderr, 'flush': True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def status_and_code(error: BaseException) -> tuple[str | None, str | None]:

@@ -13,7 +13,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from inputs.errors import DataError
 from inputs.places import CLAIM, hold_others_files, is_address, occupied_error
 from inputs.run_lock import give_lock_back, take_lock
-from inputs.stores import open_store, store_error, streaming_address
+from inputs.stores import open_store, said_when_slow, store_error, streaming_address
 
 ATTEMPTS = 3  # workers that may die of a part before the run ends
 LOCK = f'{CLAIM}.lock'  # in a folder, while a run works in it
@@ -187,8 +187,9 @@ class StoreOutput(Output):
     def require_new_or_begun(self) -> None:
         """Raises ValueError if there are objects and no claim of ours, or the store cannot be reached."""
         try:
-            holds_files = next(self._listed(''), None) is not None
-            is_begun = self.read(CLAIM) is not None
+            with said_when_slow(f'asking for {self.place}'):
+                holds_files = next(self._listed(''), None) is not None
+                is_begun = self.read(CLAIM) is not None
         except DataError as error:
             raise ValueError(str(error)) from None
         if holds_files and not is_begun:
@@ -272,7 +273,7 @@ class StoreOutput(Output):
         try:
             yield
         except (BaseError, OSError) as error:
-            raise DataError(f'{self.place}: {store_error(error, self.out)}') from error
+            raise DataError(store_error(error, self.place)) from error
 
 
 def write_through(path: Path, content: bytes | BinaryIO) -> None:

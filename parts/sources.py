@@ -20,7 +20,7 @@ from obstore.exceptions import BaseError
 
 from inputs.errors import DataError, one_line
 from inputs.places import is_address
-from inputs.stores import open_store, store_error
+from inputs.stores import open_store, said_when_slow, store_error
 from parts.names import ARCHIVES, CAPTIONS, File, is_hidden, is_image, split_name, why_not_read
 
 COMPANIONS = ('_stats.json', '.parquet', 'Thumbs.db', 'desktop.ini')  # of tars by img2dataset, of images by Windows
@@ -267,10 +267,11 @@ class Search:
         if is_glob:
             beginning = beginning.rpartition('/')[0]
         try:
-            found = [(entry['path'], entry['size']) for page in obstore.list(store, beginning) for entry in page]
-            if not found and not is_glob and key:
-                entry = obstore.head(store, key)
-                found = [(key, entry['size'])]
+            with said_when_slow(f'listing SOURCE {source}'):
+                found = [(entry['path'], entry['size']) for page in obstore.list(store, beginning) for entry in page]
+                if not found and not is_glob and key:
+                    entry = obstore.head(store, key)
+                    found = [(key, entry['size'])]
         except FileNotFoundError:
             found = []
         except (BaseError, OSError, ValueError) as error:

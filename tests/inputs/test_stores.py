@@ -10,9 +10,18 @@ import pytest
 from inputs import stores
 from inputs.errors import DataError
 from inputs.places import is_address
-from inputs.stores import ObjectLost, StoredFile, open_store, parse_address, store_error, streaming_address
+from inputs.stores import (
+    ObjectLost,
+    StoredFile,
+    open_store,
+    parse_address,
+    said_when_slow,
+    store_error,
+    streaming_address,
+)
 from tests.forks import status_of_child
 from tests.local_s3 import local_s3
+from tests.runs import wait_until
 
 SECRET = 'c2VjcmV0LWtleQ=='
 
@@ -120,6 +129,9 @@ def test_azure_takes_account_container_and_key_as_streaming_reads_them(monkeypat
     assert parse_address(streaming_address(address), 'OUT') == parse_address(address, 'OUT')
 
 
+REMEDY = '; check its name, the network and, for a store beside AWS, S3_ENDPOINT_URL'
+
+
 def test_errors_of_a_store_are_one_line_without_secrets(monkeypatch):
     monkeypatch.setattr(stores, 'RETRY_TIMEOUT', timedelta(milliseconds=50))
 
@@ -141,8 +153,8 @@ def test_errors_of_a_store_are_one_line_without_secrets(monkeypatch):
         assert error_of(403, 'InvalidObjectState') == (
             's3://bucket/a lies in an archive (403 InvalidObjectState); restore it first', True)
         assert error_of(416, 'InvalidRange')[1]
-        assert error_of(503, 'SlowDown') == ('s3://bucket/a is out of reach (503 SlowDown)', False)
-    assert error_of(0, '') == ('s3://bucket/a is out of reach (HTTP error: error sending request)', False)
+        assert error_of(503, 'SlowDown') == (f's3://bucket/a is out of reach (503 SlowDown){REMEDY}', False)
+    assert error_of(0, '') == (f's3://bucket/a is out of reach (HTTP error: error sending request){REMEDY}', False)
 
 
 def test_a_file_of_a_store_is_read_in_pieces_over_connections_that_break(monkeypatch):
@@ -196,3 +208,12 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever(monkeypatch):
                 open_store('s3://bucket/a', 'SOURCE')
             return 7
         assert status_of_child(open_again) == 7
+
+
+def test_a_store_that_does_not_answer_is_said_to_be_waited_for(monkeypatch, capfd):
+    with said_when_slow('asking'):
+        pass
+    assert capfd.readouterr().err == ''
+    monkeypatch.setattr(stores, 'SECONDS_TO_SPEAK', 0)
+    with said_when_slow('asking for OUT s3://bucket'):
+        wait_until(lambda: 'asking for OUT s3://bucket, which can take 2 minutes' in capfd.readouterr().err)
