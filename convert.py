@@ -35,6 +35,17 @@ from inputs.errors import one_line
 from inputs.places import INDEX, finished_error
 from inputs.stores import streaming_address
 from inputs.words import counted
+from parts.claims import (
+    DAMAGED,
+    SKIPPED,
+    claim,
+    finished_parts,
+    is_claimed_for,
+    read_json,
+    redo,
+    release,
+    samples_of_finished,
+)
 from parts.engine import Part, make_parts
 from parts.held_out import (
     TooFewSamples,
@@ -48,19 +59,7 @@ from parts.held_out import (
 from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
 from parts.names import File, held_out_beside
-from parts.output import (
-    DAMAGED,
-    SKIPPED,
-    Output,
-    claim,
-    finished_parts,
-    is_claimed_for,
-    open_output,
-    read_json,
-    redo,
-    release,
-    samples_of_finished,
-)
+from parts.output import Output, open_output
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.sources import Found, find_files, join_neighbours

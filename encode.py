@@ -40,15 +40,16 @@ from inputs.stores import streaming_address
 from inputs.words import counted
 from measuring.caution import doubt
 from measuring.record import UNMEASURED, circumstances, keep, redacted
-from models.flops import encoding_flops, utilization
+from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents
 from models.loading import find_model
+from parts.claims import SKIPPED, claim, finished_parts, refuse_finished, release
 from parts.devices import is_to_be_on_gpu, workers_on_devices
 from parts.encoding import EncodingSettings
 from parts.engine import Part, make_parts
 from parts.local_workers import LocalWorkers
 from parts.merge import Merged, merge_parts
-from parts.output import SKIPPED, Output, claim, finished_parts, open_output, refuse_finished, release
+from parts.output import Output, open_output
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_encoder
@@ -221,7 +222,7 @@ def encode(flags: EncodingFlags) -> dict:
     with output.in_use():
         progress, merged = encode_and_merge(flags, output, origin, index)
     record = encoding_record(flags, progress, merged, number_of_samples(index),
-                             encoding_flops(files.configs['vae'], flags.image_size))
+                             flops_of_latents(files.configs['vae'], flags.image_size))
     return keep(record, summary(record, flags), flags.results)
 
 

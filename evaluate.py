@@ -25,7 +25,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -40,7 +40,8 @@ from inputs.words import counted
 from measuring.quality import FEWEST_SAMPLES, clip_score, frechet_distance
 from measuring.record import circumstances, keep, redacted
 from models.feature_extractors import PUBLISHED_SHA256, load_clip, load_inception
-from models.flops import drawing_flops, utilization
+from models.flops import flops_of_a_picture, utilization
+from parts.claims import claim, finished_parts
 from parts.devices import is_to_be_on_gpu, workers_on_devices
 from parts.engine import Part, make_parts
 from parts.evaluation import (
@@ -61,7 +62,7 @@ from parts.evaluation_plan import (
     reference_file,
 )
 from parts.local_workers import LocalWorkers
-from parts.output import FolderOutput, Output, claim, finished_parts, open_output
+from parts.output import FolderOutput, Output, open_output
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_evaluator
@@ -281,22 +282,21 @@ def speed_of(evaluation: Evaluation, workers: list[dict], device: str) -> dict:
         figures |= {'device': device, 'device_type': 'cuda'}
     images_per_sec = sum(worker['measured'] / worker['seconds'] for worker in measured)
     figures |= {'images_per_sec': images_per_sec, 'images_per_sec_per_device': images_per_sec / len(measured)}
-    flops = flops_of_a_picture(evaluation)
+    flops = mean_flops(evaluation)
     return figures | utilization(images_per_sec / len(measured), flops, evaluation.flags.precision, device)
 
 
-def flops_of_a_picture(evaluation: Evaluation) -> int:
-    """FLOPs of drawing one, on average over the guidance scales; those of its judges are not in it."""
+def mean_flops(evaluation: Evaluation) -> float:
+    """FLOPs of drawing a picture, on average over the guidance scales; those of its judges are not in it."""
     model, flags = evaluation.model, evaluation.flags
     text_config = CLIPTextConfig(**model.config('text_encoder'))
+    flops = flops_of_a_picture(model.config('unet'), text_config, model.config('vae'), evaluation.image_size)
+    return passes_of_unet(flags.steps, flags.guidance) * flops['unet'] + flops['text_encoder'] + flops['vae']
 
-    def flops(guided: bool) -> int:
-        return drawing_flops(model.config('unet'), text_config, model.config('vae'), evaluation.image_size, flags.steps,
-                             guided)
 
-    kinds = [guidance > 1 for guidance in flags.guidance]
-    of_each = {guided: flops(guided) for guided in set(kinds)}
-    return sum(of_each[guided] for guided in kinds) // len(kinds)
+def passes_of_unet(steps: int, guidance: Sequence[float]) -> float:
+    """How often the UNet runs for a picture, on average over guidance scales: twice a step where it is guided."""
+    return steps * sum(2 if scale > 1 else 1 for scale in guidance) / len(guidance)
 
 
 def summary(record: dict) -> str:

@@ -31,7 +31,7 @@ from reporting.figures import draw
 from reporting.plans import plan_rows
 from reporting.quality import read_evaluations, table_of
 from reporting.quality_figure import draw_quality
-from reporting.records import SETTINGS, read_records
+from reporting.records import SETTINGS, read_records, settings_in_one
 from reporting.tables import (
     COLUMNS,
     MEANING_OF_MARK,
@@ -101,7 +101,7 @@ def median_rows(records: pd.DataFrame) -> pd.DataFrame:
     """Setting by setting, a row for each number of GPUs with the median of its reliable runs, and one for each other
     record."""
     rows = [records.iloc[:0]]
-    for _, runs in records.groupby(list(SETTINGS), sort=False):
+    for _, runs in records.groupby(settings_in_one(records), sort=False):
         rows.append(rows_of_setting(runs))
     return pd.concat(rows, ignore_index=True)
 
@@ -119,7 +119,7 @@ def tables_of_settings(rows: pd.DataFrame, gpus_to_predict: list[int], given: As
     why_not = '--extrapolate: no training in the records'
     some_were_predicted = False
     tables = []
-    for _, setting_rows in rows.groupby(list(SETTINGS), sort=False):
+    for _, setting_rows in rows.groupby(settings_in_one(rows), sort=False):
         is_encoding = setting_rows['stage'].iloc[0] == 'encode'
         remarks = []
         if gpus_to_predict and not is_encoding:
@@ -237,11 +237,14 @@ def remarks_on_storage(given: Assumptions) -> list[str]:
 def remarks_on_loaders(records: pd.DataFrame, trained: pd.DataFrame) -> list[str]:
     """How many times the throughput of the fastest model on the same devices each loader's is; a model whose speed is
     in doubt counts where there is no other."""
+    loaders = records[records['loader_images_per_sec'].notna()]
+    if loaders.empty:
+        return []
     place = ['num_devices', 'device', 'image_size']
     by_speed = trained.sort_values(['reliable', 'images_per_sec'], ascending=False)
     fastest = {tuple(row[place]): row for _, row in by_speed.drop_duplicates(place).iterrows()}
     remarks = []
-    for _, record in records[records['loader_images_per_sec'].notna()].iterrows():
+    for _, record in loaders.iterrows():
         loader = record['loader_images_per_sec']
         model = fastest.get(tuple(record[place]))
         times = 'no model measured there'

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from inputs.places import CLAIM
 from inputs.shards import read_index
+from parts.claims import claim, finished_parts, part_index
 from parts.merge import merge_parts
-from parts.output import claim, finished_parts, open_output, part_index
+from parts.output import open_output
 from tests.local_s3 import environment
 from tests.runs import free_port, wait_until
 

@@ -24,6 +24,7 @@ GROUPS = ('data', 'model', 'speed', 'measurement', 'training and checkpoints', '
           'evaluation and drawing', 'logging', 'cost')
 LR_SCHEDULES = ('constant', 'cosine', 'linear')
 TIME_UNITS = {'ba': 'batches', 'ep': 'epochs', 'sp': 'samples', 'dur': 'of the run'}
+MOST_MEANT = 5  # flags that are named as what another may mean
 LONGEST = 10 ** 15  # of any unit: Composer counts in 64 bits
 BYTES = {'': 1, 'b': 1, 'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
 LEAST_SHARD = 1 << 10
@@ -128,6 +129,8 @@ class Parser(argparse.ArgumentParser):
         by_initials = [name for name in flags if word == ''.join(part[:1] for part in words[name])]
         begin_so = [name for name in flags if name.startswith(flag)]
         meant = list(dict.fromkeys([*by_initials, *sorted(with_word, key=len), *begin_so]))
+        if len(meant) > MOST_MEANT:
+            return []
         return meant or difflib.get_close_matches(flag, flags, n=1)
 
     def _refuse_bad_ranks(self) -> None:

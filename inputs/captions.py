@@ -1,4 +1,5 @@
 """Captions become 77 token ids each, by CLIP's vocabulary or another tokenizer's."""
+import functools
 import gzip
 import importlib.util
 import os
@@ -77,7 +78,7 @@ def clip_tokenizer() -> Tokenizer:
     merged = [''.join(pair) for pair in merges]
     special = ['<|startoftext|>', '<|endoftext|>']
     vocabulary = {word: index for index, word in enumerate(symbols + last_symbols + merged + special)}
-    tokenizer = Tokenizer(BPE(vocabulary, merges, continuing_subword_prefix='', end_of_word_suffix='</w>',
+    tokenizer = Tokenizer(BPE(vocabulary, list(merges), continuing_subword_prefix='', end_of_word_suffix='</w>',
                               unk_token=special[1]))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r'\s+'), ' '), normalizers.Lowercase()])
@@ -89,7 +90,7 @@ def clip_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def clip_merges() -> list[tuple[str, str]]:
+def clip_merges() -> tuple[tuple[str, str], ...]:
     """The pairs of symbols that CLIP's vocabulary merges, in their order.
 
     Raises ValueError if open_clip_torch is missing.
@@ -98,6 +99,12 @@ def clip_merges() -> list[tuple[str, str]]:
     if package is None:
         raise ValueError('--tokenizer needs the package open_clip_torch for its vocabulary; install it or name one')
     path = os.path.join(package.submodule_search_locations[0], 'bpe_simple_vocab_16e6.txt.gz')
+    return read_merges(path)
+
+
+@functools.cache  # a run that is evaluated makes two tokenizers
+def read_merges(path: str) -> tuple[tuple[str, str], ...]:
+    """The pairs in the file of open_clip_torch."""
     with gzip.open(path, 'rt', encoding='utf-8') as file:
         lines = file.read().split('\n')
-    return [tuple(line.split()) for line in lines[1:48895]]  # after a heading; what follows was never used
+    return tuple(tuple(line.split()) for line in lines[1:48895])  # after a heading; what follows was never used

@@ -44,10 +44,13 @@ def load_inception(path: str) -> FeatureExtractorInceptionV3:
     """
     try:
         weights = torch.load(path, map_location='cpu', weights_only=True)
-        safe = io.BytesIO()  # torch-fidelity would run what is in the user's file
-        torch.save(weights, safe)
-        safe.seek(0)
-        return FeatureExtractorInceptionV3(NETWORK, [LAYER], feature_extractor_weights_path=safe)
+        shapes = io.BytesIO()  # torch-fidelity would run what is in the user's file
+        torch.save({name: tensor.to('meta') for name, tensor in weights.items()}, shapes)
+        shapes.seek(0)
+        with torch.device('meta'):  # to draw random weights first takes longer than all else here
+            inception = FeatureExtractorInceptionV3(NETWORK, [LAYER], feature_extractor_weights_path=shapes)
+        inception.load_state_dict(weights, assign=True)
+        return inception.float()
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, KeyError, RuntimeError, TypeError,
             ValueError) as error:
         raise ValueError(f'--inception {path} holds no weights of InceptionV3 ({one_line(error)[:200]}); fetch '

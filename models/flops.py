@@ -29,19 +29,31 @@ def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config
         return flops
 
     settings = [dict(unet_config), text_config.to_dict(), vae_config and dict(vae_config), image_size]
+    return kept('training', settings, count)
+
+
+def flops_of_a_picture(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict,
+                       image_size: int) -> dict[str, int]:
+    """FLOPs (1 multiply-add = 2) of what draws a picture of this side: a pass of the UNet, the VAE's decoder, and the
+    text encoder. Counted once and kept.
+    """
+    settings = [dict(unet_config), text_config.to_dict(), dict(vae_config), image_size]
+    return kept('drawing', settings, lambda: drawing_flops(unet_config, text_config, vae_config, image_size))
+
+
+def flops_of_latents(vae_config: dict, image_size: int) -> int:
+    """FLOPs (1 multiply-add = 2) of the VAE's encoder for an image of this side. Counted once and kept."""
+    settings = [dict(vae_config), image_size]
+    return kept('encoding', settings, lambda: {'vae': encoding_flops(vae_config, image_size)})['vae']
+
+
+def kept(kind: str, settings: list, count: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """What was counted before of that kind with these settings by the same code, or else what `count` counts, which is
+    kept from then on, where it can be.
+    """
     counted_by = [torch.__version__, diffusers.__version__, transformers.__version__, Path(__file__).read_text()]
-    key = json.dumps([settings, counted_by], sort_keys=True, default=str)
-    return kept(kept_folder() / f'{hashlib.sha256(key.encode()).hexdigest()}.json', count)
-
-
-def kept_folder() -> Path:
-    """Where counts are kept: in the user's folder for caches."""
-    caches = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-    return Path(caches) / 'diffusion-benchmark' / 'flops'
-
-
-def kept(path: Path, count: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """What `path` holds, or else what is counted, which it holds from then on, where it can be written."""
+    key = json.dumps([kind, settings, counted_by], sort_keys=True, default=str)
+    path = kept_folder() / f'{hashlib.sha256(key.encode()).hexdigest()}.json'
     with contextlib.suppress(OSError, ValueError):  # it is not there, or not whole
         return json.loads(path.read_text())
     counted = count()
@@ -51,6 +63,12 @@ def kept(path: Path, count: Callable[[], dict[str, int]]) -> dict[str, int]:
             json.dump(counted, file)
         os.replace(file.name, path)  # other ranks may read it now
     return counted
+
+
+def kept_folder() -> Path:
+    """Where counts are kept: in the user's folder for caches."""
+    caches = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    return Path(caches) / 'diffusion-benchmark' / 'flops'
 
 
 def training_flops(unet_config: dict, text_config: CLIPTextConfig, latent_side: int) -> dict[str, int]:
@@ -70,10 +88,9 @@ def training_flops(unet_config: dict, text_config: CLIPTextConfig, latent_side: 
     return {'unet': unet_flops, 'text_encoder': text_flops}
 
 
-def drawing_flops(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict, image_size: int, steps: int,
-                  guided: bool) -> int:
-    """FLOPs (1 multiply-add = 2) of drawing one picture: the UNet in each step, twice where it is guided, the text
-    encoder, and the VAE's decoder. Counted on the meta device.
+def drawing_flops(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict, image_size: int) -> dict[str, int]:
+    """FLOPs (1 multiply-add = 2) of one forward pass each of the UNet, the text encoder and the VAE's decoder, for one
+    picture. Counted on the meta device.
     """
     with torch.device('meta'), torch.no_grad():
         unet = UNet2DConditionModel.from_config(unet_config)
@@ -84,7 +101,7 @@ def drawing_flops(unet_config: dict, text_config: CLIPTextConfig, vae_config: di
         text_flops, output = count_flops(lambda: text_encoder(caption))
         unet_flops, _ = count_flops(lambda: unet(latents, torch.empty(1, dtype=torch.long), output[0]))
         decoder_flops, _ = count_flops(lambda: vae.decode(latents))
-    return steps * (2 if guided else 1) * unet_flops + text_flops + decoder_flops
+    return {'unet': unet_flops, 'text_encoder': text_flops, 'vae': decoder_flops}
 
 
 def encoding_flops(vae_config: dict, image_size: int) -> int:

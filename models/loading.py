@@ -65,8 +65,16 @@ class ModelFiles:
 def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     """The files of a model: built in, in the folder `name`, or downloaded once from the hub's repository `name`.
 
-    Raises ValueError if there is no such model, or it lacks the weights that `pretrained` asks for.
+    Raises ValueError if there is no such model, it lacks the weights that `pretrained` asks for, or does not work.
     """
+    files = files_of_model(name, pretrained)
+    if files.folder not in BUILT_IN.values():
+        require_working_model(name, json.dumps(files.configs))
+    return files
+
+
+def files_of_model(name: str, pretrained: bool) -> ModelFiles:
+    """Those of `find_model`, without trying whether the model works: for workers of a command that has done so."""
     if name in BUILT_IN and not pretrained:
         folder = BUILT_IN[name]
     elif name == 'tiny':
@@ -82,10 +90,7 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
         for file in WEIGHT_FILES:
             if not (folder / file).is_file():
                 raise ValueError(f'--model_name {name} lacks {file}; leave out --pretrained for random weights')
-    files = ModelFiles(name, folder, configs, pretrained)
-    if folder not in BUILT_IN.values():
-        require_working_model(name, json.dumps(configs))
-    return files
+    return ModelFiles(name, folder, configs, pretrained)
 
 
 def read_configs(name: str, folder: Path) -> dict[str, dict]:

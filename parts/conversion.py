@@ -2,9 +2,10 @@
 import torch
 
 from inputs.shards import MDS_COLUMNS
+from parts.claims import require_same_place
 from parts.engine import Part
 from parts.held_out import draw_of, smallest_draws
-from parts.output import Output, require_same_place
+from parts.output import Output
 from parts.tars import Damage, make_sample, read_samples
 from parts.writer import PartWriter
 

@@ -38,9 +38,10 @@ from models.feature_extractors import (
     sha256_of,
 )
 from models.sampling import build_pipeline, decode, denoise, noise_of_samples
+from parts.claims import part_index, part_name, read_part, require_same_place
 from parts.devices import device_of_worker, name_of_gpu
 from parts.engine import Part
-from parts.output import Output, part_index, part_name, read_part, require_same_place
+from parts.output import Output
 
 FEATURES = 'features'  # of InceptionV3, float32 (n, 2048)
 COSINES = 'cosines'  # of CLIP's embeddings of picture and caption, float32 (n,)

@@ -16,10 +16,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from inputs.words import counted
-from parts.merge import read_parts
-from parts.output import (
+from parts.claims import (
     EDGE,
-    Output,
     finished_parts,
     is_begun,
     names_beside_claim,
@@ -29,6 +27,8 @@ from parts.output import (
     release,
     remove_part_folders,
 )
+from parts.merge import read_parts
+from parts.output import Output
 
 
 class Draw(NamedTuple):

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from inputs.errors import DataError
-from parts.output import INDEX, SKIPPED, Output, part_index, read_part
+from inputs.places import INDEX
+from parts.claims import SKIPPED, part_index, read_part
+from parts.output import Output
 
 READERS = 64  # of part indexes, at once
 PARTS_AT_ONCE = 1000  # whose indexes are held

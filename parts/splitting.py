@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from inputs.shards import MDS_COLUMNS
 from inputs.verified_stream import open_shards
+from parts.claims import part_name, read_part
 from parts.engine import Part
 from parts.held_out import Draw, first_draws, remove_replaced
-from parts.output import FolderOutput, Output, part_name, read_part
+from parts.output import FolderOutput, Output
 from parts.writer import PartWriter
 
 

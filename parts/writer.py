@@ -6,7 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from streaming import MDSWriter
 
-from parts.output import Output, part_index, part_name
+from parts.claims import part_index, part_name
+from parts.output import Output
 
 SHARD_BYTES = 1 << 26  # the most that a shard takes: Streaming's own default
 SHARDS_ON_THEIR_WAY = 2  # of a part, full and not yet in OUT

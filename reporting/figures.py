@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from inputs.words import counted
-from reporting.records import SETTINGS
+from reporting.records import SETTINGS, settings_in_one
 from reporting.tables import (
     COLUMNS,
     MEANING_OF_MARK,
@@ -121,7 +121,7 @@ def letters_of(font) -> set[str]:
 def has_several_counts(rows: pd.DataFrame) -> bool:
     """Whether any setting has days on two numbers of GPUs or more."""
     complete = rows[(rows['status'] == 'complete') & rows['days'].notna()]
-    return bool((complete.groupby(list(SETTINGS))['num_devices'].nunique() > 1).any())
+    return bool((complete.groupby(settings_in_one(complete))['num_devices'].nunique() > 1).any())
 
 
 def draw_ladder(figure, rows: pd.DataFrame, training_images: int, with_ratios: bool) -> tuple[float, list[str]]:
@@ -156,7 +156,7 @@ def draw_scaling(figure, rows: pd.DataFrame, training_images: int) -> tuple[floa
     """Days on the left and efficiency on the right, a bar for each number of GPUs and setting, the fewest GPUs on top;
     returns the height in inches, and the sentences below."""
     complete = rows[(rows['status'] == 'complete') & rows['days'].notna()]
-    settings = complete.groupby(list(SETTINGS), sort=False).ngroup()  # the number of each row's setting
+    settings = complete.groupby(settings_in_one(complete), sort=False).ngroup()  # the number of each row's setting
     complete = complete.assign(setting=settings, place=in_devices(complete))
     complete = complete.sort_values(['num_devices', 'num_nodes', 'setting'])
     drawn = complete[complete['setting'] < len(COLORS)].head(MOST_BARS)

@@ -5,7 +5,7 @@ import math
 import pandas as pd
 
 from measuring.costs import DAYS_PER_MONTH, Assumptions, Phase, days_to_train
-from reporting.records import SETTINGS
+from reporting.records import SETTINGS, settings_in_one
 from reporting.tables import printed_figure
 from reporting.throughput import with_costs
 
@@ -24,7 +24,7 @@ def plan_rows(trained: pd.DataFrame, encodings: pd.DataFrame, phases: list[Phase
     """
     plans = []
     alike = [key for key in SETTINGS if key not in DIFFER_WITHIN_A_PLAN]
-    for _, runs in trained.groupby(['num_devices', 'num_nodes', *alike], sort=False):
+    for _, runs in trained.groupby(['num_devices', 'num_nodes', settings_in_one(trained, alike)], sort=False):
         by_encoders = {}
         for encoders, same_encoders in runs.groupby('encoders'):  # in_loop comes before text_in_loop
             if {phase.size for phase in phases} <= set(same_encoders['image_size']):

@@ -3,7 +3,7 @@
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -56,6 +56,12 @@ def read_records(path: str) -> tuple[pd.DataFrame, list[str]]:
     flags = ('measured', 'reliable', 'on_cpu')
     dtypes = {'num_devices': 'int64'} | dict.fromkeys(MEASUREMENTS, float) | dict.fromkeys(flags, bool)
     return pd.DataFrame(records, columns=COLUMNS_OF_RECORDS).astype(dtypes), left_out
+
+
+def settings_in_one(rows: pd.DataFrame, keys: Sequence[str] = SETTINGS) -> pd.Series:
+    """The settings `keys` of each row in one text, by which pandas groups ten times as fast as by thirty columns."""
+    texts = ['\n'.join(settings) for settings in zip(*(rows[key] for key in keys), strict=True)]
+    return pd.Series(texts, index=rows.index, dtype=object)
 
 
 def numbered_records(path: str, left_out: list[str]) -> Iterator[tuple[int, object]]:

@@ -10,7 +10,7 @@ import pandas as pd
 from cli.options import benchmark_parser
 from inputs.words import counted
 from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW
-from reporting.records import IDENTITY, SETTINGS, SWITCHES_OF_SPEED, one_line_of_text
+from reporting.records import IDENTITY, SETTINGS, SWITCHES_OF_SPEED, one_line_of_text, settings_in_one
 from settings.subjects import ENCODER_PRECISIONS
 from settings.switch_table import Situation, switch_of
 
@@ -123,14 +123,14 @@ def identity_that_differs(rows: pd.DataFrame) -> list[str]:
     """Which of date and commit tell rows apart that agree in all settings."""
     keys = []
     for key in IDENTITY:
-        if (rows.groupby([*SETTINGS, 'num_devices', 'num_nodes'])[key].nunique() > 1).any():
+        if (rows.groupby([settings_in_one(rows), 'num_devices', 'num_nodes'])[key].nunique() > 1).any():
             keys.append(key)
     return keys
 
 
 def differing_settings(rows: pd.DataFrame) -> list[str]:
     """The settings that not all rows agree in."""
-    return [key for key in SETTINGS if rows[key].nunique() > 1]
+    return [key for key in SETTINGS if len(set(rows[key])) > 1]
 
 
 def versions_in_all(rows: pd.DataFrame) -> list[str]:

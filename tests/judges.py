@@ -2,12 +2,21 @@
 import io
 from pathlib import Path
 
+import pytest
 import torch
 from diffusers import UNet2DConditionModel
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTextConfig, CLIPVisionConfig
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTextConfig,
+    CLIPTokenizerFast,
+    CLIPVisionConfig,
+)
 
-from inputs.captions import pipeline_tokenizer
+from inputs import captions
 from models.feature_extractors import LAYER, NETWORK
 from models.loading import build_text_encoder, build_vae, find_model
 from models.sampling import build_pipeline
@@ -33,16 +42,24 @@ def save_inception(path: Path) -> str:
     return str(path)
 
 
+def tokenizer_of_letters() -> CLIPTokenizerFast:
+    """That of the program with a token for each letter, which is made and loaded in no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captions, 'clip_merges', tuple)
+        return captions.pipeline_tokenizer()
+
+
 def save_clip(folder: Path) -> str:
     """A CLIP model of one layer, with its processor, as transformers saves them."""
     torch.manual_seed(3)
     sizes = {'hidden_size': 32, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
-    text = CLIPTextConfig(vocab_size=49408, **sizes)
+    tokenizer = tokenizer_of_letters()
+    text = CLIPTextConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
     vision = CLIPVisionConfig(image_size=32, patch_size=8, **sizes)
     model = CLIPModel(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16))
     model.save_pretrained(folder)
     images = CLIPImageProcessor(size={'shortest_edge': 32}, crop_size={'height': 32, 'width': 32})
-    CLIPProcessor(images, pipeline_tokenizer()).save_pretrained(folder)
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
     return str(folder)
 
 
@@ -52,6 +69,6 @@ def save_pipeline(folder: Path) -> str:
     torch.manual_seed(4)
     unet = UNet2DConditionModel.from_config(files.configs['unet'] | {'sample_size': 4})
     pipeline = build_pipeline(unet, build_vae(files, 'fp32'), files.configs['scheduler'],
-                              build_text_encoder(files, 'fp32'), pipeline_tokenizer())
+                              build_text_encoder(files, 'fp32'), tokenizer_of_letters())
     pipeline.save_pretrained(folder)
     return str(folder)

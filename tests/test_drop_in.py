@@ -9,12 +9,13 @@ from diffusers import DDPMScheduler
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-from benchmark import StableDiffusion, main
+from benchmark import StableDiffusion, build_data, main
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
 from ema import EMA, compute_ema
 from encode import main as encode
 from inputs.captions import build_tokenizer
-from tests.runs import TINY, one_error_line
+from models.loading import find_model
+from tests.runs import TINY, one_error_line, settings_of
 from tests.samples import good, pillow_square, pixels, write_shards
 
 # of the original's commit 835e58b, with self left out
@@ -40,9 +41,8 @@ def test_what_is_new_in_a_dataset_comes_by_its_name_only(shards):
         StreamingLAIONDataset(shards, None, 64)
 
 
-@pytest.mark.parametrize('flags', [[], ['--num_workers', '2']])
-def test_a_local_folder_without_a_remote_is_read_in_place(shards, results, flags):
-    record = main(['--local', shards, *TINY, '--measure_batches', '3', *flags, '--results', str(results)])
+def test_a_local_folder_without_a_remote_is_read_in_place(shards, results):
+    record = main(['--local', shards, *TINY, '--num_workers', '2', '--results', str(results)])
     assert (record['status'], record['dataset']) == ('complete', 'streaming')
     assert json.loads(results.read_text()) == record
 
@@ -52,8 +52,10 @@ def test_a_local_folder_that_is_not_there_is_one_line(results, tmp_path, capfd):
     assert f'--local {tmp_path}/none is no folder' in error and '--remote' in error
 
 
-def test_synthetic_data_leaves_a_local_folder_alone(shards, results):
-    assert main(['--use_synth_data', '--local', shards, *TINY, '--results', str(results)])['dataset'] == 'synthetic'
+def test_synthetic_data_leaves_a_local_folder_alone(shards):
+    settings = settings_of('--use_synth_data', '--local', shards, *TINY)
+    assert not settings.data.remote  # which the record is said to be streaming by
+    assert isinstance(build_data(settings, find_model('tiny')).dataloader.dataset, SyntheticImageCaptionDataset)
 
 
 def test_encoding_reads_a_local_folder_in_place(shards, tmp_path, results):

@@ -10,10 +10,11 @@ from cli.defaults import fill_in_encoding_defaults
 from cli.options import encode_parser
 from data import StreamingLAIONDataset
 from inputs.shards import read_index
+from parts.claims import claim
 from parts.encoding import Encoder
 from parts.engine import Part
 from parts.merge import merge_parts
-from parts.output import claim, open_output
+from parts.output import open_output
 from tests.samples import write_shards
 
 

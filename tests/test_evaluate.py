@@ -18,18 +18,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from torchmetrics.image.fid import FrechetInceptionDistance, NoTrainInceptionV3
 from torchmetrics.multimodal.clip_score import CLIPScore
-from transformers import CLIPModel, CLIPProcessor
+from transformers import CLIPModel, CLIPProcessor, CLIPTextConfig
 
 import evaluate
 from cli.defaults import fill_in_evaluate_defaults
 from cli.early_data_checks import refuse_early_evaluation
 from cli.options import evaluate_parser
-from inputs.captions import pipeline_tokenizer
 from inputs.errors import DataError
 from inputs.text_files import read_captions
 from measuring.quality import clip_score
 from models.feature_extractors import LAYER, NETWORK, hash_of_files, load_clip, sha256_of
+from models.flops import flops_of_a_picture
 from models.sampling import noise_of_samples
+from parts.claims import claim
 from parts.devices import device_of_worker
 from parts.engine import Part, make_parts
 from parts.evaluation import (
@@ -42,9 +43,9 @@ from parts.evaluation import (
     load_pipeline,
     read_features,
 )
-from parts.evaluation_plan import read_reference, reference_file
+from parts.evaluation_plan import Model, read_reference, reference_file
 from parts.local_workers import LocalWorkers
-from parts.output import claim, open_output
+from parts.output import open_output
 from parts.workers import make_evaluator
 from tests.judges import save_clip, save_inception, save_pipeline
 from tests.measuring.test_quality import of_few
@@ -125,6 +126,11 @@ def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_nu
     assert (pixels_of(kept).int() - pixels_of(drawn.images).int()).abs().max() <= 1
 
 
+def test_the_unet_runs_in_each_step_and_twice_where_it_is_guided():
+    assert evaluate.passes_of_unet(5, [1.0]) == 5
+    assert evaluate.passes_of_unet(5, [1.0, 4.0]) == 7.5
+
+
 def test_the_noise_of_a_sample_follows_from_its_number_and_the_seed_alone():
     noise = noise_of_samples(range(4), 17, 4)
     assert torch.equal(noise_of_samples([2, 0], 17, 4), noise[[2, 0]])
@@ -178,6 +184,11 @@ def test_the_record_says_what_was_judged_and_by_what(evaluated, judges, pipeline
     assert (record['stage'], record['samples'], record['samples_drawn'], record['real_images']) == ('evaluate', 2, 4, 2)
     assert record['fid_is_biased'] and not record['fid_of_published_weights'] and record['clip'] == 'clip'
     assert '299 pixels, bilinear as in TensorFlow 1' in record['resize'] and record['network'] == f'{NETWORK} {LAYER}'
+    model = Model(pipeline, pipeline)
+    text_config = CLIPTextConfig(**model.config('text_encoder'))
+    flops = flops_of_a_picture(model.config('unet'), text_config, model.config('vae'), SIZE)
+    of_a_picture = 1.5 * STEPS * flops['unet'] + flops['text_encoder'] + flops['vae']  # half of them are guided
+    assert record['tflops_per_image'] == pytest.approx(of_a_picture / 1e12)
     text = evaluate.summary(record)
     assert 'too high: below 10,000 it is biased' in text and 'not those of published FIDs' in text
 
@@ -323,7 +334,7 @@ def write_checkpoint(path: Path, model: str, with_vae: bool = True) -> None:
         weights |= {f'{part}.{name}': tensor for name, tensor in getattr(parts, part).state_dict().items()}
     averages = {f'unet.{name}': parameter.detach() + 0.1 for name, parameter in parts.unet.named_parameters()}
     ema = {'ema_started': True, 'ema_weights_active': False, 'ema_model': {'named_parameters_dict': averages}}
-    flags = {'model_name': 'tiny', 'image_size': SIZE, 'batch_size': 4, 'seed': 17, 'tokenizer': None}
+    flags = {'model_name': 'tiny', 'image_size': SIZE, 'batch_size': 4, 'seed': 17, 'tokenizer': model}
     state = {'model': weights, 'algorithms': [('EMA', ema)], 'callbacks': [('Safeguard', {'flags': flags})],
              'timestamp': {'Timestamp': {'batch': 7, 'sample': 28}}}
     torch.save({'state': state, 'rng': []}, path)
@@ -349,8 +360,8 @@ def test_a_checkpoint_draws_with_its_average_and_says_how_far_it_was_trained(tmp
 
 def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(judges):
     clip = load_clip(judges['--clip'])
-    long = ['word ' * 200, 'word ' * 75]  # with start and end 77 tokens
-    assert len(pipeline_tokenizer()(long[1]).input_ids) == 77
+    long = ['a ' * 200, 'a ' * 75]  # with start and end 77 tokens
+    assert len(clip.tokenizer(long[1]).input_ids) == 77
     cosines = clip.cosines([picture(1)] * 2, long)
     torch.testing.assert_close(cosines[0], cosines[1])
 

@@ -1,9 +1,11 @@
 """The loss on held-out samples: the same whenever and however it is calculated, and the training is none the wiser."""
 import json
 import os
+import shutil
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,10 +118,22 @@ def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated,
     assert record['evaluation_seconds'] > 0 and record['eval_remote'] and record['eval_interval'] == '2ba'
 
 
-def test_a_training_that_is_evaluated_is_the_same_training(evaluated, shards, tmp_path, results):
-    folder, _, _ = evaluated
-    main(['--remote', shards, *TRAIN, '--save_folder', str(tmp_path / 'kept'), '--results', str(results)])
-    assert_same_training(folder, tmp_path / 'kept')
+@pytest.fixture(scope='module')
+def small_training(tmp_path_factory, shards, smallest_model) -> SimpleNamespace:
+    """The flags of a training of a UNet of one block, and the folder of one that was not evaluated."""
+    folder = tmp_path_factory.mktemp('small')
+    model = shutil.copytree(smallest_model, folder / 'model')
+    (model / 'vae' / 'config.json').write_text(json.dumps(find_model('tiny').configs['vae']))
+    flags = ['--remote', shards, *TRAIN, '--model_name', str(model)]
+    main([*flags, '--save_folder', str(folder / 'kept'), '--results', str(folder / 'results')])
+    return SimpleNamespace(flags=flags, kept=folder / 'kept')
+
+
+def test_a_training_that_is_evaluated_is_the_same_training(small_training, held_out, tmp_path, results):
+    record = main([*small_training.flags, '--eval_remote', held_out, '--eval_interval', '2ba', '--save_folder',
+                   str(tmp_path / 'kept'), '--results', str(results)])
+    assert record['evaluations'] == 2
+    assert_same_training(small_training.kept, tmp_path / 'kept')
 
 
 def test_an_evaluation_depends_neither_on_the_microbatch_nor_on_the_batch_it_comes_after(evaluated, held_out, shards,
@@ -140,29 +154,27 @@ def test_latents_are_evaluated_on_latents(moments, tmp_path, results, capfd):
     assert f'batch 4: loss {by_hand:.4g} on the held-out samples' in capfd.readouterr().err
 
 
-def test_a_signal_within_an_evaluation_leaves_a_checkpoint_of_the_live_weights(evaluated, shards, held_out, tmp_path,
+def test_a_signal_within_an_evaluation_leaves_a_checkpoint_of_the_live_weights(small_training, held_out, tmp_path,
                                                                               results, monkeypatch):
-    folder, _, _ = evaluated
-
     class Interrupted(benchmark.Evaluations):
         def eval_batch_end(self, state, logger):
             if state.eval_timestamp.batch.value == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     kept = tmp_path / 'kept'
-    argv = ['--remote', shards, *TRAIN, '--save_folder', str(kept), '--autoresume', '--results', str(results),
+    argv = [*small_training.flags, '--save_folder', str(kept), '--autoresume', '--results', str(results),
             '--save_interval', '4ba', '--eval_remote', held_out, '--eval_interval', '2ba']
     with monkeypatch.context() as patch:
         patch.setattr(benchmark, 'Evaluations', Interrupted)
         with pytest.raises(SystemExit) as exit:
             main(argv)
     assert exit.value.code == 130 and json.loads(results.read_text())['status'] == 'interrupted'
-    of_batch_2 = load_checkpoint(checkpoints(str(folder))[0])['state']['model']
+    of_batch_2 = load_checkpoint(checkpoints(str(small_training.kept))[0])['state']['model']
     for name, tensor in final_state(kept)['model'].items():
         assert torch.equal(tensor, of_batch_2[name]), name
     record = main(argv)
     assert (record['first_batch'], record['eval_batch']) == (2, 4)
-    assert_same_training(folder, kept)
+    assert_same_training(small_training.kept, kept)
 
 
 def run_that_rank_1_is_told_to_end(rank: int, argv: list[str]) -> None:
@@ -207,15 +219,14 @@ def test_what_cannot_be_evaluated_is_one_line(source, flags, words, shards, mome
     assert words in line and '--eval_' in line
 
 
-def test_an_evaluation_that_fails_is_warned_of_and_the_training_stays_the_same(tmp_path, held_out, capfd, monkeypatch):
-    plain, failing = tmp_path / 'plain', tmp_path / 'failing'
-    argv = ['--use_synth_data', *TRAIN, '--results', str(tmp_path / 'results')]
-    main([*argv, '--save_folder', str(plain)])
+def test_an_evaluation_that_fails_is_warned_of_and_the_training_stays_the_same(small_training, tmp_path, held_out,
+                                                                              results, capfd, monkeypatch):
     monkeypatch.setattr(StableDiffusion, 'update_metric', lambda *_: 1 / 0)
-    record = main([*argv, '--save_folder', str(failing), '--eval_remote', held_out, '--eval_interval', '2ba'])
+    record = main([*small_training.flags, '--save_folder', str(tmp_path / 'kept'), '--results', str(results),
+                   '--eval_remote', held_out, '--eval_interval', '2ba'])
     assert record['status'] == 'complete' and record['evaluations'] == 0
     assert capfd.readouterr().err.count('failed (ZeroDivisionError: division by zero); the training goes on') == 2
-    assert_same_training(plain, failing)
+    assert_same_training(small_training.kept, tmp_path / 'kept')
 
 
 def test_a_last_batch_that_is_smaller_than_the_microbatch_is_not_warned_of(held_out, shards):

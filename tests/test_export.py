@@ -1,4 +1,6 @@
 """A checkpoint becomes a pipeline of diffusers that draws with what was trained, or nothing at all."""
+import contextlib
+import io
 import os
 import re
 import resource
@@ -6,6 +8,7 @@ import shutil
 import signal
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -52,8 +55,24 @@ def exported(tmp_path_factory, checkpoints) -> str:
     return out
 
 
-def loaded(out) -> StableDiffusionPipeline:
-    pipeline = StableDiffusionPipeline.from_pretrained(str(out))
+@pytest.fixture(scope='module')
+def exported_latents(tmp_path_factory, latent_checkpoints, model_folder) -> dict[str | None, SimpleNamespace]:
+    """By the model folder that the VAE and the tokenizer are taken from, None for none: where the pipeline of the run
+    on latents is, its `out`, and what was printed."""
+    pipelines = {}
+    for folder in (None, model_folder):
+        flags = ['--model_name', folder, '--pretrained', '--tokenizer', folder] if folder else []
+        out = tmp_path_factory.mktemp('latents') / 'out'
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            export([latent_checkpoints, str(out), *flags])
+        pipelines[folder] = SimpleNamespace(out=out, output=output.getvalue(), errors=errors.getvalue())
+    return pipelines
+
+
+def loaded(out, *without: str) -> StableDiffusionPipeline:
+    """The pipeline, without the parts that a test does not look at."""
+    pipeline = StableDiffusionPipeline.from_pretrained(str(out), **dict.fromkeys(without))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -73,7 +92,7 @@ def test_the_pipeline_has_the_averaged_unet_or_the_live_one(checkpoints, exporte
     state = load_checkpoint(f'{checkpoints}/ep0-ba4-rank0.pt')['state']
     averages = dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
     for out, expected in ((exported, averages), (tmp_path / 'live', state['model'])):
-        for name, parameter in loaded(out).unet.named_parameters():
+        for name, parameter in loaded(out, 'vae', 'text_encoder', 'tokenizer').unet.named_parameters():
             assert torch.equal(parameter, expected[f'unet.{name}'])
     assert any(not torch.equal(average, state['model'][name]) for name, average in averages.items())
 
@@ -92,33 +111,30 @@ def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(che
 
 
 @pytest.mark.parametrize('tokenizer', [None, 'model_folder'])
-def test_the_pipeline_tokenizes_as_training_does(latent_checkpoints, tmp_path, tokenizer, request):
-    flags = []
+def test_the_pipeline_tokenizes_as_training_does(exported_latents, tokenizer, request):
     if tokenizer:
         tokenizer = request.getfixturevalue(tokenizer)
-        flags = ['--tokenizer', tokenizer]
-    export([latent_checkpoints, str(tmp_path / 'out'), *flags])
+    out = exported_latents[tokenizer].out
     in_training = build_tokenizer(tokenizer)
-    in_pipeline = loaded(tmp_path / 'out').tokenizer
-    again_in_training = build_tokenizer(str(tmp_path / 'out'))
+    in_pipeline = loaded(out, 'unet', 'vae', 'text_encoder').tokenizer
+    again_in_training = build_tokenizer(str(out))
     for caption in CAPTIONS:
         ids = in_pipeline(caption, padding='max_length', max_length=in_pipeline.model_max_length, truncation=True)
         assert ids.input_ids == in_training.encode(caption).ids, caption
         assert ids.input_ids == again_in_training.encode(caption).ids, caption
 
 
-def test_a_run_on_latents_takes_the_vae_of_the_model_folder(latent_checkpoints, model_folder, tmp_path, capfd):
-    export([latent_checkpoints, str(tmp_path / 'random')])
-    captured = capfd.readouterr()
-    assert 'cannot decode; tiny has no other; what draws is trained with --model_name FOLDER' in captured.err
-    assert captured.err.count('\n') == 2 and captured.err.startswith(f'reading {latent_checkpoints}')
-    assert 'live (there is no average)' in captured.out
-    export([latent_checkpoints, str(tmp_path / 'pretrained'), '--model_name', model_folder, '--pretrained'])
-    assert capfd.readouterr().err.count('\n') == 1
+def test_a_run_on_latents_takes_the_vae_of_the_model_folder(exported_latents, latent_checkpoints, model_folder):
+    of_random = exported_latents[None]
+    assert 'cannot decode; tiny has no other; what draws is trained with --model_name FOLDER' in of_random.errors
+    assert of_random.errors.count('\n') == 2 and of_random.errors.startswith(f'reading {latent_checkpoints}')
+    assert 'live (there is no average)' in of_random.output
+    pretrained = exported_latents[model_folder]
+    assert pretrained.errors.count('\n') == 1
     from diffusers import AutoencoderKL
     saved = AutoencoderKL.from_pretrained(model_folder, subfolder='vae').state_dict()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in
-               loaded(tmp_path / 'pretrained').vae.state_dict().items())
+    vae = loaded(pretrained.out, 'unet', 'text_encoder', 'tokenizer').vae
+    assert all(torch.equal(saved[name], tensor) for name, tensor in vae.state_dict().items())
 
 
 def test_an_exported_model_is_trained_further(exported, tmp_path):

@@ -39,6 +39,8 @@ def test_compiling_takes_a_mode_or_none(argv, value):
     ('--batchsize', '--batchsize is no flag; did you mean --batch_size?'),
     ('--batchsize=4', '--batchsize is no flag; did you mean --batch_size?'),
     ('--qqq', '--qqq is no flag; see --help'),
+    ('--=3', '-- is no flag; see --help'),
+    ('--s', '--s is no flag; see --help'),  # short for many
     ('64', '64 belongs to no flag; see --help'),
     ('--ema', '--ema is no flag; did you mean --use_ema or --ema_start or --ema_half_life?'),
     ('--lr=1', '--lr is no flag; did you mean --learning_rate or --lr_warmup or --lr_schedule?'),

@@ -1,5 +1,6 @@
 """The memory of a step by calculation is what a step on real tensors takes, as torch's profiler sees it."""
 import copy
+import functools
 
 import pytest
 import torch
@@ -22,10 +23,14 @@ def arguments(*flags: str) -> Settings:
 
 
 def fake_model(settings: Settings) -> FakeModel:
-    return build_fake(build_outline(settings, find_model('tiny'), False, benchmark.build_model))
+    files = find_model(settings.model.model_name)
+    return build_fake(build_outline(settings, files, False, benchmark.build_model))
 
 
-def calculated(settings: Settings, fused_attention: bool = True) -> StepMemory:
+@functools.cache  # of tests that look at the same step
+def calculated(*flags: str, fused_attention: bool = True) -> StepMemory:
+    """A step of images of 128 pixels."""
+    settings = arguments('--image_size', '128', *flags)
     return trace_training(settings, fake_model(settings), fused_attention)
 
 
@@ -76,7 +81,7 @@ def peak_of(profiler: profile) -> int:
     pytest.param(['--encoder_precision', 'fp32'], True, marks=pytest.mark.long)], ids=str)
 def test_the_peak_is_that_of_real_tensors_under_cudas_rules(flags, fused_attention):
     settings = arguments('--image_size', '128', *flags)
-    step = calculated(settings, fused_attention)
+    step = calculated(*flags, fused_attention=fused_attention)
     peak, saved = measured(settings, fused_attention)
     # in half precision the kernels of some CPUs take up to 2 % of this for themselves
     assert sum(step.peak(IMAGES, accumulated=False).values()) == pytest.approx(peak, rel=0.03)
@@ -89,7 +94,8 @@ def test_with_gradient_checkpointing_the_peak_is_that_of_real_tensors():
     """What kernels take for themselves is not seen by calculation, and shows where little else is there."""
     settings = arguments('--image_size', '128', '--gradient_checkpointing')
     peak, _ = measured(settings)
-    assert sum(calculated(settings).peak(IMAGES, accumulated=False).values()) == pytest.approx(peak, rel=0.1)
+    step = calculated('--gradient_checkpointing')
+    assert sum(step.peak(IMAGES, accumulated=False).values()) == pytest.approx(peak, rel=0.1)
 
 
 def test_without_a_fused_kernel_attentions_matrices_are_kept():
@@ -109,20 +115,20 @@ def test_without_a_fused_kernel_attentions_matrices_are_kept():
             module.register_forward_hook(count, with_kwargs=True)
     model({'image': torch.rand(1, 3, 128, 128), 'caption': torch.zeros(1, 77, dtype=torch.long)})
     column = ITEMS.index('activations')
-    fused, matrix = (calculated(settings, fused).per_image[:, column].max() for fused in (True, False))
+    fused, matrix = (calculated(fused_attention=fused).per_image[:, column].max() for fused in (True, False))
     assert 4 * matrices <= matrix - fused < 12 * matrices
     assert matrices > 0
 
 
 def test_gradients_of_an_earlier_microbatch_are_there_all_the_time():
-    step = calculated(arguments('--image_size', '64'))
+    step = calculated()
     first, later = (step.peak(2, accumulated)['gradients'] for accumulated in (False, True))
     model = benchmark.build_model(arguments(), False)
     assert later == sum(weight.nbytes for weight in model.unet.parameters()) > first
 
 
-def test_a_fake_step_leaves_no_trace():
-    settings = arguments('--image_size', '64')
+def test_a_fake_step_leaves_no_trace(smallest_model):
+    settings = arguments('--model_name', smallest_model, '--image_size', '32')
     torch.manual_seed(3)
     expected = torch.rand(5)
     torch.manual_seed(3)

@@ -9,6 +9,8 @@ from streaming import MDSWriter
 
 import convert
 from benchmark import main
+from data import StreamingLAIONDataset
+from inputs.errors import DataError
 from inputs.shards import index_hash, read_index
 from tests.runs import TINY, failed, one_error_line
 from tests.samples import Hostile, good, write_sample_tar, write_shards
@@ -86,9 +88,8 @@ def write_hashed(folder: Path, number: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize('fault, words', [('cut', 'is cut short'), ('flipped', 'fails its xxh64 hash'),
-                                          ('other', 'is not the one of index.json'), ('gone', 'is not there')])
-def test_faults_of_shards_are_told_apart(tmp_path, results, capfd, fault, words):
+def with_fault(tmp_path: Path, fault: str) -> Path:
+    """A dataset whose first shard is not what its index says."""
     shards = write_hashed(tmp_path / 'shards', 24)
     first = shards / 'shard.00000.mds'
     if fault == 'cut':
@@ -101,7 +102,20 @@ def test_faults_of_shards_are_told_apart(tmp_path, results, capfd, fault, words)
         shutil.copy(write_hashed(tmp_path / 'other', 3) / 'shard.00000.mds', first)
     else:
         first.unlink()
-    assert words in failed(['--remote', shards, *TINY, '--max_duration', '1ep'], results, capfd)
+    return shards
+
+
+@pytest.mark.parametrize('fault, words', [('cut', 'is cut short'), ('flipped', 'fails its xxh64 hash'),
+                                          ('other', 'is not the one of index.json')])
+def test_faults_of_shards_are_told_apart(tmp_path, fault, words):
+    dataset = StreamingLAIONDataset(str(with_fault(tmp_path, fault)), str(tmp_path / 'cache'), batch_size=1)
+    with pytest.raises(DataError, match=words):
+        dataset.sample(0)
+
+
+@pytest.mark.parametrize('fault, words', [('cut', 'is cut short'), ('gone', 'is not there')])
+def test_a_fault_of_a_shard_is_the_line_of_the_run(tmp_path, results, capfd, fault, words):
+    assert words in failed(['--remote', with_fault(tmp_path, fault), *TINY, '--max_duration', '1ep'], results, capfd)
 
 
 def test_nothing_in_a_dataset_runs_code_or_writes_outside_its_cache(tmp_path, capfd):

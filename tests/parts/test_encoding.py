@@ -7,9 +7,10 @@ from cli.defaults import fill_in_encoding_defaults
 from cli.options import encode_parser
 from inputs.errors import DataError
 from inputs.shards import read_index
+from parts.claims import claim
 from parts.encoding import Encoder
 from parts.engine import Part
-from parts.output import claim, open_output
+from parts.output import open_output
 from settings.subjects import EncodingFlags
 
 

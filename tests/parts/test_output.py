@@ -9,19 +9,10 @@ import pytest
 
 from inputs.errors import DataError
 from inputs.places import CLAIM
+from parts.claims import EDGE, claim, finished_parts, part_index, redo, release
 from parts.held_out import find_edge
 from parts.merge import merge_parts
-from parts.output import (
-    EDGE,
-    LOCK,
-    FolderOutput,
-    claim,
-    finished_parts,
-    open_output,
-    part_index,
-    redo,
-    release,
-)
+from parts.output import LOCK, FolderOutput, open_output
 from parts.writer import PartWriter
 from tests.local_s3 import local_s3
 

@@ -128,9 +128,10 @@ def test_checkpoints_of_one_batch_are_in_the_order_of_their_epochs(tmp_path):
 
 def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_left_to_do(shards, results, tmp_path,
                                                                                          capfd):
-    argv = ['--remote', shards, *TINY, '--max_duration', '1ep', '--save_folder', str(tmp_path / 'kept'), '--autoresume',
-            '--save_interval', '3ba', '--results', str(results)]
-    main(argv)  # of 6 batches: the last checkpoint is of batch 6, when the epoch is not yet over
+    argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration', '1ep',
+            '--save_folder', str(tmp_path / 'kept'), '--autoresume', '--save_interval', '3ba', '--results',
+            str(results)]
+    main(argv)  # of 3 batches: the last checkpoint is of batch 3, when the epoch is not yet over
     saved = checkpoints(str(tmp_path / 'kept'))
     with pytest.raises(SystemExit) as exit:
         main(argv)

@@ -118,8 +118,10 @@ def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_p
         s3.client.upload_file(path, 'bucket', f'runs/1/{Path(path).name}')
     places |= {'store': 's3://bucket/runs/1', 'object': 's3://bucket/runs/1/ep0-ba4-rank0.pt'}
     expected, average = unet_and_average(load_checkpoint(places['file'])['state'])
+    model = fresh_model()
     for form, place in places.items():
-        model = fresh_model()
+        for weight in model.unet.parameters():
+            torch.nn.init.zeros_(weight)
         found = load_initial_weights(place, model)
         for name, weight in model.unet.state_dict().items():
             assert torch.equal(weight, expected[f'unet.{name}']), form

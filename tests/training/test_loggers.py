@@ -1,52 +1,17 @@
 """The curves of a run, at Weights & Biases and in TensorBoard's files."""
-import contextlib
 import json
 import re
-from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
 from benchmark import main
-from tests.runs import TINY, one_error_line, wait_until
+from tests.runs import TINY
 from tests.samples import encoded, picture, write_shards
 from training.loggers import OneFolderTensorboardLogger, new_folder
 
 
 def test_a_run_leaves_its_record_and_nothing_else_without_the_flags_of_a_logger(plain_run):
     assert [path.name for path in plain_run.folder.iterdir()] == ['results.jsonl']
-
-
-def read_wandb(path: Path) -> tuple[set, dict, dict]:
-    """Keys of the history, the config and the summary in an offline run's file."""
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-    store, history, config, summary = DataStore(), set(), {}, {}
-    store.open_for_scan(str(path))
-    while data := store.scan_data():
-        entry = Record()
-        entry.ParseFromString(data)
-        history |= {item.key or '/'.join(item.nested_key) for item in entry.history.item}
-        for found, updates in ((summary, (entry.summary.update, entry.run.summary.update)),
-                               (config, (entry.config.update, entry.run.config.update))):
-            for update in updates:
-                found |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
-    return history, config, summary
-
-
-def test_wandb_offline_holds_the_curves_the_settings_and_the_record(tmp_path, results, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    record = main(['--use_synth_data', '--use_ema', *TINY, '--measure_batches', '8', '--wandb_name', 'tiny',
-                   '--wandb_project', 'test', '--results', str(results)])
-    [file] = tmp_path.glob('wandb/offline-run-*/*.wandb')
-
-    def written():  # by a process of W&B's own, which may be at it still
-        with contextlib.suppress(AssertionError):
-            return 'images_per_sec' in read_wandb(file)[2]
-    wait_until(written)
-    history, config, summary = read_wandb(file)
-    assert {'loss/train/total', 'throughput/samples_per_sec', 'throughput/device/flops_per_sec'} <= history
-    assert (config['model_name'], config['batch_size'], config['use_ema']) == ('tiny', 4, True)
-    assert summary['images_per_sec'] == record['images_per_sec'] and summary['loss'] == record['loss']
 
 
 def test_a_logger_that_fails_does_not_take_the_record_with_it(results, tmp_path, monkeypatch, capfd):
@@ -56,15 +21,6 @@ def test_a_logger_that_fails_does_not_take_the_record_with_it(results, tmp_path,
     record = main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
     assert json.loads(results.read_text()) == record and record['status'] == 'complete'
     assert 'OneFolderTensorboardLogger did not take the record' in capfd.readouterr().err
-
-
-def test_wandb_without_login_is_one_line(results, capfd, monkeypatch, tmp_path):
-    monkeypatch.setenv('WANDB_MODE', 'online')
-    monkeypatch.setenv('NETRC', str(tmp_path / 'none'))
-    monkeypatch.setenv('HOME', str(tmp_path))
-    monkeypatch.delenv('WANDB_API_KEY', raising=False)
-    error = one_error_line(['--use_synth_data', *TINY, '--wandb_name', 'x', '--results', results], capfd)
-    assert '--wandb_name x' in error and 'wandb login' in error
 
 
 def test_one_tensorboard_file_in_a_folder_of_models_name_size_and_date_holds_loss_settings_and_record(tmp_path, shards,

@@ -35,8 +35,8 @@ def prompts(tmp_path_factory) -> str:
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    """A tenth of the steps; the first test of this file takes them all."""
-    monkeypatch.setattr(sampling, 'STEPS', 5)
+    """2 instead of 50; the first test of this file takes them all."""
+    monkeypatch.setattr(sampling, 'STEPS', 2)
 
 
 def run(folder: Path, model_folder: str, *flags) -> dict:
