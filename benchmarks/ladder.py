@@ -22,6 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from cli.early import require_packages
+from cli.options import Parser, count, positive
 from settings.switch_table import SWITCHES, switch_of
 
 ROOT = Path(__file__).parent.parent
@@ -212,16 +214,19 @@ def this_machine() -> Machine:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser('ladder.py', description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser('ladder.py', __doc__)
     parser.add_argument('results', type=Path, help='file that the records are appended to')
-    parser.add_argument('minutes', type=float, nargs='?', default=float('inf'), help='to end in (default: no limit)')
-    parser.add_argument('--batch', type=int, default=128, help='images of a step on each GPU (default: 128)')
-    parser.add_argument('--measure_batches', type=int, default=40, help='batches that are measured (default: 40)')
+    parser.add_argument('minutes', type=positive, nargs='?', default=float('inf'), help='to end in (default: no limit)')
+    parser.add_argument('--batch', type=count, default=128, help='images of a step on each GPU (default: 128)')
+    parser.add_argument('--measure_batches', type=count, default=40, help='batches that are measured (default: 40)')
     args = parser.parse_args(argv)
+    try:
+        require_packages('torch')
+    except ValueError as error:
+        parser.error(str(error))
     machine = this_machine()
     if not machine.gpus:
-        sys.exit('ladder.py: error: this machine has no GPU')
+        parser.error('this machine has no GPU; make smoke measures a tiny model on its CPU')
     args.results.parent.mkdir(parents=True, exist_ok=True)
     climb(args, machine)
     if args.results.exists():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from cli.folders import is_first_rank, names_in, refuse_bad_results, refuse_missing_dataset, refuse_unusable_folder
 from cli.options import split_time
+from inputs.hub import refuse_impossible_model
 from inputs.places import INDEX, number_of_samples, refuse_folder_without_index
 from inputs.text_files import read_prompts
 from inputs.words import counted
@@ -34,6 +35,7 @@ def refuse_early_training(args: argparse.Namespace) -> None:
     refuse_bad_source(args)
     refuse_bad_batch(args)
     refuse_bad_image_size(args)
+    refuse_impossible_model(args.model_name, args.pretrained)
     refuse_bad_modes(args)
     refuse_flags_alone(args)
     refuse_missing_source(args)

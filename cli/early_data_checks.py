@@ -16,7 +16,7 @@ from cli.folders import (
     refuse_occupied_folder,
 )
 from inputs.errors import one_line
-from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
+from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS, refuse_impossible_model
 from inputs.places import is_address
 from inputs.text_files import read_captions, refuse_too_few
 from parts.names import held_out_beside
@@ -30,6 +30,7 @@ def refuse_early_encoding(args: argparse.Namespace) -> None:
     if not (args.remote or args.local) or not args.out:
         raise ValueError('give both --remote and --out')
     refuse_bad_image_size(args)
+    refuse_impossible_model(args.model_name, args.pretrained)
     refuse_missing_source(args)
     refuse_empty('--out', args.out)
     refuse_occupied_folder('--out', args.out, 'encode.py', may_be_finished=False)

@@ -3,11 +3,32 @@ import difflib
 import os
 from pathlib import Path
 
+TINY = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 # where evaluate.py tells people to get the networks that it judges with; it fetches nothing itself
 INCEPTION_WEIGHTS = ('https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/'
                      'weights-inception-2015-12-05-6726825d.pth')
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
+
+
+def refuse_impossible_model(name: str, pretrained: bool) -> None:
+    """Raises ValueError if --model_name has no weights to take, or can be neither a folder nor a name of the hub."""
+    if os.path.isdir(name):
+        return
+    if name == TINY and pretrained:
+        raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after a '
+                         'recipe that has it, or name a diffusers folder')
+    if '/' not in name and name != TINY:
+        raise ValueError(f'--model_name {name} is no folder here, and a name of the hub has its owner before a slash'
+                         f'{nearest_model(name)}')
+
+
+def nearest_model(name: str) -> str:
+    """The model of those built in that a name may mean, as the end of an error; '' where none is near."""
+    nearest = difflib.get_close_matches(name, (SD2_BASE, SD2_BASE.partition('/')[2], TINY), n=1)
+    if not nearest:
+        return ''
+    return f'; did you mean {TINY if nearest[0] == TINY else SD2_BASE}?'
 
 
 def local_folder(flag: str, name: str, patterns: list[str]) -> Path:
@@ -21,9 +42,7 @@ def local_folder(flag: str, name: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # wrong names, missing repositories, no network, no access
-        meant = ': check the name and the network, or give a local folder'
-        nearest = difflib.get_close_matches(name, (SD2_BASE, 'tiny'), n=1)
-        if nearest and flag == '--model_name':
-            meant = f'; did you mean {nearest[0]}?'
+        meant = nearest_model(name) if flag == '--model_name' else ''
+        meant = meant or ': check the name and the network, or give a local folder'
         raise ValueError(f'{flag} {name} is not a folder, and the hub gave nothing ({type(error).__name__}){meant}'
                          ) from None

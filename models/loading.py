@@ -12,7 +12,7 @@ from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from inputs.errors import one_line
-from inputs.hub import SD2_BASE, local_folder
+from inputs.hub import SD2_BASE, local_folder, refuse_impossible_model
 
 # These folders hold no weights: random ones train as fast.
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', 'tiny': Path(__file__).parent / 'tiny'}
@@ -75,11 +75,9 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
 
 def files_of_model(name: str, pretrained: bool) -> ModelFiles:
     """Those of `find_model`, without trying whether the model works: for workers of a command that has done so."""
+    refuse_impossible_model(name, pretrained)
     if name in BUILT_IN and not pretrained:
         folder = BUILT_IN[name]
-    elif name == 'tiny':
-        raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after a '
-                         'recipe that has it, or name a diffusers folder')
     else:
         patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()]
         if pretrained:

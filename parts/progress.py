@@ -4,6 +4,7 @@ import sys
 
 from tqdm import tqdm
 
+SECONDS_TO_FIRST_LINE = 10
 SECONDS_BETWEEN_LINES = 60
 
 
@@ -18,6 +19,11 @@ class PlainLines(tqdm):
                 print(text, file=file, flush=True)
         return print_state
 
+    def display(self, *args, **options) -> bool:
+        """Print a line; the next one is due a while later."""
+        self.mininterval = SECONDS_BETWEEN_LINES
+        return super().display(*args, **options)
+
     def close(self) -> None:
         """Leave the lines as they are."""
         self.fp = io.StringIO()  # for what moves a terminal's cursor
@@ -30,4 +36,4 @@ def progress_bar(total: int, unit: str, done: int = 0) -> tqdm:
     if sys.stderr.isatty():
         return tqdm(total=total, initial=done, unit=unit, unit_scale=True, dynamic_ncols=True)
     return PlainLines(total=total, initial=done, unit=unit, unit_scale=True, ncols=0, ascii=True, leave=False,
-                      mininterval=SECONDS_BETWEEN_LINES, maxinterval=SECONDS_BETWEEN_LINES, delay=1)
+                      mininterval=SECONDS_TO_FIRST_LINE, maxinterval=SECONDS_BETWEEN_LINES, delay=1)

@@ -132,6 +132,11 @@ def test_a_rung_that_takes_too_long_is_told_to_end():
     assert ladder.run([sys.executable, '-c', 'import time; time.sleep(60)'], 0.1) == -15
 
 
-def test_without_a_gpu_one_line_says_so(results):
-    with pytest.raises(SystemExit, match='this machine has no GPU'):
-        ladder.main([str(results)])
+@pytest.mark.parametrize('argv, words', [
+    ([], 'this machine has no GPU; make smoke measures'), (['abc'], 'abc is not a number above 0'),
+    (['--bath', '3'], '--bath is no flag; did you mean --batch?')])
+def test_without_a_gpu_or_with_a_bad_flag_one_line_says_so(results, capsys, argv, words):
+    with pytest.raises(SystemExit):
+        ladder.main([str(results), *argv])
+    error = capsys.readouterr().err
+    assert words in error and error.count('\n') == 1

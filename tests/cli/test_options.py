@@ -90,6 +90,9 @@ def dataset_of(samples: int, folder: Path) -> str:
     ([*SYNTHETIC, '--batchsize', '4'], '--batchsize is no flag; did you mean --batch_size?'),
     (['benchmark.py'], 'give one of --remote, --use_synth_data and --use_synth_latents'),
     (['benchmark.py', '--remote', 'nowhere'], '--remote nowhere is no folder'),
+    ([*SYNTHETIC, '--model_name', 'tinny'], '--model_name tinny is no folder here, and a name of the hub has its owner '
+     'before a slash; did you mean tiny?'),
+    ([*SYNTHETIC, '--model_name', 'tiny', '--pretrained'], '--model_name tiny has no weights; leave out --pretrained'),
     ([*SYNTHETIC, '--image_size', '65'], '--image_size 65 is not a multiple of 8; use 64'),
     ([*SYNTHETIC, '--batch_size', '4', '--device_train_microbatch_size', '3'],
      '--device_train_microbatch_size 3 does not divide --batch_size 4; use 2'),

@@ -26,11 +26,11 @@ def test_a_log_gets_whole_lines_and_a_short_run_none(monkeypatch):
     with progress_bar(24, ' images') as bar:
         bar.update(24)
     assert sys.stderr.getvalue() == ''
-    monkeypatch.setattr(progress, 'SECONDS_BETWEEN_LINES', 0.01)
+    monkeypatch.setattr(progress, 'SECONDS_TO_FIRST_LINE', 0.01)
     with progress_bar(100, ' images') as bar:
         bar.start_t -= 2  # as if it had begun before
         for _ in range(3):
             time.sleep(0.02)
             bar.update(20)
     lines = sys.stderr.getvalue().splitlines()
-    assert lines and '\r' not in sys.stderr.getvalue() and '20%' in lines[0] and '20.0/100' in lines[0]
+    assert len(lines) == 1 and '\r' not in lines[0] and '20%' in lines[0] and '20.0/100' in lines[0]
