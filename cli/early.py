@@ -11,6 +11,7 @@ from functools import partial
 
 from cli.folders import is_first_rank
 from cli.options import Parser
+from cli.streams import outlive_readers
 from inputs.errors import one_line
 
 TRAINING_PACKAGES = ('torch', 'composer', 'streaming', 'diffusers')
@@ -22,12 +23,12 @@ def answer_early(parser: Parser, check: Callable[[argparse.Namespace], None],
                  packages: Sequence[str] = TRAINING_PACKAGES) -> None:
     """Parse this process's command line, and end it with one line where `check` refuses it or a package is missing.
 
-    From here on Ctrl-C is one line as well: the imports that follow take seconds.
+    From here on Ctrl-C is one line as well, since the imports that follow take seconds; and nothing that is printed
+    raises an error because its reader has gone.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored in the background of a script
         signal.signal(signal.SIGINT, partial(end_interrupted, parser))
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors='backslashreplace')  # names of files can be bytes that are no text
+    outlive_readers()
     args = parser.parse_args()
     try:
         check(args)
