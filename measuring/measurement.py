@@ -207,6 +207,15 @@ def total_batches(state: State) -> int | None:
     return None
 
 
+def whole_epochs(state: State) -> int:
+    """Epochs that are trained to their end. Composer counts one only some time after its last batch, and a run can stop
+    in between."""
+    epochs = state.timestamp.epoch.value
+    if state.timestamp.batch_in_epoch.value == len(state.train_dataloader):  # the loader in use may be an evaluation's
+        epochs += 1
+    return epochs
+
+
 def remaining_batches(state: State) -> int:
     """How many batches the run has yet to train; 0 where its length is not known in batches."""
     return max(0, (total_batches(state) or 0) - state.timestamp.batch.value)

@@ -12,7 +12,7 @@ from composer.utils import dist
 from fitting.compiling import compiled_graphs
 from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
-from measuring.measurement import Measurement, figures, total_batches
+from measuring.measurement import Measurement, figures, total_batches, whole_epochs
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
 from measuring.tracing import PROFILED, attention_kernels, where_to_look
 from models.diffusion_model import DiffusionModel
@@ -127,7 +127,7 @@ def training_record(run: Run, outcome: dict[str, str]) -> dict:
     record |= run.evaluations.figures()
     timestamp = run.trainer.state.timestamp
     record |= {'first_batch': run.safeguard.first_batch, 'trained_batches': timestamp.batch.value,
-               'trained_epochs': timestamp.epoch.value, 'loss': run.measurement.loss,
+               'trained_epochs': whole_epochs(run.trainer.state), 'loss': run.measurement.loss,
                'skipped_batches': run.safeguard.skipped_batches}
     record |= {'microbatch_search': run.settings.searches_microbatch, 'compiled_graphs': compiled_graphs(),
                'tf32': uses_tf32(), 'attention_kernels': attention_kernels(run.trainer.state.callbacks)}

@@ -11,7 +11,7 @@ from composer.core import Time, Timestamp
 import benchmark
 from benchmark import main
 from measuring import measurement as measuring
-from measuring.measurement import Measurement
+from measuring.measurement import Measurement, whole_epochs
 from tests.runs import ROOT, TINY
 
 
@@ -63,6 +63,14 @@ def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     assert [figures[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]
     assert figures['data_wait_fraction'] == pytest.approx(6 / 11) and figures['peak_memory_gib'] == 40
     assert figures['bad_samples'] == 2
+
+
+@pytest.mark.parametrize('epoch, batch_in_epoch, whole', [(0, 0, 0), (71, 1, 71), (71, 2, 72), (72, 0, 72)])
+def test_an_epoch_is_whole_at_its_last_batch_before_composer_counts_it(epoch, batch_in_epoch, whole):
+    timestamp = Timestamp(epoch=epoch, batch=2 * epoch + batch_in_epoch, batch_in_epoch=batch_in_epoch)
+    evaluation_batches = Time.from_batch(1)  # those of the loader in use, where the run stopped in an evaluation
+    assert whole_epochs(SimpleNamespace(timestamp=timestamp, train_dataloader=range(2),
+                                        dataloader_len=evaluation_batches)) == whole
 
 
 @pytest.mark.parametrize('num_workers, batches', [(0, 20), (2, 19)])
