@@ -181,9 +181,9 @@ def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder,
     flags = ['--use_synth_data', *TINY, '--results', results, '--sample_folder', tmp_path, '--sample_prompts']
     not_tiny = [*flags, prompts, '--model_name', model_folder]
     assert 'give --model_name FOLDER --pretrained' in one_error_line(not_tiny, capfd)
-    assert 'cannot be read' in one_error_line([*flags, tmp_path / 'none', '--pretrained'], capfd)
-    assert 'holds no prompt' in one_error_line([*flags, nothing, '--pretrained'], capfd)
-    assert 'holds 101 prompts' in one_error_line([*flags, many, '--pretrained'], capfd)
+    assert 'cannot be read' in one_error_line([*flags, tmp_path / 'none'], capfd)
+    assert 'holds no prompt' in one_error_line([*flags, nothing], capfd)
+    assert 'holds 101 prompts' in one_error_line([*flags, many], capfd)
     assert '--sample_interval: often' in one_error_line([*flags, prompts, '--sample_interval', 'often'], capfd)
     assert 'is not above 0' in one_error_line([*flags, prompts, '--sample_interval', '0ba'], capfd)
     assert 'needs --sample_prompts' in one_error_line([*flags[:-1], '--sample_interval', '5ba'], capfd)
