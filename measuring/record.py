@@ -49,6 +49,7 @@ def training_settings(settings: Settings, latents: bool, microbatch: int | None 
         if microbatch is not None:
             values['device_train_microbatch_size'] = microbatch
         stated = circumstances('train', values, TRAINING_FLAGS) | places
+        stated['measure_batches'] = settings.measurement.measure_batches  # None: to the end of --max_duration
     return stated | {
         'dataset': 'streaming' if settings.data.remote else 'synthetic',
         'encoders': 'text_in_loop' if latents else 'in_loop',
@@ -127,8 +128,8 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
                     f'{record["images_per_sec_per_device"]:.4g} each',
         'batch': f'{record["batch_seconds_median"]:.3g} s median of {record["measured_batches"]}, 10th to 90th '
                  f'percentile {record["batch_seconds_p10"]:.3g} to {record["batch_seconds_p90"]:.3g} s',
-        'drift': drift_sentence(record['drift'], has_remedy=caution is None),
-        'wait for data': wait_sentence(record['data_wait_fraction'], record.get('encoders') == 'in_loop'),
+        'drift': drift_sentence(record, has_remedy=caution is None),
+        'wait for data': wait_sentence(record, has_remedy=caution is None),
         'peak memory': f'{record["peak_memory_gib"]:.3g} GiB, microbatch {record["device_train_microbatch_size"]}',
         'arithmetic': f'{record["tflops_per_sec_per_device"]:.3g} TFLOP/s each, {share_of_peak}',
         'trained': trained_sentence(record),
@@ -147,9 +148,10 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     return '\n'.join(f'{name:<15} {text}' for name, text in rows.items())
 
 
-def drift_sentence(drift: float | None, has_remedy: bool = True) -> str:
+def drift_sentence(record: dict, has_remedy: bool = True) -> str:
     """How the speed changed within the window, and what to do where it has not settled. Where the record has a caution,
     that says what to do."""
+    drift = record['drift']
     if drift is None:
         return 'too few batches to tell'
     sentence = f'{drift:+.1%} in speed from the first to the last third'
@@ -157,19 +159,28 @@ def drift_sentence(drift: float | None, has_remedy: bool = True) -> str:
         return sentence
     if drift > MUCH_DRIFT:
         sentence += ': the start was slow; use more --warmup_batches'
+    elif drift < -MUCH_DRIFT and record['measure_batches'] is None:  # the window is the rest of the run
+        sentence += ': it has not settled; use a longer --max_duration'
     elif drift < -MUCH_DRIFT:
         sentence += ': it has not settled; use more --measure_batches'
     return sentence
 
 
-def wait_sentence(wait_fraction: float, has_images: bool = True) -> str:
-    """How long the run waited for its loader, and what to do where that is much."""
-    sentence = f'{wait_fraction:.1%} of the time'
-    if wait_fraction > MUCH_WAITING:
-        sentence += '; use more --num_workers'
-        if has_images:
-            sentence += ', smaller images, or latents (encode.py)'
-    return sentence
+def wait_sentence(record: dict, has_remedy: bool = True) -> str:
+    """How long the run waited for its loader, and what to do where that is much. Where the record has a caution, the
+    wait may not be the loader's, and the caution says what to do."""
+    sentence = f'{record["data_wait_fraction"]:.1%} of the time'
+    if record['data_wait_fraction'] <= MUCH_WAITING or not has_remedy:
+        return sentence
+    workers = record['num_workers'] * record['num_devices'] // record['num_nodes']  # of this machine
+    remedies = []
+    if workers < len(os.sched_getaffinity(0)):
+        remedies.append('more --num_workers')
+    if record['encoders'] == 'in_loop':
+        remedies += ['smaller images', 'or latents (encode.py)']
+    if not remedies:
+        return f'{sentence}; its {counted(workers, "worker")} have all cores of this machine'
+    return f'{sentence}; use {", ".join(remedies)}'
 
 
 def trained_sentence(record: dict) -> str:

@@ -40,6 +40,10 @@ def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
     ({'data_wait_fraction': 0.23, 'encoders': 'in_loop'},
      '23.0% of the time; use more --num_workers, smaller images, or latents (encode.py)'),
     ({'data_wait_fraction': 0.23, 'encoders': 'text_in_loop'}, '23.0% of the time; use more --num_workers\n'),
+    ({'data_wait_fraction': 0.23, 'num_workers': 2}, '23.0% of the time; use smaller images, or latents (encode.py)\n'),
+    ({'data_wait_fraction': 0.23, 'num_workers': 4, 'num_nodes': 2, 'encoders': 'text_in_loop'},
+     '23.0% of the time; its 4 workers have all cores of this machine\n'),
+    ({'drift': -0.2, 'measure_batches': None}, 'it has not settled; use a longer --max_duration\n'),
     ({'trained_batches': 1, 'trained_epochs': 1}, '1 batch, 1 whole epoch'),
     ({'measured_batches': 7}, 'only 7 measured batches, too few to rely on; use --measure_batches 20 or more'),
     ({'measured_batches': 1}, 'only 1 measured batch, too few'),
@@ -47,14 +51,16 @@ def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
     ({'first_batch': 1200, 'trained_batches': 2000, 'trained_epochs': 10},
      '2,000 batches, 10 whole epochs, 1,200 of them before this run resumed; loss 0.5, mean'),
 ])
-def test_a_figure_that_should_not_be_trusted_says_so_with_the_remedy(changed, sentence):
+def test_a_figure_that_should_not_be_trusted_says_so_with_the_remedy(changed, sentence, monkeypatch):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {0, 1, 2, 3})
     assert sentence in summary(measured(**changed), None, 2.0)
     assert sentence not in summary(measured(), None, 2.0)
 
 
-def test_a_short_run_that_drifts_has_one_remedy():
-    text = summary(measured(drift=0.465, measured_batches=7), None, 2.0)
+def test_a_short_run_that_drifts_and_waits_has_one_remedy():
+    text = summary(measured(drift=0.465, data_wait_fraction=0.267, measured_batches=7), None, 2.0)
     assert '+46.5% in speed from the first to the last third\n' in text and '--warmup_batches' not in text
+    assert '26.7% of the time\n' in text
     assert text.count('use more') + text.count('or more') == 1
 
 
@@ -162,7 +168,8 @@ def measured(**changes) -> dict:
             'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1, 'batch_seconds_p90': 0.1, 'measured_batches': 20,
             'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0, 'device_train_microbatch_size': 4, 'mfu': None,
             'tflops_per_sec_per_device': 1.0, 'checkpoint_seconds': 0.0, 'evaluation_seconds': 0.0,
-            'sampling_seconds': 0.0, 'queue_batches': 0, 'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0,
+            'sampling_seconds': 0.0, 'measure_batches': 20, 'num_workers': 0, 'num_nodes': 1, 'encoders': 'in_loop',
+            'queue_batches': 0, 'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0,
             'loss': 0.5, 'loss_mean': 0.6} | changes
 
 
