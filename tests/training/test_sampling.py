@@ -188,7 +188,7 @@ def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder,
     assert 'is not above 0' in one_error_line([*flags, prompts, '--sample_interval', '0ba'], capfd)
     assert 'needs --sample_prompts' in one_error_line([*flags[:-1], '--sample_interval', '5ba'], capfd)
     (tmp_path / 'ba7.png').touch()
-    assert 'drawings of another run' in one_error_line([*flags, prompts, '--pretrained'], capfd)
+    assert 'drawings of another run' in one_error_line([*flags, prompts], capfd)
 
 
 def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, smallest_model, prompts, capfd,
