@@ -1,8 +1,8 @@
 """What a command prints when its reader may go before it ends, as in `python benchmark.py ... | head -1`.
 
-Python raises BrokenPipeError then, at whichever line is printed next, and once more when it ends. As the note on SIGPIPE
-in Python's documentation of `signal` advises, the stream then leads to os.devnull. The signal's own default would end
-the process, and with it a training of days.
+Python raises BrokenPipeError then, at whichever line is printed next, and once more when it ends. As the note on
+SIGPIPE in Python's documentation of `signal` advises, the stream then leads to os.devnull. The signal's own default
+would end the process, and with it a training of days.
 """
 import io
 import os
