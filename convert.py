@@ -32,17 +32,20 @@ from functools import partial
 from cli.ends import ended_in_one_line
 from cli.next_command import training_command
 from inputs.errors import one_line
-from inputs.places import INDEX, finished_error
+from inputs.places import CLAIM, INDEX, finished_error
 from inputs.stores import streaming_address
 from inputs.words import counted
 from parts.claims import (
     DAMAGED,
+    IS_HELD_OUT,
     SKIPPED,
+    DoneAlready,
     claim,
+    contents_of_claim,
     finished_parts,
-    is_claimed_for,
     read_json,
     redo,
+    refuse_other_contents,
     release,
     samples_of_finished,
 )
@@ -66,19 +69,9 @@ from parts.sources import Found, find_files, join_neighbours
 from parts.workers import make_converter, make_splitter
 from settings.subjects import ConversionFlags, subject_from
 
-IS_HELD_OUT = {'is_held_out': True}  # in the claim of what was held out
-
 
 class NothingConverted(Exception):
     """There is no sample in SOURCE."""
-
-
-class DoneAlready(Exception):
-    """OUT holds what this command would make."""
-
-    def __init__(self, samples: int):
-        super().__init__()
-        self.samples = samples  # in OUT
 
 
 @dataclass
@@ -136,7 +129,7 @@ def claim_and_plan(flags: ConversionFlags, output: Output, held_out: Output | No
     if not again:
         refuse_other_or_done(output, held_out, contents)
     if held_out:  # first: where it cannot be, OUT is not begun either
-        claim(held_out, contents | IS_HELD_OUT)
+        claim(held_out, contents | {IS_HELD_OUT: True})
     is_resumed = claim(output, contents)
     if not is_resumed:
         return plan
@@ -163,11 +156,12 @@ def refuse_other_or_done(output: Output, held_out: Output | None, contents: dict
     ValueError if OUT is finished, and of others."""
     if output.read(INDEX) is None:
         return
-    is_same = is_claimed_for(output, contents)
+    refuse_other_contents(output, contents_of_claim(output, output.read(CLAIM)), contents)
     if held_out:
-        is_same &= is_claimed_for(held_out, contents | IS_HELD_OUT) and held_out.read(INDEX) is not None
-    if not is_same:
-        raise finished_error(output.place)
+        claimed = held_out.read(CLAIM)
+        if claimed is None or held_out.read(INDEX) is None:
+            raise finished_error(output.place)
+        refuse_other_contents(held_out, contents_of_claim(held_out, claimed), contents | {IS_HELD_OUT: True})
     raise DoneAlready(samples_of_finished(output))
 
 

@@ -43,7 +43,7 @@ from measuring.record import UNMEASURED, circumstances, keep, redacted
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents
 from models.loading import find_model
-from parts.claims import SKIPPED, claim, finished_parts, refuse_finished, release
+from parts.claims import SKIPPED, DoneAlready, claim, finished_parts, release, samples_of_finished
 from parts.devices import is_to_be_on_gpu, workers_on_devices
 from parts.encoding import EncodingSettings
 from parts.engine import Part, make_parts
@@ -92,14 +92,16 @@ def read_image_index(flags: EncodingFlags) -> dict:
 def claim_output(flags: EncodingFlags, output: Output, origin: dict, index: dict) -> list[int]:
     """Claim OUT for these latents of these images; the numbers of the shards that no earlier run has encoded.
 
-    Raises ValueError if OUT is of something else.
+    Raises DoneAlready if that was all of them, and ValueError if OUT is of something else.
     """
     source = hashlib.sha256(json.dumps(index['shards'], sort_keys=True).encode()).hexdigest()
     contents = origin | {'encoder_precision': flags.encoder_precision, 'source_sha256': source}
     num_shards = len(index['shards'])
     done = set()
     if claim(output, {'program': PROGRAM, **contents}):
-        refuse_finished(output)
+        samples = samples_of_finished(output)
+        if samples is not None:
+            raise DoneAlready(samples)
         done = finished_parts(output, num_shards)
     return [shard for shard in range(num_shards) if shard not in done]
 
@@ -193,9 +195,6 @@ def encoding_record(flags: EncodingFlags, progress: Progress, merged: Merged, nu
 
 def summary(record: dict, flags: EncodingFlags) -> str:
     """The record for people, and the command that trains on what was encoded."""
-    model = ['--model_name', flags.model_name, '--image_size', str(flags.image_size)]
-    if flags.pretrained:
-        model.append('--pretrained')
     speed = ''
     if record['images_per_sec']:
         speed = f', {record["images_per_sec"]:,.4g} images/s'
@@ -210,11 +209,25 @@ def summary(record: dict, flags: EncodingFlags) -> str:
     encoded = counted(record['samples'], 'image')
     return (f'encoded         {encoded}{speed}; {record["stored_samples"]:,} stored, '
             f'{record["bytes_per_image"]:,.0f} bytes each\n{caution}{skipped}'
-            f'next            {training_command(streaming_address(flags.out), record["stored_samples"], model)}')
+            f'{next_command(record["stored_samples"], flags)}')
+
+
+def next_command(samples: int, flags: EncodingFlags) -> str:
+    """The command that trains on what was encoded."""
+    model = ['--model_name', flags.model_name, '--image_size', str(flags.image_size)]
+    if flags.pretrained:
+        model.append('--pretrained')
+    return f'next            {training_command(streaming_address(flags.out), samples, model)}'
+
+
+def print_done_already(samples: int, flags: EncodingFlags) -> None:
+    """That an earlier run has done all, and what to do next."""
+    print(f'done already: --out {flags.out} holds {counted(samples, "sample")} of this --remote, made with these flags')
+    print(next_command(samples, flags))
 
 
 def encode(flags: EncodingFlags) -> dict:
-    """Encode what is missing, and merge; returns the record."""
+    """Encode what is missing, and merge; returns the record. Raises DoneAlready if nothing is missing."""
     files = find_model(flags.model_name, flags.pretrained)
     origin = origin_of_latents(files, flags.image_size)
     index = read_image_index(flags)
@@ -229,7 +242,7 @@ def encode(flags: EncodingFlags) -> dict:
 def encode_and_merge(flags: EncodingFlags, output: Output, origin: dict, index: dict) -> tuple[Progress, Merged]:
     """Encode what is missing, and make a dataset of it.
 
-    Raises DataError if not one image could be encoded, or too many could not.
+    Raises DoneAlready if OUT is one, and DataError if not one image could be encoded, or too many could not.
     """
     missing = claim_output(flags, output, origin, index)
     progress = Progress(flags.max_bad_samples)
@@ -243,8 +256,8 @@ def encode_and_merge(flags: EncodingFlags, output: Output, origin: dict, index: 
     return progress, merged
 
 
-def main(argv: list[str] | None = None) -> dict:
-    """Encode; returns the record."""
+def main(argv: list[str] | None = None) -> dict | None:
+    """Encode; returns the record, or None where an earlier run has done all."""
     leave_to_first_process(PROGRAM)
     parser = encode_parser(__doc__)
     args = parser.parse_args(argv)
@@ -253,7 +266,11 @@ def main(argv: list[str] | None = None) -> dict:
         refuse_early_encoding(args)
         flags = fill_in_encoding_defaults(args, max(1, torch.cuda.device_count()))
         refuse_bad_loading(flags, flags.image_size, flags.batch_size)
-        return encode(flags)
+        try:
+            return encode(flags)
+        except DoneAlready as done:
+            print_done_already(done.samples, flags)
+            return None
 
 
 if __name__ == '__main__':

@@ -33,7 +33,7 @@ def refuse_early_encoding(args: argparse.Namespace) -> None:
     refuse_impossible_model(args.model_name, args.pretrained)
     refuse_missing_source(args)
     refuse_empty('--out', args.out)
-    refuse_occupied_folder('--out', args.out, 'encode.py', may_be_finished=False)
+    refuse_occupied_folder('--out', args.out, 'encode.py')
     refuse_bad_results(args.results)
 
 

@@ -17,8 +17,8 @@ from inputs.places import (
 )
 
 
-def refuse_occupied_folder(flag: str, out: str, program: str, may_be_finished: bool = True) -> None:
-    """Raises ValueError if OUT is no folder, or holds what our command of that name has not begun, or has finished."""
+def refuse_occupied_folder(flag: str, out: str, program: str) -> None:
+    """Raises ValueError if OUT is no folder, or holds what our command of that name has not begun."""
     if is_address(out):
         return
     for parent in Path(os.path.realpath(out)).parents:
@@ -34,11 +34,9 @@ def refuse_occupied_folder(flag: str, out: str, program: str, may_be_finished: b
         return  # parts/output.py says what is wrong with it
     if hold_others_files(names):
         raise occupied_error(f'{flag} {out}')
-    if INDEX in names and not may_be_finished:
-        raise finished_error(f'{flag} {out}')
     with contextlib.suppress(OSError):  # likewise
         if CLAIM in names and program_of(Path(out, CLAIM).read_bytes()) != program:
-            raise occupied_error(f'{flag} {out}')
+            raise (finished_error if INDEX in names else occupied_error)(f'{flag} {out}')
 
 
 def is_finished_dataset(folder: str) -> bool:

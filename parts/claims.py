@@ -17,6 +17,19 @@ SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'damaged.json'  # the files that could not be read to their end, as they were when OUT was begun
 EDGE = 'held-out.json'  # the last sample that is held out
 RELEASED = 'released'  # in the claim of a run that found nothing to store: another may take its place
+IS_HELD_OUT = 'is_held_out'  # in the claim of what was held out of another dataset
+# What users call the keys of a claim that are hashes, where that is no flag of the same name.
+HASHED = {'source_sha256': '--remote', 'vae_sha256': 'VAE of --model_name', 'scaling_factor': 'VAE of --model_name',
+          'model_sha256': 'MODEL', 'batch': 'MODEL', 'captions_sha256': 'DATA', 'inception_sha256': '--inception',
+          'clip_sha256': '--clip', 'reference': '--reference'}
+
+
+class DoneAlready(Exception):
+    """OUT holds what this command would make."""
+
+    def __init__(self, samples: int):
+        super().__init__()
+        self.samples = samples  # in OUT
 
 
 def part_name(number: int) -> str:
@@ -71,20 +84,64 @@ def claim(output: Output, contents: dict) -> bool:
         if output.create(CLAIM, text):
             return False
         held = output.read(CLAIM)  # another run was faster
-    try:
-        begun = dict(json.loads(held or b''))
-    except (ValueError, TypeError):
-        raise ValueError(f'{output.place} holds a {CLAIM} that is damaged; give a new folder') from None
+    begun = contents_of_claim(output, held)
     if begun == {'program': contents['program'], RELEASED: True}:
         refuse_others_files(output)
         output.write(CLAIM, text)
         output.remove([SKIPPED])
         return False
-    key = other_key(begun, contents)
-    if key is not None:
-        raise ValueError(f'{output.place} was begun with {key} {begun.get(key)}, and this run has {contents.get(key)}; '
-                         'give what it was begun with, or a new folder')
+    refuse_other_contents(output, begun, contents)
     return True
+
+
+def contents_of_claim(output: Output, held: bytes | None) -> dict:
+    """What a claim.json of OUT says. Raises ValueError if it is damaged."""
+    try:
+        return dict(json.loads(held or b''))
+    except (ValueError, TypeError):
+        raise ValueError(f'{output.place} holds a {CLAIM} that is damaged; give a new folder') from None
+
+
+def refuse_other_contents(output: Output, begun: dict, contents: dict) -> None:
+    """Raises ValueError, with what differs in the words of flags, if OUT was begun with other contents."""
+    key = other_key(begun, contents)
+    if key is None:
+        return
+    was_begun = 'was begun'
+    if output.read(INDEX) is not None:
+        was_begun = 'already holds a dataset, which was made'
+    raise ValueError(f'{output.place} {was_begun} {difference(key, begun.get(key), contents.get(key))}')
+
+
+def difference(key: str, begun: object, now: object) -> str:
+    """How OUT was begun otherwise than this run would, and the remedy.
+
+    Args:
+        key: of the claim.
+        begun: its value when OUT was begun; None: there was none.
+        now: its value in this run.
+    """
+    if key == 'program':
+        return f'by {begun}, not by {now}; give a new folder'
+    if key == 'source':
+        return f'from {begun}, and SOURCE has {now}: it has changed since, or is another; give a new folder'
+    if key == IS_HELD_OUT:
+        return f'{"with what was" if begun else "with nothing"} held out of another dataset; give a new folder'
+    if key in HASHED and None not in (begun, now):
+        return f'with another {HASHED[key]}; give the same, or a new folder'
+    return f'{in_flags(key, begun)}, not {in_flags(key, now)}; give the same, or a new folder'
+
+
+def in_flags(key: str, value: object) -> str:
+    """A key of a claim and its value, as a command line gives them."""
+    flag = HASHED.get(key, f'--{key}')
+    if value is None or value is False:
+        return f'without {flag}'
+    if value is True or key in HASHED:
+        return f'with {flag}'
+    if isinstance(value, list):
+        value = ' '.join(map(str, value))
+    return f'with {flag} {value}'
 
 
 def other_key(begun: dict, contents: dict) -> str | None:
@@ -105,13 +162,6 @@ def refuse_others_files(output: Output) -> None:
     for name in names_beside_claim(output):
         if name != SKIPPED:
             raise ValueError(f'{output.place} already holds something, {name}; give a new folder')
-
-
-def is_claimed_for(output: Output, contents: dict) -> bool:
-    """Whether an earlier run has claimed OUT for the same contents, as `claim` takes them."""
-    with contextlib.suppress(ValueError, TypeError):
-        return other_key(dict(json.loads(output.read(CLAIM) or b'')), contents) is None
-    return False
 
 
 def is_begun(output: Output) -> bool:

@@ -303,7 +303,10 @@ def test_what_was_damaged_is_converted_anew_and_the_rest_is_not(tars, tmp_path, 
     assert capsys.readouterr().out.startswith(f'done already: OUT {out} holds {len(ALL_SAMPLES)} samples of')
     assert {path: path.stat().st_mtime_ns for path in out.rglob('*')} == before
     assert failing_status(*argv[:2]) == 2
-    assert_one_error_line(capsys, 'already holds a dataset')
+    assert_one_error_line(capsys, f'OUT {out} already holds a dataset, which was made with --size_limit 1024, not with')
+    (tars / '00001.tar').unlink()
+    assert failing_status(*argv) == 2
+    assert_one_error_line(capsys, 'which was made from 3 files of', 'and SOURCE has 2 files of', 'changed since')
 
 
 def test_a_damaged_tar_that_is_mended_before_the_run_has_ended_is_converted_anew(tars, tmp_path, monkeypatch, capsys):
@@ -374,14 +377,14 @@ def test_an_out_of_other_files_or_another_size_limit_is_not_gone_on_with(tars, t
     monkeypatch.undo()
     capsys.readouterr()
     assert failing_status(tars, out, '--size_limit', '1mb') == 2
-    assert_one_error_line(capsys, f'OUT {out} was begun with size_limit 67108864, and this run has 1048576')
+    assert_one_error_line(capsys, f'OUT {out} was begun with --size_limit 67108864, not with --size_limit 1048576')
     with open(tars / '00001.tar', 'ab') as tar:
         tar.write(bytes(512))
     assert failing_status(tars, out) == 2
-    assert_one_error_line(capsys, 'was begun with source 3 files of 40,960 bytes', 'and this run has 3 files of 41,472')
+    assert_one_error_line(capsys, 'was begun from 3 files of 40,960 bytes', 'and SOURCE has 3 files of 41,472')
     (tars / '00001.tar').unlink()
     assert failing_status(tars, out) == 2
-    assert_one_error_line(capsys, 'and this run has 2 files of 30,720 bytes')
+    assert_one_error_line(capsys, 'and SOURCE has 2 files of 30,720 bytes')
 
 
 def test_a_remote_gets_its_index_last_and_is_refused_once_it_has_one(tars, tmp_path, monkeypatch, capsys):
@@ -392,7 +395,7 @@ def test_a_remote_gets_its_index_last_and_is_refused_once_it_has_one(tars, tmp_p
         assert store.order[-1] == 'mds/index.json' and 'mds/skipped.jsonl' in store.objects
         assert read_back(tmp_path / 'cache', remote='s3://bucket/mds', validate_hash='xxh64') == ALL_SAMPLES
         assert failing_status(tars, 's3://bucket/mds') == 2
-        assert_one_error_line(capsys, 'OUT s3://bucket/mds was begun with size_limit 1024')
+        assert_one_error_line(capsys, 'OUT s3://bucket/mds already holds', 'made with --size_limit 1024')
         assert failing_status(tars, 's3://no-such-bucket/mds') == 2
         assert_one_error_line(capsys, 'OUT s3://no-such-bucket/mds', 'no such bucket')
         store.remove('mds/index.json')

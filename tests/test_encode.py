@@ -201,6 +201,19 @@ def test_a_folder_of_somebodys_files_is_refused_and_stays_as_it_is(tmp_path, sha
     assert len(list(home.rglob('*'))) == 4
 
 
+def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_named(latents, shards, model_folder,
+                                                                                   capfd):
+    before = {path: path.stat().st_mtime_ns for path in Path(latents).rglob('*')}
+    capfd.readouterr()
+    assert encode_shards(shards, latents, model_folder) is None  # and so status 0
+    said, command = capfd.readouterr().out.splitlines()
+    assert said == f'done already: --out {latents} holds 24 samples of this --remote, made with these flags'
+    assert command.startswith(f'next            python benchmark.py --remote {latents} --use_ema --batch_size 16')
+    assert 'already holds a dataset, which was made with --image_size 64, not with --image_size 32; give' in refusal(
+        capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
+    assert {path: path.stat().st_mtime_ns for path in Path(latents).rglob('*')} == before
+
+
 def changed(model_folder, folder: Path, part: str) -> Path:
     """A copy of the model with another scaling factor or other weights of the VAE."""
     shutil.copytree(model_folder, folder)
@@ -222,12 +235,11 @@ def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, s
         other = changed(model_folder, tmp_path / part, part)
         assert f'latents with {key}' in refusal(capfd, benchmark.main, [*train, '--model_name', str(other)])
     assert 'vae_sha256' in refusal(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
-    assert 'already holds a dataset' in refusal(capfd, encode_shards, shards, latents, model_folder)
     (begun := tmp_path / 'begun').mkdir()
     shutil.copy(Path(latents, 'claim.json'), begun)
-    assert 'was begun with vae_sha256' in refusal(capfd, encode_shards, shards, begun, tmp_path / 'weights')
+    assert 'begun with another VAE of --model_name' in refusal(capfd, encode_shards, shards, begun, tmp_path / 'weights')
     others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(index)), 'caption': 'x'} for index in range(9)])
-    assert 'was begun with source_sha256' in refusal(capfd, encode_shards, others, begun, model_folder)
+    assert 'was begun with another --remote' in refusal(capfd, encode_shards, others, begun, model_folder)
     assert 'holds latents already' in refusal(capfd, encode_shards, latents, tmp_path / 'twice', model_folder)
 
 

@@ -244,7 +244,7 @@ def test_the_place_of_another_runs_held_out_samples_is_no_out(tars, tmp_path, wo
             convert.main(argv)
     assert [list(folder) for folder in contents(out, Path(f'{out}-held-out'))] == [['claim.json'], ['claim.json']]
     line = error_line(capsys, tars, f'{out}-held-out', '--held_out', 3)
-    assert 'was begun with is_held_out True, and this run has None' in line
+    assert 'was begun with what was held out of another dataset' in line
     assert convert.main(argv) == 0
     assert [len(side) for side in sides(out)] == [21, 3]
 
@@ -314,9 +314,9 @@ def test_an_out_whose_last_image_is_gone_is_given_back_without_its_edge(tmp_path
 
 
 @pytest.mark.parametrize('flags, words', [
-    (['--held_out', '4'], 'was begun with held_out 3, and this run has 4'),
-    (['--held_out', '3', '--seed', '1'], 'was begun with seed 17, and this run has 1'),
-    ([], 'was begun with held_out 3, and this run has None')])
+    (['--held_out', '4'], 'was begun with --held_out 3, not with --held_out 4'),
+    (['--held_out', '3', '--seed', '1'], 'was begun with --seed 17, not with --seed 1;'),
+    ([], 'was begun with --held_out 3, not without --held_out')])
 def test_a_run_that_would_hold_out_others_does_not_go_on(tars, tmp_path, workers_here, monkeypatch, capsys, flags,
                                                          words):
     def interrupted(*args):
