@@ -17,6 +17,7 @@ from composer.utils import dist, get_device
 
 from measuring.caution import QUEUES_IN_WINDOW
 from measuring.gpu_monitor import GIB, GpuMonitor
+from measuring.other_load import OtherLoad
 
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 
@@ -73,6 +74,7 @@ class Measurement(Callback):
         self.loss: float | None = None  # the last finite one of the run
         self.window = Window()
         self.gpu = GpuMonitor()  # of the window
+        self.other_load = OtherLoad()  # of the window
         self._excluded = dict.fromkeys(EXCLUDED, 0.0)  # seconds of the batch to come that are no part of it
         self._excluded_until_now = 0.0  # seconds of the whole run
         self._excluded_name: str | None = None  # what the time counts as now; None: the batch
@@ -153,13 +155,16 @@ class Measurement(Callback):
         elif self.batches < self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more
         self.batches += 1
+        self._previous_end = now
         if self.batches == first:
             self._ready_at_start = loader.ready_batches
             self.gpu.start()
+            self.other_load.start()
+            self._previous_end = time.perf_counter()  # to look at all processes takes some milliseconds
         elif self._is_full():
             self.gpu.stop()
+            self.other_load.stop()
         self._excluded = dict.fromkeys(EXCLUDED, 0.0)
-        self._previous_end = now
 
     def _measure(self, state: State, seconds: float, waited: float, loss: float) -> None:
         window = self.window

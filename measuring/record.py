@@ -16,7 +16,7 @@ from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
 from inputs.words import counted
-from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW, doubt
+from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW, doubt, load_of_others
 from measuring.costs import days_to_train, gpu_hours
 from measuring.measurement import EXCLUDED
 from measuring.tracing import PROFILED
@@ -207,6 +207,9 @@ def caution_sentence(record: dict) -> str | None:
     if batches < FEWEST_BATCHES:
         few = counted(batches, 'measured batch', 'measured batches')
         return f'only {few}, too few to rely on; {longer_window(FEWEST_BATCHES)}'
+    others = load_of_others(record)
+    if others:
+        return f'{others}; these figures are of a busy machine: measure again without them'
     return None
 
 

@@ -21,7 +21,7 @@ SETTINGS = ('device', 'image_size', 'stage', 'model_name', 'batch_size', 'device
 WHOLE_NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size')
 IDENTITY = ('date', 'git_commit')  # what tells runs of one setting apart
 MEASUREMENTS = ('images_per_sec', 'loader_images_per_sec', 'bytes_per_image')
-GROUNDS_OF_DOUBT = ('measured_batches', 'queue_batches', 'drift')
+GROUNDS_OF_DOUBT = ('measured_batches', 'queue_batches', 'drift', 'other_load', 'cpu_cores')
 COLUMNS_OF_RECORDS = (*SETTINGS, 'status', 'extrapolated', 'num_devices', 'num_nodes', *IDENTITY, 'on_cpu',
                       *MEASUREMENTS, 'doubt', 'notes', 'measured', 'reliable')
 DEFAULTS = {'stage': 'train', 'status': 'complete', 'extrapolated': False}

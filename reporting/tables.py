@@ -38,7 +38,7 @@ COLUMNS = {  # key: heading, template and decimals in print; {} in a heading sta
 MEANING_OF_MARK = (
     f'Figures marked * are not to be relied on: they are of fewer than {FEWEST_BATCHES} batches, or than '
     f"{QUEUES_IN_WINDOW} times the loader's queue, or the speed changed by more than {100 * MUCH_DRIFT:g} % within "
-    'them. Nothing is extrapolated from them.')
+    'them, or other programs used much of the machine. Nothing is extrapolated from them.')
 SPEEDS = ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first')
 ALWAYS_STATED = ('device', 'image_size', 'stage', 'batch_size', 'encoders')  # also where they are at their defaults
 

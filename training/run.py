@@ -13,6 +13,7 @@ from fitting.compiling import compiled_graphs
 from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches, whole_epochs
+from measuring.other_load import gather_other_load
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
 from measuring.tracing import PROFILED, attention_kernels, where_to_look
 from models.diffusion_model import DiffusionModel
@@ -120,6 +121,7 @@ def training_record(run: Run, outcome: dict[str, str]) -> dict:
     all_ranks = outcome['status'] == 'complete'
     record |= figures(run.measurement.window, all_ranks, bad_samples)
     record |= gather_gpu_figures(run.measurement.gpu, record['images_per_sec'], all_ranks)
+    record |= gather_other_load(run.measurement.other_load, all_ranks)
     record['turnover_batches'] = run.measurement.turnover_batches
     if record['images_per_sec']:
         record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.settings.speed.precision,

@@ -16,7 +16,7 @@ from tests.runs import ROOT, TINY
 
 
 def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
-    clock = iter([0, 10, 15, 20])  # fit; then the end of each batch
+    clock = iter([0, 9, 10, 15, 20])  # fit; the end of the first batch; the window's start; the end of each batch
     waits = iter([8, 2, 1])
     monkeypatch.setattr(measuring.time, 'perf_counter', lambda: next(clock))
     loader = SimpleNamespace(seconds_waited=lambda: next(waits), ready_batches=0, queue_length=0)

@@ -45,6 +45,8 @@ def test_a_synthetic_run_appends_its_record_and_prints_it_last(results, capfd):
      '23.0% of the time; its 4 workers have all cores of this machine\n'),
     ({'drift': -0.2, 'measure_batches': None}, 'it has not settled; use a longer --max_duration\n'),
     ({'trained_batches': 1, 'trained_epochs': 1}, '1 batch, 1 whole epoch'),
+    ({'other_load': 1.6, 'cpu_cores': 2},
+     'other programs used 1.6 of the 2 cores; these figures are of a busy machine: measure again without them'),
     ({'measured_batches': 7}, 'only 7 measured batches, too few to rely on; use --measure_batches 20 or more'),
     ({'measured_batches': 1}, 'only 1 measured batch, too few'),
     ({'measured_batches': 30, 'queue_batches': 16}, '16 batches had been loaded before the clock started'),

@@ -65,6 +65,7 @@ def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, 
     """The figures of a run of batches of 4 images, in which nothing but a clock is real."""
     clock = Clock()
     monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
+    monkeypatch.setattr(measuring, 'peak_memory_gib', lambda: 1.0)
     loader = SimulatedLoader(clock, workers, batch_seconds)
     state = SimpleNamespace(train_dataloader=loader, dataloader_len=epoch, max_duration=Time.from_batch(batches),
                             timestamp=Timestamp(), previous_timestamp=Timestamp(),
