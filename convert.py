@@ -264,6 +264,7 @@ def convert_missing(plan: Plan, flags: ConversionFlags, output: Output) -> None:
     """Convert what no earlier run has finished."""
     parts = (Part(number, plan.parts[number]) for number in plan.missing)
     images = 0
+    print(work_in_words(plan), file=sys.stderr, flush=True)
     make = partial(make_converter, output, flags.size_limit, flags.held_out, flags.seed)
     with (open_workers(flags, make, len(plan.missing)) as workers,
           progress_bar(plan.all_bytes, 'B', plan.all_bytes - plan.missing_bytes) as bar):
@@ -272,6 +273,15 @@ def convert_missing(plan: Plan, flags: ConversionFlags, output: Output) -> None:
             bar.set_postfix_str(f'{images:,} images', refresh=False)
             bar.update(made['bytes'])
             plan.damaged.update(made['number'], plan.parts[made['number']], made['damaged'])
+
+
+def work_in_words(plan: Plan) -> str:
+    """What the bar counts the bytes of."""
+    files = sum(len(plan.parts[number]) for number in plan.missing)
+    parts = f'{len(plan.missing):,} of {counted(len(plan.parts), "part")}'
+    if len(plan.missing) == len(plan.parts):
+        parts = counted(len(plan.parts), 'part')
+    return f'converting {counted(files, "file")} in {parts}'
 
 
 def hold_out(plan: Plan, flags: ConversionFlags, output: Output) -> Merged:

@@ -12,7 +12,7 @@ from pathlib import Path
 from cli.folders import is_first_rank, names_in, refuse_bad_results, refuse_missing_dataset, refuse_unusable_folder
 from cli.options import split_time
 from inputs.hub import refuse_impossible_model
-from inputs.places import INDEX, number_of_samples, refuse_folder_without_index
+from inputs.places import INDEX, number_of_samples, refuse_folder_without_index, refuse_mistyped_address
 from inputs.text_files import read_prompts
 from inputs.words import counted
 from settings import switch_table
@@ -48,7 +48,7 @@ def refuse_early_training(args: argparse.Namespace) -> None:
         refuse_bad_evaluation(args)
         refuse_bad_save_folder(args.save_folder, args.autoresume)
         refuse_bad_drawing(args)
-        refuse_unusable_folder('tensorboard', args.tensorboard)
+        refuse_unusable_folder('--tensorboard', args.tensorboard)
         refuse_occupied_profile(args.profile)
         refuse_bad_results(args.results)
 
@@ -64,6 +64,7 @@ def refuse_bad_source(args: argparse.Namespace) -> None:
 
 def refuse_missing_source(args: argparse.Namespace) -> None:
     """Raises ValueError if there is no dataset at --remote, or at --local where that is the only place."""
+    refuse_mistyped_address('--local', args.local)
     if args.remote:
         refuse_missing_dataset('--remote', args.remote)
     elif is_read_from_local(args):
@@ -151,7 +152,7 @@ def refuse_bad_save_folder(folder: str | None, autoresume: bool) -> None:
         return
     if '{' in folder or '}' in folder:
         raise ValueError(f'--save_folder {folder} has a brace in it, for which Composer puts other words; name another')
-    refuse_unusable_folder('save_folder', folder)
+    refuse_unusable_folder('--save_folder', folder)
     if not autoresume and is_first_rank():
         refuse_files_of_another_run(folder, names_in('--save_folder', folder))
 
@@ -168,14 +169,14 @@ def refuse_bad_drawing(args: argparse.Namespace) -> None:
     if not args.sample_prompts:
         return
     read_prompts(args.sample_prompts)
-    refuse_unusable_folder('sample_folder', args.sample_folder)
+    refuse_unusable_folder('--sample_folder', args.sample_folder)
     if not args.autoresume and is_first_rank() and any(Path(args.sample_folder).glob('ba*.png')):
         raise ValueError(f'--sample_folder {args.sample_folder} already holds drawings of another run; give a new one')
 
 
 def refuse_occupied_profile(folder: str | None) -> None:
     """Raises ValueError if the trace of --profile cannot be written, or would lie among other files."""
-    refuse_unusable_folder('profile', folder)
+    refuse_unusable_folder('--profile', folder)
     if folder and is_first_rank() and names_in('--profile', folder):
         raise ValueError(f'--profile {folder} already holds files; give a new folder')
 

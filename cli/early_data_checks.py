@@ -14,10 +14,11 @@ from cli.folders import (
     refuse_empty,
     refuse_missing_dataset,
     refuse_occupied_folder,
+    refuse_unusable_folder,
 )
 from inputs.errors import one_line
 from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS, refuse_impossible_model
-from inputs.places import is_address
+from inputs.places import is_address, refuse_mistyped_address
 from inputs.text_files import read_captions, refuse_too_few
 from parts.names import held_out_beside
 from training.checkpoint_files import checkpoints_among, no_checkpoint_error
@@ -44,6 +45,7 @@ def refuse_early_conversion(args: argparse.Namespace) -> None:
     `parts` looks at both more closely, and at those in stores.
     """
     for source in args.source:
+        refuse_mistyped_address('SOURCE', source)
         if not is_address(source) and not os.path.lexists(source) and not glob.glob(source, recursive=True):
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
         if is_finished_dataset(source):
@@ -90,6 +92,7 @@ def refuse_early_export(args: argparse.Namespace) -> None:
         raise ValueError(f'CHECKPOINT {args.checkpoint} is not there; give one, or the --save_folder of a run')
     if os.path.lexists(args.out):
         raise ValueError(f'OUT {args.out} already exists; give a new folder')
+    refuse_unusable_folder('OUT', args.out)
     if is_pipeline(args.checkpoint):
         raise ValueError(f'CHECKPOINT {args.checkpoint} is a pipeline already; give the --save_folder of a run')
     if is_finished_dataset(args.checkpoint):

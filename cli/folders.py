@@ -14,17 +14,20 @@ from inputs.places import (
     occupied_error,
     program_of,
     refuse_folder_without_index,
+    refuse_mistyped_address,
 )
 
 
 def refuse_occupied_folder(flag: str, out: str, program: str) -> None:
     """Raises ValueError if OUT is no folder, or holds what our command of that name has not begun."""
+    refuse_mistyped_address(flag, out)
     if is_address(out):
         return
     for parent in Path(os.path.realpath(out)).parents:
         if is_finished_dataset(str(parent)):
             raise ValueError(f'{flag} {out} lies in the dataset {parent}; name a folder elsewhere')
     if not os.path.lexists(out):
+        refuse_unusable_folder(flag, out)
         return
     if not os.path.isdir(out):
         raise ValueError(f'{flag} {out} is not a folder; give a new one')
@@ -46,6 +49,7 @@ def is_finished_dataset(folder: str) -> bool:
 
 def refuse_missing_dataset(flag: str, place: str | None) -> None:
     """Raises ValueError if a dataset is neither in a store nor in a folder that there is, and holds its index.json."""
+    refuse_mistyped_address(flag, place)
     if not place or ':/' in place:
         return
     if not os.path.isdir(place):
@@ -55,6 +59,7 @@ def refuse_missing_dataset(flag: str, place: str | None) -> None:
 
 def refuse_unusable_folder(flag: str, folder: str | None) -> None:
     """Raises ValueError if a folder cannot be made, or nothing written in it. Nothing stays of the attempt."""
+    refuse_mistyped_address(flag, folder)
     if not folder or '://' in folder or not is_first_rank():
         return
     parent = os.path.abspath(folder)
@@ -63,9 +68,9 @@ def refuse_unusable_folder(flag: str, folder: str | None) -> None:
             parent = os.path.dirname(parent)
         tempfile.TemporaryDirectory(dir=parent).cleanup()
     except NotADirectoryError:
-        raise ValueError(f'--{flag} {folder} cannot be a folder, because {parent} is a file; name another') from None
+        raise ValueError(f'{flag} {folder} cannot be a folder, because {parent} is a file; name another') from None
     except OSError as error:
-        raise ValueError(f'--{flag} {folder} cannot be written: {error.strerror}; name another') from None
+        raise ValueError(f'{flag} {folder} cannot be written: {error.strerror}; name another') from None
 
 
 def is_there(path: str) -> bool:

@@ -11,7 +11,10 @@ from pathlib import Path
 
 INDEX = 'index.json'  # of a dataset, which is whole once it is there
 CLAIM = 'claim.json'  # says what is being made in a place, and is there before anything else
+OUR_PROGRAMS = ('convert.py', 'encode.py', 'evaluate.py')  # that make claims
 LEFT_BY_KILLED = re.compile(rf'{re.escape(CLAIM)}\.(tmp\d+|lock)')  # what a run can leave that is killed, beside files
+
+ONE_SLASH = re.compile(r'(s3|gs|azure|azure-dl|oci|hf|sftp|alipan|https?):/(?!/)')  # dbfs:/ has one
 
 
 def number_of_samples(index: dict) -> int:
@@ -22,6 +25,14 @@ def number_of_samples(index: dict) -> int:
 def is_address(place: str) -> bool:
     """Whether a place is in a store, of a kind that can be read or not; what exists as a path is not."""
     return ('://' in place or place.startswith('dbfs:')) and not os.path.exists(place)
+
+
+def refuse_mistyped_address(flag: str, place: str | None) -> None:
+    """Raises ValueError if a place is not there, and would be an address with a second slash."""
+    match = ONE_SLASH.match(place or '')
+    if match and not os.path.exists(place):
+        address = f'{match[1]}://{place.removeprefix(match[0])}'
+        raise ValueError(f'{flag} {place} is an address with one slash; write {address}, or ./{place} for a folder')
 
 
 def hold_others_files(names: Collection[str]) -> bool:
@@ -66,4 +77,12 @@ def program_of(claim: bytes | None) -> str | None:
     """The name of the program that has made a claim.json; None where that is none of ours, or there is none."""
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         return json.loads(claim or b'')['program']
+    return None
+
+
+def program_that_made(folder: str) -> str | None:
+    """Which of our programs has begun or finished what lies in a folder; None where none has."""
+    with contextlib.suppress(OSError):
+        program = program_of(Path(folder, CLAIM).read_bytes())
+        return program if program in OUR_PROGRAMS else None
     return None

@@ -19,12 +19,13 @@ import obstore
 from obstore.exceptions import BaseError
 
 from inputs.errors import DataError, one_line
-from inputs.places import is_address
+from inputs.places import CLAIM, OUR_PROGRAMS, is_address, program_of, program_that_made
 from inputs.stores import open_store, said_when_slow, store_error
 from parts.names import ARCHIVES, CAPTIONS, File, is_hidden, is_image, split_name, why_not_read
 
 COMPANIONS = ('_stats.json', '.parquet', 'Thumbs.db', 'desktop.ini')  # of tars by img2dataset, of images by Windows
 COUNTED = ('hidden', 'a companion of other files')  # kinds that are not listed one by one
+OF_OURS = 'made by a command of this program'  # a folder inside SOURCE, with shards or pictures
 LISTED_OF_A_KIND = 10_000  # files that are left out for one kind of reason; the others are counted
 
 
@@ -68,6 +69,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = ()) -> Found:
 
     A source is a file, a folder (searched to its leaves) or a glob; or in a store an address of a tar, of a folder of
     tars or a glob. What lies in the folders or addresses `excluded`, as that which is being made does, is passed over.
+    A folder inside a source that convert.py, encode.py or evaluate.py has made is a line in the list.
 
     Raises ValueError if a source names nothing or cannot be reached, and DataError if a folder cannot be read for a
     reason of the moment.
@@ -167,11 +169,17 @@ class Search:
 
     def look_into(self, folder: str, names: set[str] | None = None) -> list[str]:
         """Add what a folder holds, or of that only the files called `names`; returns its subfolders."""
+        entries = self.entries_of(folder)
+        real_folder = os.path.realpath(folder)
+        if names is None and real_folder not in self.roots and any(entry.name == CLAIM for entry in entries):
+            program = program_that_made(folder)
+            if program:
+                self.left_out.add(folder, OF_OURS, program)
+                return []
         subfolders = []
         images = defaultdict(list)  # by key
         captions = defaultdict(list)
-        real_folder = os.path.realpath(folder)
-        for entry in self.entries_of(folder):
+        for entry in entries:
             kind, details = kind_of(entry, is_named=names is not None)
             key, _ = split_name(entry.name)
             path = str(Path(folder, entry.name))
@@ -280,10 +288,34 @@ class Search:
             found = [(path, size) for path, size in found if fnmatch.fnmatchcase(path, key)]  # * matches a / as well
         if not found:
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
+        found = [(path, size) for path, size in found if not (root + path).startswith(self.excluded_addresses)]
+        ours = self.folders_of_ours(store, root, [path for path, _ in found if path.rpartition('/')[2] == CLAIM])
         for path, size in found:
-            if (root + path).startswith(self.excluded_addresses):
+            if path.startswith(ours):
                 continue
             self.add_object(root + path, path.removeprefix(beginning) or path, size)
+
+    def folders_of_ours(self, store, root: str, claims: list[str]) -> tuple[str, ...]:
+        """The beginnings of the keys of what our commands have made in a store, each a line in the list.
+
+        Args:
+            store: client of the bucket or container.
+            root: its address.
+            claims: keys of files that are called as claims are.
+
+        Raises ValueError if one cannot be read.
+        """
+        ours = []
+        for key in claims:
+            try:
+                program = program_of(obstore.get(store, key).bytes().to_bytes())
+            except (BaseError, OSError) as error:
+                raise ValueError(f'SOURCE {store_error(error, root + key)}') from None
+            if program in OUR_PROGRAMS:
+                folder = key.removesuffix(CLAIM)
+                self.left_out.add(root + folder, OF_OURS, program)
+                ours.append(folder)
+        return tuple(ours)
 
     def add_object(self, name: str, path: str, size: int) -> None:
         """A tar of a store, or why it is none; `path` is what follows the address that was listed."""

@@ -45,9 +45,10 @@ def become_program(server_address: str, folder: Path, disk: tuple[int, str] | No
                    function: Callable, argv: list[str]) -> None:
     """In a process of its own: the call, in `folder`, which also gets what it prints and what its small disk held.
 
-    The workers that it starts are forked from the server as well.
+    The workers that it starts are forked from the server as well, but where they must see its small disk.
     """
-    process_server.join(server_address)
+    if not disk:
+        process_server.join(server_address)
     for name, number in (('out', 1), ('err', 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(environment)

@@ -38,7 +38,8 @@ def skipped(out: Path) -> dict[str, str]:
 
 
 def assert_one_line(capsys, *parts: str, program: str = 'benchmark.py'):
-    error = capsys.readouterr().err
+    *first_lines, error = capsys.readouterr().err.splitlines(keepends=True)
+    assert all(line.startswith('converting ') for line in first_lines), first_lines  # as a run says that has begun
     assert error.count('\n') == 1 and error.startswith(f'{program}: error: ') and 'usage' not in error, error
     for part in parts:
         assert part in error
@@ -161,7 +162,8 @@ def test_a_damaged_tar_leaves_a_dataset_of_the_rest_and_exit_status_1(tars, tmp_
     (tars / '00003.tar').write_bytes(b'<html>404</html>' * 100)
     assert convert.main([str(tars), str(tmp_path / 'out')]) == 1
     assert read_back(tmp_path / 'out') == pairs(0) + ALL_SAMPLES[3:]
-    warnings = capsys.readouterr().err.splitlines()
+    beginning, *warnings = capsys.readouterr().err.splitlines()
+    assert beginning == 'converting 4 files in 1 part'
     assert len(warnings) == 2 and '00000.tar' in warnings[0] and '00003.tar' in warnings[1]
     lines = map(json.loads, (tmp_path / 'out/skipped.jsonl').read_text().splitlines())
     sources = [line['source'] for line in lines if line['reason'].startswith(('cut short', 'image does not'))]
@@ -213,9 +215,9 @@ def test_bad_arguments_are_one_line_and_status_2(tars, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ['tars']
 
 
-def test_an_out_that_cannot_be_written_is_one_line_and_status_1(tars, capsys):
-    assert failing_status(tars, tars / '00000.tar/below/a/file') == 1
-    assert_one_error_line(capsys, 'OUT', '00000.tar/below/a/file', 'cannot be written')
+def test_an_out_that_cannot_be_a_folder_is_one_line_and_status_2(tars, capsys):
+    assert failing_status(tars, tars / '00000.tar/below/a/file') == 2
+    assert_one_error_line(capsys, 'OUT', '00000.tar/below/a/file', f'because {tars}/00000.tar is a file; name another')
 
 
 def test_nothing_to_convert_is_one_line_and_leaves_out_to_the_next_run(tmp_path, capsys):
@@ -293,7 +295,9 @@ def test_what_was_damaged_is_converted_anew_and_the_rest_is_not(tars, tmp_path, 
     assert len(others) == 4
     (tars / '00000.tar').write_bytes(whole)  # fetched again, and of another size
     assert convert.main(argv) == 0
-    assert 'converting anew what was damaged: 1 part\n' in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert 'converting anew what was damaged: 1 part\n' in printed.out
+    assert printed.err.endswith('converting 1 file in 1 of 3 parts\n')
     assert read_back(out) == ALL_SAMPLES
     assert {path: path.stat().st_mtime_ns for path in others} == others
 
@@ -358,6 +362,8 @@ def test_a_signal_ends_a_run_in_one_line_and_the_next_run_goes_on(tmp_path, monk
         command.send_signal(number)
         _, error = command.communicate(timeout=300)
         store.delay = 0
+        beginning, error = error.split('\n', 1)
+        assert beginning == 'converting 9 files in 9 parts'
         assert command.returncode == status and error.count('\n') == 1, error
         assert error.startswith(f'convert.py: error: {line}') and str(out) in error
         with pytest.raises(SystemExit):

@@ -58,7 +58,8 @@ def status_of(main, *argv) -> str:
         except SystemExit as end:
             status = end.code
     *lines, last = errors.getvalue().split('\n')[:-1] or ['']
-    assert status in (0, 1, 2) and all(line.startswith('convert.py: warning: ') for line in lines), (status, lines)
+    said = ('convert.py: warning: ', 'converting ')
+    assert status in (0, 1, 2) and all(line.startswith(said) for line in lines), (status, lines)
     assert bool(status) == last.startswith((f'{main.__module__}.py: error: ', 'convert.py: warning: ')), (status, last)
     return f'status {status}'
 

@@ -7,9 +7,15 @@ import pytest
 from benchmark import main
 from cli import checks, defaults
 from cli.early_checks import refuse_early_training
-from cli.early_data_checks import refuse_early_conversion, refuse_early_export
+from cli.early_data_checks import (
+    refuse_early_conversion,
+    refuse_early_encoding,
+    refuse_early_evaluation,
+    refuse_early_export,
+)
 from cli.folders import refuse_bad_results, refuse_unusable_folder
-from cli.options import benchmark_parser, convert_parser, export_parser
+from cli.options import benchmark_parser, convert_parser, encode_parser, evaluate_parser, export_parser
+from inputs.places import refuse_mistyped_address
 from tests.forked_runs import on_small_disk
 from tests.runs import TINY, settings_of
 from tests.samples import write_shards
@@ -135,7 +141,7 @@ def test_a_folder_that_cannot_be_made_is_refused_and_nothing_is_made(flag, folde
 
 
 def test_a_check_of_what_can_be_made_leaves_nothing_behind(tmp_path):
-    refuse_unusable_folder('save_folder', str(tmp_path / 'new' / 'deeper'))
+    refuse_unusable_folder('--save_folder', str(tmp_path / 'new' / 'deeper'))
     refuse_bad_results(str(tmp_path / 'results'))
     assert not list(tmp_path.iterdir())
 
@@ -199,6 +205,40 @@ def test_an_out_within_a_dataset_and_shards_as_source_are_refused(tmp_path, monk
     with pytest.raises(ValueError, match='CHECKPOINT data is a dataset'):
         refuse_early_export(export_parser('').parse_args(['data', 'x']))
     refuse_early_conversion(parser.parse_args(['photos', 'data-too']))
+
+
+@pytest.mark.parametrize('flag, parser, refuse, argv', [
+    ('OUT', convert_parser, refuse_early_conversion, ['FOLDER', 'PLACE']),
+    ('OUT', export_parser, refuse_early_export, ['FOLDER/file', 'PLACE']),
+    ('--out', encode_parser, refuse_early_encoding, ['--remote', 's3://b/x', '--out', 'PLACE']),
+    ('--out', evaluate_parser, refuse_early_evaluation, ['FOLDER/file', 'FOLDER', '--out', 'PLACE'])])
+@pytest.mark.parametrize('place, words', [
+    ('FOLDER/file/x', 'cannot be a folder, because FOLDER/file is a file; name another'),
+    ('/proc/x', 'cannot be written: No such file or directory; name another'),
+    ('s3:/bucket/x', 'is an address with one slash; write s3://bucket/x, or ./s3:/bucket/x for a folder')])
+def test_an_out_that_cannot_be_is_refused_early_and_nothing_is_made(flag, parser, refuse, argv, place, words, tmp_path):
+    (tmp_path / 'file').touch()
+    argv = [argument.replace('PLACE', place).replace('FOLDER', str(tmp_path)) for argument in argv]
+    with pytest.raises(ValueError) as error:
+        refuse(parser('').parse_args(argv))
+    assert str(error.value) == f'{flag} {place} {words}'.replace('FOLDER', str(tmp_path))
+    assert os.listdir(tmp_path) == ['file']
+
+
+@pytest.mark.parametrize('flag', ['remote', 'eval_remote', 'local', 'save_folder', 'tensorboard', 'profile'])
+def test_an_address_with_one_slash_is_refused(flag):
+    source = [] if flag == 'remote' else ['--use_synth_data']
+    argv = [*source, *TINY, '--max_duration', '9ba', f'--{flag}', 'gs:/bucket/x']
+    with pytest.raises(ValueError, match=f'^--{flag} gs:/bucket/x is an address with one slash; write gs://bucket/x,'):
+        refuse_early_training(benchmark_parser('').parse_args(argv))
+
+
+def test_a_folder_that_is_there_under_the_name_of_such_an_address_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('gs:/bucket').mkdir(parents=True)
+    refuse_mistyped_address('--save_folder', 'gs:/bucket')
+    refuse_mistyped_address('--save_folder', './gs:/other')
+    refuse_mistyped_address('--remote', 'dbfs:/bucket')
 
 
 def test_weights_that_are_gone_are_missed_where_a_run_begins_and_not_where_it_goes_on(tmp_path):

@@ -95,7 +95,8 @@ def error_line(capsys, *argv) -> str:
     capsys.readouterr()
     with pytest.raises(SystemExit) as exit:
         convert.main([str(argument) for argument in argv])
-    error = capsys.readouterr().err
+    *first_lines, error = capsys.readouterr().err.splitlines(keepends=True)
+    assert all(line.startswith('converting ') for line in first_lines), first_lines
     assert exit.value.code == 2 and error.count('\n') == 1, error
     return error
 

@@ -108,7 +108,8 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
     write_tar(tmp_path / 'x.tar', sample_files('x', 1))
     with pytest.raises(SystemExit) as stop:
         convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out'), '--ray', '127.0.0.1:1'])
-    [line] = capsys.readouterr().err.splitlines()
+    beginning, line = capsys.readouterr().err.splitlines()
+    assert beginning == 'converting 1 file in 1 part'
     assert stop.value.code == 2 and '--ray 127.0.0.1:1' in line and 'ray start --head' in line
 
 

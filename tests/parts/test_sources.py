@@ -175,3 +175,28 @@ def test_what_is_being_made_inside_source_is_passed_over(tmp_path, monkeypatch):
         found = find_files(['s3://bucket/tars'], ['s3://bucket/tars/out'])
         assert [file.name for file in found.files] == ['s3://bucket/tars/outer.tar', 's3://bucket/tars/x.tar']
         assert not found.left_out
+
+
+def test_what_our_commands_have_made_inside_source_is_one_line_each_and_a_strangers_claim_is_none(tmp_path,
+                                                                                                     monkeypatch):
+    ours = b'{"program": "convert.py"}'
+    names = ('x.tar', 'mds/000000/shard.00000.mds', 'mds/index.json', 'judged/pictures/1.png', 'insurance/y.tar')
+    make(tmp_path, *names)
+    (tmp_path / 'mds/claim.json').write_bytes(ours)
+    (tmp_path / 'judged/claim.json').write_text('{"program": "evaluate.py"}')
+    (tmp_path / 'insurance/claim.json').write_text('{"program": "of a lawyer"}')
+    made = 'made by a command of this program'
+    for source in (str(tmp_path), f'{tmp_path}/*'):
+        found = find_files([source], [f'{tmp_path}/out'])
+        assert names_of(found, tmp_path) == ['insurance/y.tar', 'x.tar']
+        assert reasons_of(found, tmp_path) == {'mds': f'{made}: convert.py', 'judged': f'{made}: evaluate.py',
+                                               'insurance/claim.json': 'no image'}
+    with local_s3(monkeypatch) as store:
+        for name in names:
+            store.put(f'tars/{name}', b'1')
+        store.put('tars/mds/claim.json', ours)
+        store.put('tars/insurance/claim.json', b'{')
+        found = find_files(['s3://bucket/tars'])
+        assert [file.name for file in found.files] == ['s3://bucket/tars/insurance/y.tar', 's3://bucket/tars/x.tar']
+        assert {'source': 's3://bucket/tars/mds/', 'key': None, 'reason': f'{made}: convert.py'} in found.left_out
+        assert not [line for line in found.left_out if 'shard' in line['source']]
