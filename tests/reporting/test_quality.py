@@ -134,6 +134,7 @@ def test_the_title_names_what_is_drawn_alone_and_what_it_can_be_compared_with(dr
 def test_the_picture_is_written_where_it_can_be(write, tmp_path, capsys):
     report.main([write(TRAINING, EVALUATION), '--quality', str(tmp_path / 'quality.svg')])
     assert (tmp_path / 'quality.svg').read_text().count('MLPerf') >= 1
+    assert capsys.readouterr().err == f'wrote {tmp_path / "quality.svg"}\n'
     with pytest.raises(SystemExit):
         report.main([str(Path(write(EVALUATION))), '--quality', str(tmp_path)])
     assert '--quality' in capsys.readouterr().err
