@@ -22,6 +22,7 @@ if __name__ == '__main__':
 
 import argparse
 import math
+import sys
 
 import pandas as pd
 
@@ -80,13 +81,20 @@ def main(argv=None):
 
         if args.csv:
             write_csv(args.csv, in_tables, tables + plans)
+            say_written(args.csv)
         if args.figure:
             draw(args.figure, rows_of_tables(tables, in_tables), given.training_images, as_ladder=args.compare)
+            say_written(args.figure)
         if args.quality:
             draw_quality(args.quality, evaluations, given.dollars_per_gpu_hour)
+            say_written(args.quality)
     except ValueError as error:
         parser.error(str(error))
     print(report_text(in_tables, tables + plans, remarks))
+
+
+def say_written(path: str) -> None:
+    print(f'wrote {path}', file=sys.stderr)
 
 
 def assumptions(args: argparse.Namespace) -> Assumptions:
@@ -218,8 +226,8 @@ def remarks_on_costs(records: pd.DataFrame, given: Assumptions) -> list[str]:
     """Which records have no days or no price."""
     remarks = []
     if (records['model_name'] == 'tiny').any() and not given.counts_tiny:
-        remarks.append('The model tiny is for trying things out and has no days and no cost; --training_images asks '
-                       'for them.')
+        remarks.append('The model tiny is for trying things out and has no days and no cost but in a plan of '
+                       '--phase; --training_images asks for them.')
     if records['on_cpu'].any():
         remarks.append('Ranks on a CPU have no GPU-hours and no cost.')
     return remarks

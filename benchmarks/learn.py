@@ -44,7 +44,7 @@ from parts.writer import PartWriter
 from reporting.quality import read_evaluations
 from reporting.quality_figure import draw_quality
 from training.checkpoints import checkpoints
-from training.picture_grid import grid_of
+from training.picture_grid import grid_of, with_gaps, with_prompts
 from training.trained_model import read_trained, trained_pipeline
 
 ROOT = Path(__file__).parent.parent
@@ -216,13 +216,13 @@ def evaluate_course(folder: Path, phase: int, captions: list[str], judge: torch.
     return course
 
 
-def figure(drawn: np.ndarray) -> Image.Image:
-    """The first picture of each caption, enlarged, in one: a row a colour, a column a place."""
+def figure(drawn: np.ndarray, captions: list[str]) -> Image.Image:
+    """The first picture of each caption, enlarged, above that caption, in one: a row a colour, a column a place."""
     pictures = []
     for colours in drawn[:, 0]:  # (3, H, W)
         pixels = np.clip((colours + 1) * 127.5, 0, 255).round().astype(np.uint8).transpose(1, 2, 0)
         pictures.append(Image.fromarray(pixels).resize((128, 128), Image.Resampling.NEAREST))
-    return grid_of(pictures)
+    return grid_of(with_gaps(with_prompts(pictures, captions)))
 
 
 def main() -> None:
@@ -243,7 +243,7 @@ def main() -> None:
         result['phase_2'], drawn = drawn_after(folder, 2, captions)
         picture = Path(sys.argv[1])
         picture.parent.mkdir(parents=True, exist_ok=True)
-        figure(drawn).save(picture)
+        figure(drawn, captions).save(picture)
         judge = train_judge(captions)
         result['fid'] = {f'phase_{phase}': evaluate_course(folder, phase, captions, judge) for phase in PHASES}
         evaluations = read_evaluations([str(folder / 'evaluations.jsonl')], dollars_per_gpu_hour=0)

@@ -318,7 +318,7 @@ def export_parser(description: str) -> Parser:
 
 def evaluate_parser(description: str) -> Parser:
     """The command line of evaluate.py."""
-    parser = Parser('evaluate.py', description)
+    parser = Parser('evaluate.py', description, usage='%(prog)s MODEL DATA --out OUT [--flag VALUE ...]')
     add = parser.add_argument
     add('model', metavar='MODEL', help='a checkpoint, a folder or an object store for its newest, or a pipeline folder '
         'of diffusers')
@@ -334,7 +334,7 @@ def evaluate_parser(description: str) -> Parser:
         'and used where it is (default: they stay in --out)')
     add('--samples', type=number(int, 2, 10 ** 9, 'a whole number above 1'), default=30_000, metavar='N',
         help='captions of DATA to draw, the first N, at each guidance scale (default: 30000)')
-    add('--guidance', type=number(float, 1, 1000, 'a scale from 1 on'), nargs='+', default=[7.5], metavar='SCALE',
+    add('--guidance', type=guidance_scale, nargs='+', default=[7.5], metavar='SCALE',
         help='scales of classifier-free guidance, each of which draws all captions; 1 is none (default: 7.5)')
     add('--steps', type=count, default=50, help='of the sampler, DDIM; a divisor of its 1000 timesteps (default: 50)')
     add('--seed', type=seed, default=17, help='of the noise: that of a sample follows from it and from the number of '
@@ -356,7 +356,7 @@ def evaluate_parser(description: str) -> Parser:
 
 def report_parser(description: str) -> Parser:
     """The command line of report.py."""
-    parser = Parser('report.py', description)
+    parser = Parser('report.py', description, usage='%(prog)s RECORDS [RECORDS ...] [--flag VALUE ...]')
     images = partial(positive_number, kind=int)
     add = parser.add_argument
     add('records', nargs='+', metavar='RECORDS', help='files of JSON lines, or of CSV where the name ends in .csv')
@@ -379,10 +379,12 @@ def report_parser(description: str) -> Parser:
     add('--phase', type=phase_of_text, action='append', default=[], metavar='IMAGES@SIZE',
         help='a phase of a plan: how many images to train on, and the side of each in pixels; repeat it for the next '
              'phase (default: no plan, or --training_images at each size where there are records of encoding)')
-    add('--figure', metavar='FILE', help='file for a picture, png, svg or pdf: images per second of each record with '
-                                         '--compare, days and efficiency otherwise (default: none)')
-    add('--quality', metavar='FILE', help='file for a picture, png, svg or pdf, of what evaluate.py has scored: FID '
-        'against CLIP score, and both against the images of the training (default: none)')
+    add('--figure', metavar='FILE', help='file for a picture, in the format of its ending, such as png, svg or pdf: '
+        'images per second of each record; or, without --compare, days and efficiency, where a setting has days on '
+        'several numbers of GPUs (default: none)')
+    add('--quality', metavar='FILE', help='file for a picture, in the format of its ending, such as png, svg or pdf, '
+        'of what evaluate.py has scored: FID against CLIP score, and both against the images of the training (default: '
+        'none)')
     add('--csv', metavar='FILE', help='file for the rows of all tables, unrounded (default: none)')
     return parser
 
@@ -400,11 +402,32 @@ def positive_number(text: str, kind: type = float, least: float = 1e-15) -> int 
     raise argparse.ArgumentTypeError(f'{text!r} is not a positive number')
 
 
+def guidance_scale(text: str) -> float:
+    """An argparse type: one of the scales of --guidance."""
+    try:
+        return number(float, 1, 1000, 'a scale from 1 on')(text)
+    except argparse.ArgumentTypeError as error:
+        if is_a_number(text):
+            raise
+        raise argparse.ArgumentTypeError(f'{error}; MODEL and DATA come before this flag') from None
+
+
+def is_a_number(text: str) -> bool:
+    """Whether a flag that takes several numbers can have meant this one; another argument may stand behind them."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def number_of_gpus(text: str) -> int:
     """An argparse type: one of the numbers of --extrapolate."""
     if ',' in text:
         raise argparse.ArgumentTypeError(f'{text!r} is no number; separate several by spaces, as in '
                                          f'{" ".join(text.replace(",", " ").split())}')
+    if not is_a_number(text):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a positive whole number; files come before this flag')
     return positive_number(text, int)
 
 

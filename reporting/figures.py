@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from inputs.hub import SD2_BASE
 from inputs.words import counted
 from reporting.records import SETTINGS, settings_in_one
 from reporting.tables import (
@@ -32,6 +33,7 @@ LINE_INCHES = 0.18       # of a label
 LABEL_CHARACTERS = 45    # of a line of a bar's label
 FOOTER_CHARACTERS = 140
 LEGEND_CHARACTERS = 110
+MODEL_CHARACTERS = 40    # of its name in a title
 MOST_LINES = 8           # of a label
 STYLE = {
     'text.parse_math': False,  # a $ in a name begins no formula
@@ -140,7 +142,7 @@ def draw_ladder(figure, rows: pd.DataFrame, training_images: int, with_ratios: b
     ratios = {printed_figure('speed_over_first', ratio) for ratio in rows['speed_over_first'][rows['measured']]}
     ratios_are_of_use = with_ratios and len(ratios) > 1
 
-    figure.suptitle('Images per second in training Stable Diffusion', x=0.01, ha='left')
+    figure.suptitle(f'Images per second in training {model_in_words(rows)}', x=0.01, ha='left')
     axes = figure.add_subplot(xlabel='images/s')
     bars = axes.barh(centers, rows['images_per_sec'].fillna(0), height=1.3)
     axes.bar_label(bars, [text_of_bar(row, ratios_are_of_use) for _, row in rows.iterrows()], padding=4, fontsize=9)
@@ -184,7 +186,7 @@ def draw_scaling(figure, rows: pd.DataFrame, training_images: int) -> tuple[floa
     days_axes.set_yticks(drawn['row'].unique(), drawn['place'].unique())
     days_axes.invert_yaxis()
 
-    title = f'Days to train Stable Diffusion on {training_images:,} images'
+    title = f'Days to train {model_in_words(drawn)} on {training_images:,} images'
     legend_lines = 0
     if num_settings == 1:
         figure.suptitle(title, x=0.01, ha='left')
@@ -210,6 +212,19 @@ def add_legend(figure, title: str, rows: pd.DataFrame) -> int:
     figure.legend(handles, labels, loc='outside upper left', title=title, alignment='left', borderaxespad=0.3,
                   title_fontproperties={'size': STYLE['figure.titlesize'], 'weight': STYLE['figure.titleweight']})
     return sum(label.count('\n') + 1 for label in labels)
+
+
+def model_in_words(rows: pd.DataFrame) -> str:
+    """What the title calls the model of all rows; a record that states none is of Stable Diffusion."""
+    names = list(rows['model_name'].replace('', SD2_BASE).unique())
+    if len(names) > 1:
+        return f'{len(names)} models'
+    if names[0] == SD2_BASE:
+        return 'Stable Diffusion'
+    name = names[0].rstrip('/').rpartition('/')[2]
+    if len(name) > MODEL_CHARACTERS:
+        return f'{name[:MODEL_CHARACTERS]} …'
+    return name
 
 
 def style_of_bar(row: pd.Series, color: str) -> dict:

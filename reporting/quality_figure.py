@@ -1,9 +1,7 @@
 """The picture of evaluations: FID against CLIP score over guidance, and both against the images of the training."""
-import textwrap
-
 import pandas as pd
 
-from reporting.figures import COLORS, STYLE, save
+from reporting.figures import COLORS, STYLE, save, wrapped
 from reporting.quality import MLPERF_CLIP_SCORE, MLPERF_FID
 
 INCHES = 4.6  # of a panel, on each side
@@ -36,8 +34,8 @@ def draw_quality(path: str, rows: pd.DataFrame, dollars_per_gpu_hour: float) -> 
             draw_curve(axes.pop(0), rows[has_both])
         for axis, key in zip(axes, panels, strict=True):
             draw_course(axis, rows[has_course & rows[key].notna()], key, dollars_per_gpu_hour)
-        figure.suptitle(textwrap.fill(title_of(rows[has_both | has_course]), TITLE_CHARACTERS * number), x=0.01,
-                        ha='left', fontsize=11)
+        figure.suptitle(wrapped(title_of(rows[has_both | has_course]), TITLE_CHARACTERS * number), x=0.01, ha='left',
+                        fontsize=11)
         save(figure, path, '--quality')
 
 
@@ -95,6 +93,8 @@ def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float)
     else:
         axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
+    for line in axes.lines:
+        line.set_clip_on(False)  # a dot on an axis is whole
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.locator_params(axis='x', nbins=4)
     axes.legend(fontsize=8)

@@ -111,7 +111,8 @@ def extrapolated_rows(rows: pd.DataFrame, counts: list[int]) -> tuple[pd.DataFra
     first_row_repeated = rows.iloc[np.zeros(len(new_counts), dtype=int)]
     predicted = first_row_repeated.assign(
         num_devices=new_counts, num_nodes='', images_per_sec=batch / (a / new_counts + b),
-        status='complete', measured=False, reliable=False, doubt='', extrapolated='yes', notes='extrapolated')
+        status='complete', measured=False, reliable=False, doubt='', extrapolated='yes',
+        notes=[note_on_prediction(rows.iloc[0], batch, count) for count in new_counts])
 
     residuals = batch / (a / measured['num_devices'] + b) / measured['images_per_sec'] - 1
     worst = residuals.abs().argmax()
@@ -123,3 +124,12 @@ def extrapolated_rows(rows: pd.DataFrame, counts: list[int]) -> tuple[pd.DataFra
         f'Extrapolated with step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of {batch_in_words}, fitted on '
         f'{fitted_on} GPUs; worst residual {residuals.iloc[worst]:+.1%} of the images/s, '
         f'on {counted(measured["num_devices"].iloc[worst], "GPU")}.')
+
+
+def note_on_prediction(row: pd.Series, batch: int, count: int) -> str:
+    """That a row is predicted, and whether so many GPUs have fewer images each than the microbatch it is predicted
+    from."""
+    microbatch = row['device_train_microbatch_size']
+    if batch == 1 or not microbatch or batch / count >= int(microbatch):
+        return 'extrapolated'
+    return f'extrapolated; {batch / count:.3g} images a GPU: a smaller microbatch'

@@ -145,6 +145,38 @@ def test_more_gpus_than_images_in_a_batch_are_not_extrapolated(capsys):
     assert '--extrapolate 4096' in refusal(capsys, PUBLISHED, '--extrapolate', 4096)
 
 
+@pytest.mark.parametrize('microbatch, notes', [
+    (4, ['extrapolated', 'extrapolated; 2 images a GPU: a smaller microbatch']), (2, ['extrapolated'] * 2),
+    (None, ['extrapolated'] * 2)])
+def test_a_prediction_says_where_a_gpu_has_fewer_images_than_the_microbatch(capsys, write, microbatch, notes):
+    how = {'batch_size': 2048, 'device_train_microbatch_size': microbatch}
+    if microbatch is None:
+        del how['device_train_microbatch_size']
+    path = write(*(how | {'num_devices': n, 'images_per_sec': IMAGES_PER_SEC[n]} for n in (8, 16, 32)))
+    table, = cells(printed(capsys, path, '--extrapolate', 512, 1024))
+    assert [row['notes'] for row in table[3:]] == notes
+
+
+def test_what_is_written_is_named(capsys, tmp_path):
+    files = [str(tmp_path / name) for name in ('table.csv', 'days.svg')]
+    report.main([PUBLISHED, '--csv', files[0], '--figure', files[1]])
+    assert capsys.readouterr().err == f'wrote {files[0]}\nwrote {files[1]}\n'
+
+
+def test_the_model_tiny_has_days_in_a_plan_alone_and_the_remark_says_so(capsys, write):
+    text = printed(capsys, write({'model_name': 'tiny'}), '--phase', '1000@512')
+    assert 'has no days and no cost but in a plan of --phase;' in text
+    assert [bool(table[0].get('days')) for table in cells(text)] == [False, True]
+
+
+@pytest.mark.parametrize('names, title', [
+    (['tiny'], 'Images per second in training tiny'), ([''], 'Images per second in training Stable Diffusion'),
+    (['tiny', 'models/own/'], 'Images per second in training 2 models'),
+    (['models/own/'], 'Images per second in training own')])
+def test_the_title_of_a_figure_names_the_model(drawn, write, names, title):
+    assert drawn(write(*({'model_name': name} for name in names))).get_suptitle() == title
+
+
 def test_repeated_runs_are_one_row_with_median_and_spread(capsys, write):
     (row,), = cells(printed(capsys, write(*({'images_per_sec': speed, 'seed': speed} for speed in (790, 860, 800)))))
     assert row['images/s'] == '800.0' and row['notes'] == 'median of 3 runs, 790.0 to 860.0'
@@ -275,7 +307,8 @@ def test_a_speed_that_is_not_to_be_relied_on_is_marked_with_a_line_below_and_has
     table, = cells(text)
     assert [(row['images/s'], row['efficiency']) for row in table] == [('810.0', '100.0 %'), ('400.0 *', '49.4 % *')]
     assert [row['days'] for row in table] == ['40.97', ''] and table[1]['cost'] == ''
-    assert table[1]['notes'].startswith(('only ', 'drift ', 'other programs ')) and table[0]['notes'].startswith('median of 2 runs')
+    assert table[1]['notes'].startswith(('only ', 'drift ', 'other programs '))
+    assert table[0]['notes'].startswith('median of 2 runs')
     assert text.count('Figures marked * are not to be relied on') == 1
     compared, = cells(printed(capsys, path, '--compare'))
     assert [row['over first'] for row in compared] == ['0.500 x *', '1.00 x', '1.02 x']
@@ -472,7 +505,8 @@ def test_a_line_that_was_cut_is_left_out_and_named(tmp_path, capsys, left):
     ([PUBLISHED, '--dollars_per_gpu_hour', 'nan'], "--dollars_per_gpu_hour: 'nan'"),
     ([PUBLISHED, '--image_bytes', '0'], "--image_bytes: '0'"),
     ([PUBLISHED, '--dataset_images', '.5'], '--dataset'),
-    ([PUBLISHED, '--extrapolate', '1.5'], "--extrapolate: '1.5'"),
+    ([PUBLISHED, '--extrapolate', '1.5'], "--extrapolate: '1.5' is not a positive whole number\n"),
+    (['--extrapolate', '512', PUBLISHED], 'is not a positive whole number; files come before this flag\n'),
     ([PUBLISHED, '--phase', 'x@y'], "--phase: 'x@y' is not IMAGES@SIZE"),
     ([PUBLISHED, '--phase', '1'], "--phase: '1' is not IMAGES@SIZE"),
     ([PUBLISHED, '--phase', '1@0'], "--phase: '1@0' is not IMAGES@SIZE"),
@@ -812,7 +846,7 @@ def test_the_figure_is_written_and_letters_that_no_font_has_are_one_warning(tmp_
     path = write({'device': 'Über $1 中文'}, {'num_devices': 16, 'extrapolated': True}, {'status': 'failed'})
     report.main([path, '--figure', str(tmp_path / 'days.png')])
     assert (tmp_path / 'days.png').read_bytes().startswith(b'\x89PNG')
-    warned = capsys.readouterr().err
+    warned = capsys.readouterr().err.removesuffix(f'wrote {tmp_path / "days.png"}\n')
     if figures.fonts_for(records.read_records(path)[0])[1]:
         assert warned.count('\n') == 1 and 'shows boxes for 中文, which no font here has' in warned
     else:

@@ -4,12 +4,13 @@ import textwrap
 from pathlib import Path
 
 from diffusers.utils import make_image_grid
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 SMALLEST_LETTERS = 10  # pixels
 LETTERS_IN_HEIGHT = 32  # a picture is as high as so many lines of its prompt
 MOST_LINES = 3
 MARGIN = 2  # pixels
+GAP = 8  # pixels between two pictures
 
 
 def with_prompts(pictures: list[Image.Image], prompts: list[str]) -> list[Image.Image]:
@@ -33,6 +34,11 @@ def with_prompts(pictures: list[Image.Image], prompts: list[str]) -> list[Image.
         ImageDraw.Draw(whole).multiline_text((MARGIN, height + MARGIN), text, 'black', font, spacing=0)
         captioned.append(whole)
     return captioned
+
+
+def with_gaps(pictures: list[Image.Image]) -> list[Image.Image]:
+    """The pictures, which have one size, each with a thin white edge, so that in a grid each is seen to end."""
+    return [ImageOps.expand(picture, GAP // 2, 'white') for picture in pictures]
 
 
 def grid_of(pictures: list[Image.Image]) -> Image.Image:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.options import benchmark_parser, convert_parser, report_parser
+from cli.options import benchmark_parser, convert_parser, evaluate_parser, report_parser
 from measuring.versions import git_commit
 from tests.runs import ROOT
 
@@ -62,6 +62,11 @@ def test_a_flag_that_is_none_is_one_line_with_the_nearest(argument, line, capsys
     (benchmark_parser, ['--max_duration', '10'], '10 has no unit; write 10ba for batches, 10ep for epochs'),
     (report_parser, ['x', '--extrapolate', '512,1024'], "'512,1024' is no number; separate several by spaces, as in "
                                                         '512 1024'),
+    (report_parser, ['--extrapolate', '512', 'x.csv'], "'x.csv' is not a positive whole number; files come before "
+                                                       'this flag'),
+    (evaluate_parser, ['--guidance', '1', '3', 'kept', 'mds'], 'argument --guidance: kept is not a scale from 1 on; '
+                                                               'MODEL and DATA come before this flag'),
+    (evaluate_parser, ['--guidance', '0.5'], 'argument --guidance: 0.5 is not a scale from 1 on\n'),
     (convert_parser, ['--heldout', '3'], '--heldout is no flag; did you mean --held_out?'),
     (convert_parser, ['--helt_out=3', 'photos'], '--helt_out is no flag; did you mean --held_out?'),
     (convert_parser, [], 'the following arguments are required: SOURCE, OUT'),
@@ -72,6 +77,12 @@ def test_what_may_be_meant_is_named(parser, argv, words, capsys):
     error = capsys.readouterr().err
     assert words in error and error.count('\n') == 1
     assert ('did you mean' in error) == ('did you mean' in words)
+
+
+@pytest.mark.parametrize('parser, names', [(report_parser, 'report.py RECORDS'), (evaluate_parser,
+                                                                               'evaluate.py MODEL DATA')])
+def test_the_usage_of_a_command_whose_flags_take_several_values_begins_with_its_files(parser, names):
+    assert parser('').format_help().startswith(f'usage: {names} ')
 
 
 SYNTHETIC = ['benchmark.py', '--use_synth_data']

@@ -126,14 +126,25 @@ def test_the_picture_leaves_out_the_panels_that_nothing_is_known_for(drawn, writ
 def test_the_title_names_what_is_drawn_alone_and_what_it_can_be_compared_with(drawn, write):
     biased = EVALUATION | {'samples': 64, 'fid_is_biased': True}
     without_scores = EVALUATION | {'steps': 7, 'scores': [{'guidance': 2, 'fid': None, 'clip_score': None}]}
-    title = drawn(write(biased, without_scores)).get_suptitle().replace('\n', ' ')
+    title = drawn(write(biased, without_scores)).get_suptitle().replace('\n', ' ').replace('\u00a0', ' ')
     assert title == 'Scores of 64 pictures of 512 px, 50 steps, CLIP vit (FID of few pictures is too high)'
     assert drawn(write(TRAINING, EVALUATION)).get_suptitle().count('Scores') == 1
+
+
+def test_a_score_of_0_has_a_whole_dot_and_the_title_breaks_between_its_parts(drawn, write):
+    first = EVALUATION | {'clip': 'clip-vit-base-of-a-long-name and clip', 'images_seen': 8, 'scores': [
+        {'guidance': 2, 'fid': None, 'clip_score': 0.0}]}
+    picture = drawn(write(first))
+    [dot] = [line for line in picture.axes[0].lines if line.get_marker() == 'o']
+    assert dot.get_ydata()[0] == 0 and not dot.get_clip_on()
+    lines = picture.get_suptitle().replace('\u00a0', ' ').split('\n')
+    assert lines[-1] == 'CLIP clip-vit-base-of-a-long-name and clip'
 
 
 def test_the_picture_is_written_where_it_can_be(write, tmp_path, capsys):
     report.main([write(TRAINING, EVALUATION), '--quality', str(tmp_path / 'quality.svg')])
     assert (tmp_path / 'quality.svg').read_text().count('MLPerf') >= 1
+    assert capsys.readouterr().err == f'wrote {tmp_path / "quality.svg"}\n'
     with pytest.raises(SystemExit):
         report.main([str(Path(write(EVALUATION))), '--quality', str(tmp_path)])
     assert '--quality' in capsys.readouterr().err
