@@ -338,6 +338,8 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, caps
     disk.mkdir()
     code, _, error = run_program(server, tmp_path / 'run', convert_program,
                                  [tmp_path / 'in', disk / 'out', '--size_limit', '256kb'], (1, str(disk)))
+    beginning, error = error.split('\n', 1)
+    assert beginning == 'converting 1 file in 1 part'
     assert (code, error.count('\n')) == (1, 1), error
     assert f'OUT {disk}/out cannot be written' in error and 'No space left on device' in error
     assert 'the same command, started again, goes on' in error
