@@ -181,7 +181,7 @@ def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(checkpoints, lat
     assert 'is not the model of' in refused([checkpoints, out, '--model_name',
                                              'stabilityai/stable-diffusion-2-base'], capfd)
     assert 'already exists' in refused([checkpoints, empty], capfd)
-    assert 'cannot be made' in refused([checkpoints, other / 'out'], capfd)
+    assert 'is a file; name another' in refused([checkpoints, other / 'out'], capfd)
     assert sorted(tmp_path.iterdir()) == [empty, other]
 
 
