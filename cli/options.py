@@ -187,13 +187,23 @@ def number(kind: type, least: float, most: float, name: str) -> Callable[[str], 
 
 count = number(int, 1, sys.maxsize, 'a whole number above 0')
 whole_number = number(int, 0, sys.maxsize, 'a whole number')
-share = number(float, 0, 1, 'between 0 and 1')
 amount = number(float, 0, sys.float_info.max, 'an amount')
 positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
 
 
 seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # NumPy takes 32 bits, with the rank on top
 seconds = number(int, 1, 10 ** 6, 'a number of seconds, from 1 to 1,000,000')
+
+
+def share(text: str) -> float:
+    """An argparse type: a share, from 0 to 1."""
+    try:
+        return number(float, 0, 1, 'between 0 and 1')(text)
+    except argparse.ArgumentTypeError as error:
+        percent = text.removesuffix('%')
+        if percent == text or not is_a_number(percent) or not 0 <= float(percent) <= 100:
+            raise
+        raise argparse.ArgumentTypeError(f'{error}; write {float(percent) / 100:g}') from None
 
 
 def microbatch(text: str) -> int | Literal['auto']:
@@ -249,7 +259,7 @@ def shard_size(text: str) -> int:
 def benchmark_parser(description: str) -> Parser:
     """The command line of benchmark.py."""
     parser = Parser('benchmark.py', description, GROUPS)
-    add_shared_flags(parser)
+    add_shared_flags(parser, 'images and captions as convert.py writes them, or latents as encode.py does')
     add_training_data_flags(parser.groups['data'])
     add_training_speed_flags(parser.groups['speed'])
     add_training_measurement_flags(parser.groups['measurement'])
@@ -264,7 +274,7 @@ def benchmark_parser(description: str) -> Parser:
 def encode_parser(description: str) -> Parser:
     """The command line of encode.py."""
     parser = Parser('encode.py', description, GROUPS)
-    add_shared_flags(parser)
+    add_shared_flags(parser, 'images and captions as convert.py writes them')
     add = parser.groups['data'].add_argument
     add('--out', help='new folder or object store for the latents (needed)')
     add('--batch_size', type=count, default=32, help='images at once on each device (default: 32)')
@@ -440,11 +450,10 @@ def phase_of_text(text: str) -> Phase:
         raise argparse.ArgumentTypeError(f'{text!r} is not IMAGES@SIZE, such as 1126400000@256') from None
 
 
-def add_shared_flags(parser: Parser) -> None:
-    """The flags that benchmark.py and encode.py have in common."""
+def add_shared_flags(parser: Parser, samples: str) -> None:
+    """The flags that benchmark.py and encode.py have in common; `samples` says what --remote holds."""
     add = parser.groups['data'].add_argument
-    add('--remote', help='MDS shards, a folder or an object store: images and captions as convert.py writes them, or '
-        'latents as encode.py does (default: none)')
+    add('--remote', help=f'MDS shards, a folder or an object store: {samples} (default: none)')
     add('--local', help='folder that caches the shards (default: one for each remote; a local remote is read in '
         'place); without --remote, the folder with the shards')
     add('--cache_limit', metavar='SIZE', help='most that this cache may hold, such as 500gb (default: no limit)')

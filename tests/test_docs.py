@@ -310,3 +310,14 @@ def test_what_can_run_here_runs(page, folder, server):
             continue
         code, output, errors = run_in_folder(server, folder, script, words[1:], CUDA_VISIBLE_DEVICES='')
         assert code == 0, f'{command}\n{output}{errors}'
+
+
+def test_git_ignores_what_the_commands_of_the_documents_write_into_a_clone():
+    text = ''.join(path.read_text() for path in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))])
+    flags = 'save_folder|out|figure|csv|quality|profile|reference|sample_folder|tensorboard'
+    written = set(re.findall(rf'--(?:{flags}) ([a-z][a-z0-9.-]*)(?=[\s`])', text))
+    written |= set(re.findall(r'export\.py \S+ ([a-z][a-z0-9.-]*)\s', text))
+    assert {'phase-1', 'judged', 'table.csv', 'my-model'} <= written
+    for name in sorted(written):
+        place = name if '.' in name else f'{name}/file'
+        assert subprocess.run(['git', 'check-ignore', '-q', place], cwd=ROOT).returncode == 0, name

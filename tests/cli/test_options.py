@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.options import benchmark_parser, convert_parser, evaluate_parser, report_parser
+from cli.options import benchmark_parser, convert_parser, encode_parser, evaluate_parser, report_parser
 from measuring.versions import git_commit
 from tests.runs import ROOT
 
@@ -62,6 +62,8 @@ def test_a_flag_that_is_none_is_one_line_with_the_nearest(argument, line, capsys
     (benchmark_parser, ['--max_duration', '10'], '10 has no unit; write 10ba for batches, 10ep for epochs'),
     (report_parser, ['x', '--extrapolate', '512,1024'], "'512,1024' is no number; separate several by spaces, as in "
                                                         '512 1024'),
+    (benchmark_parser, ['--caption_drop', '10%'], '--caption_drop: 10% is not between 0 and 1; write 0.1\n'),
+    (benchmark_parser, ['--caption_drop', '1000%'], '--caption_drop: 1000% is not between 0 and 1\n'),
     (report_parser, ['--extrapolate', '512', 'x.csv'], "'x.csv' is not a positive whole number; files come before "
                                                        'this flag'),
     (evaluate_parser, ['--guidance', '1', '3', 'kept', 'mds'], 'argument --guidance: kept is not a scale from 1 on; '
@@ -83,6 +85,12 @@ def test_what_may_be_meant_is_named(parser, argv, words, capsys):
                                                                                'evaluate.py MODEL DATA')])
 def test_the_usage_of_a_command_whose_flags_take_several_values_begins_with_its_files(parser, names):
     assert parser('').format_help().startswith(f'usage: {names} ')
+
+
+def test_each_commands_help_says_what_its_remote_may_hold():
+    helps = {parser: ' '.join(parser('').format_help().split()) for parser in (benchmark_parser, encode_parser)}
+    assert 'or latents as encode.py does (default: none)' in helps[benchmark_parser]
+    assert 'images and captions as convert.py writes them (default: none)' in helps[encode_parser]
 
 
 SYNTHETIC = ['benchmark.py', '--use_synth_data']
@@ -121,6 +129,7 @@ def dataset_of(samples: int, folder: Path) -> str:
     ([*SYNTHETIC, '--save_folder', 'tests'], '--save_folder tests already holds files; give a new one'),
     ([*SYNTHETIC, '--model_name', 'tiny', '--sample_prompts', 'nowhere'],
      '--sample_prompts nowhere cannot be read (No such file or directory)'),
+    ([*SYNTHETIC, '--load_weights', 'nowhere'], '--load_weights nowhere does not exist; give a checkpoint'),
     ([*SYNTHETIC, '--load_weights', 'tests'], '--load_weights tests is no checkpoint, and holds neither'),
     ([*SYNTHETIC, '--max_duration', '3ba'], '--max_duration 3ba ends within --warmup_batches 3'),
     (['encode.py', '--remote', 'DATA', '--out', 'tests'], '--out tests already holds something'),
