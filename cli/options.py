@@ -54,14 +54,20 @@ class Parser(argparse.ArgumentParser):
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """The arguments on one line of a file."""
         try:
-            return shlex.split(arg_line, comments=True)
+            arguments = shlex.split(arg_line, comments=True)
         except ValueError as error:  # a quotation that does not end on its line
             self.error(f'{error} in a file of flags: {arg_line.strip()}')
+        self._refuse_missing_files(arguments)
+        return arguments
 
-    def parse_known_args(self, args=None, namespace=None):
-        for argument in sys.argv[1:] if args is None else args:
+    def _refuse_missing_files(self, arguments: Sequence[str]) -> None:
+        """An argument @FILE whose FILE is none is named with its remedy."""
+        for argument in arguments:
             if argument.startswith('@') and not os.path.isfile(argument[1:]):
                 self.error(f'{argument} names no file of flags; check the name behind the @')
+
+    def parse_known_args(self, args=None, namespace=None):
+        self._refuse_missing_files(sys.argv[1:] if args is None else args)
         try:
             return super().parse_known_args(args, namespace)
         except argparse.ArgumentError as error:
@@ -93,7 +99,7 @@ class Parser(argparse.ArgumentParser):
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
             choices = list(map(str, action.choices))
-            meant = [choice for choice in choices if str(value).lower() in choice]
+            meant = [choice for choice in choices if value and str(value).lower() in choice]
             meant = meant or difflib.get_close_matches(str(value), choices, n=1)
             if meant:
                 error.message += f'; did you mean {meant[0]}?'
@@ -101,14 +107,16 @@ class Parser(argparse.ArgumentParser):
 
     def _with_what_is_needed(self, error: argparse.ArgumentError) -> str:
         """What argparse says; of a flag without its value what that is, and of one with a value that takes none."""
-        flag = error.argument_name
+        flag = (error.argument_name or '').replace('/', ' or ')
         if error.message.startswith('ignored explicit argument'):
             return f'{flag} takes no value; write {flag} alone'
         if not error.message.startswith('expected '):
             return str(error)
-        action = self._option_string_actions[flag.partition('/')[0]]
+        action = self._option_string_actions[flag.partition(' ')[0]]
         if action.choices:
             return f'{flag} needs a value, one of {", ".join(map(str, action.choices))}'
+        if action.help == argparse.SUPPRESS:
+            return f'{flag} needs a value'
         return f'{flag} needs a value: {self._get_formatter()._expand_help(action)}'
 
     def _unknown(self, argument: str) -> str:
@@ -151,7 +159,7 @@ class Parser(argparse.ArgumentParser):
 
     def end(self, status: int, message: str):
         """End with one line and this exit status."""
-        print(f'{self.prog}: error: {message}', file=sys.stderr)
+        print(f'{self.prog}: error: {" ".join(message.splitlines())}', file=sys.stderr)
         sys.exit(status)
 
     def format_help(self) -> str:

@@ -3,8 +3,8 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from models.peaks import peak_of
 
+PARTS = ('unet', 'text_encoder', 'vae')
+
 
 def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict | None,
                       image_size: int) -> dict[str, int]:
@@ -28,8 +30,8 @@ def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config
         flops['vae'] = 0 if vae_config is None else encoding_flops(vae_config, image_size)
         return flops
 
-    settings = [dict(unet_config), text_config.to_dict(), vae_config and dict(vae_config), image_size]
-    return kept('training', settings, count)
+    settings = [stated(unet_config), stated(text_config.to_dict()), vae_config and stated(vae_config), image_size]
+    return kept('training', settings, PARTS, count)
 
 
 def flops_of_a_picture(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict,
@@ -37,36 +39,69 @@ def flops_of_a_picture(unet_config: dict, text_config: CLIPTextConfig, vae_confi
     """FLOPs (1 multiply-add = 2) of what draws a picture of this side: a pass of the UNet, the VAE's decoder, and the
     text encoder. Counted once and kept.
     """
-    settings = [dict(unet_config), text_config.to_dict(), dict(vae_config), image_size]
-    return kept('drawing', settings, lambda: drawing_flops(unet_config, text_config, vae_config, image_size))
+    settings = [stated(unet_config), stated(text_config.to_dict()), stated(vae_config), image_size]
+    return kept('drawing', settings, PARTS,
+                lambda: drawing_flops(unet_config, text_config, vae_config, image_size))
 
 
 def flops_of_latents(vae_config: dict, image_size: int) -> int:
     """FLOPs (1 multiply-add = 2) of the VAE's encoder for an image of this side. Counted once and kept."""
-    settings = [dict(vae_config), image_size]
-    return kept('encoding', settings, lambda: {'vae': encoding_flops(vae_config, image_size)})['vae']
+    settings = [stated(vae_config), image_size]
+    return kept('encoding', settings, ('vae',), lambda: {'vae': encoding_flops(vae_config, image_size)})['vae']
 
 
-def kept(kind: str, settings: list, count: Callable[[], dict[str, int]]) -> dict[str, int]:
+def stated(config: dict) -> dict:
+    """What a configuration says of the model; what libraries note beside it is in another order in each process."""
+    return {key: value for key, value in config.items() if not key.startswith('_')}
+
+
+def kept(kind: str, settings: list, parts: Sequence[str], count: Callable[[], dict[str, int]]) -> dict[str, int]:
     """What was counted before of that kind with these settings by the same code, or else what `count` counts, which is
     kept from then on, where it can be.
+
+    Args:
+        kind: of the count.
+        settings: that it depends on, as JSON can hold them.
+        parts: of the model, which it has a number for each.
+        count: counts them.
     """
+    try:
+        folder = kept_folder()
+    except RuntimeError:  # a user without a home
+        return count()
     counted_by = [torch.__version__, diffusers.__version__, transformers.__version__, Path(__file__).read_text()]
     key = json.dumps([kind, settings, counted_by], sort_keys=True, default=str)
-    path = kept_folder() / f'{hashlib.sha256(key.encode()).hexdigest()}.json'
-    with contextlib.suppress(OSError, ValueError):  # it is not there, or not whole
-        return json.loads(path.read_text())
+    path = folder / f'{hashlib.sha256(key.encode()).hexdigest()}.json'
+    with contextlib.suppress(OSError, ValueError, RecursionError):  # it is not there, or not whole
+        found = json.loads(path.read_text())
+        if is_count(found, parts):
+            return found
     counted = count()
     with contextlib.suppress(OSError):  # a home that is read-only or full
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile('w', dir=path.parent, delete=False) as file:
-            json.dump(counted, file)
-        os.replace(file.name, path)  # other ranks may read it now
+        keep_count(path, counted)
     return counted
 
 
+def is_count(found: object, parts: Sequence[str]) -> bool:
+    """Whether what was kept is a number of FLOPs for each part."""
+    if not isinstance(found, dict) or set(found) != set(parts):
+        return False
+    return all(type(flops) is int and flops >= 0 for flops in found.values())
+
+
+def keep_count(path: Path, counted: dict[str, int]) -> None:
+    """Write a count, which appears whole, since other ranks may read it now. Raises OSError if it cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f'{path.name}.{secrets.token_hex(8)}.tmp')
+    try:
+        unfinished.write_text(json.dumps(counted))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def kept_folder() -> Path:
-    """Where counts are kept: in the user's folder for caches."""
+    """Where counts are kept: in the user's folder for caches. Raises RuntimeError where the user has no home."""
     caches = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(caches) / 'diffusion-benchmark' / 'flops'
 

@@ -1,4 +1,5 @@
 """Why a run failed, in one line, with the remedy where it is known."""
+import contextlib
 import errno
 import traceback
 
@@ -31,7 +32,8 @@ def reason(error: Exception, batch_flag: str) -> str:
         return '--compile needs a C compiler, and this machine has none; install gcc, or use --no-compile'
     if disk_is_full(error):
         return 'a disk is full: free some of it, or keep less with --save_num_checkpoints_to_keep'
-    traceback.print_exc()
+    with contextlib.suppress(OSError):  # what is printed may not cost the record
+        traceback.print_exc()
     return f'{type(error).__name__}: {text[:500]}'
 
 

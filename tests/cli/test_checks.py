@@ -244,6 +244,6 @@ def test_a_folder_that_is_there_under_the_name_of_such_an_address_is_taken(tmp_p
 def test_weights_that_are_gone_are_missed_where_a_run_begins_and_not_where_it_goes_on(tmp_path):
     argv = ['--use_synth_data', *TINY, '--max_duration', '9ba', '--load_weights', str(tmp_path / 'gone')]
     parser = benchmark_parser('')
-    with pytest.raises(ValueError, match='gone is no checkpoint'):
+    with pytest.raises(ValueError, match='gone does not exist'):
         refuse_early_training(parser.parse_args(argv))
     refuse_early_training(parser.parse_args([*argv, '--save_folder', str(tmp_path / 'kept'), '--autoresume']))

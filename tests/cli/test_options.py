@@ -48,6 +48,9 @@ def test_compiling_takes_a_mode_or_none(argv, value):
     ('--learning_rate', '--learning_rate needs a value: of AdamW (default: 0.0001)'),
     ('--lr_schedule', '--lr_schedule needs a value, one of constant, cosine, linear'),
     ('--use_ema=true', '--use_ema takes no value; write --use_ema alone'),
+    ('--pretrained=1', '--pretrained or --no-pretrained takes no value; write --pretrained or --no-pretrained alone'),
+    ('--foo\nbar', '--foo bar is no flag; see --help'),
+    ('--dist_timeout', '--dist_timeout needs a value: seconds to wait for the other processes (default: 300)'),
 ])
 def test_a_flag_that_is_none_is_one_line_with_the_nearest(argument, line, capsys):
     with pytest.raises(SystemExit) as exit:
@@ -69,6 +72,8 @@ def test_a_flag_that_is_none_is_one_line_with_the_nearest(argument, line, capsys
     (evaluate_parser, ['--guidance', '1', '3', 'kept', 'mds'], 'argument --guidance: kept is not a scale from 1 on; '
                                                                'MODEL and DATA come before this flag'),
     (evaluate_parser, ['--guidance', '0.5'], 'argument --guidance: 0.5 is not a scale from 1 on\n'),
+    (convert_parser, ['a', 'b', '--dist_timeout'], '--dist_timeout needs a value\n'),
+    (benchmark_parser, ['--precision='], "(choose from 'amp_bf16', 'amp_fp16', 'fp32')\n"),
     (convert_parser, ['--heldout', '3'], '--heldout is no flag; did you mean --held_out?'),
     (convert_parser, ['--helt_out=3', 'photos'], '--helt_out is no flag; did you mean --held_out?'),
     (convert_parser, [], 'the following arguments are required: SOURCE, OUT'),
@@ -129,7 +134,7 @@ def dataset_of(samples: int, folder: Path) -> str:
     ([*SYNTHETIC, '--save_folder', 'tests'], '--save_folder tests already holds files; give a new one'),
     ([*SYNTHETIC, '--model_name', 'tiny', '--sample_prompts', 'nowhere'],
      '--sample_prompts nowhere cannot be read (No such file or directory)'),
-    ([*SYNTHETIC, '--load_weights', 'nowhere'], '--load_weights nowhere does not exist; give a checkpoint'),
+    ([*SYNTHETIC, '--load_weights', 'nowhere'], '--load_weights nowhere does not exist; give a checkpoint, '),
     ([*SYNTHETIC, '--load_weights', 'tests'], '--load_weights tests is no checkpoint, and holds neither'),
     ([*SYNTHETIC, '--max_duration', '3ba'], '--max_duration 3ba ends within --warmup_batches 3'),
     (['encode.py', '--remote', 'DATA', '--out', 'tests'], '--out tests already holds something'),

@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import signal
 import sys
 
 from cli.streams import outlive_readers
@@ -63,6 +64,30 @@ def test_other_errors_of_a_stream_are_raised():
             return 0
         return 3
     assert status_of_child(print_to_full_disk) == 0
+
+
+def test_what_a_full_disk_does_not_take_of_a_log_is_left_out():
+    def log_to_full_disk() -> None:
+        full = os.open('/dev/full', os.O_WRONLY)
+        os.dup2(full, 2)
+        sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, 'wb', closefd=False)))
+        outlive_readers()
+        print('a' * 100_000, file=sys.stderr, flush=True)
+    assert status_of_child(log_to_full_disk) == 0
+
+
+def test_a_terminal_that_goes_away_takes_what_is_printed():
+    def print_to_terminal() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+        master, terminal = os.openpty()
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, 'wb', closefd=False)))
+        outlive_readers()
+        os.close(master)
+        for _ in range(2):
+            print('a', file=sys.stderr, flush=True)
+    assert status_of_child(print_to_terminal) == 0
 
 
 def run_without_readers(argv: list[str]) -> None:

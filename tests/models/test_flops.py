@@ -57,6 +57,31 @@ def test_a_kept_count_that_is_not_whole_is_counted_again(counted, caches):
     assert flops_of(64) == first and counted == [8, 8]
 
 
+@pytest.mark.parametrize('content', ['[1]', 'null', '{}', '{"unet": 1, "text_encoder": 1, "vae": -5}',
+                                     '{"unet": 1.5, "text_encoder": 1, "vae": 1}', '{"unet": 1, "vae": 1}',
+                                     pytest.param('[' * 100_000, id='deep')])
+def test_what_is_no_count_is_counted_again(counted, caches, content):
+    first = flops_of(64)
+    [file] = [path for path in caches.rglob('*') if path.is_file()]
+    file.write_text(content)
+    assert flops_of(64) == first and counted == [8, 8]
+
+
+def test_a_count_that_cannot_be_moved_to_its_name_leaves_no_file(counted, caches):
+    first = flops_of(64)
+    [file] = [path for path in caches.rglob('*') if path.is_file()]
+    file.unlink()
+    file.mkdir()
+    assert flops_of(64) == first and list(file.parent.iterdir()) == [file]
+
+
+def test_what_a_library_notes_in_another_order_in_each_process_makes_no_other_count(counted):
+    for noted in (['a', 'b'], ['b', 'a']):
+        config = {'sample_size': 8, '_use_default_values': noted}
+        flops.flops_of_an_image(config, CLIPTextConfig(), config, 64)
+    assert counted == [8]
+
+
 def test_where_nothing_can_be_kept_it_is_counted_each_time(counted, caches):
     (caches / 'diffusion-benchmark').write_text('no folder')
     assert flops_of(64) == flops_of(64) and counted == [8, 8]
@@ -64,10 +89,11 @@ def test_where_nothing_can_be_kept_it_is_counted_each_time(counted, caches):
 
 def test_what_draws_and_what_encodes_is_counted_once_as_well(monkeypatch):
     counted = []
-    monkeypatch.setattr(flops, 'drawing_flops', lambda *settings: counted.append(settings) or {'unet': 3})
+    of_parts = {'unet': 3, 'text_encoder': 1, 'vae': 2}
+    monkeypatch.setattr(flops, 'drawing_flops', lambda *settings: counted.append(settings) or of_parts)
     monkeypatch.setattr(flops, 'encoding_flops', lambda *settings: counted.append(settings) or 5)
     for image_size in (64, 64, 128):
-        assert flops.flops_of_a_picture({}, CLIPTextConfig(), {}, image_size) == {'unet': 3}
+        assert flops.flops_of_a_picture({}, CLIPTextConfig(), {}, image_size) == of_parts
         assert flops.flops_of_latents({}, image_size) == 5
     assert [settings[-1] for settings in counted] == [64, 64, 128, 128]
 
