@@ -56,8 +56,8 @@ def no_weights_error(place: str) -> ValueError:
     """The error of a place to start from, by its flag, that holds no weights."""
     path = place.partition(' ')[2]
     if '://' not in path and not os.path.exists(path):
-        return ValueError(f'{place} does not exist; give a checkpoint, the --save_folder of an earlier run, or a folder '
-                          'of diffusers')
+        return ValueError(f'{place} does not exist; give a checkpoint, the --save_folder of an earlier run, or a '
+                          'folder of diffusers')
     return ValueError(f'{place} is no checkpoint, and holds neither a whole checkpoint nor a UNet of diffusers; give '
                       'the --save_folder of an earlier run')
 
