@@ -11,17 +11,18 @@ name. Of azure:// it takes the account from AZURE_ACCOUNT_NAME or else from the 
 
 obstore's threads do not survive a fork: a process that has opened a store may start others by spawn or forkserver only.
 """
-import contextlib
+import concurrent.futures
 import functools
 import io
+import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -36,7 +37,7 @@ GOOGLE_S3 = 'https://storage.googleapis.com'  # which takes HMAC keys
 GOOGLE_SCOPE = 'https://www.googleapis.com/auth/devstorage.read_write'
 # What clients are made from; one is made anew where any of these has changed.
 SETTINGS = re.compile('AWS_|S3_|GCS_|GOOGLE_|CLOUDSDK_|AZURE_|MOSAICML_STREAMING_')
-# A server that is away for a minute is waited for; one that is gone ends the run after two or three.
+# A server that is away for a minute is waited for; one that is gone ends the run after two to four.
 RETRY_TIMEOUT = timedelta(minutes=2)
 LONGEST_PAUSE = timedelta(seconds=10)
 SECONDS_TO_SPEAK = 5
@@ -46,6 +47,7 @@ MAX_RETRIES = 1000  # RETRY_TIMEOUT comes first
 PIECE_BYTES = 8 << 20  # that a request of StoredFile asks for
 # Errors of one object of a store that else works: not there, shorter than it was, or put into an archive.
 OF_ONE_OBJECT = ('404', '416', 'NoSuchKey', 'InvalidRange', 'InvalidObjectState', 'BlobArchived', 'BlobNotFound')
+Answer = TypeVar('Answer')
 
 
 class Place(NamedTuple):
@@ -250,18 +252,31 @@ def store_error(error: BaseException, place: str) -> str:
             'for a store beside AWS, S3_ENDPOINT_URL')
 
 
-@contextlib.contextmanager
-def said_when_slow(sentence: str) -> Iterator[None]:
-    """A context that prints the sentence where it lasts, as when a store does not answer."""
-    minutes = RETRY_TIMEOUT.total_seconds() / 60
-    text = f'{sentence}, which can take {minutes:.0f} minutes where a store does not answer'
-    timer = threading.Timer(SECONDS_TO_SPEAK, print, [text], {'file': sys.stderr, 'flush': True})
-    timer.daemon = True
-    timer.start()
+def answer_of(call: Callable[[], Answer], sentence: str) -> Answer:
+    """What a call to a store returns or raises, while Ctrl-C and SIGTERM are answered.
+
+    obstore waits outside Python, where the main thread would run no handler of a signal: another thread waits there.
+
+    Args:
+        call: without arguments.
+        sentence: is printed where it lasts, as when a store does not answer.
+    """
+    answer = Future()
+    threading.Thread(target=keep_answer, args=(call, answer), daemon=True).start()  # it does not outlive the program
+    answered, _ = concurrent.futures.wait([answer], SECONDS_TO_SPEAK)
+    if not answered:
+        minutes = math.ceil((RETRY_TIMEOUT + REQUEST_TIMEOUT) / timedelta(minutes=1))  # the last try may begin late
+        print(f'{sentence}, which can take {minutes} minutes where a store does not answer', file=sys.stderr,
+              flush=True)
+    return answer.result()
+
+
+def keep_answer(call: Callable[[], object], answer: Future) -> None:
+    """Put into `answer` what a call returns or raises."""
     try:
-        yield
-    finally:
-        timer.cancel()
+        answer.set_result(call())
+    except BaseException as error:  # whatever it is, the one that waits raises it
+        answer.set_exception(error)
 
 
 def status_and_code(error: BaseException) -> tuple[str | None, str | None]:

@@ -13,7 +13,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from inputs.errors import DataError
 from inputs.places import CLAIM, hold_others_files, is_address, occupied_error
 from inputs.run_lock import give_lock_back, take_lock
-from inputs.stores import open_store, said_when_slow, store_error, streaming_address
+from inputs.stores import answer_of, open_store, store_error, streaming_address
 
 ATTEMPTS = 3  # workers that may die of a part before the run ends
 LOCK = f'{CLAIM}.lock'  # in a folder, while a run works in it
@@ -187,13 +187,15 @@ class StoreOutput(Output):
     def require_new_or_begun(self) -> None:
         """Raises ValueError if there are objects and no claim of ours, or the store cannot be reached."""
         try:
-            with said_when_slow(f'asking for {self.place}'):
-                holds_files = next(self._listed(''), None) is not None
-                is_begun = self.read(CLAIM) is not None
+            is_free = answer_of(self._is_new_or_begun, f'asking for {self.place}')
         except DataError as error:
             raise ValueError(str(error)) from None
-        if holds_files and not is_begun:
+        if not is_free:
             raise occupied_error(self.place)
+
+    def _is_new_or_begun(self) -> bool:
+        holds_files = next(self._listed(''), None) is not None
+        return not holds_files or self.read(CLAIM) is not None
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

@@ -12,15 +12,17 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import obstore
 from obstore.exceptions import BaseError
+from obstore.store import ObjectStore
 
 from inputs.errors import DataError, one_line
 from inputs.places import CLAIM, OUR_PROGRAMS, is_address, program_of, program_that_made
-from inputs.stores import open_store, said_when_slow, store_error
+from inputs.stores import answer_of, open_store, store_error
 from parts.names import ARCHIVES, CAPTIONS, File, is_hidden, is_image, split_name, why_not_read
 
 COMPANIONS = ('_stats.json', '.parquet', 'Thumbs.db', 'desktop.ini')  # of tars by img2dataset, of images by Windows
@@ -275,11 +277,10 @@ class Search:
         if is_glob:
             beginning = beginning.rpartition('/')[0]
         try:
-            with said_when_slow(f'listing SOURCE {source}'):
-                found = [(entry['path'], entry['size']) for page in obstore.list(store, beginning) for entry in page]
-                if not found and not is_glob and key:
-                    entry = obstore.head(store, key)
-                    found = [(key, entry['size'])]
+            listing = f'listing SOURCE {source}'
+            found = answer_of(partial(sizes_of_objects, store, beginning), listing)
+            if not found and not is_glob and key:
+                found = [(key, answer_of(partial(obstore.head, store, key), listing)['size'])]
         except FileNotFoundError:
             found = []
         except (BaseError, OSError, ValueError) as error:
@@ -308,7 +309,8 @@ class Search:
         ours = []
         for key in claims:
             try:
-                program = program_of(obstore.get(store, key).bytes().to_bytes())
+                content = answer_of(lambda key=key: obstore.get(store, key).bytes(), f'reading SOURCE {root}{key}')
+                program = program_of(content.to_bytes())
             except (BaseError, OSError) as error:
                 raise ValueError(f'SOURCE {store_error(error, root + key)}') from None
             if program in OUR_PROGRAMS:
@@ -332,6 +334,11 @@ class Search:
             self.left_out.add(name, 'no tar', 'of a store, tars are read; copy the folder here, or pack it')
         else:
             self.left_out.add(name, *why_left_out(suffix))
+
+
+def sizes_of_objects(store: ObjectStore, beginning: str) -> list[tuple[str, int]]:
+    """The keys that begin so in a bucket, each with the size of its object in bytes."""
+    return [(entry['path'], entry['size']) for page in obstore.list(store, beginning) for entry in page]
 
 
 def kind_of(entry: os.DirEntry, is_named: bool) -> tuple[str, str]:

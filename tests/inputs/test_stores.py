@@ -1,27 +1,35 @@
 """Stores are opened with the environment that Streaming takes, and what goes wrong there is one line."""
+import contextlib
 import io
 import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import boto3
 import obstore
 import pytest
 
+from cli.launcher import Stopped, signals_raise
 from inputs import stores
 from inputs.errors import DataError
 from inputs.places import is_address
 from inputs.stores import (
     ObjectLost,
     StoredFile,
+    answer_of,
     open_store,
     parse_address,
-    said_when_slow,
     store_error,
     streaming_address,
 )
+from parts.output import StoreOutput
+from parts.sources import find_files
 from tests.forks import status_of_child
 from tests.local_s3 import local_s3
-from tests.runs import wait_until
 
 SECRET = 'c2VjcmV0LWtleQ=='
 
@@ -211,9 +219,50 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever(monkeypatch):
 
 
 def test_a_store_that_does_not_answer_is_said_to_be_waited_for(monkeypatch, capfd):
-    with said_when_slow('asking'):
-        pass
+    assert answer_of(lambda: 7, 'asking') == 7
     assert capfd.readouterr().err == ''
     monkeypatch.setattr(stores, 'SECONDS_TO_SPEAK', 0)
-    with said_when_slow('asking for OUT s3://bucket'):
-        wait_until(lambda: 'asking for OUT s3://bucket, which can take 2 minutes' in capfd.readouterr().err)
+    is_said = threading.Event()
+    monkeypatch.setattr('builtins.print', lambda *words, **_: (sys.stderr.write(*words), is_said.set()))
+    assert answer_of(lambda: is_said.wait(60), 'asking for OUT s3://bucket')
+    # a request that begins when the two minutes of trying are nearly over may last a minute and a half
+    assert 'asking for OUT s3://bucket, which can take 4 minutes' in capfd.readouterr().err
+
+
+@contextlib.contextmanager
+def silent_server(when_asked: Callable[[], None]) -> Iterator[tuple[str, threading.Event]]:
+    """A server that takes one connection and says nothing, until the event is set or 10 seconds are over."""
+    is_over = threading.Event()
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1)
+                listener.close()
+                when_asked()
+                is_over.wait(10)
+        server = threading.Thread(target=serve, daemon=True)
+        server.start()
+        yield f'http://127.0.0.1:{listener.getsockname()[1]}', is_over
+        is_over.set()
+        server.join()
+
+
+@pytest.mark.parametrize('ask', [
+    lambda: find_files(['s3://bucket/a/']), lambda: StoreOutput('s3://bucket/a', '--out').require_new_or_begun()],
+    ids=['SOURCE', 'OUT'])
+def test_sigterm_ends_the_wait_for_a_store_that_does_not_answer(monkeypatch, ask):
+    monkeypatch.setattr(stores, 'RETRY_TIMEOUT', timedelta(milliseconds=50))
+    is_waiting = []
+
+    def send_sigterm() -> None:
+        is_waiting.append(True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not is_over.wait(10):
+            is_waiting.append('after the signal')
+    with silent_server(send_sigterm) as (endpoint, is_over):
+        monkeypatch.setenv('S3_ENDPOINT_URL', endpoint)
+        with pytest.raises(Stopped), signals_raise():
+            ask()
+        is_over.set()
+    assert is_waiting == [True]
