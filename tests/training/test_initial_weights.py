@@ -169,7 +169,7 @@ def bad_places(first_phase: Path, folder: Path, model_folder: str) -> dict[str, 
     unet.save_pretrained(folder / 'groups')
     unet.register_to_config(norm_num_groups=32)
     unet.save_pretrained(folder / 'pickled', safe_serialization=False)
-    return {str(folder / 'nowhere'): ['is no checkpoint'], str(folder / 'empty'): ['neither a whole checkpoint'],
+    return {str(folder / 'nowhere'): ['does not exist'], str(folder / 'empty'): ['neither a whole checkpoint'],
             str(folder / 'hostile.pt'): ['would run code when loaded'],
             str(folder / 'other.pt'): ['is no checkpoint of a training'],
             str(folder / 'half.pt'): ['not written to its end'],
