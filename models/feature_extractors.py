@@ -46,6 +46,7 @@ def load_inception(path: str) -> FeatureExtractorInceptionV3:
     """
     try:
         weights = torch.load(path, map_location='cpu', weights_only=True)
+        refuse_unusable_weights(weights)
         shapes = io.BytesIO()  # torch-fidelity would run what is in the user's file
         torch.save({name: tensor.to('meta') for name, tensor in weights.items()}, shapes)
         shapes.seek(0)
@@ -57,6 +58,18 @@ def load_inception(path: str) -> FeatureExtractorInceptionV3:
             ValueError) as error:
         raise ValueError(f'--inception {path} holds no weights of InceptionV3 ({one_line(error)[:200]}); fetch '
                          f'{INCEPTION_WEIGHTS}') from None
+
+
+def refuse_unusable_weights(weights: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError if one cannot take part in a network in float32, which assigning it would not show."""
+    for name, tensor in weights.items():
+        if tensor.is_meta:
+            raise ValueError(f'{name} has no values, but a shape alone')
+        if tensor.layout != torch.strided:
+            raise ValueError(f'{name} is {str(tensor.layout).removeprefix("torch.")}, not dense')
+        is_counter = name.endswith('num_batches_tracked')  # an integer, of a normalization
+        if not tensor.is_floating_point() and not is_counter:
+            raise ValueError(f'{name} is of {str(tensor.dtype).removeprefix("torch.")}, not of floating point')
 
 
 @torch.no_grad()

@@ -22,6 +22,9 @@ IS_HELD_OUT = 'is_held_out'  # in the claim of what was held out of another data
 HASHED = {'source_sha256': '--remote', 'vae_sha256': 'VAE of --model_name', 'scaling_factor': 'VAE of --model_name',
           'model_sha256': 'MODEL', 'batch': 'MODEL', 'captions_sha256': 'DATA', 'inception_sha256': '--inception',
           'clip_sha256': '--clip', 'reference': '--reference'}
+# Those of them that every run is given: where one is not in a claim, or is None, it is another one and not missing.
+ALWAYS_GIVEN = ('source_sha256', 'vae_sha256', 'scaling_factor', 'model_sha256', 'batch', 'captions_sha256')
+RANDOM = 'random'  # the vae_sha256 of weights that are drawn
 
 
 class DoneAlready(Exception):
@@ -127,7 +130,9 @@ def difference(key: str, begun: object, now: object) -> str:
         return f'from {begun}, and SOURCE has {now}: it has changed since, or is another; give a new folder'
     if key == IS_HELD_OUT:
         return f'{"with what was" if begun else "with nothing"} held out of another dataset; give a new folder'
-    if key in HASHED and None not in (begun, now):
+    if key == 'vae_sha256' and RANDOM in (begun, now) and None not in (begun, now):
+        key, begun, now = 'pretrained', begun != RANDOM, now != RANDOM
+    if key in ALWAYS_GIVEN or (key in HASHED and None not in (begun, now)):
         return f'with another {HASHED[key]}; give the same, or a new folder'
     return f'{in_flags(key, begun)}, not {in_flags(key, now)}; give the same, or a new folder'
 

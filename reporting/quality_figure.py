@@ -6,6 +6,9 @@ from reporting.quality import MLPERF_CLIP_SCORE, MLPERF_FID
 
 INCHES = 4.6  # of a panel, on each side
 TITLE_CHARACTERS = 45  # above each panel, in a line
+NAME_CHARACTERS = 60  # of a model or a judge
+MOST_JUDGES = 3  # in the title
+MOST_IN_LEGEND = 8  # lines that a legend names, beside MLPerf's
 SPAN_OF_LINEAR = 30  # more between the lowest and the highest score is drawn on a logarithmic axis
 LINE_OF_MLPERF = {'color': '0.45', 'linestyle': '--', 'linewidth': 1}
 
@@ -41,22 +44,44 @@ def draw_quality(path: str, rows: pd.DataFrame, dollars_per_gpu_hour: float) -> 
 
 def title_of(drawn: pd.DataFrame) -> str:
     """What all scores that are drawn are of, and why some can be compared with few others."""
-    title = f'Scores of {"; ".join(drawn["judges"].unique())}'
+    judges = drawn['judges'].unique()
+    named = [', '.join(map(shortened, words.split(', '))) for words in judges[:MOST_JUDGES]]
+    if len(judges) > MOST_JUDGES:
+        named.append(f'and {len(judges) - MOST_JUDGES} more')
+    title = f'Scores of {"; ".join(named)}'
     notes = sorted({note for notes in drawn['notes'] for note in notes.split(', ') if note})
     if notes:
         title += f' ({", ".join(notes)})'
     return title
 
 
+def shortened(name: str) -> str:
+    """A name of at most NAME_CHARACTERS."""
+    if len(name) > NAME_CHARACTERS:
+        return f'{name[:NAME_CHARACTERS]} …'
+    return name
+
+
+def legend_label(number: int, label: str) -> str:
+    """The label of the line with this number, from 0, of a panel."""
+    if number >= MOST_IN_LEGEND:
+        return '_nolegend_'
+    if label.startswith('_'):
+        return f' {label}'  # else matplotlib leaves it out of the legend
+    return label
+
+
 def draw_curve(axes, rows: pd.DataFrame) -> None:
     """FID against CLIP score, a line for each evaluation, whose points are named by their guidance."""
-    for color, (_, points) in zip(COLORS * len(rows), rows.groupby('curve', sort=False), strict=False):
+    for number, (_, points) in enumerate(rows.groupby('curve', sort=False)):
+        color = COLORS[number % len(COLORS)]
         points = points.sort_values('guidance')
         first = points.iloc[0]
-        label = first['model']
+        label = shortened(first['model'])
         if first['trained_batches']:
             label += f', batch {first["trained_batches"]}'
-        axes.plot(points['clip_score'], points['fid'], marker='o', markersize=4, color=color, label=label)
+        axes.plot(points['clip_score'], points['fid'], marker='o', markersize=4, color=color,
+                  label=legend_label(number, label))
         for _, point in points.iterrows():
             axes.annotate(f'{point["guidance"]:g}', (point['clip_score'], point['fid']), xytext=(4, 4),
                           textcoords='offset points', fontsize=8, color=color)
@@ -70,17 +95,18 @@ def draw_curve(axes, rows: pd.DataFrame) -> None:
 
 
 def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float) -> None:
-    """A score against the images seen, a line for each training and guidance; on top, GPU-hours and dollars, where
-    one speed says them for all."""
+    """A score against the images seen, a line for each training, model and guidance; on top, GPU-hours and dollars,
+    where one speed says them for all."""
     from matplotlib.ticker import EngFormatter
     names = rows['model'].nunique() > 1
-    for color, ((_, guidance), points) in zip(COLORS * len(rows), rows.groupby(['training', 'guidance'], sort=False),
-                                              strict=False):
+    lines = rows.groupby(['training', 'model', 'guidance'], sort=False)
+    for number, ((_, model, guidance), points) in enumerate(lines):
         points = points.sort_values('images_seen')
         label = f'guidance {guidance:g}'
         if names:
-            label = f'{points["model"].iloc[0]}, {label}'
-        axes.plot(points['images_seen'], points[key], marker='o', markersize=4, color=color, label=label)
+            label = f'{shortened(model)}, {label}'
+        axes.plot(points['images_seen'], points[key], marker='o', markersize=4,
+                  color=COLORS[number % len(COLORS)], label=legend_label(number, label))
     line, title = (MLPERF_FID, 'FID') if key == 'fid' else (MLPERF_CLIP_SCORE, 'CLIP score')
     if rows['by_inception'].all():
         axes.axhline(line, **LINE_OF_MLPERF, label='MLPerf')

@@ -141,6 +141,51 @@ def test_a_score_of_0_has_a_whole_dot_and_the_title_breaks_between_its_parts(dra
     assert lines[-1] == 'CLIP clip-vit-base-of-a-long-name and clip'
 
 
+def legend_names(axes) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def trained(number: int, **more) -> dict:
+    """An evaluation of a training of its own."""
+    return EVALUATION | {'model': f'kept{number}', 'model_sha256': str(number), 'training': {'seed': number}} | more
+
+
+@pytest.mark.filterwarnings('error')
+def test_title_and_legends_of_many_evaluations_end_and_leave_the_panels_their_room(drawn, write):
+    many = [trained(number, clip=f'clip{number}', clip_sha256=str(number)) for number in range(60)]
+    picture = drawn(write(*many))
+    title = picture.get_suptitle().replace('\n', ' ').replace('\u00a0', ' ')
+    assert title.count('pictures of') == 3 and title.endswith('CLIP clip2; and 57 more')
+    for axes in picture.axes:
+        assert sum(name.startswith('kept') for name in legend_names(axes)) == 8
+        assert legend_names(axes)[-1] == 'MLPerf'
+        assert sum(line.get_marker() == 'o' for line in axes.lines) >= 60  # all are drawn
+    picture.canvas.draw()
+    assert all(axes.get_position().height > 0.4 for axes in picture.axes)
+
+
+@pytest.mark.filterwarnings('error')
+def test_names_of_more_than_60_characters_are_cut(drawn, write):
+    long = trained(1, model='m' * 300, clip='c' * 300)
+    picture = drawn(write(long, trained(2)))
+    picture.canvas.draw()
+    assert f'CLIP {"c" * 55} …' in picture.get_suptitle().replace('\u00a0', ' ').replace('\n', ' ')
+    for axes in picture.axes:
+        assert legend_names(axes)[0].startswith(f'{"m" * 60} …, ')
+
+
+def test_a_model_whose_name_begins_with_an_underscore_is_in_the_legends(drawn, write):
+    for axes in drawn(write(trained(1, model='_mine'), trained(2))).axes:
+        assert legend_names(axes)[0].strip().startswith('_mine')
+
+
+def test_two_models_of_the_same_training_are_two_lines(drawn, write):
+    one, other = trained(1, training=FLAGS), trained(2, training=FLAGS)
+    _, fid, _ = drawn(write(one, other)).axes
+    assert legend_names(fid)[:-1] == ['kept1, guidance 1.5', 'kept1, guidance 4', 'kept2, guidance 1.5',
+                                      'kept2, guidance 4']
+
+
 def test_the_picture_is_written_where_it_can_be(write, tmp_path, capsys):
     report.main([write(TRAINING, EVALUATION), '--quality', str(tmp_path / 'quality.svg')])
     assert (tmp_path / 'quality.svg').read_text().count('MLPerf') >= 1
