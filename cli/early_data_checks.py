@@ -5,7 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from cli.early_checks import refuse_bad_image_size, refuse_missing_source, samples_in
+from cli.early_checks import is_read_from_local, refuse_bad_image_size, refuse_missing_source, samples_in
 from cli.folders import (
     folder_error,
     is_finished_dataset,
@@ -34,8 +34,18 @@ def refuse_early_encoding(args: argparse.Namespace) -> None:
     refuse_impossible_model(args.model_name, args.pretrained)
     refuse_missing_source(args)
     refuse_empty('--out', args.out)
+    refuse_out_within_source(args)
     refuse_occupied_folder('--out', args.out, 'encode.py')
     refuse_bad_results(args.results)
+
+
+def refuse_out_within_source(args: argparse.Namespace) -> None:
+    """Raises ValueError if --out is a folder below that of the images, whoever made their dataset."""
+    flag, source = ('--local', args.local) if is_read_from_local(args) else ('--remote', args.remote)
+    if is_address(source) or is_address(args.out):
+        return
+    if Path(os.path.realpath(source)) in Path(os.path.realpath(args.out)).parents:
+        raise ValueError(f'--out {args.out} lies in {flag} {source}; name a folder elsewhere')
 
 
 def refuse_early_conversion(args: argparse.Namespace) -> None:

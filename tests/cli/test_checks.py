@@ -207,6 +207,23 @@ def test_an_out_within_a_dataset_and_shards_as_source_are_refused(tmp_path, monk
     refuse_early_conversion(parser.parse_args(['photos', 'data-too']))
 
 
+@pytest.mark.parametrize('flag', ['--remote', '--local'])
+@pytest.mark.parametrize('out', ['photos/sub', 'photos/sub/below', './link/sub', 'photos/../photos/sub'])
+def test_latents_within_the_images_that_they_are_made_of_are_refused_whoever_made_these(flag, out, tmp_path,
+                                                                                        monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path('photos').mkdir()
+    Path('photos/index.json').write_text('{"version": 2, "shards": []}')  # without a claim of ours
+    Path('link').symlink_to('photos')
+
+    def refuse(out: str) -> None:
+        refuse_early_encoding(encode_parser('').parse_args([flag, 'photos', '--out', out, '--results', 'r.jsonl']))
+    with pytest.raises(ValueError) as error:
+        refuse(out)
+    assert str(error.value) == f'--out {out} lies in {flag} photos; name a folder elsewhere'
+    refuse('photos-latents')
+
+
 @pytest.mark.parametrize('flag, parser, refuse, argv', [
     ('OUT', convert_parser, refuse_early_conversion, ['FOLDER', 'PLACE']),
     ('OUT', export_parser, refuse_early_export, ['FOLDER/file', 'PLACE']),
