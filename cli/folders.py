@@ -39,7 +39,9 @@ def refuse_occupied_folder(flag: str, out: str, program: str) -> None:
         raise occupied_error(f'{flag} {out}')
     with contextlib.suppress(OSError):  # likewise
         if CLAIM in names and program_of(Path(out, CLAIM).read_bytes()) != program:
-            raise (finished_error if INDEX in names else occupied_error)(f'{flag} {out}')
+            if INDEX in names:
+                raise finished_error(f'{flag} {out}')
+            raise occupied_error(f'{flag} {out}')
 
 
 def is_finished_dataset(folder: str) -> bool:

@@ -107,12 +107,13 @@ class Parser(argparse.ArgumentParser):
 
     def _with_what_is_needed(self, error: argparse.ArgumentError) -> str:
         """What argparse says; of a flag without its value what that is, and of one with a value that takes none."""
-        flag = (error.argument_name or '').replace('/', ' or ')
+        names = (error.argument_name or '').split('/')
+        flag = ' or '.join(names)
         if error.message.startswith('ignored explicit argument'):
             return f'{flag} takes no value; write {flag} alone'
         if not error.message.startswith('expected '):
             return str(error)
-        action = self._option_string_actions[flag.partition(' ')[0]]
+        action = self._option_string_actions[names[0]]
         if action.choices:
             return f'{flag} needs a value, one of {", ".join(map(str, action.choices))}'
         if action.help == argparse.SUPPRESS:

@@ -221,9 +221,13 @@ def model_in_words(rows: pd.DataFrame) -> str:
         return f'{len(names)} models'
     if names[0] == SD2_BASE:
         return 'Stable Diffusion'
-    name = names[0].rstrip('/').rpartition('/')[2]
-    if len(name) > MODEL_CHARACTERS:
-        return f'{name[:MODEL_CHARACTERS]} …'
+    return shortened(names[0].rstrip('/').rpartition('/')[2], MODEL_CHARACTERS)
+
+
+def shortened(name: str, characters: int) -> str:
+    """A name of at most so many characters."""
+    if len(name) > characters:
+        return f'{name[:characters]} …'
     return name
 
 

@@ -1,7 +1,7 @@
 """The picture of evaluations: FID against CLIP score over guidance, and both against the images of the training."""
 import pandas as pd
 
-from reporting.figures import COLORS, STYLE, save, wrapped
+from reporting.figures import COLORS, STYLE, save, shortened, wrapped
 from reporting.quality import MLPERF_CLIP_SCORE, MLPERF_FID
 
 INCHES = 4.6  # of a panel, on each side
@@ -45,7 +45,9 @@ def draw_quality(path: str, rows: pd.DataFrame, dollars_per_gpu_hour: float) -> 
 def title_of(drawn: pd.DataFrame) -> str:
     """What all scores that are drawn are of, and why some can be compared with few others."""
     judges = drawn['judges'].unique()
-    named = [', '.join(map(shortened, words.split(', '))) for words in judges[:MOST_JUDGES]]
+    named = []
+    for words in judges[:MOST_JUDGES]:
+        named.append(', '.join(shortened(word, NAME_CHARACTERS) for word in words.split(', ')))
     if len(judges) > MOST_JUDGES:
         named.append(f'and {len(judges) - MOST_JUDGES} more')
     title = f'Scores of {"; ".join(named)}'
@@ -53,13 +55,6 @@ def title_of(drawn: pd.DataFrame) -> str:
     if notes:
         title += f' ({", ".join(notes)})'
     return title
-
-
-def shortened(name: str) -> str:
-    """A name of at most NAME_CHARACTERS."""
-    if len(name) > NAME_CHARACTERS:
-        return f'{name[:NAME_CHARACTERS]} …'
-    return name
 
 
 def legend_label(number: int, label: str) -> str:
@@ -77,7 +72,7 @@ def draw_curve(axes, rows: pd.DataFrame) -> None:
         color = COLORS[number % len(COLORS)]
         points = points.sort_values('guidance')
         first = points.iloc[0]
-        label = shortened(first['model'])
+        label = shortened(first['model'], NAME_CHARACTERS)
         if first['trained_batches']:
             label += f', batch {first["trained_batches"]}'
         axes.plot(points['clip_score'], points['fid'], marker='o', markersize=4, color=color,
@@ -104,7 +99,7 @@ def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float)
         points = points.sort_values('images_seen')
         label = f'guidance {guidance:g}'
         if names:
-            label = f'{shortened(model)}, {label}'
+            label = f'{shortened(model, NAME_CHARACTERS)}, {label}'
         axes.plot(points['images_seen'], points[key], marker='o', markersize=4,
                   color=COLORS[number % len(COLORS)], label=legend_label(number, label))
     line, title = (MLPERF_FID, 'FID') if key == 'fid' else (MLPERF_CLIP_SCORE, 'CLIP score')
@@ -119,8 +114,8 @@ def draw_course(axes, rows: pd.DataFrame, key: str, dollars_per_gpu_hour: float)
     else:
         axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    for line in axes.lines:
-        line.set_clip_on(False)  # a dot on an axis is whole
+    for drawn in axes.lines:
+        drawn.set_clip_on(False)  # a dot on an axis is whole
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.locator_params(axis='x', nbins=4)
     axes.legend(fontsize=8)

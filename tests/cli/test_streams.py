@@ -14,16 +14,22 @@ TRAINING = ['--use_synth_data', '--model_name', 'tiny', '--image_size', '64', '-
             '1', '--max_duration', '2ba', '--autoresume']
 
 
+def lead_to(file: int, name: str, unbuffered: bool = False) -> None:
+    """From here on `stdout` or `stderr` prints to this open file, by a stream as Python opens it at its start."""
+    number = {'stdout': 1, 'stderr': 2}[name]
+    os.dup2(file, number)
+    os.close(file)
+    raw = io.FileIO(number, 'wb', closefd=False)
+    stream = io.TextIOWrapper(raw if unbuffered else io.BufferedWriter(raw), write_through=unbuffered)
+    setattr(sys, name, stream)
+
+
 def leave_without_readers(unbuffered: bool = False) -> None:
-    """This process prints to pipes that nobody reads, by streams as Python opens them at its start."""
-    for number, name in ((1, 'stdout'), (2, 'stderr')):
+    """This process prints to pipes that nobody reads."""
+    for name in ('stdout', 'stderr'):
         read, write = os.pipe()
-        os.dup2(write, number)
+        lead_to(write, name, unbuffered)
         os.close(read)
-        os.close(write)
-        raw = io.FileIO(number, 'wb', closefd=False)
-        stream = io.TextIOWrapper(raw if unbuffered else io.BufferedWriter(raw), write_through=unbuffered)
-        setattr(sys, name, stream)
 
 
 def printing_status(unbuffered: bool) -> int:
@@ -54,9 +60,7 @@ def test_a_stream_that_was_closed_from_the_start_takes_what_is_printed():
 
 def test_other_errors_of_a_stream_are_raised():
     def print_to_full_disk() -> int:
-        full = os.open('/dev/full', os.O_WRONLY)
-        os.dup2(full, 1)
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, 'wb', closefd=False)))
+        lead_to(os.open('/dev/full', os.O_WRONLY), 'stdout')
         outlive_readers()
         try:
             print('a', flush=True)
@@ -68,9 +72,7 @@ def test_other_errors_of_a_stream_are_raised():
 
 def test_what_a_full_disk_does_not_take_of_a_log_is_left_out():
     def log_to_full_disk() -> None:
-        full = os.open('/dev/full', os.O_WRONLY)
-        os.dup2(full, 2)
-        sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, 'wb', closefd=False)))
+        lead_to(os.open('/dev/full', os.O_WRONLY), 'stderr')
         outlive_readers()
         print('a' * 100_000, file=sys.stderr, flush=True)
     assert status_of_child(log_to_full_disk) == 0
@@ -80,9 +82,7 @@ def test_a_terminal_that_goes_away_takes_what_is_printed():
     def print_to_terminal() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
         master, terminal = os.openpty()
-        os.dup2(terminal, 2)
-        os.close(terminal)
-        sys.stderr = io.TextIOWrapper(io.BufferedWriter(io.FileIO(2, 'wb', closefd=False)))
+        lead_to(terminal, 'stderr')
         outlive_readers()
         os.close(master)
         for _ in range(2):
