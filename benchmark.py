@@ -65,7 +65,7 @@ from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from settings.subjects import OptimizerSettings, Settings
+from settings.train import Train
 from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import (
     WholeCheckpoints,
@@ -222,36 +222,35 @@ class StableDiffusion(DiffusionModel):
         return len(batch['caption']) * sum(self.flops_per_image.values())
 
 
-def build_data(settings: Settings, files: ModelFiles) -> DataSpec:
+def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     """The loader of --remote, which holds images or latents, or of synthetic data.
 
     Raises ValueError if the remote or the tokenizer is not there or does not fit the model.
     """
-    source = settings.data
-    image_size = settings.model.image_size
-    seed = settings.training.seed
-    device_batch = source.batch_size // dist.get_world_size()
-    if not source.remote:
-        dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, source.batch_size),
+    image_size = settings.image_size
+    seed = settings.seed
+    device_batch = settings.batch_size // dist.get_world_size()
+    if not settings.remote:
+        dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, settings.batch_size),
                                                vocab_size=files.vocab_size, seed=seed + dist.get_global_rank(),
-                                               latents=source.use_synth_latents)
+                                               latents=settings.use_synth_latents)
         return build_loader(dataset, device_batch, num_workers=0)
-    index = read_index(source.remote)
-    require_columns(source.remote, index)
-    require_cache_for(source.remote, index, source.cache_limit)
+    index = read_index(settings.remote)
+    require_columns(settings.remote, index)
+    require_cache_for(settings.remote, index, settings.cache_limit)
     if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
-        require_same_origin(source.remote, index, origin_of_latents(files, image_size))
+        require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
     samples = number_of_samples(index)
-    refuse_larger_batch(source.remote, samples, source.batch_size, settings.speed.device_train_microbatch_size,
+    refuse_larger_batch(settings.remote, samples, settings.batch_size, settings.device_train_microbatch_size,
                         dist.get_world_size())
-    if source.random_flip and 'latents' in index:
-        raise ValueError(f'--random_flip mirrors images, and --remote {source.remote} holds latents; leave it out')
-    tokenizer = build_fitting_tokenizer(source.tokenizer, files)
-    dataset = open_dataset(source.remote, source.local, image_size=image_size, index=index,
-                           cache_limit=source.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=seed)
-    if not settings.measurement.loader_only:
-        say_what_an_epoch_leaves_out(samples, source.batch_size)
-    return build_loader(dataset, device_batch, source.num_workers, tokenizer, source.max_bad_samples)
+    if settings.random_flip and 'latents' in index:
+        raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
+    tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
+    dataset = open_dataset(settings.remote, settings.local, image_size=image_size, index=index,
+                           cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=seed)
+    if not settings.loader_only:
+        say_what_an_epoch_leaves_out(samples, settings.batch_size)
+    return build_loader(dataset, device_batch, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 
 def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
@@ -287,55 +286,54 @@ def open_held_out(remote: str, files: ModelFiles, image_size: int, seed: int, la
     return HeldOutSamples(images, image_size, timesteps, seed)
 
 
-def build_evaluator(settings: Settings, files: ModelFiles, held_out: HeldOutSamples, microbatch: int) -> Evaluator:
+def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples, microbatch: int) -> Evaluator:
     """The evaluation of a run, in batches of its microbatch."""
-    tokenizer = build_fitting_tokenizer(settings.data.tokenizer, files)
-    loader = build_held_out_loader(held_out, microbatch, tokenizer, settings.data.max_bad_samples)
-    return Evaluator(label=LABEL, dataloader=loader, eval_interval=settings.evaluation.eval_interval,
+    tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
+    loader = build_held_out_loader(held_out, microbatch, tokenizer, settings.max_bad_samples)
+    return Evaluator(label=LABEL, dataloader=loader, eval_interval=settings.eval_interval,
                      device_eval_microbatch_size=microbatch)
 
 
-def build_model(settings: Settings, latents: bool, device: torch.device | None = None,
+def build_model(settings: Train, latents: bool, device: torch.device | None = None,
                 files: ModelFiles | None = None) -> StableDiffusion:
     """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
-    named = settings.model
-    torch.manual_seed(settings.training.seed)
+    torch.manual_seed(settings.seed)
     with device or torch.device(get_device()._device):
-        model = StableDiffusion(named.model_name, named.image_size, named.pretrained, named.encoder_precision, latents,
-                                files)
-    apply_switches(model, settings.speed)
+        model = StableDiffusion(settings.model_name, settings.image_size, settings.pretrained,
+                                settings.encoder_precision, latents, files)
+    apply_switches(model, settings)
     return model
 
 
-def build_optimizer(model: StableDiffusion, optimizer: OptimizerSettings, fused: bool) -> torch.optim.Optimizer:
+def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Optimizer:
     """AdamW over the UNet alone: the frozen encoders need no optimizer."""
-    return torch.optim.AdamW(model.unet.parameters(), lr=optimizer.learning_rate, weight_decay=optimizer.weight_decay,
-                             fused=fused)
+    return torch.optim.AdamW(model.unet.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay,
+                             fused=settings.fused_optimizer)
 
 
-def build_algorithms(settings: Settings, files: ModelFiles | None = None,
+def build_algorithms(settings: Train, files: ModelFiles | None = None,
                      average: dict | None = None) -> list[Algorithm]:
     """What changes a batch, its gradients or the weights' average; `average` is the state of one to go on with."""
-    seed = settings.training.seed
+    seed = settings.seed
     algorithms = []
-    if settings.data.caption_drop:
-        tokenizer = build_fitting_tokenizer(settings.data.tokenizer, files)
+    if settings.caption_drop:
+        tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
         empty_caption = torch.tensor(tokenizer.encode('').ids)  # (77,)
-        algorithms.append(CaptionDrop(settings.data.caption_drop, seed, empty_caption))
-    if settings.data.random_flip:
+        algorithms.append(CaptionDrop(settings.caption_drop, seed, empty_caption))
+    if settings.random_flip:
         algorithms.append(RandomFlip(seed))
-    if settings.optimizer.clip_grad_norm:
-        algorithms.append(FiniteGradientClipping(settings.optimizer.clip_grad_norm))
-    if settings.optimizer.use_ema:
-        ema_start = settings.optimizer.ema_start
-        ema = EMA(settings.optimizer.ema_half_life, ema_start=ema_start or '0ba')
+    if settings.clip_grad_norm:
+        algorithms.append(FiniteGradientClipping(settings.clip_grad_norm))
+    if settings.use_ema:
+        ema_start = settings.ema_start
+        ema = EMA(settings.ema_half_life, ema_start=ema_start or '0ba')
         if average and not ema_start:
             ema.load_state_dict(average)
         algorithms.append(ema)
     return algorithms
 
 
-def build_run(settings: Settings, data: DataSpec, files: ModelFiles | None = None,
+def build_run(settings: Train, data: DataSpec, files: ModelFiles | None = None,
               callbacks: Sequence[Callback] = ()) -> Run:
     """The training, at its start or at the checkpoint to resume from.
 
@@ -347,20 +345,19 @@ def build_run(settings: Settings, data: DataSpec, files: ModelFiles | None = Non
 
     Raises ValueError if it cannot be built as asked.
     """
-    files = files or find_model(settings.model.model_name, settings.model.pretrained)
+    files = files or find_model(settings.model_name, settings.pretrained)
     latents = data.dataloader.dataset.latents
     held_out = None
-    if settings.evaluation.eval_remote:
-        held_out = open_held_out(settings.evaluation.eval_remote, files, settings.model.image_size,
-                                 settings.training.seed, latents)
+    if settings.eval_remote:
+        held_out = open_held_out(settings.eval_remote, files, settings.image_size, settings.seed, latents)
     resumed = contextlib.nullcontext()
-    if settings.saving.autoresume:
-        resumed = newest_checkpoint(settings.saving.save_folder)
+    if settings.autoresume:
+        resumed = newest_checkpoint(settings.save_folder)
     with resumed as load_path:
         model = build_model(settings, latents, None, files)
         average = None
-        if settings.training.load_weights and not load_path:
-            average = load_initial_weights(settings.training.load_weights, model)
+        if settings.load_weights and not load_path:
+            average = load_initial_weights(settings.load_weights, model)
         algorithms = build_algorithms(settings, files, average)
         microbatch = find_microbatch(settings, model, data)
         evaluator = None
@@ -369,28 +366,28 @@ def build_run(settings: Settings, data: DataSpec, files: ModelFiles | None = Non
         return start_run(settings, model, files, data, algorithms, evaluator, load_path, microbatch, callbacks)
 
 
-def find_microbatch(settings: Settings, model: StableDiffusion, data: DataSpec) -> int:
+def find_microbatch(settings: Train, model: StableDiffusion, data: DataSpec) -> int:
     """Images that go through the model at once: as asked for, or found. Raises ValueError if not even one fits."""
     if not settings.searches_microbatch:
-        return settings.speed.device_train_microbatch_size
-    share = settings.data.batch_size // dist.get_world_size()
-    microbatch = largest_microbatch(model, data, share, settings.speed.precision, settings.optimizer.use_ema)
+        return settings.device_train_microbatch_size
+    share = settings.batch_size // dist.get_world_size()
+    microbatch = largest_microbatch(model, data, share, settings.precision, settings.use_ema)
     if dist.get_global_rank() == 0:
         print(f'{counted(microbatch, "image")} at once: the largest microbatch that fits', file=sys.stderr, flush=True)
     return microbatch
 
 
-def start_run(settings: Settings, model: StableDiffusion, files: ModelFiles, data: DataSpec,
+def start_run(settings: Train, model: StableDiffusion, files: ModelFiles, data: DataSpec,
               algorithms: list[Algorithm], evaluator: Evaluator | None, load_path: str | None, microbatch: int,
               callbacks: Sequence[Callback] = ()) -> Run:
     """The training of a model, at its start or at the checkpoint `load_path`. Raises ValueError if that does not fit.
     """
-    measurement = Measurement(settings.measurement.warmup_batches, settings.measurement.measure_batches)
-    safeguard = Safeguard(settings.training.seed, settings.training.on_nan, flags_to_keep(settings, data))
+    measurement = Measurement(settings.warmup_batches, settings.measure_batches)
+    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data))
     evaluations = Evaluations()
     progress = Progress(measurement)
-    callbacks = [*callbacks, measurement, progress, safeguard, *tracing_callbacks(settings.measurement), evaluations]
-    if settings.drawing.sample_prompts:
+    callbacks = [*callbacks, measurement, progress, safeguard, *tracing_callbacks(settings), evaluations]
+    if settings.sample_prompts:
         ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
         callbacks.append(Sampling(settings, model, files, measurement, ema))
     try:
@@ -398,7 +395,7 @@ def start_run(settings: Settings, model: StableDiffusion, files: ModelFiles, dat
     except (RuntimeError, KeyError, ValueError) as error:
         if not load_path:
             raise
-        raise ValueError(f'--save_folder {settings.saving.save_folder}: {load_path} does not fit this run '
+        raise ValueError(f'--save_folder {settings.save_folder}: {load_path} does not fit this run '
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
     flops_per_image = sum(model.flops_per_image.values())
     warn_of_what_comes_too_late(settings, trainer.state)
@@ -408,68 +405,65 @@ def start_run(settings: Settings, model: StableDiffusion, files: ModelFiles, dat
     return run
 
 
-def flags_to_keep(settings: Settings, data: DataSpec) -> dict:
+def flags_to_keep(settings: Train, data: DataSpec) -> dict:
     """What must be the same when the run resumes, without passwords: flags, and of a dataset the hash of its index."""
     values = settings.flags()
     flags = {}
     for flag in SAME_ON_RESUME:
         value = values[flag]
         flags[flag] = redacted(value) if isinstance(value, str) else value
-    if settings.data.remote:
+    if settings.remote:
         flags[DATASET] = data.dataloader.dataset.index_hash
     return flags
 
 
-def build_trainer(settings: Settings, model: StableDiffusion, data: DataSpec, callbacks: list[Callback],
+def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, callbacks: list[Callback],
                   algorithms: list[Algorithm], evaluator: Evaluator | None = None, load_path: str | None = None,
                   microbatch: int | None = None) -> Trainer:
     """Composer's Trainer, at its start or at the checkpoint `load_path`; None is the microbatch of the settings."""
-    speed = settings.speed
-    saving = settings.saving
-    microbatch = microbatch or speed.device_train_microbatch_size
-    window = min(10, settings.measurement.measure_batches or 10)
-    peak_flops = (peak_tflops(speed.precision) or 0) * 1e12
+    microbatch = microbatch or settings.device_train_microbatch_size
+    window = min(10, settings.measure_batches or 10)
+    peak_flops = (peak_tflops(settings.precision) or 0) * 1e12
     savers = []
-    if saving.save_folder:
-        savers.append(WholeCheckpoints(saving.save_folder, saving.save_interval, saving.save_num_checkpoints_to_keep))
-    is_one_microbatch = microbatch == settings.data.batch_size // dist.get_world_size()
+    if settings.save_folder:
+        savers.append(WholeCheckpoints(settings.save_folder, settings.save_interval,
+                                       settings.save_num_checkpoints_to_keep))
+    is_one_microbatch = microbatch == settings.batch_size // dist.get_world_size()
     with tensors_alone_are_loaded(), gradients_in_buckets(is_one_microbatch), quiet_profiler():
         return TolerantTrainer(
             model=model,
             train_dataloader=data,
-            optimizers=build_optimizer(model, settings.optimizer, speed.fused_optimizer),
-            schedulers=build_schedule(settings.optimizer.lr_schedule, settings.optimizer.lr_warmup),
+            optimizers=build_optimizer(model, settings),
+            schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup),
             algorithms=algorithms,
-            callbacks=[*switch_callbacks(speed), SpeedMonitor(window, peak_flops), *callbacks, *savers],
+            callbacks=[*switch_callbacks(settings), SpeedMonitor(window, peak_flops), *callbacks, *savers],
             eval_dataloader=evaluator,
             progress_bar=False,
             loggers=build_loggers(training_settings(settings, model.vae is None, microbatch),
-                                  settings.logging.tensorboard, settings.logging.wandb_name,
-                                  settings.logging.wandb_project),
-            max_duration=settings.training.max_duration,
-            precision=speed.precision,
+                                  settings.tensorboard, settings.wandb_name, settings.wandb_project),
+            max_duration=settings.max_duration,
+            precision=settings.precision,
             device_train_microbatch_size=microbatch,
             load_path=load_path,
             load_ignore_keys=leave_out_empty_scaler,
-            seed=settings.training.seed,
-            dist_timeout=settings.training.dist_timeout,
-            profiler=build_profiler(settings.measurement),
+            seed=settings.seed,
+            dist_timeout=settings.dist_timeout,
+            profiler=build_profiler(settings),
         )
 
 
-def measure_loader(settings: Settings, data: DataSpec) -> dict:
+def measure_loader(settings: Train, data: DataSpec) -> dict:
     """The record of --loader_only, which is also kept and printed."""
-    measurement = settings.measurement
     record = training_settings(settings, data.dataloader.dataset.latents) | {'status': 'complete'}
-    record |= loader_figures(data, measurement.warmup_batches, measurement.measure_batches)
+    record |= loader_figures(data, settings.warmup_batches, settings.measure_batches)
     text = f'loader {record["loader_images_per_sec"]:.4g} images/s'
     caution = caution_sentence(record)
     if caution:
         text += f'\ncaution: {caution}'
-    return keep(record, text, measurement.results)
+    return keep(record, text, settings.results)
 
 
-def read_settings(parser: Parser, argv: list[str] | None) -> Settings:
+def read_settings(parser: Parser, argv: list[str] | None) -> Train:
     """The settings of a command line, or its end with one line where they cannot run here."""
     args = parser.parse_args(argv)
     try:
@@ -482,25 +476,25 @@ def read_settings(parser: Parser, argv: list[str] | None) -> Settings:
     return settings
 
 
-def run_benchmark(settings: Settings, parser: Parser, callbacks: Sequence[Callback]) -> dict:
+def run_benchmark(settings: Train, parser: Parser, callbacks: Sequence[Callback]) -> dict:
     """Meet the other ranks, train and record; returns the record, or with --dry_run the microbatches that fit."""
     try:
-        if settings.measurement.dry_run is not None:
-            find_model(settings.model.model_name, settings.model.pretrained)  # says what is wrong with it
+        if settings.dry_run is not None:
+            find_model(settings.model_name, settings.pretrained)  # says what is wrong with it
             return dry_run(settings, build_model)
-        join_ranks(get_device(), settings.training.dist_timeout)
-        with saving_alone(settings.saving.save_folder):
+        join_ranks(get_device(), settings.dist_timeout)
+        with saving_alone(settings.save_folder):
             return train_and_record(agree_on_workers(settings), parser, callbacks)
     except (ValueError, DataError) as error:
         parser.error(one_line(error))
 
 
-def train_and_record(settings: Settings, parser: Parser, callbacks: Sequence[Callback]) -> dict:
+def train_and_record(settings: Train, parser: Parser, callbacks: Sequence[Callback]) -> dict:
     """Build and train, or measure the loader; returns the record."""
     try:
-        files = find_model(settings.model.model_name, settings.model.pretrained)
+        files = find_model(settings.model_name, settings.pretrained)
         data = build_data(settings, files)
-        if settings.measurement.loader_only:
+        if settings.loader_only:
             return measure_loader(settings, data)
         outline = build_outline(settings, files, data.dataloader.dataset.latents, build_model)
         refuse_too_little_memory(settings, outline)
@@ -510,8 +504,8 @@ def train_and_record(settings: Settings, parser: Parser, callbacks: Sequence[Cal
         parser.error(one_line(error))
     if run.is_over:
         if dist.get_global_rank() == 0:
-            print(f'--save_folder {settings.saving.save_folder} holds all of --max_duration '
-                  f'{settings.training.max_duration}: nothing left to do')
+            print(f'--save_folder {settings.save_folder} holds all of --max_duration '
+                  f'{settings.max_duration}: nothing left to do')
         sys.exit(0)
     try:
         outcome = train(run)
@@ -527,7 +521,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
     end_with_launcher()
     parser = benchmark_parser(__doc__)
     settings = read_settings(parser, argv)
-    with process_switches(settings.speed):
+    with process_switches(settings):
         return run_benchmark(settings, parser, callbacks)
 
 

@@ -67,7 +67,8 @@ from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.sources import Found, find_files, join_neighbours
 from parts.workers import make_converter, make_splitter
-from settings.subjects import ConversionFlags, subject_from
+from settings.commands import Convert
+from settings.train import settings_from
 
 
 class NothingConverted(Exception):
@@ -92,7 +93,7 @@ class Plan:
         return sum(file.size for number in self.missing for file in self.parts[number])
 
 
-def find_source(flags: ConversionFlags) -> Found:
+def find_source(flags: Convert) -> Found:
     """What there is to convert. Raises NothingConverted if there is nothing."""
     places = [flags.out]
     if flags.held_out:
@@ -103,7 +104,7 @@ def find_source(flags: ConversionFlags) -> Found:
     return found
 
 
-def open_held_out(flags: ConversionFlags, output: Output) -> Output | None:
+def open_held_out(flags: Convert, output: Output) -> Output | None:
     """Where samples that are held out go. Raises ValueError if that holds something else."""
     if not flags.held_out:
         return None
@@ -112,7 +113,7 @@ def open_held_out(flags: ConversionFlags, output: Output) -> Output | None:
     return held_out
 
 
-def claim_and_plan(flags: ConversionFlags, output: Output, held_out: Output | None, found: Found) -> Plan:
+def claim_and_plan(flags: Convert, output: Output, held_out: Output | None, found: Found) -> Plan:
     """Claim OUT for what was found, and see what an earlier run has done.
 
     Raises DoneAlready if that was all, and ValueError if OUT holds something else.
@@ -219,7 +220,7 @@ def fingerprint(files: list[File]) -> str:
             f'{digest.hexdigest()[:16]})')
 
 
-def open_workers(flags: ConversionFlags, make: Callable, num_parts: int) -> LocalWorkers | RayWorkers:
+def open_workers(flags: Convert, make: Callable, num_parts: int) -> LocalWorkers | RayWorkers:
     """The processes that convert; `make` is called in each of them."""
     if flags.ray:
         return RayWorkers(make, flags.ray, most=flags.num_workers or sys.maxsize)
@@ -227,7 +228,7 @@ def open_workers(flags: ConversionFlags, make: Callable, num_parts: int) -> Loca
     return LocalWorkers(make, min(flags.num_workers or cores, num_parts), preload='parts.conversion')
 
 
-def convert(flags: ConversionFlags, output: Output) -> tuple[Merged, Merged | None]:
+def convert(flags: Convert, output: Output) -> tuple[Merged, Merged | None]:
     """Convert what is missing, and merge; returns what OUT holds, and what was held out.
 
     Raises NothingConverted if there is nothing.
@@ -238,7 +239,7 @@ def convert(flags: ConversionFlags, output: Output) -> tuple[Merged, Merged | No
         return convert_and_merge(claim_and_plan(flags, output, held_out, found), flags, output)
 
 
-def convert_and_merge(plan: Plan, flags: ConversionFlags, output: Output) -> tuple[Merged, Merged | None]:
+def convert_and_merge(plan: Plan, flags: Convert, output: Output) -> tuple[Merged, Merged | None]:
     """Carry a plan out; returns what OUT holds, and what was held out. Raises NothingConverted if there is nothing."""
     if plan.missing:
         convert_missing(plan, flags, output)
@@ -260,7 +261,7 @@ def convert_and_merge(plan: Plan, flags: ConversionFlags, output: Output) -> tup
     return merged, held_out
 
 
-def convert_missing(plan: Plan, flags: ConversionFlags, output: Output) -> None:
+def convert_missing(plan: Plan, flags: Convert, output: Output) -> None:
     """Convert what no earlier run has finished."""
     parts = (Part(number, plan.parts[number]) for number in plan.missing)
     images = 0
@@ -284,7 +285,7 @@ def work_in_words(plan: Plan) -> str:
     return f'converting {counted(files, "file")} in {parts}'
 
 
-def hold_out(plan: Plan, flags: ConversionFlags, output: Output) -> Merged:
+def hold_out(plan: Plan, flags: Convert, output: Output) -> Merged:
     """Move the samples that are held out from the parts of OUT to a dataset beside it, which is whole afterwards.
 
     Raises TooFewSamples if nothing would be left to train on; OUT is then free for another run.
@@ -318,7 +319,7 @@ def what_stays(out: str) -> str:
     return f'what is done stays in OUT {out}, and the same command, started again, goes on from there'
 
 
-def what_was_skipped(merged: Merged, flags: ConversionFlags) -> str:
+def what_was_skipped(merged: Merged, flags: Convert) -> str:
     """The reasons with their numbers, where they are listed, and what may help."""
     reasons = ', '.join(f'{number:,} {reason}' for reason, number in merged.skipped.most_common())
     listed = f'{reasons}; listed in {flags.out}/{SKIPPED}'
@@ -333,7 +334,7 @@ def warn_of_damage(merged: Merged) -> None:
               'kept; fetch it again, and the same command converts it anew', file=sys.stderr)
 
 
-def print_summary(merged: Merged, held_out: Merged | None, flags: ConversionFlags) -> None:
+def print_summary(merged: Merged, held_out: Merged | None, flags: Convert) -> None:
     """What was converted, what was not, and what to do next."""
     warn_of_damage(merged)
     size = f'{merged.bytes / 1e6:,.1f} MB' if merged.bytes >= 1e6 else f'{merged.bytes / 1e3:,.1f} kB'
@@ -345,13 +346,13 @@ def print_summary(merged: Merged, held_out: Merged | None, flags: ConversionFlag
     print_next(merged.samples, flags)
 
 
-def print_done_already(samples: int, flags: ConversionFlags) -> None:
+def print_done_already(samples: int, flags: Convert) -> None:
     """That an earlier run has done all, and what to do next."""
     print(f'done already: OUT {flags.out} holds {counted(samples, "sample")} of this SOURCE, made with these flags')
     print_next(samples, flags)
 
 
-def print_next(samples: int, flags: ConversionFlags) -> None:
+def print_next(samples: int, flags: Convert) -> None:
     """The command that trains on what was converted."""
     evaluation = []
     if flags.held_out:
@@ -364,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
     leave_to_first_process(PROGRAM)
     parser = convert_parser(__doc__)
     args = parser.parse_args(argv)
-    flags = subject_from(ConversionFlags, vars(args))
+    flags = settings_from(Convert, vars(args))
     with ended_in_one_line(parser, what_stays(args.out)):
         refuse_early_conversion(args)
         output = open_output(args.out, 'OUT')

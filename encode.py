@@ -53,7 +53,7 @@ from parts.output import Output, open_output
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_encoder
-from settings.subjects import ENCODING_FLAGS, EncodingFlags
+from settings.commands import ENCODING_FLAGS, Encode
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 
@@ -79,7 +79,7 @@ class Progress:
         return read
 
 
-def read_image_index(flags: EncodingFlags) -> dict:
+def read_image_index(flags: Encode) -> dict:
     """The index.json of --remote. Raises ValueError if it holds no images and captions."""
     index = read_index(flags.remote)
     require_columns(flags.remote, index)
@@ -89,7 +89,7 @@ def read_image_index(flags: EncodingFlags) -> dict:
     return index
 
 
-def claim_output(flags: EncodingFlags, output: Output, origin: dict, index: dict) -> list[int]:
+def claim_output(flags: Encode, output: Output, origin: dict, index: dict) -> list[int]:
     """Claim OUT for these latents of these images; the numbers of the shards that no earlier run has encoded.
 
     Raises DoneAlready if that was all of them, and ValueError if OUT is of something else.
@@ -106,7 +106,7 @@ def claim_output(flags: EncodingFlags, output: Output, origin: dict, index: dict
     return [shard for shard in range(num_shards) if shard not in done]
 
 
-def settings_of(flags: EncodingFlags, index: dict) -> EncodingSettings:
+def settings_of(flags: Encode, index: dict) -> EncodingSettings:
     """What the workers need to know."""
     return EncodingSettings(
         remote=flags.remote,
@@ -128,13 +128,13 @@ def settings_of(flags: EncodingFlags, index: dict) -> EncodingSettings:
     )
 
 
-def open_workers(flags: EncodingFlags, output: Output, index: dict, num_parts: int) -> LocalWorkers | RayWorkers:
+def open_workers(flags: Encode, output: Output, index: dict, num_parts: int) -> LocalWorkers | RayWorkers:
     """The processes that encode: one for each GPU."""
     make = partial(make_encoder, output, settings_of(flags, index))
     return workers_on_devices(make, 'parts.encoding', flags.ray, num_parts)
 
 
-def encode_missing(flags: EncodingFlags, output: Output, index: dict, missing: list[int]) -> Progress:
+def encode_missing(flags: Encode, output: Output, index: dict, missing: list[int]) -> Progress:
     """Encode what no earlier run has encoded."""
     progress = Progress(flags.max_bad_samples)
     shards = index['shards']
@@ -149,7 +149,7 @@ def encode_missing(flags: EncodingFlags, output: Output, index: dict, missing: l
     return progress
 
 
-def refuse_bad_dataset(flags: EncodingFlags, num_samples: int, merged: Merged) -> None:
+def refuse_bad_dataset(flags: Encode, num_samples: int, merged: Merged) -> None:
     """Raises DataError if too many samples are bad, over all runs that have encoded a part of them."""
     try:
         refuse_many_bad_samples(num_samples - merged.samples, num_samples, flags.max_bad_samples)
@@ -157,7 +157,7 @@ def refuse_bad_dataset(flags: EncodingFlags, num_samples: int, merged: Merged) -
         raise DataError(f'{error}; they are listed in {flags.out}/{SKIPPED}') from None
 
 
-def encoding_record(flags: EncodingFlags, progress: Progress, merged: Merged, num_samples: int,
+def encoding_record(flags: Encode, progress: Progress, merged: Merged, num_samples: int,
                 flops_per_image: int) -> dict:
     """The record of an encoding: throughput over all workers, and what is stored for an image.
 
@@ -193,7 +193,7 @@ def encoding_record(flags: EncodingFlags, progress: Progress, merged: Merged, nu
     return record
 
 
-def summary(record: dict, flags: EncodingFlags) -> str:
+def summary(record: dict, flags: Encode) -> str:
     """The record for people, and the command that trains on what was encoded."""
     speed = ''
     if record['images_per_sec']:
@@ -212,7 +212,7 @@ def summary(record: dict, flags: EncodingFlags) -> str:
             f'{next_command(record["stored_samples"], flags)}')
 
 
-def next_command(samples: int, flags: EncodingFlags) -> str:
+def next_command(samples: int, flags: Encode) -> str:
     """The command that trains on what was encoded."""
     model = ['--model_name', flags.model_name, '--image_size', str(flags.image_size)]
     if flags.pretrained:
@@ -220,13 +220,13 @@ def next_command(samples: int, flags: EncodingFlags) -> str:
     return f'next            {training_command(streaming_address(flags.out), samples, model)}'
 
 
-def print_done_already(samples: int, flags: EncodingFlags) -> None:
+def print_done_already(samples: int, flags: Encode) -> None:
     """That an earlier run has done all, and what to do next."""
     print(f'done already: --out {flags.out} holds {counted(samples, "sample")} of this --remote, made with these flags')
     print(next_command(samples, flags))
 
 
-def encode(flags: EncodingFlags) -> dict:
+def encode(flags: Encode) -> dict:
     """Encode what is missing, and merge; returns the record. Raises DoneAlready if nothing is missing."""
     files = find_model(flags.model_name, flags.pretrained)
     origin = origin_of_latents(files, flags.image_size)
@@ -239,7 +239,7 @@ def encode(flags: EncodingFlags) -> dict:
     return keep(record, summary(record, flags), flags.results)
 
 
-def encode_and_merge(flags: EncodingFlags, output: Output, origin: dict, index: dict) -> tuple[Progress, Merged]:
+def encode_and_merge(flags: Encode, output: Output, origin: dict, index: dict) -> tuple[Progress, Merged]:
     """Encode what is missing, and make a dataset of it.
 
     Raises DoneAlready if OUT is one, and DataError if not one image could be encoded, or too many could not.

@@ -66,7 +66,7 @@ from parts.output import FolderOutput, Output, open_output
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_evaluator
-from settings.subjects import EVALUATE_FLAGS, EvaluateFlags
+from settings.commands import EVALUATE_FLAGS, Evaluate
 from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
 from training.own_files import PrivateFolder
@@ -76,7 +76,7 @@ SAMPLER = 'DDIM'  # of models.sampling.build_pipeline
 
 
 @contextlib.contextmanager
-def open_model(flags: EvaluateFlags) -> Iterator[Model]:
+def open_model(flags: Evaluate) -> Iterator[Model]:
     """The model; of a checkpoint, a pipeline that goes with the context. Raises ValueError if there is none."""
     if is_pipeline(flags.model):
         yield Model(flags.model, flags.model)
@@ -104,7 +104,7 @@ def kind_of_weights(trained: Trained, live: bool) -> str:
     return 'live' if live or trained.averaged is None else 'averaged'
 
 
-def require_judges(flags: EvaluateFlags) -> None:
+def require_judges(flags: Evaluate) -> None:
     """Raises ValueError if the weights that pictures are judged by are not those of their networks."""
     if flags.inception:
         load_inception(flags.inception)
@@ -142,7 +142,7 @@ def image_size_of(model: Model) -> int:
     return sample_size * PIXELS_PER_LATENT
 
 
-def plan(flags: EvaluateFlags, model: Model, copies: str | None) -> Evaluation:
+def plan(flags: Evaluate, model: Model, copies: str | None) -> Evaluation:
     """What is to be done. Raises ValueError for what cannot be."""
     image_size = flags.image_size or image_size_of(model)
     require_whole_noise(flags.steps, model.config('scheduler', 'scheduler_config.json')['num_train_timesteps'])
@@ -323,7 +323,7 @@ def in_words(score: float | None) -> str:
     return '' if score is None else f'{score:,.2f}'
 
 
-def evaluate(flags: EvaluateFlags) -> dict:
+def evaluate(flags: Evaluate) -> dict:
     """Draw what is missing, and judge it; returns the record."""
     show_nothing_while_loading()
     with open_model(flags) as model, folder_for_copies(flags.data) as copies:

@@ -25,14 +25,15 @@ from transformers.utils.logging import disable_progress_bar
 from cli.launcher import Stopped, signals_raise
 from inputs.errors import one_line
 from inputs.words import counted
-from settings.subjects import ExportFlags, subject_from
+from settings.commands import Export
+from settings.train import settings_from
 from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
 from training.own_files import folder_written_whole, remove_unfinished
 from training.trained_model import Trained, read_trained, trained_pipeline
 
 
-def warn_of_random_decoder(flags: ExportFlags, trained: Trained) -> None:
+def warn_of_random_decoder(flags: Export, trained: Trained) -> None:
     """Say where the pipeline has a VAE that cannot decode."""
     if trained.vae is None and not flags.pretrained:
         remedy = 'give --model_name FOLDER --pretrained for the one that encoded'
@@ -60,7 +61,7 @@ def new_folder(out: str) -> Iterator[str]:
         yield folder
 
 
-def warn_of_young_average(flags: ExportFlags, trained: Trained) -> None:
+def warn_of_young_average(flags: Export, trained: Trained) -> None:
     """Say where the average is still near the weights that the training started from."""
     half_life = str(trained.flags.get('ema_half_life') or '')
     if trained.averaged is None or flags.live or not trained.batch or not half_life.endswith('ba'):
@@ -71,7 +72,7 @@ def warn_of_young_average(flags: ExportFlags, trained: Trained) -> None:
               'live weights', file=sys.stderr)
 
 
-def summary(flags: ExportFlags, trained: Trained) -> str:
+def summary(flags: Export, trained: Trained) -> str:
     """What was written, and how to draw from it."""
     kind = 'averaged'
     if flags.live:
@@ -83,7 +84,7 @@ def summary(flags: ExportFlags, trained: Trained) -> str:
             f"draw: StableDiffusionPipeline.from_pretrained('{flags.out}')('a photo of a cat').images[0]")
 
 
-def export(flags: ExportFlags) -> None:
+def export(flags: Export) -> None:
     """Write OUT."""
     disable_progress_bar()  # of transformers 5, for a part that is written in a moment
     with new_folder(flags.out) as folder, checkpoint_in(flags.checkpoint, 'CHECKPOINT') as path:
@@ -113,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with signals_raise():
             refuse_early_export(args)
-            export(subject_from(ExportFlags, vars(args)))
+            export(settings_from(Export, vars(args)))
     except KeyboardInterrupt:
         parser.end(130, f'interrupted; {what_is_there(args.out)}')
     except Stopped:

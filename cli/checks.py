@@ -18,7 +18,8 @@ from inputs.words import counted
 from measuring.measurement import total_batches
 from measuring.tracing import TRACE_WARMUP, TRACED_BATCHES
 from settings import switch_table
-from settings.subjects import DataSettings, EncodingFlags, MeasurementSettings, SavingSettings, Settings, SpeedSettings
+from settings.commands import Encode
+from settings.train import Train
 from settings.switch_table import Value
 from training.checkpoints import checkpoints, from_storage
 
@@ -36,36 +37,34 @@ def refuse_more_ranks_than_gpus() -> None:
               f'{counted(cores, "core")} of the CPU; use python instead of composer', file=sys.stderr)
 
 
-def refuse_bad_training(settings: Settings) -> None:
+def refuse_bad_training(settings: Train) -> None:
     """Raises ValueError, with the flag, its value and the remedy, for a run of benchmark.py that cannot be here.
 
     What shows from the command line alone was refused before, by `refuse_early_training`.
     """
-    data = settings.data
-    measurement = settings.measurement
     refuse_bad_microbatch(settings)
-    if measurement.dry_run is not None:
+    if settings.dry_run is not None:
         return
-    if settings.speed.precision != 'fp32' and not (torch.cuda.is_available() or measurement.loader_only):
-        raise ValueError(f'--precision {settings.speed.precision}: Composer trains in fp32 where there is no GPU; '
+    if settings.precision != 'fp32' and not (torch.cuda.is_available() or settings.loader_only):
+        raise ValueError(f'--precision {settings.precision}: Composer trains in fp32 where there is no GPU; '
                          'use fp32')
-    refuse_bad_switches(settings.speed, data.batch_size)
-    refuse_missing_stack(settings.speed)
-    refuse_bad_loading(data, settings.model.image_size, data.batch_size // dist.get_world_size())
-    refuse_short_profile(measurement, settings.training.max_duration)
-    refuse_occupied_store(settings.saving)
+    refuse_bad_switches(settings, settings.batch_size)
+    refuse_missing_stack(settings)
+    refuse_bad_loading(settings, settings.image_size, settings.batch_size // dist.get_world_size())
+    refuse_short_profile(settings, settings.max_duration)
+    refuse_occupied_store(settings)
     if dist.get_global_rank() == 0:
         for sentence in without_effect(settings):
             print(f'warning: {sentence}', file=sys.stderr)
 
 
-def refuse_bad_switches(speed: SpeedSettings, batch_size: int) -> None:
+def refuse_bad_switches(settings: Train, batch_size: int) -> None:
     """Raises ValueError if a switch would do nothing, and the record say that it was on, or if it needs another batch.
     """
-    has_one_microbatch = speed.device_train_microbatch_size == batch_size // dist.get_world_size()
+    has_one_microbatch = settings.device_train_microbatch_size == batch_size // dist.get_world_size()
     for switch in switch_table.SWITCHES:
-        given = getattr(speed, switch.flag)
-        if switch.needs_half_precision and speed.precision == 'fp32' and given:
+        given = getattr(settings, switch.flag)
+        if switch.needs_half_precision and settings.precision == 'fp32' and given:
             raise ValueError(f'--{switch.flag} does nothing in --precision fp32; leave it out')
         for value in switch.values_in(given):
             if value.whole_batch and not has_one_microbatch:
@@ -74,10 +73,10 @@ def refuse_bad_switches(speed: SpeedSettings, batch_size: int) -> None:
                                  "device's whole share of the batch")
 
 
-def refuse_missing_stack(speed: SpeedSettings) -> None:
+def refuse_missing_stack(settings: Train) -> None:
     """Raises ValueError if a switch needs a GPU, a package or a version of cuDNN that is not here."""
     for switch in switch_table.SWITCHES:
-        given = getattr(speed, switch.flag)
+        given = getattr(settings, switch.flag)
         for value in switch.values_in(given):
             flags = ' '.join(switch.as_flags(given))
             refuse_missing_package(flags, value)
@@ -91,11 +90,11 @@ def refuse_missing_package(flags: str, value: Value) -> None:
         raise ValueError(f'{flags} needs a GPU and the package {package}; {value.remedy}')
 
 
-def refuse_bad_microbatch(settings: Settings) -> None:
+def refuse_bad_microbatch(settings: Train) -> None:
     """Raises ValueError if a microbatch is to be searched for where there is no GPU."""
-    dry_run = settings.measurement.dry_run
+    dry_run = settings.dry_run
     if settings.searches_microbatch and not is_for_gpus(dry_run):
-        share = settings.data.batch_size // (dry_run or dist.get_world_size())
+        share = settings.batch_size // (dry_run or dist.get_world_size())
         raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {share}')
 
 
@@ -114,7 +113,7 @@ def cudnn_in_words(version: int) -> str:
     return f'{version // 10000}.{version // 100 % 100}.{version % 100}'
 
 
-def refuse_bad_loading(data: DataSettings | EncodingFlags, image_size: int, device_batch: int) -> None:
+def refuse_bad_loading(settings: Train | Encode, image_size: int, device_batch: int) -> None:
     """Raises ValueError if --num_workers or --cache_limit cannot work, in benchmark.py or encode.py.
 
     Args:
@@ -122,13 +121,13 @@ def refuse_bad_loading(data: DataSettings | EncodingFlags, image_size: int, devi
         image_size: in pixels.
         device_batch: samples of a batch on each device.
     """
-    if data.remote and data.num_workers:
-        fitting = workers_that_fit(data.num_workers, device_batch, image_size, data.remote)
-        if data.num_workers > fitting:
-            raise ValueError(f'--num_workers {data.num_workers} may fill the shared memory, /dev/shm, with its '
+    if settings.remote and settings.num_workers:
+        fitting = workers_that_fit(settings.num_workers, device_batch, image_size, settings.remote)
+        if settings.num_workers > fitting:
+            raise ValueError(f'--num_workers {settings.num_workers} may fill the shared memory, /dev/shm, with its '
                              f'batches; use at most {fitting}, or make it larger (docker run --shm-size)')
-    if data.cache_limit:
-        refuse_bad_cache_limit(data.cache_limit, data.remote, data.local)
+    if settings.cache_limit:
+        refuse_bad_cache_limit(settings.cache_limit, settings.remote, settings.local)
 
 
 def refuse_bad_cache_limit(limit: str, remote: str | None, local: str | None) -> None:
@@ -142,46 +141,44 @@ def refuse_bad_cache_limit(limit: str, remote: str | None, local: str | None) ->
         raise ValueError(f'--cache_limit {limit} is not a size such as 500gb') from None
 
 
-def refuse_short_profile(measurement: MeasurementSettings, max_duration: str) -> None:
+def refuse_short_profile(settings: Train, max_duration: str) -> None:
     """Raises ValueError if the run ends before what --profile traces."""
-    folder = measurement.profile
+    folder = settings.profile
     if not folder:
         return
-    least = measurement.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
+    least = settings.warmup_batches + TRACE_WARMUP + TRACED_BATCHES
     duration, unit = split_time(max_duration)
     if unit == 'ba' and duration < least:
         raise ValueError(f'--profile {folder} traces {TRACED_BATCHES} batches up to the {least}th, and the run has '
                          f'{duration:.0f}; use --max_duration {least}ba or more')
 
 
-def refuse_occupied_store(saving: SavingSettings) -> None:
+def refuse_occupied_store(settings: Train) -> None:
     """Raises ValueError if the checkpoints of a new run would lie among those of another, in a store."""
-    folder = saving.save_folder
-    if folder and '://' in folder and not saving.autoresume and dist.get_global_rank() == 0:
+    folder = settings.save_folder
+    if folder and '://' in folder and not settings.autoresume and dist.get_global_rank() == 0:
         refuse_files_of_another_run(folder, from_storage(checkpoints, folder))
 
 
-def without_effect(settings: Settings) -> list[str]:
+def without_effect(settings: Train) -> list[str]:
     """A sentence for each flag that was given and does nothing in this run, or not what it is for."""
-    data = settings.data
-    saving = settings.saving
     sentences = []
     for flag in ('save_interval', 'save_num_checkpoints_to_keep'):
-        value = getattr(saving, flag)
-        if value is not None and not saving.save_folder:
+        value = getattr(settings, flag)
+        if value is not None and not settings.save_folder:
             sentences.append(f'--{flag} {value} does nothing without --save_folder: nothing is saved')
-    uses_tokenizer = (data.remote, data.caption_drop, settings.evaluation.eval_remote, settings.drawing.sample_prompts,
-                      saving.save_folder)
-    if data.tokenizer and not any(uses_tokenizer):
-        sentences.append(f'--tokenizer {data.tokenizer} does nothing here: synthetic captions are tokens already')
-    prompts = settings.drawing.sample_prompts
-    if prompts and not settings.model.pretrained:  # of tiny, to try it out; refuse_early_training refuses others
+    uses_tokenizer = (settings.remote, settings.caption_drop, settings.eval_remote, settings.sample_prompts,
+                      settings.save_folder)
+    if settings.tokenizer and not any(uses_tokenizer):
+        sentences.append(f'--tokenizer {settings.tokenizer} does nothing here: synthetic captions are tokens already')
+    prompts = settings.sample_prompts
+    if prompts and not settings.pretrained:  # of tiny, to try it out; refuse_early_training refuses others
         sentences.append(f'--sample_prompts {prompts} will draw noise: the VAE of --model_name '
-                         f'{settings.model.model_name} is random')
+                         f'{settings.model_name} is random')
     return sentences
 
 
-def warn_of_what_comes_too_late(settings: Settings, state: State) -> None:
+def warn_of_what_comes_too_late(settings: Train, state: State) -> None:
     """On rank 0, once the length of an epoch is known: what was asked for a time that this run does not reach."""
     total = total_batches(state)
     if total is None or dist.get_global_rank() != 0:
@@ -190,31 +187,31 @@ def warn_of_what_comes_too_late(settings: Settings, state: State) -> None:
         print(f'warning: {sentence}', file=sys.stderr)
 
 
-def too_late(settings: Settings, total: int, epoch: int) -> list[str]:
+def too_late(settings: Train, total: int, epoch: int) -> list[str]:
     """A sentence for each flag whose time is beyond the `total` batches of a run, with `epoch` batches in an epoch."""
-    batches = {'ba': 1, 'ep': epoch, 'sp': 1 / settings.data.batch_size, 'dur': total}  # in one of each unit
+    batches = {'ba': 1, 'ep': epoch, 'sp': 1 / settings.batch_size, 'dur': total}  # in one of each unit
 
     def is_too_late(time: str, share: float = 1) -> bool:
         value, unit = split_time(time)
         return value * batches[unit] > share * total
 
-    run = f'this run of {counted(total, "batch", "batches")} (--max_duration {settings.training.max_duration})'
+    run = f'this run of {counted(total, "batch", "batches")} (--max_duration {settings.max_duration})'
     sentences = []
-    ema_start = settings.optimizer.ema_start
+    ema_start = settings.ema_start
     if ema_start and is_too_late(ema_start):
         sentences.append(f'--ema_start {ema_start} comes after the end of {run}: there will be no average')
-    half_life = settings.optimizer.ema_half_life
-    is_used = settings.saving.save_folder or settings.evaluation.eval_remote or settings.drawing.sample_prompts
+    half_life = settings.ema_half_life
+    is_used = settings.save_folder or settings.eval_remote or settings.sample_prompts
     if half_life and is_used and is_too_late(half_life, share=1 / 4):
         sentences.append(f'--ema_half_life {half_life} is more than a quarter of {run}: the average will still be near '
                          f'the weights that it started from; give {max(1, total // 10)}ba')
-    warmup = settings.optimizer.lr_warmup
+    warmup = settings.lr_warmup
     if warmup and is_too_late(warmup, share=1 / 2):
         sentences.append(f'--lr_warmup {warmup} is more than half of {run}: the learning rate will hardly get near '
                          f'its value; give {max(1, total // 10)}ba')
-    intervals = (('save_interval', settings.saving.save_interval, 'saved'),
-                 ('eval_interval', settings.evaluation.eval_interval, 'evaluated'),
-                 ('sample_interval', settings.drawing.sample_interval, 'drawn'))
+    intervals = (('save_interval', settings.save_interval, 'saved'),
+                 ('eval_interval', settings.eval_interval, 'evaluated'),
+                 ('sample_interval', settings.sample_interval, 'drawn'))
     for flag, interval, deed in intervals:
         if interval not in (None, INTERVALS[flag]) and is_too_late(interval):
             sentences.append(f'--{flag} {interval} is longer than {run}: only its end will be {deed}')

@@ -13,7 +13,8 @@ from inputs.timed_loader import queued_batches
 from measuring.caution import fewest_batches
 from measuring.costs import TRAINING_IMAGES
 from settings import switch_table
-from settings.subjects import ENCODER_PRECISIONS, EncodingFlags, EvaluateFlags, Settings, settings_from, subject_from
+from settings.commands import Encode, Evaluate
+from settings.train import ENCODER_PRECISIONS, Train, settings_from
 from settings.switch_table import Situation
 from training.ranks import cores_per_rank
 
@@ -26,7 +27,7 @@ def is_for_gpus(dry_run: int | None = None) -> bool:
     return torch.cuda.is_available() or dry_run is not None
 
 
-def fill_in_training_defaults(args: argparse.Namespace) -> Settings:
+def fill_in_training_defaults(args: argparse.Namespace) -> Train:
     """The settings of a run of benchmark.py: its flags, and what follows from the machine for those not given.
 
     Raises ValueError if --remote, which default workers depend on, cannot be read.
@@ -52,10 +53,10 @@ def fill_in_training_defaults(args: argparse.Namespace) -> Settings:
             setattr(args, flag, INTERVALS[flag])
     if args.training_images is None and args.model_name != 'tiny':
         args.training_images = TRAINING_IMAGES  # tiny is for trying things out
-    return settings_from(vars(args))
+    return settings_from(Train, vars(args))
 
 
-def fill_in_encoding_defaults(args: argparse.Namespace, devices: int) -> EncodingFlags:
+def fill_in_encoding_defaults(args: argparse.Namespace, devices: int) -> Encode:
     """The settings of a run of encode.py on `devices` devices of this machine.
 
     Raises ValueError if --remote, which default workers depend on, cannot be read, or if --ray lacks a precision.
@@ -66,10 +67,10 @@ def fill_in_encoding_defaults(args: argparse.Namespace, devices: int) -> Encodin
     fill_in_shared_defaults(args, args.batch_size, best_precision(), devices)
     if args.ray:
         args.channels_last = channels_last  # where it was not given, each worker decides for its device
-    return subject_from(EncodingFlags, vars(args))
+    return settings_from(Encode, vars(args))
 
 
-def fill_in_evaluate_defaults(args: argparse.Namespace) -> EvaluateFlags:
+def fill_in_evaluate_defaults(args: argparse.Namespace) -> Evaluate:
     """The settings of a run of evaluate.py.
 
     Raises ValueError if --ray lacks a precision, or if this machine cannot draw in the one that was given.
@@ -81,7 +82,7 @@ def fill_in_evaluate_defaults(args: argparse.Namespace) -> EvaluateFlags:
     args.precision = args.precision or best_precision()
     if args.precision != 'fp32' and not (torch.cuda.is_available() or args.ray):
         raise ValueError(f'--precision {args.precision}: there is no GPU here; use fp32')
-    return subject_from(EvaluateFlags, vars(args))
+    return settings_from(Evaluate, vars(args))
 
 
 def refuse_equal_scales(scales: list[float]) -> None:
@@ -166,17 +167,15 @@ def read_local_in_place(args: argparse.Namespace) -> None:
         args.local = None
 
 
-def agree_on_workers(settings: Settings) -> Settings:
+def agree_on_workers(settings: Train) -> Train:
     """Once the ranks have met: as many loader processes on each as the poorest host allows, and what follows from them.
 
     Ranks whose loaders differ would train and measure for different numbers of batches.
     """
-    mine = (settings.data.num_workers, settings.measurement.measure_batches or 0, settings.training.max_duration)
+    mine = (settings.num_workers, settings.measure_batches or 0, settings.max_duration)
     num_workers, measure_batches, max_duration = min(dist.all_gather_object(mine))
-    return replace(settings,
-                   data=replace(settings.data, num_workers=num_workers),
-                   measurement=replace(settings.measurement, measure_batches=measure_batches or None),
-                   training=replace(settings.training, max_duration=max_duration))
+    return replace(settings, num_workers=num_workers, measure_batches=measure_batches or None,
+                   max_duration=max_duration)
 
 
 def best_precision(dry_run: int | None = None) -> str:

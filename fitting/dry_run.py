@@ -30,7 +30,7 @@ from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, find_model
 from models.peaks import PEAKS, peak_of
 from settings import switch_table
-from settings.subjects import Settings
+from settings.train import Train
 from settings.switch_table import Switch
 
 CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
@@ -53,14 +53,14 @@ class Estimate:
         step: bytes of a step.
     """
     title: str
-    settings: Settings
+    settings: Train
     model: DiffusionModel
     lasting: dict[str, int]
     step: StepMemory
 
     def needed(self, microbatch: int) -> dict[str, int]:
         """Bytes by item at the peak of a step."""
-        return needed_bytes(self.settings, self.lasting, self.step, microbatch, self.settings.measurement.dry_run)
+        return needed_bytes(self.settings, self.lasting, self.step, microbatch, self.settings.dry_run)
 
     def largest_microbatch(self, gib: float) -> int | None:
         """The largest that fits into so much memory; None: not even one image does."""
@@ -75,7 +75,7 @@ class Estimate:
         return (many - few) / 64 / GIB
 
 
-def dry_run(settings: Settings, build_model: Callable) -> dict[str, int | None]:
+def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
     """Print what the run would need and could reach; returns the largest microbatch for each of CARDS.
 
     Args:
@@ -84,17 +84,17 @@ def dry_run(settings: Settings, build_model: Callable) -> dict[str, int | None]:
 
     Raises ValueError if the model or the remote is not there.
     """
-    latents = settings.data.use_synth_latents
-    if settings.data.remote:
-        index = read_index(settings.data.remote)
-        require_columns(settings.data.remote, index)
+    latents = settings.use_synth_latents
+    if settings.remote:
+        index = read_index(settings.remote)
+        require_columns(settings.remote, index)
         latents = 'latents' in index
-    files = find_model(settings.model.model_name)  # sizes need no weights
+    files = find_model(settings.model_name)  # sizes need no weights
     counting = estimates_with_each_switch(settings, files, latents, build_model)
     if dist.get_global_rank() == 0:
         print('counting the memory of a step, with and without each switch', file=sys.stderr, flush=True)
     is_quiet = dist.get_global_rank() > 0 or None  # None: where nobody looks
-    number = len(switches_of_memory(settings.speed.precision)) + 2
+    number = len(switches_of_memory(settings.precision)) + 2
     estimates = list(tqdm(counting, 'counting memory', number, leave=False, unit='setting', disable=is_quiet))
     given = estimates[0]
     if dist.get_global_rank() == 0:
@@ -104,15 +104,14 @@ def dry_run(settings: Settings, build_model: Callable) -> dict[str, int | None]:
     return {card: given.largest_microbatch(gib) for card, gib in CARDS.items()}
 
 
-def estimates_with_each_switch(settings: Settings, files: ModelFiles, latents: bool,
+def estimates_with_each_switch(settings: Train, files: ModelFiles, latents: bool,
                                build_model: Callable) -> Iterator[Estimate]:
     """The run as it is, then with each switch turned over, and without a fused kernel for attention."""
     given = build_fake(build_outline(settings, files, latents, build_model))
     yield estimate('as given', settings, given)
-    for switch in switches_of_memory(settings.speed.precision):
-        other_value = not getattr(settings.speed, switch.flag)
-        speed = dataclasses.replace(settings.speed, **{switch.flag: other_value})
-        turned = dataclasses.replace(settings, speed=speed)
+    for switch in switches_of_memory(settings.precision):
+        other_value = not getattr(settings, switch.flag)
+        turned = dataclasses.replace(settings, **{switch.flag: other_value})
         [title] = switch.as_flags(other_value)
         yield estimate(title, turned, build_fake(build_outline(turned, files, latents, build_model)))
     yield estimate('attention without a fused kernel', settings, given, fused_attention=False)
@@ -124,30 +123,29 @@ def switches_of_memory(precision: str) -> list[Switch]:
             if switch.bears_on_memory and not (switch.needs_half_precision and precision == 'fp32')]
 
 
-def estimate(title: str, settings: Settings, fake: FakeModel, fused_attention: bool = True) -> Estimate:
+def estimate(title: str, settings: Train, fake: FakeModel, fused_attention: bool = True) -> Estimate:
     """The memory of a device for a model that is built with the switches of `settings`."""
-    lasting = lasting_bytes(settings, fake.model, settings.measurement.dry_run)
+    lasting = lasting_bytes(settings, fake.model, settings.dry_run)
     return Estimate(title, settings, fake.model, lasting, trace_training(settings, fake, fused_attention))
 
 
-def microbatches(settings: Settings) -> list[int]:
+def microbatches(settings: Train) -> list[int]:
     """Those that a device's share of the batch can be taken in, the largest first."""
-    return divisors(settings.data.batch_size // settings.measurement.dry_run)
+    return divisors(settings.batch_size // settings.dry_run)
 
 
-def title(settings: Settings, latents: bool) -> str:
-    devices = settings.measurement.dry_run
-    model = settings.model
-    words = [f'{model.image_size} pixels', settings.speed.precision, f'text encoder in {model.encoder_precision}']
+def title(settings: Train, latents: bool) -> str:
+    devices = settings.dry_run
+    words = [f'{settings.image_size} pixels', settings.precision, f'text encoder in {settings.encoder_precision}']
     if latents:
         words.append('latents that are encoded already')
     else:
-        words[-1] = f'encoders in {model.encoder_precision}'
-    if settings.optimizer.use_ema:
+        words[-1] = f'encoders in {settings.encoder_precision}'
+    if settings.use_ema:
         words.append('EMA')
     place = f'each of {devices} GPUs' if devices > 1 else '1 GPU'
-    share = counted(settings.data.batch_size // devices, 'image')
-    return f'{model.model_name}: {", ".join(words)}; {share} a step on {place}'
+    share = counted(settings.batch_size // devices, 'image')
+    return f'{settings.model_name}: {", ".join(words)}; {share} a step on {place}'
 
 
 def parts_table(model: DiffusionModel) -> list[str]:
@@ -190,12 +188,12 @@ def cards_table(estimates: list[Estimate]) -> list[str]:
     return ['', *aligned(rows), '']
 
 
-def speed_table(settings: Settings, flops_per_image: int) -> list[str]:
+def speed_table(settings: Train, flops_per_image: int) -> list[str]:
     """Images/s on each card whose peak is known, at three shares of it, and what the whole training would take."""
-    devices = settings.measurement.dry_run
-    precision = settings.speed.precision
-    images = settings.cost.training_images
-    dollars = settings.cost.dollars_per_gpu_hour
+    devices = settings.dry_run
+    precision = settings.precision
+    images = settings.training_images
+    dollars = settings.dollars_per_gpu_hour
     shares = ' / '.join(f'{share:.0%}' for share in SHARES_OF_PEAK)
     heads = [f'of the peak of {counted(devices, "GPU")}', 'TFLOP/s each', f'images/s at {shares}']
     if images:

@@ -19,7 +19,7 @@ from inputs.shards import LATENTS
 from measuring.gpu_monitor import GIB
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles
-from settings.subjects import Settings
+from settings.train import Train
 
 # What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
@@ -28,7 +28,7 @@ ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 DRAWS = {torch.nn.init.kaiming_uniform_, torch.nn.init.uniform_, torch.nn.init.normal_, torch.Tensor.normal_}
 
 
-def build_outline(settings: Settings, files: ModelFiles, latents: bool,
+def build_outline(settings: Train, files: ModelFiles, latents: bool,
                   build_model: Callable[..., DiffusionModel]) -> DiffusionModel:
     """The model of a run with its switches on the meta device: shapes and types alone. Random state stays as it is.
 
@@ -39,8 +39,7 @@ def build_outline(settings: Settings, files: ModelFiles, latents: bool,
         build_model: makes the real one.
     """
     # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
-    speed = dataclasses.replace(settings.speed, attention='sdpa')
-    settings = dataclasses.replace(settings, speed=speed)
+    settings = dataclasses.replace(settings, attention='sdpa')
     files = dataclasses.replace(files, pretrained=False)
     with torch.random.fork_rng(devices=[]), NothingIsDrawn():
         return build_model(settings, latents, torch.device('meta'), files)
@@ -56,7 +55,7 @@ class NothingIsDrawn(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def refuse_too_little_memory(settings: Settings, outline: DiffusionModel) -> None:
+def refuse_too_little_memory(settings: Train, outline: DiffusionModel) -> None:
     """Raises ValueError if the training surely needs more memory than its GPU has, or its ranks find on this host.
 
     Nothing is counted that depends on the microbatch, which can be made smaller.
@@ -73,10 +72,10 @@ def refuse_too_little_memory(settings: Settings, outline: DiffusionModel) -> Non
     if total > there:
         raise ValueError(f'this training needs at least {total / GIB:.1f} GiB of memory ({in_words(needed)}), and '
                          f'{place} has {there / GIB:.1f}; the same with a tiny model runs here: '
-                         f'{tiny_command(settings.data.remote, latents=outline.vae is None)}')
+                         f'{tiny_command(settings.remote, latents=outline.vae is None)}')
 
 
-def lasting_bytes(settings: Settings, model: DiffusionModel, num_devices: int) -> dict[str, int]:
+def lasting_bytes(settings: Train, model: DiffusionModel, num_devices: int) -> dict[str, int]:
     """Bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
 
     Args:
@@ -86,12 +85,12 @@ def lasting_bytes(settings: Settings, model: DiffusionModel, num_devices: int) -
     """
     unet = parameter_bytes(model.unet)
     needed = {'weights': unet, 'gradients': unet}
-    for item, copies in copies_of_weights(settings.optimizer.use_ema).items():
+    for item, copies in copies_of_weights(settings.use_ema).items():
         needed[item] = copies * unet
     needed['text encoder'] = parameter_bytes(model.text_encoder)
     if model.vae is not None:
         needed['VAE'] = parameter_bytes(model.vae)
-    if not torch.cuda.is_available() and settings.measurement.dry_run is None:  # where a batch stays on the host
+    if not torch.cuda.is_available() and settings.dry_run is None:  # where a batch stays on the host
         needed['batch'] = synthetic_batch_bytes(settings, num_devices)
     return needed
 
@@ -116,30 +115,30 @@ def parameter_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def synthetic_batch_bytes(settings: Settings, num_devices: int) -> int:
+def synthetic_batch_bytes(settings: Train, num_devices: int) -> int:
     """Of a rank's share of a synthetic batch; a streamed one may be smaller than `image_size`, so that it is 0."""
-    device_batch = settings.data.batch_size // num_devices
-    if settings.data.use_synth_data:
-        return device_batch * 3 * settings.model.image_size ** 2  # uint8
-    if settings.data.use_synth_latents:
-        return device_batch * 8 * (settings.model.image_size // 8) ** 2 * 2  # float16
+    device_batch = settings.batch_size // num_devices
+    if settings.use_synth_data:
+        return device_batch * 3 * settings.image_size ** 2  # uint8
+    if settings.use_synth_latents:
+        return device_batch * 8 * (settings.image_size // 8) ** 2 * 2  # float16
     return 0
 
 
-def trace_training(settings: Settings, fake: FakeModel, fused_attention: bool = True) -> StepMemory:
+def trace_training(settings: Train, fake: FakeModel, fused_attention: bool = True) -> StepMemory:
     """The memory of a step of the run, encoders included, on a device, for any microbatch."""
     def make_batch(size: int) -> dict[str, torch.Tensor]:
         batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long)}
-        side = settings.model.image_size
+        side = settings.image_size
         if fake.model.vae is None:
             batch[LATENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half)
         else:
             batch['image'] = torch.zeros(size, 3, side, side)
         return batch
-    return trace_step(fake, make_batch, settings.speed.precision, fused_attention)
+    return trace_step(fake, make_batch, settings.precision, fused_attention)
 
 
-def needed_bytes(settings: Settings, lasting: dict[str, int], step: StepMemory, microbatch: int,
+def needed_bytes(settings: Train, lasting: dict[str, int], step: StepMemory, microbatch: int,
                  num_devices: int) -> dict[str, int]:
     """Bytes of a device, by item, at the peak of a step: within a microbatch, or while the optimizer works.
 
@@ -150,12 +149,12 @@ def needed_bytes(settings: Settings, lasting: dict[str, int], step: StepMemory, 
         microbatch: images that go through the model at once.
         num_devices: that share the batch.
     """
-    share = settings.data.batch_size // num_devices
+    share = settings.batch_size // num_devices
     if has_buckets(microbatch, share, num_devices):
         lasting = lasting | {'gradient buckets': lasting['gradients']}
     within = lasting | step.peak(microbatch, accumulated=microbatch < share)
     updating = dict(lasting)
-    if not settings.speed.fused_optimizer:
+    if not settings.fused_optimizer:
         updating['working memory'] = lasting['weights']  # what Adam divides by, of all weights at once
     return max(within, updating, key=lambda items: sum(items.values()))
 

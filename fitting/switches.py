@@ -18,7 +18,7 @@ from fitting.compiling import compile_blocks, compile_in_place, compile_mode
 from inputs.errors import one_line
 from models.diffusion_model import DiffusionModel
 from models.norms import switch_norms_to_half
-from settings.subjects import SpeedSettings
+from settings.train import Train
 from settings.switch_table import ATTENTION_BACKENDS
 
 SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
@@ -27,7 +27,7 @@ TORCHS_ORDER = [SDPBackend(number) for number in torch._C._get_sdp_priority_orde
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 
 
-def apply_switches(model: DiffusionModel, speed: SpeedSettings) -> None:
+def apply_switches(model: DiffusionModel, settings: Train) -> None:
     """Train the same model faster or in less memory.
 
     Raises ValueError if xformers is not built for this torch or this GPU.
@@ -35,33 +35,33 @@ def apply_switches(model: DiffusionModel, speed: SpeedSettings) -> None:
     convolutional = [model.unet]
     if model.vae is not None:
         convolutional.append(model.vae)
-    if speed.channels_last:
+    if settings.channels_last:
         for part in convolutional:
             part.to(memory_format=torch.channels_last)
-    if speed.half_precision_norms:
+    if settings.half_precision_norms:
         switch_norms_to_half(model.unet)
         if model.vae is not None:
             switch_norms_to_half(model.vae.encoder)  # which has five times as many elements in its norms as the UNet
-    if orders_kernels(speed.attention):
+    if orders_kernels(settings.attention):
         model.encoders_attention = torchs_attention_order
-    if speed.attention == 'xformers':
+    if settings.attention == 'xformers':
         try:
             for part in convolutional:
                 part.enable_xformers_memory_efficient_attention()
         except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
             raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
-    if speed.gradient_checkpointing:
+    if settings.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
-    if speed.compile:
-        compile_model(model, speed)
+    if settings.compile:
+        compile_model(model, settings)
 
 
-def compile_model(model: DiffusionModel, speed: SpeedSettings) -> None:
+def compile_model(model: DiffusionModel, settings: Train) -> None:
     """Compile the UNet, whole or block by block, the VAE's encoder, and the layers of the text encoder."""
-    mode = compile_mode(speed.compile)
+    mode = compile_mode(settings.compile)
     # the text encoder's masks and embeddings around its layers are made in other ways in each version of transformers
     whole = [module for module in model.text_encoder.modules() if isinstance(module, CLIPEncoder)]
-    if speed.compile_blocks:
+    if settings.compile_blocks:
         compile_blocks(model.unet, UNET_BLOCKS, mode)
     else:
         whole.append(model.unet)
@@ -71,16 +71,16 @@ def compile_model(model: DiffusionModel, speed: SpeedSettings) -> None:
 
 
 @contextlib.contextmanager
-def process_switches(speed: SpeedSettings) -> Iterator[None]:
+def process_switches(settings: Train) -> Iterator[None]:
     """A context with the switches of the whole process: the order of attention's kernels, and cuDNN's search.
 
     They stay on in backward passes too, where gradient checkpointing computes attention again, and must do so by the
     same kernels. The frozen encoders leave the order alone, by `torchs_attention_order`.
     """
     searched_before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = speed.cudnn_benchmark or searched_before
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark or searched_before
     try:
-        with attention_order(speed.attention):
+        with attention_order(settings.attention):
             yield
     finally:
         torch.backends.cudnn.benchmark = searched_before
@@ -134,12 +134,12 @@ def gradients_in_buckets(is_one_microbatch: bool) -> Iterator[None]:
         trainer.prepare_ddp_module = composers_own
 
 
-def switch_callbacks(speed: SpeedSettings) -> list[Callback]:
+def switch_callbacks(settings: Train) -> list[Callback]:
     """What the switches do within a step."""
     callbacks = []
-    if speed.cast_weights_once:
+    if settings.cast_weights_once:
         callbacks.append(CastWeightsOnce())
-    if speed.allreduce_precision == 'bf16':
+    if settings.allreduce_precision == 'bf16':
         callbacks.append(AllReduceInBf16())
     return callbacks
 

@@ -21,7 +21,7 @@ from measuring.costs import days_to_train, gpu_hours
 from measuring.measurement import EXCLUDED
 from measuring.tracing import PROFILED
 from measuring.versions import git_commit, package_versions
-from settings.subjects import LOADER_FLAGS, TRAINING_FLAGS, Settings
+from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
 
 # such as ;AccountKey=... in a connection string of Azure
 SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
@@ -33,7 +33,7 @@ class ResultsError(ValueError):
     """The record could not be kept."""
 
 
-def training_settings(settings: Settings, latents: bool, microbatch: int | None = None) -> dict:
+def training_settings(settings: Train, latents: bool, microbatch: int | None = None) -> dict:
     """What explains the figures of benchmark.py: when, what, where, and every setting that bears on speed.
 
     Args:
@@ -42,16 +42,16 @@ def training_settings(settings: Settings, latents: bool, microbatch: int | None 
         microbatch: the one that was found, where the settings leave it to a search.
     """
     values = settings.flags()
-    if settings.measurement.loader_only:
+    if settings.loader_only:
         stated = circumstances('loader', values, LOADER_FLAGS)
     else:
         places = {flag: redacted(values[flag] or '') or None for flag in ('load_weights', 'eval_remote')}
         if microbatch is not None:
             values['device_train_microbatch_size'] = microbatch
         stated = circumstances('train', values, TRAINING_FLAGS) | places
-        stated['measure_batches'] = settings.measurement.measure_batches  # None: to the end of --max_duration
+        stated['measure_batches'] = settings.measure_batches  # None: to the end of --max_duration
     return stated | {
-        'dataset': 'streaming' if settings.data.remote else 'synthetic',
+        'dataset': 'streaming' if settings.remote else 'synthetic',
         'encoders': 'text_in_loop' if latents else 'in_loop',
     }
 

@@ -12,7 +12,7 @@ from composer import Callback
 from composer.core import State
 from composer.profiler import JSONTraceHandler, Profiler, ProfilerAction
 
-from settings.subjects import MeasurementSettings
+from settings.train import Train
 
 TRACE_WARMUP = 1   # batches in which the profiler itself warms up
 TRACED_BATCHES = 3
@@ -22,20 +22,20 @@ PROFILED = 'profiled'  # the status of a run that was traced: its speed is that 
 ATTENTION_OPERATOR = re.compile(r'_scaled_dot_product_\w+|\S*_attention_forward\w*|xformers\w*::flash_fwd\w*')
 
 
-def build_profiler(measurement: MeasurementSettings) -> Profiler | None:
+def build_profiler(settings: Train) -> Profiler | None:
     """Composer's profiler for --profile DIR, or None.
 
     Each rank writes `DIR/torch/rank0.N.pt.trace.json`, with what the CPU and the GPU did, and under `DIR/composer` the
     same with the events of Composer's loop; N is the last batch that was traced.
     """
-    if not measurement.profile:
+    if not settings.profile:
         return None
     if not torch.cuda.is_available():
         os.environ.setdefault('KINETO_LOG_LEVEL', str(NO_MESSAGE))  # its only one is the error that there is no GPU
-    folder = Path(measurement.profile)
+    folder = Path(settings.profile)
     events = JSONTraceHandler(folder=str(folder / 'composer'), remote_file_name=None, merged_trace_filename=None,
                               merged_trace_remote_file_name=None)
-    return Profiler(schedule=TraceSchedule(measurement.warmup_batches), trace_handlers=[events], sys_prof_cpu=False,
+    return Profiler(schedule=TraceSchedule(settings.warmup_batches), trace_handlers=[events], sys_prof_cpu=False,
                     torch_prof_folder=str(folder / 'torch'), torch_prof_remote_file_name=None,
                     torch_prof_memory_remote_file_name=None)
 
@@ -111,11 +111,11 @@ def kernels_of_attention(operators: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(name for name in names if ATTENTION_OPERATOR.fullmatch(name)).items()))
 
 
-def tracing_callbacks(measurement: MeasurementSettings) -> list[Callback]:
+def tracing_callbacks(settings: Train) -> list[Callback]:
     """On a GPU, where there is a choice of kernels, and unless another profiler runs."""
-    if not torch.cuda.is_available() or measurement.profile:
+    if not torch.cuda.is_available() or settings.profile:
         return []
-    return [AttentionKernels(measurement.warmup_batches - 1)]
+    return [AttentionKernels(settings.warmup_batches - 1)]
 
 
 def attention_kernels(callbacks: list[Callback]) -> dict[str, int] | None:

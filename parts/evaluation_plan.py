@@ -17,7 +17,7 @@ from inputs.text_files import has_words, read_captions, refuse_too_few
 from inputs.verified_stream import open_shards
 from models.feature_extractors import LAYER, NETWORK, RESIZE, hash_of_files, sha256_of
 from parts.evaluation import FEATURES, Piece
-from settings.subjects import EvaluateFlags
+from settings.commands import Evaluate
 
 MOST_SAMPLES_OF_A_PART = 128
 FEWEST_PARTS = 16  # of few samples, so that several GPUs have something to do
@@ -81,7 +81,7 @@ class Evaluation:
         reference: what the features of the real images are made of; None without FID.
         given: these features, (M, 2048), where --reference holds them already.
     """
-    flags: EvaluateFlags
+    flags: Evaluate
     model: Model
     model_sha256: str
     data: Data
@@ -128,7 +128,7 @@ class Evaluation:
                 'save_pictures': flags.save_pictures, **self.judges, 'reference': self.reference}
 
 
-def read_data(flags: EvaluateFlags, copies: str | None) -> Data:
+def read_data(flags: Evaluate, copies: str | None) -> Data:
     """The captions, and the shards of images where there are any, with their copies in a folder.
 
     Raises ValueError if there are too few, one has no words, or there is nothing to compare pictures with.
@@ -152,7 +152,7 @@ def read_data(flags: EvaluateFlags, copies: str | None) -> Data:
     return Data(captions, index if has_images else None, copies)
 
 
-def hashes_of_judges(flags: EvaluateFlags) -> dict[str, str | None]:
+def hashes_of_judges(flags: Evaluate) -> dict[str, str | None]:
     """Of the weights that pictures are judged by. Raises ValueError if a folder has none."""
     judges = {'inception_sha256': None, 'clip_sha256': None}
     try:
@@ -193,7 +193,7 @@ def hash_of_features(features: torch.Tensor) -> str:
     return hashlib.sha256(features.numpy().tobytes()).hexdigest()
 
 
-def find_reference(flags: EvaluateFlags, data: Data, image_size: int, inception_sha256: str | None
+def find_reference(flags: Evaluate, data: Data, image_size: int, inception_sha256: str | None
                    ) -> tuple[dict | None, torch.Tensor | None]:
     """What the features of the real images are made of, and where --reference holds them already, these features.
 

@@ -11,7 +11,7 @@ from cli.options import benchmark_parser
 from inputs.words import counted
 from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW
 from reporting.records import IDENTITY, SETTINGS, SWITCHES_OF_SPEED, one_line_of_text, settings_in_one
-from settings.subjects import ENCODER_PRECISIONS
+from settings.train import ENCODER_PRECISIONS
 from settings.switch_table import Situation, switch_of
 
 COLUMNS = {  # key: heading, template and decimals in print; {} in a heading stands for the kind of device

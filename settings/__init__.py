@@ -1,1 +1,1 @@
-"""What a run was told: every flag by subject, and the table of the switches of speed. Nothing here needs torch."""
+"""What a run was told: every flag, and the table of the switches of speed. Nothing here needs torch."""

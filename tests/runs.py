@@ -12,7 +12,7 @@ import torch
 from benchmark import main
 from cli.defaults import fill_in_training_defaults
 from cli.options import benchmark_parser
-from settings.subjects import Settings
+from settings.train import Train
 from training.checkpoints import checkpoints, load_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +30,7 @@ RECORD_KEYS = {
 }
 
 
-def settings_of(*argv) -> Settings:
+def settings_of(*argv) -> Train:
     """The settings of a run with these flags, on this machine."""
     return fill_in_training_defaults(benchmark_parser('').parse_args([str(argument) for argument in argv]))
 

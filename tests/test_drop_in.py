@@ -54,7 +54,7 @@ def test_a_local_folder_that_is_not_there_is_one_line(results, tmp_path, capfd):
 
 def test_synthetic_data_leaves_a_local_folder_alone(shards):
     settings = settings_of('--use_synth_data', '--local', shards, *TINY)
-    assert not settings.data.remote  # which the record is said to be streaming by
+    assert not settings.remote  # which the record is said to be streaming by
     assert isinstance(build_data(settings, find_model('tiny')).dataloader.dataset, SyntheticImageCaptionDataset)
 
 

@@ -13,7 +13,7 @@ from ema import EMA
 from fitting.cuda_autocast import cuda_rules
 from models.latents import vae_moments
 from models.loading import DTYPES, SD2_BASE, find_model
-from settings.subjects import Settings
+from settings.train import Train
 from tests.cuda_rules import HALF, Dtypes, Fault, composer_on_a_gpu, one_rank
 from tests.runs import TINY, settings_of
 
@@ -28,7 +28,7 @@ def batch() -> dict[str, torch.Tensor]:
             'caption': torch.randint(49408, (3, 77), generator=generator)}
 
 
-def arguments(*argv: str) -> Settings:
+def arguments(*argv: str) -> Train:
     return settings_of('--use_synth_data', *TINY, '--results', '/dev/null', *argv)
 
 
@@ -36,12 +36,12 @@ def loss_and_gradient(batch, *argv: str, dtypes: Dtypes | None = None) -> tuple[
     """Of `tiny`, all gradients as one vector; with fp16 the loss is scaled, as a scaler begins."""
     settings = arguments(*argv)
     torch.manual_seed(0)
-    model = StableDiffusion('tiny', 64, encoder_precision=settings.model.encoder_precision).train()
-    benchmark.apply_switches(model, settings.speed)
-    scale = 2. ** 16 if settings.speed.precision == 'amp_fp16' else 1.
+    model = StableDiffusion('tiny', 64, encoder_precision=settings.encoder_precision).train()
+    benchmark.apply_switches(model, settings)
+    scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
     torch.manual_seed(1)
     with cuda_rules(), dtypes or contextlib.nullcontext():
-        precision = settings.speed.precision
+        precision = settings.precision
         with torch.autocast('cpu', HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
             outputs = model(batch)
             loss = model.loss(outputs, batch)
@@ -77,7 +77,7 @@ def test_loss_and_gradients_are_near_those_of_float32(batch, plain, argv, tolera
 @pytest.mark.parametrize('precision', HALF)
 def test_the_unets_norms_run_in_float32_and_its_products_in_half(batch, precision):
     settings = arguments('--precision', precision)
-    model = StableDiffusion('tiny', 64, encoder_precision=settings.model.encoder_precision).train()
+    model = StableDiffusion('tiny', 64, encoder_precision=settings.encoder_precision).train()
     model.encode = lambda batch: (torch.randn(3, 4, 8, 8), torch.randn(3, 77, model.text_encoder.config.hidden_size))
     with cuda_rules(), Dtypes() as dtypes:
         with torch.autocast('cpu', HALF[precision]):
@@ -105,9 +105,9 @@ def test_norms_in_half_leave_the_moments_of_the_vae_as_near_to_float32_as_autoca
         settings = arguments('--encoder_precision', 'fp32', '--precision', *flags)
         torch.manual_seed(0)
         model = StableDiffusion('tiny', 64).train()
-        benchmark.apply_switches(model, settings.speed)
+        benchmark.apply_switches(model, settings)
         with cuda_rules(), torch.no_grad():
-            precision = settings.speed.precision
+            precision = settings.precision
             with torch.autocast('cpu', HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
                 moments.append(vae_moments(model.vae, batch['image']).float())
     exact, autocast, half = moments

@@ -62,7 +62,7 @@ def test_every_rung_is_a_run_of_its_own_that_the_benchmark_takes(results, monkey
     for flags in started:
         args = benchmark_parser('').parse_args(flags)
         settings = fill_in_training_defaults(args)
-        refuse_bad_switches(settings.speed, settings.data.batch_size)
+        refuse_bad_switches(settings, settings.batch_size)
         refuse_bad_modes(args)
         refuse_flags_alone(args)
         refuse_bad_batch(args)

@@ -96,10 +96,10 @@ def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(as_on_a_gpu, mo
         launcher = f'composer -n {gpus}' if gpus > 1 else 'python'
         assert benchmarks.smoke.as_typed(command).startswith(f'{launcher} benchmark.py --use_synth_data --use_ema')
         settings = fill_in_training_defaults(parsed(*command[command.index('benchmark.py') + 1:]))
-        refuse_bad_switches(settings.speed, settings.data.batch_size)
-        refuse_missing_stack(settings.speed)
-        assert settings.data.batch_size == 64 * gpus and settings.optimizer.use_ema
-        speeds[name] = settings.speed
+        refuse_bad_switches(settings, settings.batch_size)
+        refuse_missing_stack(settings)
+        assert settings.batch_size == 64 * gpus and settings.use_ema
+        speeds[name] = settings
     original, fastest = speeds['original'], speeds['fastest']
     assert (original.precision, original.device_train_microbatch_size, original.compile) == ('amp_fp16', 4, False)
     assert fastest.device_train_microbatch_size == 'auto' and fastest.compile

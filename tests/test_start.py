@@ -41,7 +41,7 @@ def test_images_need_no_hash_of_the_vae(monkeypatch, shards, model_folder):
     settings = settings_of(*flags)
     files = find_model(model_folder, pretrained=True)
     assert benchmark.build_data(settings, files).dataloader.dataset.latents is False
-    assert len(benchmark.open_held_out(settings.evaluation.eval_remote, files, 64, 17, latents=False)) == 24
+    assert len(benchmark.open_held_out(settings.eval_remote, files, 64, 17, latents=False)) == 24
 
 
 @pytest.mark.parametrize('version, variable', [

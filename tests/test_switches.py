@@ -24,10 +24,10 @@ def loss_and_gradients(batch, argv: list[str], model_name: str = 'tiny') -> tupl
     image_size = batch['image'].shape[-1]
     settings = settings_of('--use_synth_data', '--model_name', model_name, '--image_size', image_size, *argv)
     torch.manual_seed(0)
-    model = StableDiffusion(model_name, image_size, encoder_precision=settings.model.encoder_precision).train()
-    apply_switches(model, settings.speed)
+    model = StableDiffusion(model_name, image_size, encoder_precision=settings.encoder_precision).train()
+    apply_switches(model, settings)
     torch.manual_seed(1)
-    with torch.autocast('cpu', torch.bfloat16, enabled=settings.speed.precision == 'amp_bf16'):
+    with torch.autocast('cpu', torch.bfloat16, enabled=settings.precision == 'amp_bf16'):
         loss = model.loss(model(batch), batch)
     loss.backward()
     return float(loss), {name: parameter.grad for name, parameter in model.unet.named_parameters()}
@@ -72,7 +72,7 @@ def test_the_fused_optimizer_takes_the_same_steps():
         settings = settings_of(flag)
         torch.manual_seed(0)
         model = StableDiffusion('tiny', 64)
-        optimizer = benchmark.build_optimizer(model, settings.optimizer, settings.speed.fused_optimizer)
+        optimizer = benchmark.build_optimizer(model, settings)
         assert optimizer.param_groups[0]['fused'] == (flag == '--fused_optimizer')
         for step in range(3):
             for index, parameter in enumerate(model.unet.parameters()):

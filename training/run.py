@@ -18,7 +18,7 @@ from measuring.record import UNMEASURED, keep, redacted, summary, training_setti
 from measuring.tracing import PROFILED, attention_kernels, where_to_look
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
-from settings.subjects import Settings
+from settings.train import Train
 from training.checkpoints import save_interrupted
 from training.evaluation import Evaluations, take_live_weights_back
 from training.failures import reason
@@ -35,7 +35,7 @@ class RunFailed(Exception):
 @dataclass
 class Run:
     """A training that is ready to start, and what its record will be made of."""
-    settings: Settings
+    settings: Train
     model: DiffusionModel
     data: DataSpec
     trainer: Trainer
@@ -59,28 +59,26 @@ class Run:
         return f'--device_train_microbatch_size {self.trainer.state.device_train_microbatch_size}'
 
 
-def say_what_is_built(settings: Settings) -> None:
+def say_what_is_built(settings: Train) -> None:
     """On rank 0, since building and the first batch can take minutes."""
     if dist.get_global_rank() == 0:
-        model = settings.model
-        print(f'building {redacted(model.model_name)} for images of {model.image_size} px, '
-              f'{settings.data.batch_size:,} a batch, on {counted(dist.get_world_size(), "device")}', file=sys.stderr,
+        print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
+              f'{settings.batch_size:,} a batch, on {counted(dist.get_world_size(), "device")}', file=sys.stderr,
               flush=True)
 
 
-def say_how_it_begins(settings: Settings, state: State, load_path: str | None) -> None:
+def say_how_it_begins(settings: Train, state: State, load_path: str | None) -> None:
     """On rank 0: what is resumed or started from, or that nothing will be kept."""
     if dist.get_global_rank():
         return
-    training = settings.training
-    if training.load_weights and not load_path:
-        print(f'starting from the weights of {training.load_weights}')
+    if settings.load_weights and not load_path:
+        print(f'starting from the weights of {settings.load_weights}')
     if load_path:
         print(f'resuming from {load_path}, {batches_in_words(state)}')
-    elif settings.saving.autoresume:
-        print(f'--save_folder {settings.saving.save_folder} holds no checkpoint yet: starting anew')
+    elif settings.autoresume:
+        print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
     elif settings.keeps_nothing:
-        print(f'warning: without --save_folder nothing of these {training.max_duration} will be kept', file=sys.stderr)
+        print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
 
 
 def train(run: Run) -> dict[str, str]:
@@ -124,7 +122,7 @@ def training_record(run: Run, outcome: dict[str, str]) -> dict:
     record |= gather_other_load(run.measurement.other_load, all_ranks)
     record['turnover_batches'] = run.measurement.turnover_batches
     if record['images_per_sec']:
-        record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.settings.speed.precision,
+        record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.settings.precision,
                               record['device'])
     record |= run.evaluations.figures()
     timestamp = run.trainer.state.timestamp
@@ -135,7 +133,7 @@ def training_record(run: Run, outcome: dict[str, str]) -> dict:
                'tf32': uses_tf32(), 'attention_kernels': attention_kernels(run.trainer.state.callbacks)}
     if record['status'] == 'complete' and not record['images_per_sec']:
         record['status'] = UNMEASURED
-    elif run.settings.measurement.profile and record['status'] == 'complete':
+    elif run.settings.profile and record['status'] == 'complete':
         record['status'] = PROFILED
     return record
 
@@ -145,7 +143,6 @@ def conclude(run: Run, outcome: dict[str, str]) -> dict:
 
     Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
     """
-    cost = run.settings.cost
     record = training_record(run, outcome)
     log_record(run.trainer.logger.destinations, record)
     save_state = None
@@ -154,10 +151,10 @@ def conclude(run: Run, outcome: dict[str, str]) -> dict:
     try:
         if outcome['status'] == 'complete':
             run.trainer.close()
-        text = summary(record, cost.training_images, cost.dollars_per_gpu_hour)
+        text = summary(record, run.settings.training_images, run.settings.dollars_per_gpu_hour)
         if record['status'] == PROFILED:
-            text += f'\n{"trace":<15} {where_to_look(run.settings.measurement.profile)}'
-        keep(record, text, run.settings.measurement.results, save_state)
+            text += f'\n{"trace":<15} {where_to_look(run.settings.profile)}'
+        keep(record, text, run.settings.results, save_state)
     except Exception as error:
         raise RunFailed(redacted(reason(error, run.microbatch_flag))) from None
     if outcome['status'] == 'interrupted' or dist.get_global_rank() == 0:
@@ -188,14 +185,13 @@ def conclude_while_stuck(run: Run) -> None:
             outcome = {'status': 'failed', 'error': failure}
         print(f'{failure or "a signal came, and another rank does not answer"}: ending without it', file=sys.stderr)
         record = training_record(run, outcome)
-        text = summary(record, run.settings.cost.training_images, run.settings.cost.dollars_per_gpu_hour)
-        keep(record, text, run.settings.measurement.results, partial(save_where_it_stopped, run))
+        text = summary(record, run.settings.training_images, run.settings.dollars_per_gpu_hour)
+        keep(record, text, run.settings.results, partial(save_where_it_stopped, run))
 
 
 def save_where_it_stopped(run: Run) -> None:
     """Save what an interrupted run has learned, where it is to be kept, and say how to go on."""
-    saving = run.settings.saving
-    folder = saving.save_folder
+    folder = run.settings.save_folder
     stopped = f'stopped at {batches_in_words(run.trainer.state)}'
     if not folder:
         print(f'{stopped}; without --save_folder nothing was saved')

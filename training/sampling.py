@@ -19,7 +19,7 @@ from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
 from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
-from settings.subjects import Settings
+from settings.train import Train
 from training.own_files import remove_unfinished, written_whole
 from training.picture_grid import grid_of, with_prompts
 from training.ranks import SECONDS_FOR_DRAWINGS, group_with_timeout
@@ -43,15 +43,15 @@ class Sampling(Callback):
         ema: the algorithm that keeps the average; None where there is none.
     """
 
-    def __init__(self, settings: Settings, model: DiffusionModel, files: ModelFiles, measurement: Measurement,
+    def __init__(self, settings: Train, model: DiffusionModel, files: ModelFiles, measurement: Measurement,
                  ema: Algorithm | None):
         self.settings = settings
         self.model = model
         self.files = files
         self.measurement = measurement
         self.ema = ema
-        self.prompts = read_prompts(settings.drawing.sample_prompts)
-        self._is_due = create_interval_scheduler(settings.drawing.sample_interval)
+        self.prompts = read_prompts(settings.sample_prompts)
+        self._is_due = create_interval_scheduler(settings.sample_interval)
         self._last_batch = None  # that was drawn after
         self._painter: Painter | None = None  # on rank 0, from the start of the training on
         self._ranks: torch.distributed.ProcessGroup | None = None  # all of them, who wait for a drawing
@@ -59,7 +59,7 @@ class Sampling(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         self._ranks = group_with_timeout(SECONDS_FOR_DRAWINGS)
         if dist.get_global_rank() == 0:
-            remove_unfinished(self.settings.drawing.sample_folder)
+            remove_unfinished(self.settings.sample_folder)
             self._painter = Painter(self.settings, self.model, self.files, self.prompts)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -92,7 +92,7 @@ class Sampling(Callback):
         for key, value in (('prompts', '\n'.join(self.prompts)), ('weights', kind), ('guidance', GUIDANCE),
                            ('steps', STEPS)):
             text.add_itxt(key, str(value))
-        path = Path(self.settings.drawing.sample_folder, f'ba{batch}.png')
+        path = Path(self.settings.sample_folder, f'ba{batch}.png')
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as file:
             grid.save(file, 'PNG', pnginfo=text)
@@ -109,16 +109,16 @@ class Painter:
         prompts: to draw.
     """
 
-    def __init__(self, settings: Settings, model: DiffusionModel, files: ModelFiles, prompts: list[str]):
+    def __init__(self, settings: Train, model: DiffusionModel, files: ModelFiles, prompts: list[str]):
         device = next(model.unet.parameters()).device
-        captions = build_tokenizer(settings.data.tokenizer).encode_batch(['', *prompts])
+        captions = build_tokenizer(settings.tokenizer).encode_batch(['', *prompts])
         self.model = model
-        self.precision = settings.speed.precision
+        self.precision = settings.precision
         self.tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
-        self.noise = noise_of(len(prompts), settings.training.seed, model.image_size // 8).to(device)
+        self.noise = noise_of(len(prompts), settings.seed, model.image_size // 8).to(device)
         self.vae = model.vae
         if self.vae is None:
-            self.vae = build_vae(files, settings.model.encoder_precision).to(device)
+            self.vae = build_vae(files, settings.encoder_precision).to(device)
 
     def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
         """The pictures, with no more at once in the UNet than in training, where gradients come on top."""

@@ -13,7 +13,7 @@ from tests.runs import TINY, settings_of
 def main(out: str, microbatch_size: str) -> None:
     flags = ['--use_synth_data', '--use_ema', *TINY, '--batch_size', '16', '--results', '/dev/null']
     settings = settings_of(*flags, '--device_train_microbatch_size', microbatch_size)
-    benchmark.join_ranks(get_device(), settings.training.dist_timeout)
+    benchmark.join_ranks(get_device(), settings.dist_timeout)
     rank = dist.get_global_rank()
     build_model = benchmark.build_model
     tried = []

@@ -56,7 +56,7 @@ def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiff
     settings = settings_of(*TINY, *argv)
     torch.manual_seed(0)
     model = StableDiffusion(name, side).train()
-    apply_switches(model, settings.speed)
+    apply_switches(model, settings)
     return model
 
 
@@ -162,9 +162,9 @@ def exchanging_rank(out: Path, model_name: str) -> None:
                            partition_fn=min_cut_rematerialization_partition)
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
     settings = settings_of('--use_synth_data', *TINY, '--compile')
-    join_ranks(get_device(), settings.training.dist_timeout)
+    join_ranks(get_device(), settings.dist_timeout)
     model = StableDiffusion(model_name, 32, latents=True).train()
-    apply_switches(model, settings.speed)
+    apply_switches(model, settings)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
     wrapped.register_comm_hook(None, exchange)
     batch = {'moments': torch.rand(2, 8, 4, 4), 'caption': torch.randint(49408, (2, 77))}
@@ -192,4 +192,4 @@ def test_two_ranks_exchange_gradients_while_a_compiled_backward_pass_still_runs(
 def test_several_devices_compile_blocks_unless_they_are_told(monkeypatch, flags, devices, blocks):
     monkeypatch.setenv('WORLD_SIZE', str(devices))
     settings = settings_of('--use_synth_data', *TINY, '--batch_size', '8', *flags)
-    assert settings.speed.compile_blocks is blocks
+    assert settings.compile_blocks is blocks

@@ -11,18 +11,18 @@ from fitting.fake_step import FakeModel, build_fake
 from fitting.memory import GIB, build_outline, taken_on_a_gpu
 from models.loading import find_model
 from models.peaks import PEAKS
-from settings.subjects import Settings
+from settings.train import Train
 from tests.runs import one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
 
 
-def arguments(*flags: str) -> Settings:
+def arguments(*flags: str) -> Train:
     return settings_of(*flags)
 
 
-def fake_model(settings: Settings, latents: bool = False) -> FakeModel:
-    return build_fake(build_outline(settings, find_model(settings.model.model_name), latents, benchmark.build_model))
+def fake_model(settings: Train, latents: bool = False) -> FakeModel:
+    return build_fake(build_outline(settings, find_model(settings.model_name), latents, benchmark.build_model))
 
 
 @pytest.fixture(scope='module')

@@ -12,18 +12,18 @@ from fitting.cuda_autocast import cuda_rules
 from fitting.fake_step import AUTOCAST_DTYPES, ITEMS, FakeModel, StepMemory, build_fake
 from fitting.memory import build_outline, trace_training
 from models.loading import find_model
-from settings.subjects import Settings
+from settings.train import Train
 from tests.runs import settings_of
 
 IMAGES = 3  # not the number that is traced
 
 
-def arguments(*flags: str) -> Settings:
+def arguments(*flags: str) -> Train:
     return settings_of('--dry_run', '--model_name', 'tiny', '--batch_size', '3', *flags)
 
 
-def fake_model(settings: Settings) -> FakeModel:
-    files = find_model(settings.model.model_name)
+def fake_model(settings: Train) -> FakeModel:
+    files = find_model(settings.model_name)
     return build_fake(build_outline(settings, files, False, benchmark.build_model))
 
 
@@ -34,10 +34,10 @@ def calculated(*flags: str, fused_attention: bool = True) -> StepMemory:
     return trace_training(settings, fake_model(settings), fused_attention)
 
 
-def measured(settings: Settings, fused_attention: bool = True) -> tuple[int, int]:
+def measured(settings: Train, fused_attention: bool = True) -> tuple[int, int]:
     """Of a real step: the peak of the memory that torch allocated, and the bytes that autograd kept, in two passes."""
     model = benchmark.build_model(settings, False).train()
-    side = settings.model.image_size
+    side = settings.image_size
     backend = SDPBackend.FLASH_ATTENTION if fused_attention else SDPBackend.MATH
     kept = {}  # the tensors themselves, so that no address is used twice
 
@@ -49,7 +49,7 @@ def measured(settings: Settings, fused_attention: bool = True) -> tuple[int, int
         return {'image': torch.zeros(IMAGES, 3, side, side), 'caption': torch.zeros(IMAGES, 77, dtype=torch.long)}
 
     def loss(batch):
-        dtype = AUTOCAST_DTYPES.get(settings.speed.precision)
+        dtype = AUTOCAST_DTYPES.get(settings.precision)
         with torch.autocast('cpu', dtype, enabled=dtype is not None):
             return model.loss(model(batch), batch)
 

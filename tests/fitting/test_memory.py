@@ -31,13 +31,13 @@ def host(monkeypatch):
 
 
 def outline(settings, latents: bool = False):
-    return build_outline(settings, find_model(settings.model.model_name), latents, benchmark.build_model)
+    return build_outline(settings, find_model(settings.model_name), latents, benchmark.build_model)
 
 
 def refusal(argv: list[str]) -> str | None:
     settings = parsed(argv)
     try:
-        refuse_too_little_memory(settings, outline(settings, settings.data.use_synth_latents))
+        refuse_too_little_memory(settings, outline(settings, settings.use_synth_latents))
     except ValueError as error:
         return str(error)
     return None

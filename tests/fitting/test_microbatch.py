@@ -50,8 +50,8 @@ def arguments(*argv: str):
 
 def search(model: StableDiffusion, *argv: str) -> int:
     settings = arguments(*argv)
-    return largest_microbatch(model, build_data(settings, find_model('tiny')), settings.data.batch_size, 'fp32',
-                              settings.optimizer.use_ema)
+    return largest_microbatch(model, build_data(settings, find_model('tiny')), settings.batch_size, 'fp32',
+                              settings.use_ema)
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:
     """Let main() search as it does on a GPU, with memory for `limit` images at once."""
     def fill_in_a_search(args):
         settings = fill_in_training_defaults(args)
-        return replace(settings, speed=replace(settings.speed, device_train_microbatch_size='auto'))
+        return replace(settings, device_train_microbatch_size='auto')
 
     def build_limited_model(*args):
         model = build_model(*args)

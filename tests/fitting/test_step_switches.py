@@ -104,9 +104,9 @@ def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monke
     monkeypatch.setattr(torch.nn.Module, 'compile', functools.partialmethod(torch.nn.Module.compile, backend=backend))
     settings = arguments('--attention', 'math,flash', '--model_name', smallest_with_attention, '--image_size', '32',
                          *flags)
-    with process_switches(settings.speed), one_rank():
+    with process_switches(settings), one_rank():
         model = benchmark.build_model(settings, latents=False).train()
-        if not settings.speed.compile:
+        if not settings.compile:
             for name, module in model.named_modules():
                 if name.endswith(('attn1', 'attn2', 'self_attn')):
                     place = 'unet' if name.startswith('unet') else 'encoders'
@@ -119,7 +119,7 @@ def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monke
     torch._dynamo.reset()
     assert set(orders['unet']) == {SDPBackend.MATH}
     assert set(orders['encoders']) == {SDPBackend.FLASH_ATTENTION}
-    assert settings.speed.compile or len(orders['unet']) == 2 * in_forward  # it was computed again
+    assert settings.compile or len(orders['unet']) == 2 * in_forward  # it was computed again
 
 
 @pytest.mark.parametrize('attention, version, words', [
@@ -130,10 +130,10 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gp
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
     settings = settings_of(*TINY, '--attention', attention, '--precision', 'amp_bf16')
     if words is None:
-        refuse_missing_stack(settings.speed)
+        refuse_missing_stack(settings)
         return
     with pytest.raises(ValueError) as refusal:
-        refuse_missing_stack(settings.speed)
+        refuse_missing_stack(settings)
     line = str(refusal.value)
     assert '\n' not in line and all(word in line for word in words)
 

@@ -189,7 +189,7 @@ def test_a_cpu_has_no_price_in_gpu_hours(as_on_a_gpu, gpu, last_line):
     ('a/b', ['--training_images', '5'], 5)])
 def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for(model, flags, images):
     settings = settings_of('--use_synth_data', '--model_name', model, *flags)
-    assert settings.cost.training_images == images
+    assert settings.training_images == images
 
 
 @pytest.mark.parametrize('queue, caution', [(0, False), (4, False), (5, True)])

@@ -11,10 +11,10 @@ from parts.claims import claim
 from parts.encoding import Encoder
 from parts.engine import Part
 from parts.output import open_output
-from settings.subjects import EncodingFlags
+from settings.commands import Encode
 
 
-def parsed(remote: str, out, model_folder: str, *flags: str) -> EncodingFlags:
+def parsed(remote: str, out, model_folder: str, *flags: str) -> Encode:
     args = encode_parser('').parse_args(['--remote', remote, '--out', str(out), '--model_name', model_folder,
                                          '--pretrained', '--image_size', '64', '--batch_size', '4', '--num_workers',
                                          '0', *flags])

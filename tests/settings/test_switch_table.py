@@ -19,14 +19,14 @@ from benchmarks.ladder import Machine, rungs
 from cli.options import benchmark_parser
 from reporting.records import SETTINGS
 from reporting.tables import defaults
-from settings.subjects import SpeedSettings, TRAINING_FLAGS
+from settings.train import Train, TRAINING_FLAGS
 
 parser = benchmark_parser('')
 help = ' '.join(parser.format_help().split())
 print(json.dumps({
     'help': '--turbo, --no-turbo go faster (default: off)' in help,
     'parsed': parser.parse_args(['--turbo']).turbo,
-    'a setting': 'turbo' in [field.name for field in dataclasses.fields(SpeedSettings)],
+    'a setting': 'turbo' in [field.name for field in dataclasses.fields(Train)],
     'recorded': 'turbo' in TRAINING_FLAGS,
     'keeps records apart': 'turbo' in SETTINGS,
     'its default is known to reports': defaults()['turbo'] == 'no',

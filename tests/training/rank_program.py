@@ -52,11 +52,11 @@ def main(out: str | Path, *argv: str) -> None:
     """The steps, with the flags of benchmark.py."""
     settings = settings_of(*argv)
     refuse_bad_training(settings)
-    benchmark.join_ranks(get_device(), settings.training.dist_timeout)
+    benchmark.join_ranks(get_device(), settings.dist_timeout)
     torch.manual_seed(0)
-    model = BySample(settings.model.model_name, settings.model.image_size)
+    model = BySample(settings.model_name, settings.image_size)
     model.unet.double()
-    data = benchmark.build_data(settings, find_model(settings.model.model_name))
+    data = benchmark.build_data(settings, find_model(settings.model_name))
     witness = Witness()
     trainer = benchmark.build_trainer(settings, model, data,
                                       [benchmark.Measurement(1, 2), benchmark.Safeguard(17), witness],
