@@ -118,7 +118,7 @@ def test_norms_in_half_leave_the_moments_of_the_vae_as_near_to_float32_as_autoca
 
 def test_channels_last_reaches_the_convolutions_of_unet_and_vae(batch):
     model = StableDiffusion('tiny', 64)
-    benchmark.apply_switches(model, arguments('--channels_last').speed)
+    benchmark.apply_switches(model, arguments('--channels_last'))
     for part in (model.unet, model.vae.encoder):
         weights = [module.weight for module in part.modules() if isinstance(module, torch.nn.Conv2d)]
         assert len(weights) > 5

@@ -24,7 +24,7 @@ def parsed(shared_bytes: int, remote: str, monkeypatch, *flags: str):
     """The flags of a run in batches of 8 images of 512 pixels, on four cores with so much free shared memory."""
     monkeypatch.setattr(defaults, 'free_bytes', lambda: shared_bytes)
     monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {0, 1, 2, 3})
-    return settings_of('--remote', remote, '--batch_size', '8', *flags).data
+    return settings_of('--remote', remote, '--batch_size', '8', *flags)
 
 
 @pytest.mark.parametrize('shared_mib, workers', [(64, 4), (60, 3), (31, 1), (12, 0)])

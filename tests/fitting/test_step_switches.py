@@ -73,7 +73,7 @@ def test_attention_tries_its_kernels_in_the_order_that_is_asked_for(attention, o
     before = torch._C._get_sdp_priority_order()
     query = torch.randn(2, 2, 16, 8)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query)
-    with process_switches(arguments('--attention', attention, '--cudnn_benchmark').speed):
+    with process_switches(arguments('--attention', attention, '--cudnn_benchmark')):
         tried = torch._C._get_sdp_priority_order()
         found = torch.nn.functional.scaled_dot_product_attention(query, query, query)
         assert torch.backends.cudnn.benchmark
