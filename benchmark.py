@@ -4,19 +4,22 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
-from cli.early import answer_early
-from cli.early_checks import refuse_early_training, refuse_larger_batch
-from cli.options import benchmark_parser
-from fitting.allocator import let_segments_grow
+from settings.allocator import let_segments_grow
+from settings.ends import end, end_with_launcher, one_line_errors
+from settings.flags import parse
+from settings.train import Train
+
+PROGRAM = 'benchmark.py'
 
 if __name__ == '__main__':
     let_segments_grow()
-    answer_early(benchmark_parser(__doc__), refuse_early_training)  # before the imports, which take seconds
+    parse(Train, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +31,6 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from tokenizers import Tokenizer
 from torchmetrics import MeanSquaredError
 
-from cli.checks import refuse_bad_training, refuse_more_ranks_than_gpus, warn_of_what_comes_too_late
-from cli.defaults import agree_on_workers, fill_in_training_defaults
-from cli.launcher import end_with_launcher
-from cli.options import Parser
 from data import (
     SyntheticImageCaptionDataset,
     build_held_out_loader,
@@ -47,7 +46,7 @@ from fitting.memory import build_outline, refuse_too_little_memory
 from fitting.microbatch import largest_microbatch
 from fitting.switches import apply_switches, gradients_in_buckets, process_switches, switch_callbacks
 from inputs.captions import build_tokenizer
-from inputs.errors import DataError, one_line
+from inputs.errors import one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
 from inputs.places import number_of_samples
 from inputs.shards import (
@@ -65,12 +64,13 @@ from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from settings.train import Train
+from settings.here import on_this_machine
 from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import (
     WholeCheckpoints,
     leave_out_empty_scaler,
     newest_checkpoint,
+    refuse_files_of_another_run,
     saving_alone,
     tensors_alone_are_loaded,
 )
@@ -79,7 +79,7 @@ from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
 from training.optimization import FiniteGradientClipping, build_schedule
 from training.progress import Progress
-from training.ranks import join_ranks
+from training.ranks import join_ranks, on_rank_0
 from training.run import Run, RunFailed, conclude, say_how_it_begins, say_what_is_built, train
 from training.safeguard import DATASET, Safeguard
 from training.sampling import Sampling
@@ -241,8 +241,9 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
         require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
     samples = number_of_samples(index)
-    refuse_larger_batch(settings.remote, samples, settings.batch_size, settings.device_train_microbatch_size,
-                        dist.get_world_size())
+    if samples < settings.batch_size:
+        raise ValueError(f'--remote {settings.remote} holds {counted(samples, "sample")}, fewer than --batch_size '
+                         f'{settings.batch_size}; use a smaller batch')
     if settings.random_flip and 'latents' in index:
         raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
@@ -398,7 +399,6 @@ def start_run(settings: Train, model: StableDiffusion, files: ModelFiles, data: 
         raise ValueError(f'--save_folder {settings.save_folder}: {load_path} does not fit this run '
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
     flops_per_image = sum(model.flops_per_image.values())
-    warn_of_what_comes_too_late(settings, trainer.state)
     run = Run(settings, model, data, trainer, flops_per_image, measurement, safeguard, progress, evaluations)
     if not run.is_over:
         say_how_it_begins(settings, trainer.state, load_path)
@@ -407,7 +407,7 @@ def start_run(settings: Train, model: StableDiffusion, files: ModelFiles, data: 
 
 def flags_to_keep(settings: Train, data: DataSpec) -> dict:
     """What must be the same when the run resumes, without passwords: flags, and of a dataset the hash of its index."""
-    values = settings.flags()
+    values = dataclasses.asdict(settings)
     flags = {}
     for flag in SAME_ON_RESUME:
         value = values[flag]
@@ -463,55 +463,25 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
     return keep(record, text, settings.results)
 
 
-def read_settings(parser: Parser, argv: list[str] | None) -> Train:
-    """The settings of a command line, or its end with one line where they cannot run here."""
-    args = parser.parse_args(argv)
-    try:
-        refuse_more_ranks_than_gpus()
-        refuse_early_training(args)
-        settings = fill_in_training_defaults(args)
-        refuse_bad_training(settings)
-    except (ValueError, DataError) as error:
-        parser.error(one_line(error))
-    return settings
-
-
-def run_benchmark(settings: Train, parser: Parser, callbacks: Sequence[Callback]) -> dict:
-    """Meet the other ranks, train and record; returns the record, or with --dry_run the microbatches that fit."""
-    try:
-        if settings.dry_run is not None:
-            find_model(settings.model_name, settings.pretrained)  # says what is wrong with it
-            return dry_run(settings, build_model)
-        join_ranks(get_device(), settings.dist_timeout)
-        with saving_alone(settings.save_folder):
-            return train_and_record(agree_on_workers(settings), parser, callbacks)
-    except (ValueError, DataError) as error:
-        parser.error(one_line(error))
-
-
-def train_and_record(settings: Train, parser: Parser, callbacks: Sequence[Callback]) -> dict:
+def train_and_record(settings: Train, callbacks: Sequence[Callback]) -> dict:
     """Build and train, or measure the loader; returns the record."""
-    try:
-        files = find_model(settings.model_name, settings.pretrained)
-        data = build_data(settings, files)
-        if settings.loader_only:
-            return measure_loader(settings, data)
-        outline = build_outline(settings, files, data.dataloader.dataset.latents, build_model)
-        refuse_too_little_memory(settings, outline)
-        say_what_is_built(settings)
-        run = build_run(settings, data, files, callbacks)
-    except (ValueError, DataError) as error:
-        parser.error(one_line(error))
+    files = find_model(settings.model_name, settings.pretrained)
+    data = build_data(settings, files)
+    if settings.loader_only:
+        return measure_loader(settings, data)
+    outline = build_outline(settings, files, data.dataloader.dataset.latents, build_model)
+    refuse_too_little_memory(settings, outline)
+    say_what_is_built(settings)
+    run = build_run(settings, data, files, callbacks)
     if run.is_over:
         if dist.get_global_rank() == 0:
-            print(f'--save_folder {settings.save_folder} holds all of --max_duration '
-                  f'{settings.max_duration}: nothing left to do')
+            print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: nothing '
+                  'left to do')
         sys.exit(0)
     try:
-        outcome = train(run)
-        return conclude(run, outcome)
+        return conclude(run, train(run))
     except RunFailed as error:
-        parser.error(str(error))
+        end(PROGRAM, 1, str(error))
     finally:
         run.safeguard.release_signals()
 
@@ -519,10 +489,15 @@ def train_and_record(settings: Train, parser: Parser, callbacks: Sequence[Callba
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
     """Run the benchmark, with more callbacks for Composer's Trainer if there are any; returns its record."""
     end_with_launcher()
-    parser = benchmark_parser(__doc__)
-    settings = read_settings(parser, argv)
-    with process_switches(settings):
-        return run_benchmark(settings, parser, callbacks)
+    with one_line_errors(PROGRAM):
+        settings = on_this_machine(parse(Train, __doc__, argv, PROGRAM))
+        if settings.dry_run is not None:
+            return dry_run(settings, build_model)
+        join_ranks(get_device(), settings.dist_timeout)
+        if settings.save_folder and not settings.autoresume:
+            on_rank_0(partial(refuse_files_of_another_run, settings.save_folder))
+        with saving_alone(settings.save_folder), process_switches(settings):
+            return train_and_record(settings, callbacks)
 
 
 if __name__ == '__main__':

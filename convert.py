@@ -10,27 +10,25 @@ Image bytes stay as they are, and samples in the order of the sorted files. What
 listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same command, started again, converts only what
 is missing, and anew what was damaged and has changed since. OUT/index.json comes last.
 """
-from cli.early import answer_early
-from cli.early_data_checks import refuse_early_conversion
-from cli.launcher import leave_to_first_process
-from cli.options import convert_parser
+from settings.commands import Convert
+from settings.ends import end, leave_to_first_process, one_line_errors
+from settings.flags import parse
 
 PROGRAM = 'convert.py'
 
 if __name__ == '__main__':
-    leave_to_first_process(PROGRAM)
-    answer_early(convert_parser(__doc__), refuse_early_conversion)  # before the other imports
+    leave_to_first_process()
+    parse(Convert, __doc__)  # a mistake is answered before the imports
 
 import hashlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cli.ends import ended_in_one_line
-from cli.next_command import training_command
 from inputs.errors import one_line
 from inputs.places import CLAIM, INDEX, finished_error
 from inputs.stores import streaming_address
@@ -67,8 +65,6 @@ from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.sources import Found, find_files, join_neighbours
 from parts.workers import make_converter, make_splitter
-from settings.commands import Convert
-from settings.train import settings_from
 
 
 class NothingConverted(Exception):
@@ -357,22 +353,20 @@ def print_next(samples: int, flags: Convert) -> None:
     evaluation = []
     if flags.held_out:
         evaluation = ['--eval_remote', streaming_address(held_out_beside(flags.out))]
-    print(f'next       {training_command(streaming_address(flags.out), samples, evaluation)}')
+    command = ['composer', 'benchmark.py', '--remote', streaming_address(flags.out), '--use_ema', *evaluation]
+    print(f'next       {shlex.join(command)}')
 
 
 def main(argv: list[str] | None = None) -> int:
     """Convert; returns the exit status."""
-    leave_to_first_process(PROGRAM)
-    parser = convert_parser(__doc__)
-    args = parser.parse_args(argv)
-    flags = settings_from(Convert, vars(args))
-    with ended_in_one_line(parser, what_stays(args.out)):
-        refuse_early_conversion(args)
-        output = open_output(args.out, 'OUT')
+    leave_to_first_process()
+    flags = parse(Convert, __doc__, argv, PROGRAM)
+    with one_line_errors(PROGRAM, what_stays(flags.out)):
+        output = open_output(flags.out, 'OUT')
         try:
             merged, held_out = convert(flags, output)
         except NothingConverted as error:
-            parser.end(1, one_line(error))
+            end(PROGRAM, 1, one_line(error))
         except DoneAlready as done:
             print_done_already(done.samples, flags)
             return 0

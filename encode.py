@@ -8,29 +8,23 @@ training draws a latent anew each time) and the caption. Every GPU of this machi
 Ray cluster. A run that was stopped, when started again with the same command, encodes only what is missing.
 OUT/index.json comes last.
 """
-from cli.early import answer_early
-from cli.early_data_checks import refuse_early_encoding
-from cli.launcher import leave_to_first_process
-from cli.options import encode_parser
+from settings.commands import ENCODING_FLAGS, Encode
+from settings.ends import leave_to_first_process, one_line_errors
+from settings.flags import parse
 
 PROGRAM = 'encode.py'
 
 if __name__ == '__main__':
-    leave_to_first_process(PROGRAM)
-    answer_early(encode_parser(__doc__), refuse_early_encoding)  # before the imports, which take seconds
+    leave_to_first_process()
+    parse(Encode, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import dataclasses
 import hashlib
 import json
+import shlex
 import sys
 from functools import partial
 
-import torch
-
-from cli.checks import refuse_bad_loading
-from cli.defaults import fill_in_encoding_defaults
-from cli.ends import ended_in_one_line
-from cli.next_command import training_command
 from data import BadSamples, refuse_many_bad_samples
 from fitting.compiling import compile_mode
 from inputs.errors import DataError
@@ -53,7 +47,7 @@ from parts.output import Output, open_output
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_encoder
-from settings.commands import ENCODING_FLAGS, Encode
+from settings.here import encoding_here
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 
@@ -217,7 +211,8 @@ def next_command(samples: int, flags: Encode) -> str:
     model = ['--model_name', flags.model_name, '--image_size', str(flags.image_size)]
     if flags.pretrained:
         model.append('--pretrained')
-    return f'next            {training_command(streaming_address(flags.out), samples, model)}'
+    command = ['composer', 'benchmark.py', '--remote', streaming_address(flags.out), '--use_ema', *model]
+    return f'next            {shlex.join(command)}'
 
 
 def print_done_already(samples: int, flags: Encode) -> None:
@@ -258,14 +253,11 @@ def encode_and_merge(flags: Encode, output: Output, origin: dict, index: dict) -
 
 def main(argv: list[str] | None = None) -> dict | None:
     """Encode; returns the record, or None where an earlier run has done all."""
-    leave_to_first_process(PROGRAM)
-    parser = encode_parser(__doc__)
-    args = parser.parse_args(argv)
-    stays = f'what is encoded stays in --out {args.out}, and the same command, started again, goes on from there'
-    with ended_in_one_line(parser, stays):
-        refuse_early_encoding(args)
-        flags = fill_in_encoding_defaults(args, max(1, torch.cuda.device_count()))
-        refuse_bad_loading(flags, flags.image_size, flags.batch_size)
+    leave_to_first_process()
+    flags = parse(Encode, __doc__, argv, PROGRAM)
+    stays = f'what is encoded stays in --out {flags.out}, and the same command, started again, goes on from there'
+    with one_line_errors(PROGRAM, stays):
+        flags = encoding_here(flags)
         try:
             return encode(flags)
         except DoneAlready as done:

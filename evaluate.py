@@ -10,16 +10,15 @@ this machine draws, or with --ray every GPU of a Ray cluster. The same command d
 stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
 error says where to get them.
 """
-from cli.early import EVALUATION_PACKAGES, answer_early
-from cli.early_data_checks import is_pipeline, refuse_early_evaluation
-from cli.launcher import leave_to_first_process
-from cli.options import evaluate_parser
+from settings.commands import EVALUATE_FLAGS, Evaluate
+from settings.ends import leave_to_first_process, one_line_errors
+from settings.flags import parse
 
 PROGRAM = 'evaluate.py'
 
 if __name__ == '__main__':
-    leave_to_first_process(PROGRAM)
-    answer_early(evaluate_parser(__doc__), refuse_early_evaluation, EVALUATION_PACKAGES)  # before the slow imports
+    leave_to_first_process()
+    parse(Evaluate, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import contextlib
 import dataclasses
@@ -32,8 +31,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import CLIPTextConfig
 
-from cli.defaults import fill_in_evaluate_defaults
-from cli.ends import ended_in_one_line
 from inputs.errors import DataError, one_line
 from inputs.shards import index_hash
 from inputs.words import counted
@@ -66,13 +63,19 @@ from parts.output import FolderOutput, Output, open_output
 from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_evaluator
-from settings.commands import EVALUATE_FLAGS, Evaluate
+from settings.here import best_precision
 from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
 from training.own_files import PrivateFolder
 from training.trained_model import PIXELS_PER_LATENT, Trained, read_trained, trained_pipeline
 
+PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 SAMPLER = 'DDIM'  # of models.sampling.build_pipeline
+
+
+def is_pipeline(model: str) -> bool:
+    """Whether a folder holds a pipeline of diffusers."""
+    return os.path.isfile(os.path.join(model, PIPELINE_INDEX))
 
 
 @contextlib.contextmanager
@@ -338,13 +341,12 @@ def evaluate(flags: Evaluate) -> dict:
 
 def main(argv: list[str] | None = None) -> dict:
     """Evaluate; returns the record."""
-    leave_to_first_process(PROGRAM)
-    parser = evaluate_parser(__doc__)
-    args = parser.parse_args(argv)
-    stays = f'what is drawn stays in --out {args.out}, and the same command, started again, goes on from there'
-    with ended_in_one_line(parser, stays):
-        refuse_early_evaluation(args)
-        return evaluate(fill_in_evaluate_defaults(args))
+    leave_to_first_process()
+    flags = parse(Evaluate, __doc__, argv, PROGRAM)
+    stays = f'what is drawn stays in --out {flags.out}, and the same command, started again, goes on from there'
+    with one_line_errors(PROGRAM, stays):
+        precision = flags.precision or best_precision(torch.cuda.is_available())
+        return evaluate(dataclasses.replace(flags, precision=precision, guidance=list(dict.fromkeys(flags.guidance))))
 
 
 if __name__ == '__main__':

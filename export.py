@@ -7,12 +7,14 @@
 OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
 """
-from cli.early import answer_early
-from cli.early_data_checks import refuse_early_export
-from cli.options import export_parser
+from settings.commands import Export
+from settings.ends import one_line_errors
+from settings.flags import parse
+
+PROGRAM = 'export.py'
 
 if __name__ == '__main__':
-    answer_early(export_parser(__doc__), refuse_early_export)  # before the imports, which take seconds
+    parse(Export, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import contextlib
 import os
@@ -22,11 +24,7 @@ from collections.abc import Iterator
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from cli.launcher import Stopped, signals_raise
-from inputs.errors import one_line
 from inputs.words import counted
-from settings.commands import Export
-from settings.train import settings_from
 from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
 from training.own_files import folder_written_whole, remove_unfinished
@@ -95,34 +93,19 @@ def export(flags: Export) -> None:
         pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
                                     flags.pretrained, flags.live)
         warn_of_random_decoder(flags, trained)
-        pipeline.save_pretrained(folder)
+        try:
+            pipeline.save_pretrained(folder)
+        except SafetensorError as error:  # as it says of a full disk
+            raise OSError(f'OUT {flags.out} could not be written: {error}') from None
     warn_of_young_average(flags, trained)
     print(summary(flags, trained))
 
 
-def what_is_there(out: str) -> str:
-    """Of OUT, where a signal has ended the export, in words."""
-    if os.path.lexists(out):
-        return f'OUT {out} is whole'
-    return f'nothing is left of OUT {out}'
-
-
 def main(argv: list[str] | None = None) -> None:
     """Export a checkpoint."""
-    parser = export_parser(__doc__)
-    args = parser.parse_args(argv)
-    try:
-        with signals_raise():
-            refuse_early_export(args)
-            export(settings_from(Export, vars(args)))
-    except KeyboardInterrupt:
-        parser.end(130, f'interrupted; {what_is_there(args.out)}')
-    except Stopped:
-        parser.end(143, f'ended by SIGTERM; {what_is_there(args.out)}')
-    except ValueError as error:
-        parser.error(one_line(error))
-    except (OSError, SafetensorError) as error:
-        parser.error(f'OUT {args.out} could not be written: {one_line(error)}')
+    flags = parse(Export, __doc__, argv, PROGRAM)
+    with one_line_errors(PROGRAM):
+        export(flags)
 
 
 if __name__ == '__main__':

@@ -12,22 +12,20 @@ keys as columns. A figure is rounded once, when printed: to the decimals of the 
 significant digits where these are more. Ratios are those of complete runs, to the first measured one. --csv holds the
 rows of all tables unrounded: `plan` is the stage of a plan, `inf` stands for never.
 """
-
-from cli.early import REPORT_PACKAGES, answer_early
-from cli.early_data_checks import refuse_early_report
-from cli.options import report_parser
+from settings.commands import Report
+from settings.ends import one_line_errors
+from settings.flags import parse
 
 if __name__ == '__main__':
-    answer_early(report_parser(__doc__), refuse_early_report, REPORT_PACKAGES)  # before pandas, which takes a second
+    parse(Report, __doc__)  # a mistake is answered before pandas, which takes a second
 
-import argparse
 import math
 import sys
 
 import pandas as pd
 
 from inputs.words import counted
-from measuring.costs import DATASET_IMAGES, TRAINING_IMAGES, Assumptions, Phase
+from settings.costs import DATASET_IMAGES, TRAINING_IMAGES, Assumptions, Phase
 from reporting.figures import draw
 from reporting.plans import plan_rows
 from reporting.quality import read_evaluations, table_of
@@ -54,10 +52,8 @@ SHARD_BYTES = 2**26  # Streaming's default
 
 
 def main(argv=None):
-    parser = report_parser(__doc__)
-    args = parser.parse_args(argv)
-    try:
-        refuse_early_report(args)
+    args = parse(Report, __doc__, argv, 'report.py')
+    with one_line_errors('report.py'):
         given = assumptions(args)
         files = [read_records(path) for path in args.records]
         records = pd.concat([records_of_file for records_of_file, _ in files], ignore_index=True)
@@ -88,8 +84,6 @@ def main(argv=None):
         if args.quality:
             draw_quality(args.quality, evaluations, given.dollars_per_gpu_hour)
             say_written(args.quality)
-    except ValueError as error:
-        parser.error(str(error))
     print(report_text(in_tables, tables + plans, remarks))
 
 
@@ -97,7 +91,7 @@ def say_written(path: str) -> None:
     print(f'wrote {path}', file=sys.stderr)
 
 
-def assumptions(args: argparse.Namespace) -> Assumptions:
+def assumptions(args: Report) -> Assumptions:
     """What the flags say that days and dollars rest on."""
     return Assumptions(
         args.training_images or TRAINING_IMAGES, args.dataset_images or DATASET_IMAGES, args.dollars_per_gpu_hour,

@@ -22,8 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from cli.early import require_packages
-from cli.options import Parser, count, positive
+from settings.flags import Parser, count, positive
 from settings.switch_table import SWITCHES, switch_of
 
 ROOT = Path(__file__).parent.parent
@@ -220,10 +219,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument('--batch', type=count, default=128, help='images of a step on each GPU (default: 128)')
     parser.add_argument('--measure_batches', type=count, default=40, help='batches that are measured (default: 40)')
     args = parser.parse_args(argv)
-    try:
-        require_packages('torch')
-    except ValueError as error:
-        parser.error(str(error))
     machine = this_machine()
     if not machine.gpus:
         parser.error('this machine has no GPU; make smoke measures a tiny model on its CPU')

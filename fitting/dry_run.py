@@ -25,7 +25,7 @@ from fitting.memory import (
 from fitting.microbatch import divisors
 from inputs.shards import read_index, require_columns
 from inputs.words import counted
-from measuring.costs import days_to_train, gpu_hours
+from settings.costs import days_to_train, gpu_hours
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, find_model
 from models.peaks import PEAKS, peak_of

@@ -155,7 +155,7 @@ def parse_size(text: str | int) -> int:
     try:
         return bytes_to_int(text)
     except OverflowError:
-        raise ValueError(f'{text} is endless') from None
+        raise ValueError(f'--cache_limit {text} is endless') from None
 
 
 def require_columns(remote: str, index: dict, flag: str = '--remote') -> None:

@@ -1,5 +1,6 @@
 """The record of a run, one line of JSON: what explains its figures, how it is kept, and its summary for people."""
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import json
@@ -17,10 +18,10 @@ from composer.utils.collect_env import get_cpu_model
 
 from inputs.words import counted
 from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW, doubt, load_of_others
-from measuring.costs import days_to_train, gpu_hours
+from settings.costs import days_to_train, gpu_hours
 from measuring.measurement import EXCLUDED
 from measuring.tracing import PROFILED
-from measuring.versions import git_commit, package_versions
+from settings.versions import git_commit, package_versions
 from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
 
 # such as ;AccountKey=... in a connection string of Azure
@@ -41,7 +42,7 @@ def training_settings(settings: Train, latents: bool, microbatch: int | None = N
         latents: whether the run is on latents, so that only the text encoder is in its loop.
         microbatch: the one that was found, where the settings leave it to a search.
     """
-    values = settings.flags()
+    values = dataclasses.asdict(settings)
     if settings.loader_only:
         stated = circumstances('loader', values, LOADER_FLAGS)
     else:

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 
-from measuring.costs import DAYS_PER_MONTH, Assumptions, Phase, days_to_train
+from settings.costs import DAYS_PER_MONTH, Assumptions, Phase, days_to_train
 from reporting.records import SETTINGS, settings_in_one
 from reporting.tables import printed_figure
 from reporting.throughput import with_costs

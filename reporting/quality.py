@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from measuring.costs import gpu_hours
+from settings.costs import gpu_hours
 from reporting.records import is_evaluation, is_on_cpu, numbered_records, one_line_of_text
 from reporting.tables import Table
 

@@ -1,5 +1,6 @@
 """Tables as people read them: figures rounded once, settings in words, Markdown."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -7,11 +8,10 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from cli.options import benchmark_parser
 from inputs.words import counted
 from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW
 from reporting.records import IDENTITY, SETTINGS, SWITCHES_OF_SPEED, one_line_of_text, settings_in_one
-from settings.train import ENCODER_PRECISIONS
+from settings.train import ENCODER_PRECISIONS, Train
 from settings.switch_table import Situation, switch_of
 
 COLUMNS = {  # key: heading, template and decimals in print; {} in a heading stands for the kind of device
@@ -149,8 +149,7 @@ def without_packages(versions: str, packages: list[str]) -> str:
 @functools.cache
 def defaults() -> dict[str, str]:
     """The settings of a run without flags, as a record states them, but for those that follow from its machine."""
-    parser = benchmark_parser('')
-    flags = {key: parser.get_default(key) for key in SETTINGS}
+    flags = {field.name: field.default for field in dataclasses.fields(Train) if field.name in SETTINGS}
     stated = {key: one_line_of_text(value) for key, value in flags.items() if value is not None}
     return stated | {'stage': 'train', 'encoders': 'in_loop', 'num_workers': 'default'}
 

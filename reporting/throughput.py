@@ -5,7 +5,7 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from inputs.words import counted
-from measuring.costs import Assumptions, days_to_train
+from settings.costs import Assumptions, days_to_train
 
 GPUS_PER_NODE = 8
 

@@ -1,102 +1,173 @@
-"""What each of the other commands was told. Nothing here changes or needs torch."""
-import dataclasses
+"""The flags of the other commands, and what of them cannot be. Nothing here needs torch."""
+import argparse
+import os
+import re
 from dataclasses import dataclass
+from typing import Literal
 
-from settings.switch_table import flags_of_switches
+from settings.costs import (
+    DATASET_IMAGES,
+    DOLLARS_PER_GPU_HOUR,
+    DOLLARS_PER_TB_MONTH,
+    TRAINING_IMAGES,
+    Phase,
+)
+from settings.flags import amount, count, flag, number, positional, positive, seed
+from settings.train import Encoders, Model, Results, Samples, Seed, Warmup, check_image_size
 
-SwitchesOfEncoding = dataclasses.make_dataclass(
-    'SwitchesOfEncoding', [(flag, bool | str) for flag in flags_of_switches(in_encoding=True)], frozen=True,
-    namespace={'__doc__': 'The switches that encode.py has as well.', '__module__': __name__})
-
-
-@dataclass(frozen=True)
-class Encode(SwitchesOfEncoding):
-    """All settings of a run of encode.py. `batch_size` is of each device; `ray` is the address of a cluster."""
-    remote: str
-    local: str | None
-    cache_limit: str | None
-    max_bad_samples: float
-    num_workers: int
-    num_workers_by_default: bool
-    model_name: str
-    pretrained: bool
-    image_size: int
-    encoder_precision: str
-    warmup_batches: int
-    results: str
-    seed: int
-    out: str
-    batch_size: int
-    ray: str | None
+CLIP_MODEL = 'openai/clip-vit-large-patch14'
+BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
+LARGEST_SHARD = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
 
-@dataclass(frozen=True)
-class Convert:
-    """All settings of a run of convert.py.
-
-    Attributes:
-        source: tars, folders, globs and addresses.
-        held_out: how many samples go to a dataset of their own; None: none do.
-        num_workers: processes; None: as many as there are cores.
-        size_limit: bytes of a shard.
-        ray: address of a cluster.
-    """
-    source: list[str]
-    out: str
-    held_out: int | None
-    seed: int
-    num_workers: int | None
-    size_limit: int
-    ray: str | None
+def shard_size(text: str) -> int:
+    """A kind of value: a size such as 64mb, that shards can have, in bytes."""
+    match = re.fullmatch('([0-9]{1,9})(kb|mb|gb)', text.lower())
+    size = int(match[1]) * BYTES[match[2]] if match else 0
+    if 0 < size <= LARGEST_SHARD:
+        return size
+    raise argparse.ArgumentTypeError(f'{text} is not a size below 4gb, such as 64mb')
 
 
-@dataclass(frozen=True)
-class Export:
-    """All settings of a run of export.py.
-
-    Attributes:
-        checkpoint: a file, or a folder or an object store, for its newest.
-        live: take those weights that the optimizer moves, and not their average.
-        model_name: for the configuration of each part; None: that of the run.
-        pretrained: take the VAE of `model_name` where the checkpoint has none.
-        tokenizer: None: that of the run.
-    """
-    checkpoint: str
-    out: str
-    live: bool
-    model_name: str | None
-    pretrained: bool
-    tokenizer: str | None
+def phase(text: str) -> Phase:
+    """A kind of value: the phase that IMAGES@SIZE stands for."""
+    match = re.fullmatch('([1-9][0-9]*)@([1-9][0-9]*)', text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
+    return Phase(int(match[1]), match[2])
 
 
-@dataclass(frozen=True)
-class Evaluate:
-    """All settings of a run of evaluate.py. `batch_size` is of each device; `guidance` holds each scale once.
-
-    `image_size` None is that of the model.
-    """
-    model: str
-    data: str
-    out: str
-    inception: str | None
-    clip: str | None
-    reference: str | None
-    samples: int
-    guidance: list[float]
-    steps: int
-    seed: int
-    image_size: int | None
-    batch_size: int
-    precision: str
-    live: bool
-    model_name: str | None
-    pretrained: bool
-    tokenizer: str | None
-    save_pictures: bool
-    ray: str | None
-    results: str
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """work"""
+    ray: str | None = flag(None, 'work on the machines of this Ray cluster, such as auto (default: RAY_ADDRESS of the '
+                           'environment; without it, on this machine)', metavar='ADDRESS', environment='RAY_ADDRESS')
 
 
-ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', *flags_of_switches(in_encoding=True),
-                  'seed')
+@dataclass(frozen=True, kw_only=True)
+class Convert(Cluster):
+    """conversion"""
+    source: tuple[str, ...] = positional('tars, folders of tars or of images, or globs; or tars in an object store '
+                                         '(s3://bucket/tars/)')
+    out: str = positional('new folder, or an address in an object store (s3://, gs://, az://)')
+    held_out: int | None = flag(
+        None, 'keep N samples, drawn by --seed, out of OUT, and write them to OUT-held-out, for --eval_remote of '
+        'benchmark.py', kind=count, metavar='N')
+    seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds, but for '
+                     'those at the edge', kind=seed)
+    num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)', kind=count)
+    size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', kind=shard_size, metavar='SIZE')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encode(Samples, Model, Encoders, Warmup, Results, Seed, Cluster):
+    """latents"""
+    out: str | None = flag(None, 'new folder or object store for the latents (needed)')
+    batch_size: int = flag(32, 'images at once on each device', kind=count)
+    num_workers_by_default: bool = False
+
+    def check(self) -> None:
+        if not (self.remote or self.local) or not self.out:
+            raise ValueError('give both --remote and --out')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """how a checkpoint becomes a pipeline"""
+    live: bool = flag(False, 'the live weights of the UNet in a checkpoint (default: off, the averaged ones, where the '
+                      'run had --use_ema)')
+    model_name: str | None = flag(None, 'tiny, a diffusers folder or a hub name, for the configuration of each part of '
+                                  'a checkpoint (default: that of the run)')
+    pretrained: bool = flag(False, 'take the VAE from --model_name where the checkpoint has none, because the run '
+                            'trained on latents')
+    tokenizer: str | None = flag(None, "folder or hub name, for a checkpoint (default: that of the run, or CLIP's own)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Pipeline):
+    """export"""
+    checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
+    out: str = positional('new folder for the pipeline')
+
+    def check(self) -> None:
+        if os.path.lexists(self.out):
+            raise ValueError(f'OUT {self.out} already exists; give a new folder')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Pipeline, Results, Cluster):
+    """drawing and judging"""
+    model: str = positional('a checkpoint, a folder or an object store for its newest, or a pipeline folder of '
+                            'diffusers')
+    data: str = positional('MDS shards of images with captions, a folder or an object store; or a text file with a '
+                           'caption on each line')
+    out: str | None = flag(None, 'new folder or object store for the features of the pictures; the same command '
+                            'goes on there (needed)')
+    inception: str | None = flag(None, "weights of InceptionV3, torch-fidelity's weights-inception-2015-12-05-6726825d"
+                                 '.pth (default: none, and no FID)', metavar='FILE')
+    clip: str | None = flag(None, f'a CLIP model in the layout of transformers, such as {CLIP_MODEL} (default: none, '
+                            'and no CLIP score)', metavar='FOLDER')
+    reference: str | None = flag(None, 'statistics of the real images: made of DATA where they are not there yet, and '
+                                 'used where they are (default: made of DATA each time)', metavar='FILE')
+    samples: int = flag(30_000, 'captions of DATA to draw, the first N, at each guidance scale', metavar='N',
+                        kind=number(int, 2, 10 ** 9, 'a whole number above 1'))
+    guidance: tuple[float, ...] = flag((7.5,), 'scales of classifier-free guidance, each of which draws all captions; '
+                                       '1 is none (default: 7.5)', kind=number(float, 1, 1000, 'a scale from 1 on'),
+                                       metavar='SCALE')
+    steps: int = flag(50, 'of the sampler, DDIM; a divisor of its 1000 timesteps', kind=count)
+    seed: int = flag(17, 'of the noise: that of a sample follows from it and from the number of the sample', kind=seed)
+    image_size: int | None = flag(None, 'height and width of the pictures in pixels (default: those that the model was '
+                                  'trained at)', kind=count)
+    batch_size: int = flag(16, 'pictures at once on each device; an H100 needs more than 16 at 256 pixels', kind=count)
+    precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
+        None, 'of the UNet; all else is in float32 (default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, '
+        'fp32 on a CPU)')
+    save_pictures: bool = flag(False, 'keep the pictures in --out as PNGs (default: off, their features alone)')
+
+    def check(self) -> None:
+        if not self.out:
+            raise ValueError('give --out, a new folder for the features of the pictures')
+        if not self.inception and not self.clip:
+            raise ValueError('give --inception for FID, --clip for the CLIP score, or both')
+        if self.image_size is not None:
+            check_image_size(self.image_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """report"""
+    records: tuple[str, ...] = positional('files of JSON lines, or of CSV where the name ends in .csv')
+    training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES}, those '
+                                       'of Stable Diffusion 2; for the model tiny no days are shown)', kind=count)
+    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price of one GPU for an hour, in dollars', kind=positive)
+    extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)', kind=count,
+                                        metavar='GPUS')
+    dataset_images: int | None = flag(None, 'images of the data set, which an encoding goes through once and a cache '
+                                      f'holds (default: {DATASET_IMAGES}; for the model tiny no days are shown)',
+                                      kind=count)
+    dollars_per_tb_month: float = flag(DOLLARS_PER_TB_MONTH, 'price of storing a TB of latents for a month, in '
+                                       'dollars; it is in the cost while the training lasts', kind=amount)
+    image_bytes: float = flag(0, 'stored bytes of an average sample; adds the columns remote and cache (default: not '
+                              'known, no columns)', kind=positive)
+    compare: bool = flag(False, 'one row a record, with its speed relative to the first')
+    phase: tuple[Phase, ...] = flag((), 'a phase of a plan: how many images to train on, and the side of each in '
+                                    'pixels; the next phase stands behind it (default: no plan)', kind=phase,
+                                    metavar='IMAGES@SIZE')
+    figure: str | None = flag(None, 'file for a picture, such as days.png: days and efficiency, or with --compare '
+                              'images per second of each record', metavar='FILE')
+    quality: str | None = flag(None, 'file for a picture, such as quality.png, of what evaluate.py has scored: FID '
+                               'against CLIP score, and both against the images of the training', metavar='FILE')
+    csv: str | None = flag(None, 'file for the rows of all tables, unrounded', metavar='FILE')
+
+    def check(self) -> None:
+        if self.compare and self.extrapolate:
+            raise ValueError('--extrapolate predicts, and --compare shows what was measured; give one of them')
+        records = [os.path.realpath(path) for path in self.records]
+        for name in ('csv', 'figure', 'quality'):
+            path = getattr(self, name)
+            if path and os.path.realpath(path) in records:
+                raise ValueError(f'--{name} {path} would overwrite the records; give another file')
+
+
+ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', 'channels_last', 'compile', 'seed')
 EVALUATE_FLAGS = ('batch_size', 'precision', 'samples', 'steps', 'seed', 'save_pictures')

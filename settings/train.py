@@ -1,75 +1,321 @@
-"""What a run of benchmark.py was told: every flag with its default filled in. Nothing here changes or needs torch."""
-import dataclasses
+"""The flags of benchmark.py, each in one place, and what of them cannot be. Nothing here needs torch."""
+import argparse
+import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
-from settings.switch_table import flags_of_switches
+from settings.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from settings.flags import amount, count, flag, positive, seed, share, whole_number
 
-Switches = dataclasses.make_dataclass(
-    'Switches', [(flag, bool | str) for flag in flags_of_switches()], frozen=True,
-    namespace={'__doc__': 'Every switch of the table.', '__module__': __name__})
+TINY = 'tiny'  # a small model of the same kind, also built in
+SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
+ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention
+TIME = '([1-9][0-9]{0,14})(ba|ep|sp)|(0?[.][0-9]+|1)(dur)'  # 5000 batches, epochs or samples, or a share of the run
 
 
-@dataclass(frozen=True)
-class Train(Switches):
-    """The flags of a run, by their names, and what follows from them.
+def time_in(units: str, or_at_once: bool = False) -> Callable[[str], str]:
+    """A kind of value: a time such as 5000ba in one of `units`, as the text that Composer takes.
+
+    `or_at_once` allows 0 as well.
+    """
+    example = ' or '.join({'ba': '5000ba', 'ep': '2ep', 'sp': '40000sp', 'dur': '0.5dur'}[unit]
+                          for unit in units.split())
+
+    def parse(text: str) -> str:
+        match = re.fullmatch(TIME, text)
+        if match and (match[2] or match[4]) in units.split():
+            return text
+        if or_at_once and text in [f'0{unit}' for unit in units.split()]:
+            return text
+        raise argparse.ArgumentTypeError(f'{text} is not a time such as {example}')
+    return parse
+
+
+def microbatch(text: str) -> int | Literal['auto']:
+    """A kind of value: how many images go through the model at once, or auto."""
+    return text if text == 'auto' else count(text)
+
+
+def attention_order(text: str) -> str:
+    """A kind of value: sdpa, xformers, or some of torch's kernels in an order of one's own, such as cudnn,flash."""
+    names = text.split(',')
+    if text in ('sdpa', 'xformers') or set(names) <= set(ATTENTION_BACKENDS) and len(set(names)) == len(names):
+        return text
+    raise argparse.ArgumentTypeError(f'{text} is not sdpa, xformers, or a list such as {",".join(ATTENTION_BACKENDS)}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """data"""
+    remote: str | None = flag(None, 'MDS shards, a folder or an object store: images and captions as convert.py writes '
+                              'them, or for a training latents as encode.py does')
+    local: str | None = flag(None, 'folder that caches the shards (default: one for each remote; a remote that is a '
+                             'folder is read in place); without --remote, the folder with the shards')
+    cache_limit: str | None = flag(None, 'most that this cache may hold, such as 500gb (default: no limit)')
+    max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', kind=share)
+    num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
+                                   kind=whole_number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSamples:
+    """data"""
+    use_synth_data: bool = flag(False, 'train on random images that cost nothing to load')
+    use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had made them')
+    batch_size: int = flag(2048, 'images in a step, over all devices', kind=count)
+    tokenizer: str | None = flag(None, "folder or hub name (default: CLIP's own, from the package open_clip_torch)")
+    random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn anew in each epoch')
+    caption_drop: float = flag(0.0, 'share of the captions that the empty one replaces, such as 0.1, so that images '
+                               'can be drawn with classifier-free guidance', kind=share)
+
+    def check(self) -> None:
+        given = [bool(self.remote), self.use_synth_data, self.use_synth_latents]
+        if not any(given) and not self.local and self.dry_run is None:
+            raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
+        if sum(given) > 1:
+            raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
+        if self.random_flip and self.use_synth_latents:
+            raise ValueError('--random_flip mirrors images, and --use_synth_latents has none; leave one out')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """model"""
+    model_name: str = flag(SD2_BASE, f'tiny, a diffusers folder or a hub name (default: {SD2_BASE}, whose architecture '
+                           'is built in)')
+    pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name (default: off, '
+                            'random weights, which train as fast)')
+    image_size: int = flag(512, 'height and width in pixels', kind=count)
+
+    def check(self) -> None:
+        check_image_size(self.image_size)
+        if self.model_name == TINY and self.pretrained:
+            raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after '
+                             'a recipe that has it, or name a diffusers folder')
+
+
+def check_image_size(pixels: int) -> None:
+    """Raises ValueError if the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
+    if pixels % 8:
+        raise ValueError(f'--image_size {pixels} is not a multiple of 8; use {pixels // 8 * 8 or 8}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoders:
+    """speed"""
+    encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
+        None, 'of the frozen encoders; in training, fp32 holds their weights in float32 and computes in --precision '
+        '(default: the half precision of --precision)')
+    channels_last: bool | None = flag(None, 'memory format of the convolutions (default: on where there is a GPU)')
+    compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
+        False, "compile the UNet, the VAE's encoder and the text encoder, which takes minutes at the start, in torch's "
+        'default mode or in another', bare=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """speed"""
+    device_train_microbatch_size: int | Literal['auto'] | None = flag(
+        None, "images that go through the model at once, or auto, the most that fit; must divide the device's share of "
+        'the batch (default: auto; on a CPU the whole share)', kind=microbatch, metavar='N')
+    precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
+        None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32, which keeps 10 bits of the fraction '
+        '(default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
+    attention: str = flag('sdpa', "sdpa, torch's attention; a list of its kernels in the order to try them in the "
+                          f'UNet, of {",".join(ATTENTION_BACKENDS)}, the others after them; or xformers, that of the '
+                          'package', kind=attention_order)
+    gradient_checkpointing: bool = flag(False, 'less memory for about a third more arithmetic')
+    fused_optimizer: bool = flag(True, 'AdamW in one kernel')
+    half_precision_norms: bool = flag(False, "compute the norms of the UNet and of the VAE's encoder in the half "
+                                      'precision of --precision instead of float32')
+    cast_weights_once: bool = flag(False, "cast the UNet's weights to half precision once for a batch instead of for "
+                                   'each microbatch')
+    cudnn_benchmark: bool = flag(False, 'let cuDNN try its algorithms for each new shape and keep the fastest')
+    compile_blocks: bool | None = flag(
+        None, "with --compile: compile each kind of the UNet's blocks once instead of the whole UNet, for a shorter "
+        'start, and so that devices exchange the gradients of one while those of the next are computed (default: on '
+        'with --compile on several devices, unless in the mode reduce-overhead)', needs='compile')
+    allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'in which GPUs exchange gradients')
+
+    def check(self) -> None:
+        check_batch(self.batch_size, self.device_train_microbatch_size, number_of_devices(self))
+        if self.cast_weights_once and self.compile:
+            raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights '
+                             'themselves; leave one out')
+        if self.cast_weights_once and self.gradient_checkpointing:
+            raise ValueError('--cast_weights_once does nothing with --gradient_checkpointing, which computes in a '
+                             'thread that casts the weights anew; leave one out')
+
+
+def number_of_devices(settings: 'Train') -> int:
+    """How many devices share the batch: those of this run, or those that --dry_run speaks of."""
+    return settings.dry_run or int(os.environ.get('WORLD_SIZE', 1))
+
+
+def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> None:
+    """Raises ValueError if the batch does not divide over the devices, or a device's share into microbatches."""
+    if batch_size % devices:
+        divisible = batch_size // devices * devices or devices
+        raise ValueError(f'--batch_size {batch_size} does not divide over {devices} devices; use {divisible}')
+    device_batch = batch_size // devices
+    if microbatch in (None, 'auto') or device_batch % microbatch == 0:
+        return
+    largest = max(divisor for divisor in range(1, min(microbatch, device_batch) + 1) if device_batch % divisor == 0)
+    raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images that each '
+                     f'of {devices} devices gets of --batch_size {batch_size}; use {largest}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup:
+    """measurement"""
+    warmup_batches: int = flag(3, 'batches before the clock starts', kind=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """measurement"""
+    results: str = flag('results.jsonl', 'file that the record is appended to')
+
+    def check(self) -> None:
+        """Raises ValueError if nothing can be appended there: it is said before the run, not after it."""
+        if os.path.isdir(self.results):
+            raise ValueError(f'--results {self.results} is a folder; name a file')
+        folder = os.path.dirname(os.path.abspath(self.results))
+        if not os.access(self.results if os.path.exists(self.results) else folder, os.W_OK):
+            raise ValueError(f'--results {self.results} cannot be written; name another file')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """measurement"""
+    measure_batches: int | None = flag(
+        None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
+        "with streamed data five times the loader's queue if that is more)", kind=count)
+    dry_run: int | None = flag(
+        None, 'train nothing: say what memory each microbatch needs, which fits on which card, and how fast so many '
+        'GPUs could be at most; needs no GPU (default: off; without a number, as many GPUs as the launcher starts '
+        'processes)', kind=count, metavar='GPUS', bare=0)
+    loader_only: bool = flag(False, 'measure the loader alone, without a model')
+    profile: str | None = flag(None, 'trace 3 batches after the warm-up and write them to this new folder, for '
+                               'Perfetto and TensorBoard; no report counts the record of such a run', metavar='DIR')
+
+    def check(self) -> None:
+        if self.loader_only and self.dry_run is not None:
+            raise ValueError('--dry_run speaks of a training, --loader_only measures a loader; give one of them')
+        if self.loader_only and self.profile:
+            raise ValueError(f'--profile {self.profile} traces training; leave out --loader_only')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seed:
+    """training and checkpoints"""
+    seed: int = flag(17, 'of weights, noise and shuffle', kind=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """training and checkpoints"""
+    max_duration: str | None = flag(None, 'length of the run, such as 5000ba or 2ep (default: warm-up and measured '
+                                    'batches)', kind=time_in('ba ep sp'), metavar='TIME')
+    load_weights: str | None = flag(
+        None, 'start from the weights, and with --use_ema from their average, of an earlier run: a checkpoint, a '
+        "folder's newest, one in an object store, or a diffusers UNet or pipeline folder (default: random weights)")
+    on_nan: Literal['stop', 'skip'] = flag('stop', 'end the run at a loss or a gradient that is not finite, or skip '
+                                           'such steps and count them, up to 10 in a row')
+    save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
+    save_interval: str | None = flag(
+        None, 'time between checkpoints, such as 1000ba (default: 1ep); one is also saved at the end and on Ctrl-C or '
+        'SIGTERM', kind=time_in('ba ep sp dur'), metavar='TIME')
+    save_num_checkpoints_to_keep: int | None = flag(
+        None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
+        'store keeps all', kind=count, metavar='N')
+    autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
+                            needs='save_folder')
+    dist_timeout: int = flag(300, 'seconds to wait for the other processes', kind=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """optimizer and average"""
+    learning_rate: float = flag(1e-4, 'of AdamW', kind=positive)
+    lr_warmup: str | None = flag(None, 'time in which the learning rate rises from 0, such as 10000ba',
+                                 kind=time_in('ba ep dur'), metavar='TIME')
+    lr_schedule: Literal['constant', 'cosine', 'linear'] = flag(
+        'constant', 'how the learning rate goes on after the warm-up: it stays, or falls to 0 at the end of '
+        '--max_duration along a cosine or a line')
+    weight_decay: float = flag(0.001, 'of AdamW', kind=amount)
+    clip_grad_norm: float | None = flag(None, 'scale the gradients of a step down to this norm where it is larger',
+                                        kind=positive, metavar='NORM')
+    use_ema: bool = flag(False, 'keep an exponential moving average of the UNet')
+    ema_half_life: str | None = flag(None, "time after which today's weights count half in the average (default: "
+                                     '1000ba)', kind=time_in('ba ep'), metavar='TIME', needs='use_ema')
+    ema_start: str | None = flag(None, 'training before the average starts, such as 5000ba or 0.5dur, half of it',
+                                 kind=time_in('ba ep dur', or_at_once=True), metavar='TIME', needs='use_ema')
+
+    def check(self) -> None:
+        start = re.fullmatch(TIME, self.ema_start or '')
+        end = re.fullmatch(TIME, self.max_duration or '')
+        if start and end and start[2] == end[2] and start[1] and int(start[1]) > int(end[1]):
+            raise ValueError(f'--ema_start {self.ema_start} is after the end of the run, --max_duration '
+                             f'{self.max_duration}: there would be no average; give an earlier time')
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationAndDrawing:
+    """evaluation and drawing"""
+    eval_remote: str | None = flag(None, 'MDS shards that are held out, a folder or an object store: the loss on them '
+                                   'is calculated with the same noise and timesteps each time', metavar='PATH')
+    eval_interval: str | None = flag(None, 'time between evaluations (default: 1000ba); there is also one at the end',
+                                     kind=time_in('ba ep'), metavar='TIME', needs='eval_remote')
+    sample_prompts: str | None = flag(
+        None, 'draw each prompt of this file, one a line, with the averaged weights where there are any, 50 steps and '
+        'guidance 7.5; needs --pretrained, but for the model tiny, whose pictures are noise', metavar='FILE')
+    sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba); the end of the run is also '
+                                       'drawn', kind=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
+    sample_folder: str = flag('samples', 'new folder for the drawings, a PNG each time', metavar='DIR')
+
+    def check(self) -> None:
+        if self.eval_remote and self.eval_remote == self.remote:
+            raise ValueError(f'--eval_remote {self.eval_remote} is what the run trains on; give it shards of other '
+                             'samples')
+        if self.sample_prompts and not self.pretrained and self.model_name != TINY:
+            raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
+                             '--pretrained it is random; give --model_name FOLDER --pretrained')
+        if self.sample_prompts and not self.autoresume and list(Path(self.sample_folder).glob('ba*.png')):
+            raise ValueError(f'--sample_folder {self.sample_folder} already holds drawings of another run; give a new '
+                             'one')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """logging"""
+    wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
+    wandb_project: str | None = flag(None, 'log to this project of Weights & Biases (default: W&B is not used)')
+    tensorboard: str | None = flag(None, 'log to TensorBoard files in this folder', metavar='DIR')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """cost"""
+    training_images: int | None = flag(None, f'images of the whole training, for its cost (default: {TRAINING_IMAGES}, '
+                                       'those of Stable Diffusion 2; for the model tiny no cost is shown)', kind=count)
+    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price in dollars, for the cost', kind=amount)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Samples, TrainingSamples, Model, Encoders, Speed, Warmup, Measurement, Results, Seed, Training,
+            Optimizer, EvaluationAndDrawing, Logging, Cost):
+    """All flags of benchmark.py. What is None here and has another default in --help, `settings/here.py` fills in.
 
     Attributes:
         num_workers_by_default: whether the program chose their number.
         only_measures: --max_duration was not given, so that the run is as long as its measurement.
     """
-    remote: str | None
-    local: str | None
-    cache_limit: str | None
-    max_bad_samples: float
-    num_workers: int
-    num_workers_by_default: bool
-    use_synth_data: bool
-    use_synth_latents: bool
-    batch_size: int
-    tokenizer: str | None
-    random_flip: bool
-    caption_drop: float
-    model_name: str
-    pretrained: bool
-    image_size: int
-    encoder_precision: str
-    precision: str
-    device_train_microbatch_size: int | Literal['auto']
-    warmup_batches: int
-    measure_batches: int | None
-    dry_run: int | None
-    loader_only: bool
-    profile: str | None
-    results: str
-    max_duration: str
-    only_measures: bool
-    seed: int
-    on_nan: str
-    load_weights: str | None
-    dist_timeout: int
-    learning_rate: float
-    lr_warmup: str | None
-    lr_schedule: str
-    weight_decay: float
-    clip_grad_norm: float | None
-    use_ema: bool
-    ema_half_life: str | None
-    ema_start: str | None
-    save_folder: str | None
-    save_interval: str | None
-    save_num_checkpoints_to_keep: int | None
-    autoresume: bool
-    eval_remote: str | None
-    eval_interval: str | None
-    sample_prompts: str | None
-    sample_interval: str | None
-    sample_folder: str
-    wandb_name: str | None
-    wandb_project: str | None
-    tensorboard: str | None
-    training_images: int | None
-    dollars_per_gpu_hour: float
+    num_workers_by_default: bool = False
+    only_measures: bool = False
 
     @property
     def searches_microbatch(self) -> bool:
@@ -80,18 +326,11 @@ class Train(Switches):
         """Whether nothing stays of a training that was asked for."""
         return not self.only_measures and not self.save_folder
 
-    def flags(self) -> dict[str, Any]:
-        """The value of every flag, by its name."""
-        return dataclasses.asdict(self)
-
-
-def settings_from(kind: type, flags: dict[str, Any]):
-    """The settings of a command, of the values of all its flags by their names."""
-    return kind(**{field.name: flags[field.name] for field in dataclasses.fields(kind)})
-
 
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
-LOADER_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed')
+SWITCHES = ('channels_last', 'compile', 'attention', 'gradient_checkpointing', 'fused_optimizer',
+            'half_precision_norms', 'cast_weights_once', 'cudnn_benchmark', 'compile_blocks', 'allreduce_precision')
+LOADER_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed')  # of its record
 TRAINING_FLAGS = (*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  *flags_of_switches(), 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
+                  *SWITCHES, 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
                   'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip', 'eval_interval')

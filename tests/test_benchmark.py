@@ -8,7 +8,6 @@ from composer import Trainer
 
 import benchmark
 from benchmark import StableDiffusion, main
-from cli.checks import refuse_bad_training
 from data import SyntheticImageCaptionDataset, build_loader
 from measuring.measurement import Measurement
 from models.loading import find_model
@@ -134,7 +133,6 @@ def test_a_run_on_real_shards_reads_jpegs_with_workers(results, shards):
 
 def test_the_optimizer_holds_the_unet_alone(results):
     settings = settings_of('--use_synth_data', *TINY, '--results', str(results))
-    refuse_bad_training(settings)
     model = StableDiffusion('tiny', 64)
     data = benchmark.build_data(settings, find_model('tiny'))
     trainer = benchmark.build_trainer(settings, model, data, [Measurement(1, 3), benchmark.Safeguard(17)], [])

@@ -197,27 +197,16 @@ def test_hostile_members_write_nothing_and_end_nothing(tmp_path):
 def test_bad_arguments_are_one_line_and_status_2(tars, tmp_path, capsys):
     assert failing_status(tmp_path / 'missing', tmp_path / 'out') == 2
     assert_one_error_line(capsys, str(tmp_path / 'missing'), 'does not exist')
-    assert failing_status(tars, tars) == 2
-    assert_one_error_line(capsys, f'OUT {tars}', 'already holds something')
-    assert failing_status(tars, tars / '00000.tar') == 2
-    assert_one_error_line(capsys, 'is not a folder')
     assert failing_status(tars, tmp_path / 'out', '--num_workers', 0) == 2
     assert_one_error_line(capsys, '--num_workers', '0 is not a whole number above 0')
     assert failing_status(tars, 'nowhere://bucket/out') == 2
     assert_one_error_line(capsys, 'OUT nowhere://bucket/out')
-    assert failing_status(tars, '') == 2
-    assert_one_error_line(capsys, 'OUT is empty')
     for size in ('1e400mb', 'infgb', '5', '4gb', 'mb'):
         assert failing_status(tars, tmp_path / 'out', '--size_limit', size) == 2
         assert_one_error_line(capsys, '--size_limit', size)
     assert failing_status(tars) == 2
     assert_one_error_line(capsys, 'OUT')
     assert sorted(path.name for path in tmp_path.iterdir()) == ['tars']
-
-
-def test_an_out_that_cannot_be_a_folder_is_one_line_and_status_2(tars, capsys):
-    assert failing_status(tars, tars / '00000.tar/below/a/file') == 2
-    assert_one_error_line(capsys, 'OUT', '00000.tar/below/a/file', f'because {tars}/00000.tar is a file; name another')
 
 
 def test_nothing_to_convert_is_one_line_and_leaves_out_to_the_next_run(tmp_path, capsys):

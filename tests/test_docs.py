@@ -18,22 +18,18 @@ from pathlib import Path
 import pytest
 
 import report
-from cli.options import (
-    benchmark_parser,
-    convert_parser,
-    encode_parser,
-    evaluate_parser,
-    export_parser,
-    report_parser,
-)
+from settings.commands import Convert, Encode, Evaluate, Export, Report
+from settings.flags import build_parser
 from settings.switch_table import SWITCHES
+from settings.train import Train
 from tests.samples import encoded, picture
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
 LINES_OF_TWO_SCREENS = 175
-PARSERS = {'benchmark.py': benchmark_parser(''), 'encode.py': encode_parser(''), 'export.py': export_parser(''),
-           'report.py': report_parser(''), 'convert.py': convert_parser(''), 'evaluate.py': evaluate_parser('')}
+KINDS = {'benchmark.py': Train, 'encode.py': Encode, 'export.py': Export, 'report.py': Report, 'convert.py': Convert,
+         'evaluate.py': Evaluate}
+PARSERS = {program: build_parser(kind, '', program) for program, kind in KINDS.items()}
 FOLDERS = 'benchmarks|docs|models|recipes|tests'  # whose files the pages name
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import encode
-from cli.defaults import fill_in_encoding_defaults
-from cli.options import encode_parser
+from settings.commands import Encode
+from settings.flags import parse
+from settings.here import encoding_here
 from data import StreamingLAIONDataset
 from inputs.shards import read_index
 from parts.claims import claim
@@ -36,10 +37,10 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
 
 def encoded_moments(remote: str, out, model_folder: str, *flags: str) -> list[np.ndarray]:
     """Encode in batches of 4, in this process; the moments that were stored."""
-    args = encode_parser('').parse_args(['--remote', remote, '--out', str(out), '--model_name', model_folder,
+    args = parse(Encode, '', ['--remote', remote, '--out', str(out), '--model_name', model_folder,
                                          '--pretrained', '--image_size', '64', '--batch_size', '4', '--num_workers',
                                          '0', *flags])
-    flags = fill_in_encoding_defaults(args, devices=1)
+    flags = encoding_here(args)
     index = read_index(remote)
     output = open_output(str(out), '--out')
     claim(output, {'program': 'encode.py'})

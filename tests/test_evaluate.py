@@ -21,9 +21,8 @@ from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor, CLIPTextConfig
 
 import evaluate
-from cli.defaults import fill_in_evaluate_defaults
-from cli.early_data_checks import refuse_early_evaluation
-from cli.options import evaluate_parser
+from settings.commands import Evaluate
+from settings.flags import parse
 from inputs.errors import DataError
 from inputs.text_files import read_captions
 from measuring.quality import clip_score
@@ -346,8 +345,8 @@ def test_a_checkpoint_draws_with_its_average_and_says_how_far_it_was_trained(tmp
     write_checkpoint(kept / 'ep0-ba7-rank0.pt', pipeline)
     live = load_file(Path(pipeline, 'unet', 'diffusion_pytorch_model.safetensors'))
     for model, flags, difference in ((kept, [], 0.1), (kept / 'ep0-ba7-rank0.pt', ['--live'], 0)):
-        args = evaluate_parser('').parse_args([str(model), str(shards), '--out', 'out', *flags])
-        with evaluate.open_model(fill_in_evaluate_defaults(args)) as opened:
+        argv = [str(model), str(shards), '--out', 'out', '--clip', 'clip', *flags]
+        with evaluate.open_model(parse(Evaluate, '', argv)) as opened:
             weights = load_pipeline(opened.folder).unet.state_dict()
             assert opened.config('unet')['sample_size'] == SIZE // 8
         torch.testing.assert_close(weights, {name: tensor + difference for name, tensor in live.items()})
@@ -440,34 +439,3 @@ def test_a_mark_of_byte_order_is_no_part_of_a_caption(tmp_path):
     path = tmp_path / 'captions.txt'
     path.write_bytes('\ufeffa cat\r\na dog\r\n'.encode())
     assert read_captions(str(path), 2) == ['a cat', 'a dog']
-
-
-@pytest.mark.parametrize('flags, line', [
-    (['--results', 'DATA'], 'is a file that is read; name another'),
-    (['--results', ''], '--results is empty'),
-    (['--reference', 'none/r', '--inception', 'DATA'], 'is no folder to write to'),
-    (['--out', ' '], '--out is empty'),
-    (['--samples', '3'], 'holds 2 captions, fewer than --samples 3; use --samples 2'),
-])
-def test_what_would_be_lost_after_hours_is_said_before(flags, line, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path('captions.txt').write_text('a cat\na dog\n')
-    Path('model').mkdir()
-    Path('model/model_index.json').write_text('{"_class_name": "StableDiffusionPipeline"}')
-    Path('clip').mkdir()
-    Path('clip/config.json').touch()
-    flags = ['captions.txt' if flag == 'DATA' else flag for flag in flags]
-    data = shards_of(2) if '--inception' in flags else 'captions.txt'
-    args = evaluate_parser('').parse_args(['model', data, '--out', 'out', '--clip', 'clip', '--samples', '2', *flags])
-    with pytest.raises(ValueError, match=line):
-        refuse_early_evaluation(args)
-
-
-def shards_of(number: int) -> str:
-    return write_shards(Path('shards'), [{'jpg': encoded(picture(i)), 'caption': 'a cat'} for i in range(number)])
-
-
-def test_scales_of_one_name_are_refused():
-    with pytest.raises(ValueError, match='several scales that are 3 in six digits'):
-        flags = ['m', 'd', '--out', 'o', '--guidance', '3', '3.0000001']
-        fill_in_evaluate_defaults(evaluate_parser('').parse_args(flags))

@@ -207,7 +207,7 @@ def test_ranks_leave_an_evaluation_together(server, held_out, tmp_path):
     (['--remote', 'SHARDS'], ['--eval_remote', 'SHARDS'], 'is what the run trains on'),
     (['--use_synth_data'], ['--eval_interval', '2ba'], '--eval_interval 2ba needs --eval_remote'),
     (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '2sp'], '--eval_interval: 2sp is not a time'),
-    (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '0ba'], '--eval_interval: 0ba is not above'),
+    (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '0ba'], '--eval_interval: 0ba is not a time'),
     (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere is no folder'),
     (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'LATENTS'], 'latents with image_size 64'),
     (['--use_synth_latents'], ['--eval_remote', 'SHARDS'], 'holds images, and the training is on latents'),

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 import convert
-from cli.options import convert_parser
+from settings.commands import Convert
+from settings.flags import parse
 from parts.output import open_output
 from tests.local_s3 import LocalS3, local_s3
 from tests.parts.commands import convert_program, start_logged, workers_of
@@ -83,7 +84,7 @@ def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undist
     out = f'{root}/out'
     store.delay = 0.1
     before = {worker.pid for worker in workers_here()}
-    args = convert_parser('').parse_args([*argv, out])
+    args = parse(Convert, '', [*argv, out])
     conversion = threading.Thread(target=convert.convert, args=(args, open_output(out, 'OUT')))
     conversion.start()
     kill_a_worker(before, lambda: finished(out, store) >= done)

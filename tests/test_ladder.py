@@ -11,10 +11,7 @@ from composer.utils import dist
 
 from benchmarks import ladder
 from benchmarks.ladder import BEST, EAGER, ORIGINAL, PLAIN, Machine, climb, launcher, recorded, rungs
-from cli.checks import refuse_bad_switches
-from cli.defaults import fill_in_training_defaults
-from cli.early_checks import refuse_bad_batch, refuse_bad_modes, refuse_flags_alone
-from cli.options import benchmark_parser
+from tests.runs import settings_of
 
 GPU = 'NVIDIA A100-SXM4-40GB'
 
@@ -57,15 +54,11 @@ def is_rung(flags: list[str], switches: list[str], data: str = '--use_synth_data
 @pytest.mark.parametrize('gpus', [1, 2])
 def test_every_rung_is_a_run_of_its_own_that_the_benchmark_takes(results, monkeypatch, gpus, capfd):
     started = climbed(monkeypatch, results, Runs(gpus))
+    monkeypatch.setenv('WORLD_SIZE', str(gpus))
     monkeypatch.setattr(dist, 'get_world_size', lambda: gpus)
     assert len(started) == len(set(map(tuple, started))) == capfd.readouterr().err.count('expected: ') > 19
     for flags in started:
-        args = benchmark_parser('').parse_args(flags)
-        settings = fill_in_training_defaults(args)
-        refuse_bad_switches(settings, settings.batch_size)
-        refuse_bad_modes(args)
-        refuse_flags_alone(args)
-        refuse_bad_batch(args)
+        settings_of(*flags)
     switches = {flag for flags in started for flag in flags}
     assert {'--half_precision_norms', '--cast_weights_once', '--cudnn_benchmark', '--compile_blocks',
             'max-autotune-no-cudagraphs', 'reduce-overhead', 'cudnn', 'xformers'} < switches

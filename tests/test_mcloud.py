@@ -8,7 +8,9 @@ import pytest
 from mcli import RunConfig
 from mcli.models.run_config import FinalRunConfig
 
-from cli.options import benchmark_parser
+from settings import flags
+from settings.train import Train
+
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / 'mcloud.yaml'
@@ -64,9 +66,9 @@ def test_the_command_block_installs_and_runs_the_synthetic_example_on_what_the_c
     repository = config.integrations[0]['git_repo']
     assert enter == ['cd', Path(repository).name]
     assert install == ['pip', 'install', '-r', 'requirements.txt'] and (ROOT / install[-1]).is_file()
-    program, file, *flags = run  # without flags of the launcher, which takes processes and nodes from the platform
+    program, file, *argv = run  # without flags of the launcher, which takes processes and nodes from the platform
     assert (program, file) == ('composer', 'benchmark.py')
-    args = benchmark_parser('').parse_args(flags)
+    args = flags.parse(Train, '', argv)
     assert args.use_ema and args.use_synth_data and args.device_train_microbatch_size and not args.wandb_name
 
 
@@ -78,8 +80,8 @@ def test_the_second_example_and_the_rest_of_the_comments_hold_once_uncommented(t
     assert config.env_variables['S3_ENDPOINT_URL'] == 'https://s3.example.com'
     synthetic, streaming = [words for words in commands(config) if words[0] == 'composer']
     assert synthetic[:2] == streaming[:2] == ['composer', 'benchmark.py']
-    args = benchmark_parser('').parse_args(synthetic[2:])
+    args = flags.parse(Train, '', synthetic[2:])
     assert args.use_synth_data and args.wandb_name == 'synthetic'
-    args = benchmark_parser('').parse_args(streaming[2:])
+    args = flags.parse(Train, '', streaming[2:])
     assert args.remote == 's3://my-bucket/laion/mds' and args.use_ema and args.device_train_microbatch_size
     assert not args.use_synth_data

@@ -11,8 +11,9 @@ import pytest
 from matplotlib.font_manager import findfont, get_font
 
 import report
-from cli.options import benchmark_parser
-from measuring import costs
+from settings.flags import parse
+from settings.train import Train
+from settings import costs
 from reporting import figures, records, tables, throughput
 
 ROOT = Path(__file__).parents[1]
@@ -496,37 +497,6 @@ def test_a_line_that_was_cut_is_left_out_and_named(tmp_path, capsys, left):
     assert 'Left out' not in printed(capsys, path)
 
 
-@pytest.mark.parametrize('argv, reason', [
-    (['missing.jsonl'], 'missing.jsonl: No such file or directory; give'), (['.'], '.: Is a directory; give'),
-    ([], 'RECORDS'),
-    ([PUBLISHED, '--training_images', '0'], "--training_images: '0'"),
-    ([PUBLISHED, '--dollars_per_gpu_hour', '-2'], "--dollars_per_gpu_hour: '-2'"),
-    ([PUBLISHED, '--dollars_per_tb_month', '-1'], "--dollars_per_tb_month: '-1'"),
-    ([PUBLISHED, '--dollars_per_gpu_hour', 'nan'], "--dollars_per_gpu_hour: 'nan'"),
-    ([PUBLISHED, '--image_bytes', '0'], "--image_bytes: '0'"),
-    ([PUBLISHED, '--dataset_images', '.5'], '--dataset'),
-    ([PUBLISHED, '--extrapolate', '1.5'], "--extrapolate: '1.5' is not a positive whole number\n"),
-    (['--extrapolate', '512', PUBLISHED], 'is not a positive whole number; files come before this flag\n'),
-    ([PUBLISHED, '--phase', 'x@y'], "--phase: 'x@y' is not IMAGES@SIZE"),
-    ([PUBLISHED, '--phase', '1'], "--phase: '1' is not IMAGES@SIZE"),
-    ([PUBLISHED, '--phase', '1@0'], "--phase: '1@0' is not IMAGES@SIZE"),
-    ([PUBLISHED, '--phase', '10@256'], 'in one setting at 256 px; the records have 512 px on 8 GPUs and 16 GPUs'),
-    ([PUBLISHED, '--compare', '--extrapolate', '512'], '--compare'),
-    ([PUBLISHED, '--csv', '/missing/table.csv'], "--csv /missing/table.csv cannot be written"),
-    ([PUBLISHED, '--figure', '/missing/days.png'], "--figure /missing/days.png cannot be written"),
-    ([PUBLISHED, '--figure', 'days.xyz'], "Format 'xyz'"),
-    ([PUBLISHED, '--csv', PUBLISHED], 'would overwrite'),
-    ([PUBLISHED, '--figure', str(ROOT / 'tests' / '..' / 'published.csv')], 'would overwrite'),
-    ([PUBLISHED, '--figure', str(ROOT)], f'--figure {ROOT} is a folder; name a file, such as {ROOT}/days.png'),
-    ([PUBLISHED, '--csv', str(ROOT)], f'--csv {ROOT} is a folder; name a file, such as {ROOT}/table.csv'),
-    ([PUBLISHED, '--figure', 'days'], '--figure days has no ending that says its format; use days.png'),
-    ([PUBLISHED, '--figrue', 'days.png'], '--figrue is no flag; did you mean --figure?'),
-    ([PUBLISHED, '--unknown'], '--unknown is no flag')])
-def test_a_bad_argument_is_named(capsys, argv, reason):
-    assert reason in refusal(capsys, *argv)
-    assert not ROOT.with_suffix('.png').exists()
-
-
 def test_phases_that_no_number_of_gpus_has_all_of_are_refused(capsys, write):
     path = write({}, {'num_devices': 16, 'image_size': 256})
     assert 'at 256 and 512 px; the records have 256 px on 16 GPUs, 512 px on 8 GPUs' in refusal(
@@ -687,7 +657,7 @@ def test_settings_at_their_defaults_are_named_where_nothing_else_tells_tables_ap
 
 
 def test_a_record_of_benchmark_py_without_flags_names_no_switch(capsys, write):
-    flags = vars(benchmark_parser('').parse_args(['--use_synth_data']))
+    flags = vars(parse(Train, '', ['--use_synth_data']))
     machine = {'precision': 'amp_bf16', 'encoder_precision': 'bf16', 'channels_last': True, 'dataset': 'synthetic',
                'num_workers': 0, 'num_workers_by_default': True, 'encoders': 'in_loop', 'batch_size': 64}
     text = printed(capsys, write(flags | machine | MINIMAL))

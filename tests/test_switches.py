@@ -69,7 +69,7 @@ def test_compiling_leaves_loss_and_gradients_as_they_are(samples, smallest_model
 def test_the_fused_optimizer_takes_the_same_steps():
     weights = []
     for flag in ('--fused_optimizer', '--no-fused_optimizer'):
-        settings = settings_of(flag)
+        settings = settings_of('--use_synth_data', flag)
         torch.manual_seed(0)
         model = StableDiffusion('tiny', 64)
         optimizer = benchmark.build_optimizer(model, settings)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cli.options import benchmark_parser
+from settings.flags import parse
+from settings.train import Train
 from tests.forked_runs import run_in_folder, run_program, script
 from tests.runs import ROOT
 
@@ -33,7 +34,7 @@ def test_the_two_runs_that_the_report_compares_differ_in_the_average_alone():
     calls = [node.args[0].value for cell in code_cells() for node in ast.walk(ast.parse(''.join(cell['source'])))
              if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'run']
     runs = [call.removeprefix('benchmark.py ') for call in calls if call.startswith('benchmark.py ')]
-    first, second = (vars(benchmark_parser('').parse_args(shlex.split(run))) for run in runs)
+    first, second = (vars(parse(Train, '', shlex.split(run))) for run in runs)
     differ = {flag for flag in first if first[flag] != second[flag]}
     between_batches = {'eval_remote', 'eval_interval', 'save_folder', 'sample_prompts', 'sample_interval',
                        'tensorboard'}

@@ -64,6 +64,18 @@ def names_in(folder: str | os.PathLike) -> list[str]:
         return []
 
 
+def refuse_files_of_another_run(folder: str) -> None:
+    """Raises ValueError if the checkpoints of a new run would lie among files, in a folder or a store."""
+    names = []
+    if '://' in folder:
+        names = from_storage(checkpoints, folder)
+    elif os.path.isdir(folder):
+        names = os.listdir(folder)
+    if set(names) - {LOCK}:
+        raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
+                         'there')
+
+
 @contextlib.contextmanager
 def saving_alone(folder: str | None) -> Iterator[None]:
     """A context in which no other run saves in a --save_folder, as far as its file system has locks; a store has none.

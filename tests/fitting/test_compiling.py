@@ -53,7 +53,7 @@ def batch_of(number: int, side: int = 64) -> dict[str, torch.Tensor]:
 
 
 def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiffusion:
-    settings = settings_of(*TINY, *argv)
+    settings = settings_of('--use_synth_data', *TINY, *argv)
     torch.manual_seed(0)
     model = StableDiffusion(name, side).train()
     apply_switches(model, settings)

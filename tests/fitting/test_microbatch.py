@@ -9,7 +9,6 @@ import torch
 
 import benchmark
 from benchmark import StableDiffusion, build_data, main
-from cli.defaults import fill_in_training_defaults
 from fitting import microbatch
 from fitting.microbatch import (
     adam_moments,
@@ -22,6 +21,7 @@ from fitting.microbatch import (
 )
 from models.loading import find_model
 from tests.forked_runs import run_ranks
+from settings.here import on_this_machine
 from tests.runs import TINY, settings_of
 
 
@@ -218,8 +218,7 @@ def test_ranks_exchange_as_much_as_a_bucket_before_the_first_try(model, monkeypa
 def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:
     """Let main() search as it does on a GPU, with memory for `limit` images at once."""
     def fill_in_a_search(args):
-        settings = fill_in_training_defaults(args)
-        return replace(settings, device_train_microbatch_size='auto')
+        return replace(on_this_machine(args), device_train_microbatch_size='auto')
 
     def build_limited_model(*args):
         model = build_model(*args)
@@ -227,8 +226,7 @@ def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:
         return model
 
     build_model = benchmark.build_model
-    monkeypatch.setattr(benchmark, 'fill_in_training_defaults', fill_in_a_search)
-    monkeypatch.setattr(benchmark, 'refuse_bad_training', lambda settings: None)
+    monkeypatch.setattr(benchmark, 'on_this_machine', fill_in_a_search)
     monkeypatch.setattr(benchmark, 'build_model', build_limited_model)
 
 

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
-from cli.checks import refuse_missing_stack
 from fitting.switches import gradients_in_buckets, process_switches
 from measuring.tracing import AttentionKernels, kernels_of_attention
 from models.loading import find_model
@@ -120,22 +119,6 @@ def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monke
     assert set(orders['unet']) == {SDPBackend.MATH}
     assert set(orders['encoders']) == {SDPBackend.FLASH_ATTENTION}
     assert settings.compile or len(orders['unet']) == 2 * in_forward  # it was computed again
-
-
-@pytest.mark.parametrize('attention, version, words', [
-    ('cudnn', 90501, ['--attention cudnn', '9.15.1', '9.5.1', 'leave cudnn out']), ('flash,cudnn', 91500, ['9.15.0']),
-    ('cudnn,flash', 91501, None), ('cudnn', 92000, None), ('sdpa', 90501, None), ('flash', 90501, None)])
-def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gpu, monkeypatch, attention,
-                                                                              version, words):
-    monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
-    settings = settings_of(*TINY, '--attention', attention, '--precision', 'amp_bf16')
-    if words is None:
-        refuse_missing_stack(settings)
-        return
-    with pytest.raises(ValueError) as refusal:
-        refuse_missing_stack(settings)
-    line = str(refusal.value)
-    assert '\n' not in line and all(word in line for word in words)
 
 
 def test_the_record_says_which_kernels_computed_attention(monkeypatch):

@@ -13,7 +13,7 @@ import boto3
 import obstore
 import pytest
 
-from cli.launcher import Stopped, signals_raise
+from settings.ends import one_line_errors
 from inputs import stores
 from inputs.errors import DataError
 from inputs.places import is_address
@@ -262,7 +262,7 @@ def test_sigterm_ends_the_wait_for_a_store_that_does_not_answer(monkeypatch, ask
             is_waiting.append('after the signal')
     with silent_server(send_sigterm) as (endpoint, is_over):
         monkeypatch.setenv('S3_ENDPOINT_URL', endpoint)
-        with pytest.raises(Stopped), signals_raise():
+        with pytest.raises(SystemExit, match='143'), one_line_errors('convert.py'):
             ask()
         is_over.set()
     assert is_waiting == [True]

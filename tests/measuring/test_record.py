@@ -126,7 +126,7 @@ def test_a_record_says_whether_the_program_chose_its_workers_and_on_what_it_ran(
 
 def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', 's3://key:secret@bucket/a?X-Sig=abc&b=c', 'a@b', '?'])
-    record = training_settings(settings_of(), latents=False)
+    record = training_settings(settings_of('--use_synth_data'), latents=False)
     assert record['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
 
 

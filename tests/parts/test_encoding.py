@@ -3,22 +3,22 @@ import pytest
 import torch
 
 import encode
-from cli.defaults import fill_in_encoding_defaults
-from cli.options import encode_parser
+from settings.commands import Encode
+from settings.flags import parse
+from settings.here import encoding_here
 from inputs.errors import DataError
 from inputs.shards import read_index
 from parts.claims import claim
 from parts.encoding import Encoder
 from parts.engine import Part
 from parts.output import open_output
-from settings.commands import Encode
 
 
 def parsed(remote: str, out, model_folder: str, *flags: str) -> Encode:
-    args = encode_parser('').parse_args(['--remote', remote, '--out', str(out), '--model_name', model_folder,
+    args = parse(Encode, '', ['--remote', remote, '--out', str(out), '--model_name', model_folder,
                                          '--pretrained', '--image_size', '64', '--batch_size', '4', '--num_workers',
                                          '0', *flags])
-    return fill_in_encoding_defaults(args, devices=1)
+    return encoding_here(args)
 
 
 @pytest.mark.parametrize('gpus, start_method', [(0, 'forkserver'), (2, 'spawn')])

@@ -8,7 +8,8 @@ import pytest
 from streaming import StreamingDataset
 
 import convert
-from cli.options import benchmark_parser
+from settings.flags import parse
+from settings.train import Train
 from inputs.errors import DataError
 from inputs.shared_memory import own_shared_memory
 from parts.names import held_out_beside
@@ -335,7 +336,7 @@ def test_the_next_command_evaluates_on_them(tars, tmp_path, workers_here, capsys
     printed = capsys.readouterr().out
     assert f'held out   3 samples, in {out}-held-out\n' in printed
     [command] = [line.removeprefix('next') for line in printed.splitlines() if line.startswith('next')]
-    args = benchmark_parser('').parse_args(shlex.split(command)[2:])
+    args = parse(Train, '', shlex.split(command)[2:])
     assert (args.remote, args.eval_remote) == (str(out), f'{out}-held-out')
 
 

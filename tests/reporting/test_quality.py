@@ -1,7 +1,6 @@
 """What report.py says of evaluations: their scores, what the training until them took, and when they were good."""
 import csv
 import json
-from pathlib import Path
 
 import pytest
 
@@ -184,12 +183,3 @@ def test_two_models_of_the_same_training_are_two_lines(drawn, write):
     _, fid, _ = drawn(write(one, other)).axes
     assert legend_names(fid)[:-1] == ['kept1, guidance 1.5', 'kept1, guidance 4', 'kept2, guidance 1.5',
                                       'kept2, guidance 4']
-
-
-def test_the_picture_is_written_where_it_can_be(write, tmp_path, capsys):
-    report.main([write(TRAINING, EVALUATION), '--quality', str(tmp_path / 'quality.svg')])
-    assert (tmp_path / 'quality.svg').read_text().count('MLPerf') >= 1
-    assert capsys.readouterr().err == f'wrote {tmp_path / "quality.svg"}\n'
-    with pytest.raises(SystemExit):
-        report.main([str(Path(write(EVALUATION))), '--quality', str(tmp_path)])
-    assert '--quality' in capsys.readouterr().err

@@ -1,41 +1,162 @@
-"""Train: every flag once, filled in beside the command line, and never changed afterwards."""
-from dataclasses import FrozenInstanceError, fields, replace
-
+"""What cannot be is refused with its flag, its value and the remedy; what was not given follows from the machine."""
 import pytest
+import torch
+from composer.utils import dist
 
-from cli.defaults import fill_in_training_defaults
-from cli.options import benchmark_parser
-from measuring.record import training_settings
+from benchmark import main
+from settings.commands import Encode, Report
+from settings.costs import Phase
+from settings.ends import one_line_errors
+from settings.flags import parse
+from settings.here import encoding_here
 from settings.train import Train
 from tests.runs import TINY, settings_of
 
-
-def test_every_flag_is_a_field():
-    flags = set(vars(benchmark_parser('').parse_args(['--use_synth_data'])))
-    names = [field.name for field in fields(Train)]
-    assert set(names) == flags | {'only_measures', 'num_workers_by_default'}
+SYNTHETIC = ['--use_synth_data', *TINY]
 
 
-def test_defaults_are_filled_in_beside_the_command_line_and_settings_stay_what_they_are():
-    args = benchmark_parser('').parse_args(['--use_synth_data', '--use_ema', *TINY])
-    given = dict(vars(args))
-    settings = fill_in_training_defaults(args)
-    assert vars(args) == given and given['ema_half_life'] is None
-    assert settings.ema_half_life == '1000ba' and settings.flags()['max_duration'] == '4ba'
-    with pytest.raises(FrozenInstanceError):
-        settings.compile = True
+def refused(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        parse(Train, '', argv, 'benchmark.py')
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count('\n') == 1
+    return error
 
 
-def test_the_microbatch_that_was_found_is_in_the_record_and_the_settings_keep_what_was_asked_for():
-    told = settings_of('--use_synth_data', *TINY)
-    searched = replace(told, device_train_microbatch_size='auto')
-    assert searched.searches_microbatch and not told.searches_microbatch
-    assert training_settings(searched, latents=False, microbatch=2)['device_train_microbatch_size'] == 2
-    assert searched.device_train_microbatch_size == 'auto'
+@pytest.mark.parametrize('flags, words', [
+    ([], 'give one of --remote, --use_synth_data and --use_synth_latents'),
+    (['--use_synth_data', '--remote', 'x'], 'give only one of --remote, --use_synth_data'),
+    ([*SYNTHETIC, '--batch_size', '6', '--device_train_microbatch_size', '4'], '--device_train_microbatch_size 4 does '
+     'not divide the 6 images that each of 1 devices gets of --batch_size 6; use 3'),
+    ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], '--device_train_microbatch_size: two is not'),
+    ([*SYNTHETIC, '--image_size', '100'], '--image_size 100 is not a multiple of 8; use 96'),
+    ([*SYNTHETIC, '--pretrained'], '--model_name tiny has no weights'),
+    ([*SYNTHETIC, '--learning_rate', '0'], '--learning_rate: 0 is not a number above 0'),
+    ([*SYNTHETIC, '--dollars_per_gpu_hour', 'nan'], '--dollars_per_gpu_hour: nan is not an amount'),
+    ([*SYNTHETIC, '--caption_drop', '10'], '--caption_drop: 10 is not a share between 0 and 1'),
+    ([*SYNTHETIC, '--attention', 'cudnn,fast'], 'cudnn,fast is not sdpa, xformers, or a list such as cudnn,flash'),
+    ([*SYNTHETIC, '--max_duration', '50'], '--max_duration: 50 is not a time such as 5000ba or 2ep or 40000sp'),
+    ([*SYNTHETIC, '--save_interval', '0.5dur', '--max_duration', '0.5dur'], '0.5dur is not a time such as 5000ba'),
+    ([*SYNTHETIC, '--use_ema', '--ema_start', '91ba', '--max_duration', '90ba'], '--ema_start 91ba is after the end '
+     'of the run'),
+    ([*SYNTHETIC, '--random_flip', '--use_synth_latents', '--no-use_synth_data'], '--random_flip mirrors images'),
+    ([*SYNTHETIC, '--cast_weights_once', '--compile'], '--cast_weights_once does nothing with --compile'),
+    ([*SYNTHETIC, '--compile_blocks'], '--compile_blocks needs --compile'),
+    ([*SYNTHETIC, '--autoresume'], '--autoresume needs --save_folder'),
+    (['--use_synth_data', '--sample_prompts', 'x'], '--sample_prompts x needs a VAE that can decode'),
+    ([*SYNTHETIC, '--dry_run', '--loader_only'], '--dry_run speaks of a training'),
+    ([*SYNTHETIC, '--results', 'tests'], '--results tests is a folder'),
+    ([*SYNTHETIC, '--results', '/nowhere/results.jsonl'], '--results /nowhere/results.jsonl cannot be written'),
+])
+def test_what_cannot_be_is_one_line_that_names_the_flag_its_value_and_the_remedy(flags, words, capsys):
+    assert words in refused(capsys, *flags)
 
 
-def test_a_dry_run_without_a_number_speaks_of_as_many_gpus_as_there_are_processes(monkeypatch):
-    assert settings_of(*TINY).dry_run is None
-    assert settings_of('--dry_run', *TINY).dry_run == 1
+def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_a_better_one(monkeypatch, capsys):
+    monkeypatch.setenv('WORLD_SIZE', '3')
+    assert '--batch_size 8 does not divide over 3 devices; use 6' in refused(capsys, *SYNTHETIC, '--batch_size', '8')
+    assert 'use 3' in refused(capsys, *SYNTHETIC, '--batch_size', '2')
+
+
+@pytest.mark.parametrize('flags, words', [
+    (['--device_train_microbatch_size', 'auto'], '--device_train_microbatch_size auto needs a GPU; give a number, '
+     'such as 4'),
+    (['--half_precision_norms'], '--half_precision_norms does nothing in --precision fp32'),
+    (['--compile', 'reduce-overhead', '--device_train_microbatch_size', '2'], 'use --device_train_microbatch_size 4')])
+def test_what_this_machine_cannot_do_is_refused(flags, words):
+    with pytest.raises(ValueError, match=words):
+        settings_of(*SYNTHETIC, *flags)
+
+
+@pytest.mark.parametrize('attention, version, is_faulty', [
+    ('cudnn', 90501, True), ('flash,cudnn', 91500, True), ('cudnn,flash', 91501, False), ('flash', 90501, False)])
+def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gpu, monkeypatch, attention, version,
+                                                                      is_faulty):
+    monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: version)
+    argv = [*SYNTHETIC, '--attention', attention, '--precision', 'amp_bf16']
+    if not is_faulty:
+        settings_of(*argv)
+        return
+    with pytest.raises(ValueError, match=f'--attention {attention} needs cuDNN 9.15.1 .*leave cudnn out'):
+        settings_of(*argv)
+
+
+def test_more_ranks_than_gpus_are_refused(as_on_a_gpu, monkeypatch):
+    as_on_a_gpu(count=2)
+    monkeypatch.setattr(dist, 'get_local_world_size', lambda: 4)
+    with pytest.raises(ValueError, match='composer -n 4 is more than the GPUs of this machine; use -n 2'):
+        settings_of(*SYNTHETIC)
+
+
+def test_what_was_not_given_follows_from_the_machine(as_on_a_gpu, monkeypatch):
+    here = settings_of(*SYNTHETIC, '--use_ema')
+    assert here.ema_half_life == '1000ba' and here.max_duration == '4ba' and here.only_measures
+    as_on_a_gpu(count=8)
+    monkeypatch.setenv('WORLD_SIZE', '8')
+    on_gpus = settings_of('--use_synth_data', '--compile')
+    assert on_gpus.searches_microbatch and on_gpus.channels_last and on_gpus.compile_blocks
+    assert (on_gpus.precision, on_gpus.encoder_precision) == ('amp_bf16', 'bf16')
+    assert not settings_of('--use_synth_data', '--compile', 'max-autotune-no-cudagraphs', '--no-compile_blocks'
+                           ).compile_blocks
+    assert not settings_of('--use_synth_data', '--no-channels_last').channels_last
+
+
+def test_on_a_cpu_a_device_takes_its_share_of_the_batch_at_once_in_fp32():
+    here = settings_of(*SYNTHETIC)
+    assert (here.precision, here.encoder_precision, here.channels_last) == ('fp32', 'fp32', False)
+    assert here.device_train_microbatch_size == 4 and here.training_images is None
+
+
+def test_a_length_that_is_given_is_trained_and_all_of_it_after_the_warm_up_measured():
+    given = settings_of(*SYNTHETIC[:-2], '--max_duration', '40ba')
+    assert (given.max_duration, given.measure_batches, given.only_measures) == ('40ba', None, False)
+
+
+def test_intervals_have_defaults_where_there_is_something_to_do(tmp_path):
+    here = settings_of(*SYNTHETIC, '--save_folder', tmp_path / 'x')
+    assert (here.save_interval, here.eval_interval, here.sample_interval) == ('1ep', None, None)
+
+
+def test_a_local_without_a_remote_is_the_data():
+    here = settings_of('--local', 'shards', *TINY)
+    assert (here.remote, here.local) == ('shards', None)
+    there = encoding_here(parse(Encode, '', ['--local', 'shards', '--out', 'x']))
+    assert (there.remote, there.local, there.num_workers_by_default) == ('shards', None, True)
+
+
+def test_a_dry_run_speaks_of_gpus_without_one_and_without_data(monkeypatch):
+    here = settings_of('--dry_run', '8', '--use_ema')
+    assert (here.dry_run, here.use_synth_data, here.precision) == (8, True, 'amp_bf16')
+    assert settings_of('--dry_run').dry_run == 1
     monkeypatch.setenv('WORLD_SIZE', '4')
-    assert settings_of('--dry_run', *TINY).dry_run == 4
+    assert settings_of('--dry_run').dry_run == 4
+
+
+def test_phases_of_a_plan_are_read_one_behind_the_other():
+    plan = parse(Report, '', ['x.csv', '--phase', '4@256', '--phase', '5@512'])
+    assert plan.phase == (Phase(4, '256'), Phase(5, '512'))
+
+
+@pytest.mark.parametrize('error, status, line', [
+    (ValueError('--x 1 is bad'), 2, '--x 1 is bad'), (FileNotFoundError('no such file'), 1, 'no such file; it stays'),
+    (KeyboardInterrupt(), 130, 'interrupted; it stays')])
+def test_a_command_ends_in_one_line_with_its_status(error, status, line, capsys):
+    with pytest.raises(SystemExit) as exit, one_line_errors('x.py', 'it stays'):
+        raise error
+    assert exit.value.code == status and capsys.readouterr().err == f'x.py: error: {line}\n'
+
+
+def test_what_nobody_foresaw_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError), one_line_errors('x.py'):
+        raise ZeroDivisionError
+
+
+def test_what_a_run_of_the_program_is_given_wrong_ends_in_one_line(capfd, shards):
+    for argv, words in (
+            ([*SYNTHETIC, '--model_name', 'nobody/nothing'], '--model_name nobody/nothing is not a folder'),
+            (['--remote', 'nowhere', *TINY], '--remote nowhere'),
+            (['--remote', shards, *TINY, '--batch_size', '25'], 'holds 24 samples, fewer than --batch_size 25')):
+        with pytest.raises(SystemExit) as exit:
+            main(argv)
+        error = capfd.readouterr().err
+        assert exit.value.code == 2 and error.count('\n') == 1 and words in error, error

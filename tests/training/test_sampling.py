@@ -185,7 +185,7 @@ def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder,
     assert 'holds no prompt' in one_error_line([*flags, nothing], capfd)
     assert 'holds 101 prompts' in one_error_line([*flags, many], capfd)
     assert '--sample_interval: often' in one_error_line([*flags, prompts, '--sample_interval', 'often'], capfd)
-    assert 'is not above 0' in one_error_line([*flags, prompts, '--sample_interval', '0ba'], capfd)
+    assert 'is not a time' in one_error_line([*flags, prompts, '--sample_interval', '0ba'], capfd)
     assert 'needs --sample_prompts' in one_error_line([*flags[:-1], '--sample_interval', '5ba'], capfd)
     (tmp_path / 'ba7.png').touch()
     assert 'drawings of another run' in one_error_line([*flags, prompts], capfd)
@@ -199,10 +199,3 @@ def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, sm
     record = run(tmp_path, smallest_model, '--image_size', '32', '--max_duration', '3ba', '--sample_prompts', prompts)
     assert record['status'] == 'complete' and record['trained_batches'] == 3
     assert 'warning: nothing was drawn at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err
-
-
-def test_a_sample_folder_that_cannot_be_made_is_refused_before_the_run(tmp_path, model_folder, prompts, results, capfd):
-    (tmp_path / 'file').touch()
-    argv = ['--use_synth_data', *TINY, '--model_name', model_folder, '--pretrained', '--sample_prompts', prompts]
-    line = one_error_line([*argv, '--sample_folder', tmp_path / 'file' / 'below', '--results', results], capfd)
-    assert f'--sample_folder {tmp_path}/file/below cannot be a folder' in line

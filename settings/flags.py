@@ -1,0 +1,222 @@
+"""A frozen dataclass becomes the command line of a program: its fields are the flags. Nothing here needs torch.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Greeting:
+        '''greeting'''                                     # the heading of these flags in --help
+        name: str = positional('who is greeted')
+        times: int = flag(1, 'how often', kind=count)
+        loud: bool = flag(False, 'in capitals')
+
+    settings = parse(Greeting, 'Greet somebody.')          # of sys.argv
+"""
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import shlex
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from settings.ends import end
+from settings.versions import git_commit, package_versions
+
+Settings = TypeVar('Settings')
+
+
+def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, metavar: str | None = None,
+         bare: Any = None, needs: str | None = None, environment: str | None = None) -> Any:
+    """A field that is a flag. Its type says what it takes: a bool is on or off (--flag, --no-flag), a Literal one of
+    its texts, a tuple one value or several. Of a bool | Literal the value may be left out.
+
+    Args:
+        default: its value where it is not given; None: see `help`.
+        help: what it is, in words; the default is added, unless they name it.
+        kind: turns the text into the value, or raises argparse.ArgumentTypeError; None: the type of the field does.
+        metavar: what the value is called in the help.
+        bare: the value of the flag alone, where its value may be left out.
+        needs: another flag, without which this one does nothing, so that it is refused.
+        environment: the variable that gives the default where it is set.
+    """
+    about = {'help': help, 'kind': kind, 'metavar': metavar, 'bare': bare, 'needs': needs}
+    if environment is None:
+        return dataclasses.field(default=default, metadata=about)
+    return dataclasses.field(default_factory=lambda: os.environ.get(environment, default), metadata=about)
+
+
+def positional(help: str) -> Any:
+    """A field that is an argument without dashes, and has to be given; of a tuple, once or more."""
+    return dataclasses.field(metadata={'help': help, 'positional': True})
+
+
+def parse(kind: type[Settings], description: str, argv: Sequence[str] | None = None,
+          program: str | None = None) -> Settings:
+    """The settings that a command line gives, or the end of the process in one line, with status 2.
+
+    Args:
+        kind: the dataclass. Its bases with a docstring are the headings of --help, in their order, and what `check`
+            any of them has is called last; it raises ValueError for what cannot be.
+        description: for --help.
+        argv: the arguments; None: those of this process.
+        program: name of the command; None: that of the script.
+    """
+    parser = build_parser(kind, description, program)
+    given = vars(parser.parse_args(argv))
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    settings = kind(**values)
+    try:
+        check(settings)
+    except ValueError as error:
+        parser.error(str(error))
+    return settings
+
+
+def check(settings: Any) -> None:
+    """Raises ValueError for a flag without the one that it needs, and for what `check` of the groups refuses."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        needed = field.metadata.get('needs')
+        if needed and value not in (None, False) and not getattr(settings, needed):
+            given = f'--{field.name}' if value is True else f'--{field.name} {value}'
+            raise ValueError(f'{given} needs --{needed}; give both, or leave it out')
+    for group in reversed(type(settings).__mro__):
+        if 'check' in vars(group):
+            group.check(settings)
+
+
+def build_parser(kind: type, description: str, program: str | None = None) -> 'Parser':
+    """The parser of a dataclass; `parse` has the arguments."""
+    parser = Parser(program or Path(sys.argv[0]).name, description)
+    hints = get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    groups = {}
+    for owner in (*kind.__bases__, kind):
+        for name in vars(owner).get('__annotations__', ()):
+            field = fields[name]
+            if 'positional' in field.metadata:
+                several = {'nargs': '+'} if get_origin(hints[name]) is tuple else {}
+                parser.add_argument(name, metavar=name.upper(), help=field.metadata['help'], **several)
+                parser.usage = parser.usage.replace('[--flag', f'{name.upper()} [--flag')
+            elif 'help' in field.metadata:
+                if owner.__doc__ not in groups:
+                    groups[owner.__doc__] = parser.add_argument_group(owner.__doc__)
+                add_flag(groups[owner.__doc__], field, hints[name])
+    return parser
+
+
+def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
+    """Add a field to argparse's group. `hint` is its type."""
+    about = field.metadata
+    kinds = [kind for kind in alternatives(hint) if kind is not types.NoneType]
+    help = about['help'].replace('%', '%%')
+    if '(default' not in help:
+        default = {'True': 'on', 'False': 'off', 'None': 'none'}.get(str(field.default), field.default)
+        help += f' (default: {default})'
+    options = {'default': argparse.SUPPRESS, 'help': help}  # the dataclass has the defaults
+    if kinds == [bool]:
+        group.add_argument(f'--{field.name}', action=argparse.BooleanOptionalAction, **options)
+        return
+    kind = next(kind for kind in kinds if kind is not bool)
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+        options |= {'nargs': '+', 'action': 'extend'}
+    if about['kind'] is not None:
+        kind = about['kind']
+    elif get_origin(kind) is Literal:
+        options['choices'] = get_args(kind)
+        kind = str
+    if about['bare'] is not None:
+        options |= {'nargs': '?', 'const': about['bare']}
+    metavar = about['metavar']
+    if metavar is None and 'choices' not in options:
+        metavar = field.name.upper()
+    group.add_argument(f'--{field.name}', type=kind, metavar=metavar, **options)
+    if bool in kinds:
+        group.add_argument(f'--no-{field.name}', dest=field.name, action='store_const', const=False,
+                           default=argparse.SUPPRESS, help=f'leave --{field.name} off')
+
+
+def alternatives(hint: Any) -> tuple:
+    """The types that a union is made of."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return get_args(hint)
+    return (hint,)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and knows the nearest flag to one that is none.
+
+    An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
+    What follows a # there is a comment. `--version` is there in every command.
+    """
+
+    def __init__(self, program: str, description: str):
+        super().__init__(program, description=description, usage=f'{program} [--flag VALUE ...] [@FILE]',
+                         formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars='@',
+                         allow_abbrev=False)
+        self.add_argument('--version', action=ShowVersion)
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """The arguments on one line of a file."""
+        try:
+            return shlex.split(arg_line, comments=True)
+        except ValueError as error:  # a quotation that does not end on its line
+            self.error(f'{error} in a file of flags: {arg_line.strip()}')
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """As argparse does, but for an argument that no flag takes, which it may have been meant for."""
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self.unknown(unknown[0]))
+        return known
+
+    def unknown(self, argument: str) -> str:
+        """Of an argument that no flag takes: what it may mean."""
+        name = argument.partition('=')[0]
+        if not name.startswith('--'):
+            return f'{argument} belongs to no flag; see --help'
+        nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
+        if nearest:
+            return f'{name} is no flag; did you mean {nearest[0]}?'
+        return f'{name} is no flag; see --help'
+
+    def error(self, message: str) -> None:
+        """End with one line and status 2."""
+        end(self.prog, 2, message)
+
+
+class ShowVersion(argparse.Action):
+    """Print the commit of this program and the libraries that bear on what it does, and end."""
+
+    def __init__(self, option_strings, dest):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help='show the versions of this program and of '
+                                                                          'its libraries')
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        versions = [f'{name} {version}' for name, version in package_versions().items() if version]
+        print(f'{parser.prog} {git_commit() or "outside a git checkout"}, with {", ".join(versions)}')
+        parser.exit()
+
+
+def number(kind: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
+    """A kind of value: an int or a float from `least` to `most`, which errors call `name`."""
+    def parse_number(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if least <= value <= most:
+            return value
+        raise argparse.ArgumentTypeError(f'{text} is not {name}')
+    return parse_number
+
+
+count = number(int, 1, sys.maxsize, 'a whole number above 0')
+whole_number = number(int, 0, sys.maxsize, 'a whole number')
+amount = number(float, 0, sys.float_info.max, 'an amount')
+positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
+share = number(float, 0, 1, 'a share between 0 and 1')
+seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # NumPy takes 32 bits, with the rank on top

@@ -1,0 +1,129 @@
+"""What only this machine knows of the flags that were not given, and which flags it cannot serve."""
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from composer.utils import dist
+
+from inputs.timed_loader import queued_batches
+from measuring.caution import fewest_batches
+from settings.commands import Encode
+from settings.costs import TRAINING_IMAGES
+from settings.train import ENCODER_PRECISIONS, TINY, Train, number_of_devices
+
+MOST_WORKERS = 8
+FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
+
+
+def on_this_machine(settings: Train) -> Train:
+    """The settings of a run with each flag filled in. Raises ValueError for what this machine cannot do."""
+    refuse_more_ranks_than_gpus()
+    devices = number_of_devices(settings)
+    is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
+    settings = read_local_in_place(settings)
+    if settings.dry_run is not None:
+        is_synthetic = not (settings.remote or settings.use_synth_latents)
+        settings = dataclasses.replace(settings, dry_run=devices, use_synth_data=is_synthetic)
+    settings = dataclasses.replace(settings, only_measures=settings.max_duration is None,
+                                   num_workers_by_default=settings.num_workers is None)
+    settings = with_defaults(settings, {
+        'precision': best_precision(is_for_gpus),
+        'device_train_microbatch_size': 'auto' if is_for_gpus else settings.batch_size // devices,
+        'channels_last': is_for_gpus,
+        'compile_blocks': compiles_by_blocks(settings, devices),
+        'num_workers': default_workers() if settings.remote else 0,
+        'ema_half_life': '1000ba' if settings.use_ema else None,
+        'save_interval': '1ep' if settings.save_folder else None,
+        'eval_interval': '1000ba' if settings.eval_remote else None,
+        'sample_interval': '1000ba' if settings.sample_prompts else None,
+        'training_images': TRAINING_IMAGES if settings.model_name != TINY else None,  # tiny is for trying things out
+    })
+    settings = with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[settings.precision]})
+    refuse_what_cannot_be_here(settings, is_for_gpus, devices)
+    return with_length(settings)
+
+
+def encoding_here(settings: Encode) -> Encode:
+    """The settings of an encoding with each flag filled in."""
+    has_gpu = torch.cuda.is_available()
+    settings = dataclasses.replace(read_local_in_place(settings),
+                                   num_workers_by_default=settings.num_workers is None)
+    return with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
+                                    'channels_last': has_gpu, 'num_workers': default_workers()})
+
+
+def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
+    """The settings with these values for what was not given."""
+    missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    return dataclasses.replace(settings, **missing)
+
+
+def read_local_in_place(settings: Train | Encode) -> Train | Encode:
+    """Where --local is the only place that is given, it is the data."""
+    is_synthetic = isinstance(settings, Train) and (settings.use_synth_data or settings.use_synth_latents)
+    if settings.remote or is_synthetic:
+        return settings
+    return dataclasses.replace(settings, remote=settings.local, local=None)
+
+
+def best_precision(is_for_gpus: bool) -> str:
+    """amp_bf16 on a GPU that has it, amp_fp16 on another, fp32 on a CPU. --dry_run speaks of a GPU that has it."""
+    if not is_for_gpus:
+        return 'fp32'
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return 'amp_fp16'
+    return 'amp_bf16'
+
+
+def compiles_by_blocks(settings: Train, devices: int) -> bool:
+    """Whether --compile goes by blocks unless it is told: where several devices exchange gradients.
+
+    A whole UNet has all its gradients at once, at the end of its backward pass; of blocks those of one travel while
+    those of the next are computed. CUDA graphs stay whole: they are tied to the weights, which blocks differ in.
+    """
+    return devices > 1 and settings.compile not in (False, 'reduce-overhead')
+
+
+def default_workers() -> int:
+    """Loader processes of a device: as many as its share of the cores."""
+    cores = len(os.sched_getaffinity(0)) // dist.get_local_world_size()
+    return max(1, min(MOST_WORKERS, cores))
+
+
+def with_length(settings: Train) -> Train:
+    """Without --max_duration the run is as long as the measurement; with it, all after the warm-up is measured."""
+    if settings.max_duration and not settings.loader_only:
+        return settings
+    queue = queued_batches(settings.num_workers) if settings.remote else 0
+    settings = with_defaults(settings, {'measure_batches': fewest_batches(queue)})
+    batches = settings.warmup_batches + queue + settings.measure_batches
+    return with_defaults(settings, {'max_duration': f'{batches}ba'})
+
+
+def refuse_more_ranks_than_gpus() -> None:
+    """Raises ValueError if two ranks would share a GPU. It comes before anything that touches one, and so may fail."""
+    processes = dist.get_local_world_size()
+    gpus = torch.cuda.device_count()
+    if torch.cuda.is_available() and processes > gpus:
+        raise ValueError(f'composer -n {processes} is more than the GPUs of this machine; use -n {gpus}')
+
+
+def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int) -> None:
+    """Raises ValueError, with the flag, its value and the remedy, if a flag would do nothing, or wrong."""
+    share = settings.batch_size // devices
+    if settings.searches_microbatch and not is_for_gpus:
+        raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {share}')
+    if settings.precision == 'fp32':
+        for flag in ('half_precision_norms', 'cast_weights_once'):
+            if getattr(settings, flag):
+                raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
+    if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != share:
+        raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
+                         f'overwrite; use --device_train_microbatch_size {share}')
+    if 'cudnn' in settings.attention.split(',') and torch.cuda.is_available():
+        version = torch.backends.cudnn.version() or FAULTLESS_CUDNN
+        if version < FAULTLESS_CUDNN:
+            raise ValueError(f'--attention {settings.attention} needs cuDNN 9.15.1 or newer, and torch '
+                             f'{torch.__version__} has {version}, whose attention has faults at lengths that no 128 '
+                             'divides; leave cudnn out')

@@ -1,0 +1,134 @@
+"""A frozen dataclass becomes a command line, and a mistake in it is one line."""
+import json
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, dataclass, fields
+from typing import Literal
+
+import pytest
+
+from settings.commands import Convert, Encode, Evaluate, Export, Report
+from settings.flags import build_parser, count, flag, parse, positional
+from settings.train import Train
+from tests.runs import ROOT
+
+COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'evaluate.py': Evaluate,
+            'export.py': Export, 'report.py': Report}
+HEAVY = ('torch', 'numpy', 'pandas', 'composer', 'streaming', 'transformers')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greeting:
+    """greeting"""
+    name: str = positional('who is greeted')
+    times: int = flag(1, 'how often', kind=count)
+    loud: bool = flag(False, 'in capitals')
+    tune: bool | Literal['high', 'low'] = flag(False, 'sing it', bare=True)
+    others: tuple[str, ...] = flag((), 'more to greet (default: none)')
+    place: str | None = flag(None, 'where', environment='GREETING_PLACE')
+    found: int = 7  # no flag
+
+    def check(self) -> None:
+        if self.name == 'nobody':
+            raise ValueError('NAME nobody is no name')
+
+
+def greeting(*argv: str) -> Greeting:
+    return parse(Greeting, 'Greet.', argv, 'greet.py')
+
+
+def error_of(capsys, *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit:
+        greeting(*argv)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and not out and err.count('\n') == 1 and err.startswith('greet.py: error: ')
+    return err
+
+
+def test_each_kind_of_field_takes_what_its_type_says(monkeypatch):
+    assert greeting('Ada') == Greeting(name='Ada')
+    given = greeting('Ada', '--times', '3', '--loud', '--tune', 'low', '--others', 'Bo', 'Cy', '--others', 'Di')
+    assert given == Greeting(name='Ada', times=3, loud=True, tune='low', others=('Bo', 'Cy', 'Di'))
+    assert greeting('Ada', '--tune').tune is True
+    assert greeting('Ada', '--loud', '--no-loud', '--tune', '--no-tune') == Greeting(name='Ada')
+    monkeypatch.setenv('GREETING_PLACE', 'Kiel')
+    assert greeting('Ada').place == 'Kiel' and greeting('Ada', '--place', 'Bonn').place == 'Bonn'
+    with pytest.raises(FrozenInstanceError):
+        given.times = 4
+
+
+def test_a_mistake_is_one_line_with_the_flag_its_value_and_the_nearest_flag(capsys):
+    assert '--tims is no flag; did you mean --times?' in error_of(capsys, 'Ada', '--tims', '3')
+    assert '--found is no flag' in error_of(capsys, 'Ada', '--found', '3')
+    assert '--times: 0 is not a whole number above 0' in error_of(capsys, 'Ada', '--times', '0')
+    assert "--tune: invalid choice: 'flat'" in error_of(capsys, 'Ada', '--tune', 'flat')
+    assert 'required: NAME' in error_of(capsys)
+    assert 'Bo belongs to no flag' in error_of(capsys, 'Ada', 'Bo')
+    assert 'NAME nobody is no name' in error_of(capsys, 'nobody')
+
+
+def test_an_abbreviation_is_no_flag(capsys):
+    assert '--ti is no flag' in error_of(capsys, 'Ada', '--ti', '3')
+
+
+def test_a_flag_that_needs_another_is_refused_alone(capsys):
+    with pytest.raises(SystemExit):
+        parse(Train, '', ['--use_synth_data', '--ema_half_life', '9ba'], 'benchmark.py')
+    assert '--ema_half_life 9ba needs --use_ema; give both, or leave it out' in capsys.readouterr().err
+
+
+def test_a_file_of_flags_stands_for_what_it_holds(tmp_path, capsys):
+    path = tmp_path / 'flags.txt'
+    path.write_text("# a comment, with an apostrophe's end\n\nAda --times 2  # two\n--others 'B o#' Cy\n")
+    assert greeting(f'@{path}', '--times', '3') == Greeting(name='Ada', times=3, others=('B o#', 'Cy'))
+    path.write_text("--others 'Bo\n")
+    assert 'No closing quotation' in error_of(capsys, 'Ada', f'@{path}')
+    assert 'nowhere' in error_of(capsys, 'Ada', '@nowhere')
+
+
+@pytest.mark.parametrize('program', COMMANDS)
+def test_every_flag_of_every_command_is_a_field_with_help_and_default(program):
+    kind = COMMANDS[program]
+    parser = build_parser(kind, 'Do it.', program)
+    told = ' '.join(parser.format_help().split())
+    for field in fields(kind):
+        if 'positional' in field.metadata:
+            assert f'{field.name.upper()} ' in told
+        elif 'help' in field.metadata:
+            [action] = [action for action in parser._actions if f'--{field.name}' in action.option_strings]
+            assert '(default: ' in action.help or '(needed)' in action.help, field.name
+
+
+@pytest.mark.parametrize('program, argv', [
+    ('benchmark.py', ['--help']), ('benchmark.py', ['--bach_size', '4']), ('benchmark.py', []),
+    ('benchmark.py', ['--use_synth_data', '--batch_size', '6', '--device_train_microbatch_size', '4']),
+    ('convert.py', []), ('encode.py', ['--remote', 'x']), ('evaluate.py', ['m', 'd', '--out', 'o']),
+    ('export.py', ['checkpoint', 'tests']), ('report.py', ['--extrapolate', '1,2']), ('report.py', ['--help'])])
+def test_a_command_line_is_answered_before_anything_heavy_is_imported(program, argv):
+    code = f'''
+import json, runpy, sys
+sys.argv = {[program, *argv]!r}
+try:
+    runpy.run_path({program!r}, run_name='__main__')
+except SystemExit as exit:
+    print(json.dumps([exit.code, [name for name in {HEAVY!r} if name in sys.modules]]))
+'''
+    run = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    status, imported = json.loads(run.stdout.splitlines()[-1])
+    assert imported == []
+    if argv == ['--help']:
+        assert status == 0
+    else:
+        assert status == 2 and run.stderr.count('\n') == 1 and run.stderr.startswith(f'{program}: error: ')
+
+
+def test_the_version_names_the_program_its_commit_and_its_libraries(capsys):
+    with pytest.raises(SystemExit) as exit:
+        greeting('--version')
+    assert exit.value.code == 0 and 'torch 2.' in capsys.readouterr().out
+
+
+def test_on_several_ranks_rank_0_speaks(tmp_path):
+    code = "from settings.ends import end; end('x.py', 2, 'a mistake')"
+    alone = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
+    assert alone.returncode == 2 and alone.stderr == 'x.py: error: a mistake\n'
