@@ -77,7 +77,7 @@ from training.checkpoints import (
 from training.evaluation import LABEL, METRIC, Evaluations, TolerantTrainer
 from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
-from training.optimization import FiniteGradientClipping, build_schedule
+from training.optimization import build_schedule
 from training.progress import Progress
 from training.ranks import join_ranks
 from training.run import Run, RunFailed, conclude, say_how_it_begins, say_what_is_built, train
@@ -313,7 +313,7 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
 
 def build_algorithms(settings: Train, files: ModelFiles | None = None,
                      average: dict | None = None) -> list[Algorithm]:
-    """What changes a batch, its gradients or the weights' average; `average` is the state of one to go on with."""
+    """What changes a batch or the weights' average; `average` is the state of one to go on with."""
     seed = settings.seed
     algorithms = []
     if settings.caption_drop:
@@ -322,8 +322,6 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
         algorithms.append(CaptionDrop(settings.caption_drop, seed, empty_caption))
     if settings.random_flip:
         algorithms.append(RandomFlip(seed))
-    if settings.clip_grad_norm:
-        algorithms.append(FiniteGradientClipping(settings.clip_grad_norm))
     if settings.use_ema:
         ema_start = settings.ema_start
         ema = EMA(settings.ema_half_life, ema_start=ema_start or '0ba')
@@ -383,7 +381,7 @@ def start_run(settings: Train, model: StableDiffusion, files: ModelFiles, data: 
     """The training of a model, at its start or at the checkpoint `load_path`. Raises ValueError if that does not fit.
     """
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data))
+    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data), settings.clip_grad_norm)
     evaluations = Evaluations()
     progress = Progress(measurement)
     callbacks = [*callbacks, measurement, progress, safeguard, *tracing_callbacks(settings), evaluations]
