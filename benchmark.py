@@ -60,7 +60,7 @@ from inputs.shards import (
 from inputs.words import counted
 from measuring.measurement import Measurement, loader_figures
 from measuring.record import caution_sentence, keep, redacted, training_settings
-from measuring.tracing import build_profiler, quiet_profiler, tracing_callbacks
+from measuring.tracing import build_profiler, quiet_profiler
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
@@ -384,7 +384,7 @@ def start_run(settings: Train, model: StableDiffusion, files: ModelFiles, data: 
     safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data), settings.clip_grad_norm)
     evaluations = Evaluations()
     progress = Progress(measurement)
-    callbacks = [*callbacks, measurement, progress, safeguard, *tracing_callbacks(settings), evaluations]
+    callbacks = [*callbacks, measurement, progress, safeguard, evaluations]
     if settings.sample_prompts:
         ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
         callbacks.append(Sampling(settings, model, files, measurement, ema))

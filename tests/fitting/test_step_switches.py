@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import benchmark
 from cli.checks import refuse_missing_stack
 from fitting.switches import gradients_in_buckets, process_switches
-from measuring.tracing import AttentionKernels, kernels_of_attention
 from models.loading import find_model
 from tests.cuda_rules import one_rank
 from tests.forked_runs import run, traced
@@ -136,46 +135,6 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gp
         refuse_missing_stack(settings)
     line = str(refusal.value)
     assert '\n' not in line and all(word in line for word in words)
-
-
-def test_the_record_says_which_kernels_computed_attention(monkeypatch):
-    """On a CPU, whose one kernel is known: two attentions in each of the UNet's transformer blocks."""
-    kernels = AttentionKernels(last_batch=1)
-    monkeypatch.setattr(benchmark, 'tracing_callbacks', lambda measurement: [kernels])
-    blocks = []
-    build_model = benchmark.build_model
-
-    def counted(*args):
-        model = build_model(*args)
-        blocks[:] = [name for name, _ in model.unet.named_modules() if name.endswith(('attn1', 'attn2'))]
-        return model
-
-    monkeypatch.setattr(benchmark, 'build_model', counted)
-    record = benchmark.main(['--use_synth_latents', *TINY, '--warmup_batches', '2', '--device_train_microbatch_size',
-                             '2', '--results', '/dev/null'])
-    [(name, calls)] = record['attention_kernels'].items()
-    assert name == '_scaled_dot_product_flash_attention_for_cpu'
-    assert calls >= len(blocks) > 4  # the text encoder's are counted as well
-
-
-def test_attention_is_profiled_on_one_microbatch_of_a_batch():
-    kernels = AttentionKernels(last_batch=0)
-    query = torch.randn(2, 2, 16, 8)
-    for layers in (3, 2, 1):  # of each microbatch, so that it can be told by their number
-        kernels.before_forward(None, None)
-        for _ in range(layers):
-            torch.nn.functional.scaled_dot_product_attention(query, query, query)
-        kernels.after_forward(None, None)
-    assert kernels.found == {'_scaled_dot_product_flash_attention_for_cpu': 3}
-
-
-def test_kernels_of_attention_are_known_by_their_operators():
-    names = ['aten::scaled_dot_product_attention', 'aten::_scaled_dot_product_cudnn_attention', 'aten::mm',
-             'aten::_scaled_dot_product_cudnn_attention', 'aten::_scaled_dot_product_attention_math',
-             'xformers_flash3::flash_fwd', 'xformers::efficient_attention_forward_cutlass', 'aten::linear']
-    assert kernels_of_attention(names) == {
-        '_scaled_dot_product_cudnn_attention': 2, '_scaled_dot_product_attention_math': 1,
-        'xformers_flash3::flash_fwd': 1, 'xformers::efficient_attention_forward_cutlass': 1}
 
 
 @pytest.mark.parametrize('are_views', [True, False])
