@@ -79,7 +79,7 @@ from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
 from training.optimization import build_schedule
 from training.progress import Progress
-from training.ranks import join_ranks
+from training.ranks import join_ranks, leave_ranks
 from training.run import Run, RunFailed, conclude, say_how_it_begins, say_what_is_built, train
 from training.safeguard import DATASET, Safeguard
 from training.sampling import Sampling
@@ -526,3 +526,4 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
 
 if __name__ == '__main__':
     main()
+    leave_ranks()
