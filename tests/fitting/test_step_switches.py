@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
 from cli.checks import refuse_missing_stack
-from fitting.switches import gradients_in_buckets, process_switches
+from fitting.switches import gradients_in_buckets, process_switches, torchs_attention_order, torchs_order
 from models.loading import find_model
 from tests.cuda_rules import one_rank
 from tests.forked_runs import run, traced
@@ -82,6 +82,27 @@ def test_attention_tries_its_kernels_in_the_order_that_is_asked_for(attention, o
     else:
         assert [SDPBackend(number).name for number in tried[:4]] == order
     assert torch._C._get_sdp_priority_order() == before and not torch.backends.cudnn.benchmark
+
+
+def test_torchs_own_order_is_the_one_that_it_settles_at_its_first_attention(monkeypatch):
+    """As torch 2.15 does on a Hopper GPU, where cuDNN's kernel comes first from then on."""
+    settled = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def first_attention(*args):
+        torch._C._set_sdp_priority_order([int(backend) for backend in settled])
+        return attend(*args)
+
+    before = torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', first_attention)
+    torchs_order.cache_clear()
+    try:
+        with process_switches(arguments('--attention', 'math')), torchs_attention_order():
+            tried = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+    finally:
+        torch._C._set_sdp_priority_order(before)
+        torchs_order.cache_clear()
+    assert tried[:4] == settled
 
 
 @pytest.mark.parametrize('flags', [
