@@ -27,7 +27,7 @@ from functools import partial
 
 import torch
 
-from cli.checks import refuse_bad_loading
+from cli.checks import refuse_bad_loading, refuse_missing_headers
 from cli.defaults import fill_in_encoding_defaults
 from cli.ends import ended_in_one_line
 from cli.next_command import training_command
@@ -266,6 +266,8 @@ def main(argv: list[str] | None = None) -> dict | None:
         refuse_early_encoding(args)
         flags = fill_in_encoding_defaults(args, max(1, torch.cuda.device_count()))
         refuse_bad_loading(flags, flags.image_size, flags.batch_size)
+        if flags.compile:
+            refuse_missing_headers()
         try:
             return encode(flags)
         except DoneAlready as done:

@@ -5,6 +5,8 @@ What shows without torch is in cli/early_checks.py.
 import importlib.util
 import os
 import sys
+import sysconfig
+from pathlib import Path
 
 import torch
 from composer.core import State
@@ -75,6 +77,8 @@ def refuse_bad_switches(settings: Train, batch_size: int) -> None:
 
 def refuse_missing_stack(settings: Train) -> None:
     """Raises ValueError if a switch needs a GPU, a package or a version of cuDNN that is not here."""
+    if settings.compile:
+        refuse_missing_headers()
     for switch in switch_table.SWITCHES:
         given = getattr(settings, switch.flag)
         for value in switch.values_in(given):
@@ -88,6 +92,15 @@ def refuse_missing_package(flags: str, value: Value) -> None:
     package = value.package
     if package and not (torch.cuda.is_available() and importlib.util.find_spec(package)):
         raise ValueError(f'{flags} needs a GPU and the package {package}; {value.remedy}')
+
+
+def refuse_missing_headers() -> None:
+    """Raises ValueError if Python's headers are not here, which the compilers of --compile include."""
+    header = Path(sysconfig.get_path('include')) / 'Python.h'
+    if not header.exists():
+        version = f'{sys.version_info.major}.{sys.version_info.minor}'
+        raise ValueError(f"--compile needs Python's headers, and {header} is not there; install the package "
+                         f'python{version}-dev, on Fedora and Red Hat python{version}-devel, or leave --compile out')
 
 
 def refuse_bad_microbatch(settings: Train) -> None:

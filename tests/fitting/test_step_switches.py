@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import json
+import sysconfig
 
 import pytest
 import torch
@@ -156,6 +157,15 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gp
         refuse_missing_stack(settings)
     line = str(refusal.value)
     assert '\n' not in line and all(word in line for word in words)
+
+
+def test_compiling_without_pythons_headers_is_refused_with_the_package_that_has_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, 'get_path', lambda name: str(tmp_path))
+    with pytest.raises(ValueError) as refusal:
+        refuse_missing_stack(settings_of(*TINY, '--compile'))
+    line = str(refusal.value)
+    assert '\n' not in line and f'{tmp_path}/Python.h is not there' in line and 'install the package python3' in line
+    refuse_missing_stack(settings_of(*TINY, '--no-compile'))
 
 
 @pytest.mark.parametrize('are_views', [True, False])
