@@ -59,7 +59,7 @@ from inputs.shards import (
 from inputs.words import counted
 from measuring.measurement import Measurement, loader_figures
 from measuring.record import caution_sentence, keep, redacted, training_settings
-from measuring.tracing import build_profiler, quiet_profiler, tracing_callbacks
+from measuring.tracing import build_profiler, quiet_profiler
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
@@ -77,9 +77,9 @@ from training.checkpoints import (
 from training.evaluation import LABEL, METRIC, Evaluations, TolerantTrainer
 from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
-from training.optimization import FiniteGradientClipping, build_schedule
+from training.optimization import build_schedule
 from training.progress import Progress
-from training.ranks import join_ranks, on_rank_0
+from training.ranks import join_ranks, leave_ranks, on_rank_0
 from training.run import Run, RunFailed, conclude, say_how_it_begins, say_what_is_built, train
 from training.safeguard import DATASET, Safeguard
 from training.sampling import Sampling
@@ -314,7 +314,7 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
 
 def build_algorithms(settings: Train, files: ModelFiles | None = None,
                      average: dict | None = None) -> list[Algorithm]:
-    """What changes a batch, its gradients or the weights' average; `average` is the state of one to go on with."""
+    """What changes a batch or the weights' average; `average` is the state of one to go on with."""
     seed = settings.seed
     algorithms = []
     if settings.caption_drop:
@@ -323,8 +323,6 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
         algorithms.append(CaptionDrop(settings.caption_drop, seed, empty_caption))
     if settings.random_flip:
         algorithms.append(RandomFlip(seed))
-    if settings.clip_grad_norm:
-        algorithms.append(FiniteGradientClipping(settings.clip_grad_norm))
     if settings.use_ema:
         ema_start = settings.ema_start
         ema = EMA(settings.ema_half_life, ema_start=ema_start or '0ba')
@@ -373,6 +371,7 @@ def find_microbatch(settings: Train, model: StableDiffusion, data: DataSpec) -> 
         return settings.device_train_microbatch_size
     share = settings.batch_size // dist.get_world_size()
     microbatch = largest_microbatch(model, data, share, settings.precision, settings.use_ema)
+    model.range_was_checked = False  # of blank images; the first batch of the run is still to be looked at
     if dist.get_global_rank() == 0:
         print(f'{counted(microbatch, "image")} at once: the largest microbatch that fits', file=sys.stderr, flush=True)
     return microbatch
@@ -384,10 +383,10 @@ def start_run(settings: Train, model: StableDiffusion, files: ModelFiles, data: 
     """The training of a model, at its start or at the checkpoint `load_path`. Raises ValueError if that does not fit.
     """
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data))
+    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data), settings.clip_grad_norm)
     evaluations = Evaluations()
     progress = Progress(measurement)
-    callbacks = [*callbacks, measurement, progress, safeguard, *tracing_callbacks(settings), evaluations]
+    callbacks = [*callbacks, measurement, progress, safeguard, evaluations]
     if settings.sample_prompts:
         ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
         callbacks.append(Sampling(settings, model, files, measurement, ema))
@@ -502,3 +501,4 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
 
 if __name__ == '__main__':
     main()
+    leave_ranks()

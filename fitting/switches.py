@@ -1,12 +1,13 @@
 """The switches that train the same model faster or in less memory: those of the model, and those of the process."""
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
 from composer import Callback
 from composer.core import State
 from composer.trainer import trainer
-from composer.utils import dist
+from composer.utils import dist, get_device
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -23,7 +24,6 @@ from settings.switch_table import ATTENTION_BACKENDS
 
 SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
                  'efficient': SDPBackend.EFFICIENT_ATTENTION, 'math': SDPBackend.MATH}
-TORCHS_ORDER = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]  # before anyone changes it
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 
 
@@ -98,10 +98,22 @@ def attention_order(attention: str):
     """
     if not orders_kernels(attention):
         return contextlib.nullcontext()
+    torchs_order()  # before it is changed
     first = attention.split(',')
     others = [name for name in ATTENTION_BACKENDS if name not in first]
     others.sort(key=lambda name: name == 'cudnn')
     return sdpa_kernel([SDPA_BACKENDS[name] for name in first + others], set_priority=True)
+
+
+@functools.cache
+def torchs_order() -> list[SDPBackend]:
+    """torch's own order of the kernels of attention, asked for once, before anyone changes it.
+
+    Newer torch settles it when attention first runs on a GPU, and puts cuDNN's first on some; so a tiny one runs here.
+    """
+    tiny = torch.ones(1, 1, 64, 64, dtype=torch.half, device=get_device()._device)
+    torch.nn.functional.scaled_dot_product_attention(tiny, tiny, tiny)
+    return [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
 
 
 def torchs_attention_order():
@@ -109,7 +121,7 @@ def torchs_attention_order():
 
     The text encoder attends 77 by 77 with a mask, for which kernels differ from those for the UNet in speed and faults.
     """
-    return sdpa_kernel(TORCHS_ORDER, set_priority=True)
+    return sdpa_kernel(torchs_order(), set_priority=True)
 
 
 @contextlib.contextmanager

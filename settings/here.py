@@ -1,6 +1,9 @@
 """What only this machine knows of the flags that were not given, and which flags it cannot serve."""
 import dataclasses
 import os
+import sys
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +50,8 @@ def on_this_machine(settings: Train) -> Train:
 def encoding_here(settings: Encode) -> Encode:
     """The settings of an encoding with each flag filled in."""
     has_gpu = torch.cuda.is_available()
+    if settings.compile:
+        refuse_missing_headers()
     settings = dataclasses.replace(read_local_in_place(settings),
                                    num_workers_by_default=settings.num_workers is None)
     return with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
@@ -118,6 +123,8 @@ def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int)
         for flag in ('half_precision_norms', 'cast_weights_once'):
             if getattr(settings, flag):
                 raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
+    if settings.compile:
+        refuse_missing_headers()
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != share:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          f'overwrite; use --device_train_microbatch_size {share}')
@@ -127,3 +134,12 @@ def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int)
             raise ValueError(f'--attention {settings.attention} needs cuDNN 9.15.1 or newer, and torch '
                              f'{torch.__version__} has {version}, whose attention has faults at lengths that no 128 '
                              'divides; leave cudnn out')
+
+
+def refuse_missing_headers() -> None:
+    """Raises ValueError if Python's headers are not here, which the compilers of --compile include."""
+    header = Path(sysconfig.get_path('include')) / 'Python.h'
+    if not header.exists():
+        version = f'{sys.version_info.major}.{sys.version_info.minor}'
+        raise ValueError(f"--compile needs Python's headers, and {header} is not there; install the package "
+                         f'python{version}-dev, on Fedora and Red Hat python{version}-devel, or leave --compile out')

@@ -33,6 +33,12 @@ def join_ranks(device, timeout: int) -> None:
     wait_at_most(SECONDS_FOR_A_START)
 
 
+def leave_ranks() -> None:
+    """At the end of a program that completed; torch warns on GPUs of a process that ends without."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def wait_at_most(seconds: int) -> None:
     """How long a rank waits for the others from now on, in whatever they do together."""
     if not torch.distributed.is_initialized():

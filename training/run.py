@@ -15,7 +15,7 @@ from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches, whole_epochs
 from measuring.other_load import gather_other_load
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
-from measuring.tracing import PROFILED, attention_kernels, where_to_look
+from measuring.tracing import PROFILED, where_to_look
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
 from settings.train import Train
@@ -130,7 +130,7 @@ def training_record(run: Run, outcome: dict[str, str]) -> dict:
                'trained_epochs': whole_epochs(run.trainer.state), 'loss': run.measurement.loss,
                'skipped_batches': run.safeguard.skipped_batches}
     record |= {'microbatch_search': run.settings.searches_microbatch, 'compiled_graphs': compiled_graphs(),
-               'tf32': uses_tf32(), 'attention_kernels': attention_kernels(run.trainer.state.callbacks)}
+               'tf32': uses_tf32()}
     if record['status'] == 'complete' and not record['images_per_sec']:
         record['status'] = UNMEASURED
     elif run.settings.profile and record['status'] == 'complete':

@@ -43,12 +43,15 @@ class Safeguard(Callback):
         on_nan: 'stop' ends the run at a loss or gradient that is not finite, 'skip' leaves that step out, up to
             MOST_SKIPS_IN_A_ROW.
         flags: those that must be the same when the run resumes, with their values.
+        clip_grad_norm: what the norm of all gradients of a step is scaled down to, where it is larger; None: it stays.
     """
 
-    def __init__(self, seed: int, on_nan: str = 'stop', flags: dict | None = None):
+    def __init__(self, seed: int, on_nan: str = 'stop', flags: dict | None = None,
+                 clip_grad_norm: float | None = None):
         self.seed = seed
         self.on_nan = on_nan
         self.flags = flags or {}
+        self.clip_grad_norm = clip_grad_norm
         self.skipped_batches = 0
         self._skips_in_a_row = 0
         self._batch_seconds = 0.0  # of the batch before
@@ -96,14 +99,24 @@ class Safeguard(Callback):
         self._loss = self._loss + state.loss.detach()
 
     def after_train_batch(self, state, logger) -> None:
-        """Before the optimizer steps: agree with the other ranks on whether to take the step, and on going on."""
+        """Before the optimizer steps: agree with the other ranks on whether to take the step, and on going on.
+
+        A GPU is waited for once. The norm that tells whether the gradients are finite is the one that they are clipped
+        by: Composer's own GradientClipping comes before callbacks, and makes zeros of gradients whose norm is infinite.
+        """
+        gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         go_on = torch.tensor(not self.interrupted, device=self._loss.device)
-        agreed = torch.stack([torch.isfinite(self._loss), gradients_are_finite(state), go_on]).int()
+        agreed = torch.stack([torch.isfinite(self._loss), torch.isfinite(norm), go_on]).int()
         dist.all_reduce(agreed, 'MIN')  # the ranks' gradients are one: all step, or none
         loss_is_finite, gradients_finite, go_on = agreed.tolist()
+        # the GradScaler of fp16 looks itself; Composer 0.32.1 makes one in every precision, on a GPU always enabled
+        gradients_finite = gradients_finite or state.precision == Precision.AMP_FP16
         self._stop = not go_on
         if loss_is_finite and gradients_finite:
             self._skips_in_a_row = 0
+            if self.clip_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(state.model.parameters(), self.clip_grad_norm, norm)
         else:
             self._stop_or_skip(state, 'a gradient' if loss_is_finite else 'the loss')
         self.updating = True
@@ -186,17 +199,6 @@ class Safeguard(Callback):
         self._stop = True
         if not self.updating:
             raise SystemExit
-
-
-def gradients_are_finite(state) -> torch.Tensor:
-    """Whether the norm of all gradients is finite, on their device; in fp16, whose GradScaler looks itself, true.
-
-    Composer 0.32.1 makes a GradScaler in every precision, and on a GPU each of them says that it is enabled.
-    """
-    gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
-    if state.precision == Precision.AMP_FP16:
-        return torch.tensor(True, device=gradients[0].device)
-    return torch.isfinite(torch.nn.utils.get_total_norm(gradients))
 
 
 def seconds_to_agree(batch_seconds: float) -> int:

@@ -11,8 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmark
-from fitting.switches import gradients_in_buckets, process_switches
-from measuring.tracing import AttentionKernels, kernels_of_attention
+from fitting.switches import gradients_in_buckets, process_switches, torchs_attention_order, torchs_order
 from models.loading import find_model
 from tests.cuda_rules import one_rank
 from tests.forked_runs import run, traced
@@ -84,6 +83,27 @@ def test_attention_tries_its_kernels_in_the_order_that_is_asked_for(attention, o
     assert torch._C._get_sdp_priority_order() == before and not torch.backends.cudnn.benchmark
 
 
+def test_torchs_own_order_is_the_one_that_it_settles_at_its_first_attention(monkeypatch):
+    """As torch 2.15 does on a Hopper GPU, where cuDNN's kernel comes first from then on."""
+    settled = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def first_attention(*args):
+        torch._C._set_sdp_priority_order([int(backend) for backend in settled])
+        return attend(*args)
+
+    before = torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(torch.nn.functional, 'scaled_dot_product_attention', first_attention)
+    torchs_order.cache_clear()
+    try:
+        with process_switches(arguments('--attention', 'math')), torchs_attention_order():
+            tried = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+    finally:
+        torch._C._set_sdp_priority_order(before)
+        torchs_order.cache_clear()
+    assert tried[:4] == settled
+
+
 @pytest.mark.parametrize('flags', [
     ['--gradient_checkpointing'],
     pytest.param(['--gradient_checkpointing', '--compile'], marks=pytest.mark.long)], ids=str)
@@ -119,46 +139,6 @@ def test_the_order_of_kernels_is_the_unets_alone_also_in_the_backward_pass(monke
     assert set(orders['unet']) == {SDPBackend.MATH}
     assert set(orders['encoders']) == {SDPBackend.FLASH_ATTENTION}
     assert settings.compile or len(orders['unet']) == 2 * in_forward  # it was computed again
-
-
-def test_the_record_says_which_kernels_computed_attention(monkeypatch):
-    """On a CPU, whose one kernel is known: two attentions in each of the UNet's transformer blocks."""
-    kernels = AttentionKernels(last_batch=1)
-    monkeypatch.setattr(benchmark, 'tracing_callbacks', lambda measurement: [kernels])
-    blocks = []
-    build_model = benchmark.build_model
-
-    def counted(*args):
-        model = build_model(*args)
-        blocks[:] = [name for name, _ in model.unet.named_modules() if name.endswith(('attn1', 'attn2'))]
-        return model
-
-    monkeypatch.setattr(benchmark, 'build_model', counted)
-    record = benchmark.main(['--use_synth_latents', *TINY, '--warmup_batches', '2', '--device_train_microbatch_size',
-                             '2', '--results', '/dev/null'])
-    [(name, calls)] = record['attention_kernels'].items()
-    assert name == '_scaled_dot_product_flash_attention_for_cpu'
-    assert calls >= len(blocks) > 4  # the text encoder's are counted as well
-
-
-def test_attention_is_profiled_on_one_microbatch_of_a_batch():
-    kernels = AttentionKernels(last_batch=0)
-    query = torch.randn(2, 2, 16, 8)
-    for layers in (3, 2, 1):  # of each microbatch, so that it can be told by their number
-        kernels.before_forward(None, None)
-        for _ in range(layers):
-            torch.nn.functional.scaled_dot_product_attention(query, query, query)
-        kernels.after_forward(None, None)
-    assert kernels.found == {'_scaled_dot_product_flash_attention_for_cpu': 3}
-
-
-def test_kernels_of_attention_are_known_by_their_operators():
-    names = ['aten::scaled_dot_product_attention', 'aten::_scaled_dot_product_cudnn_attention', 'aten::mm',
-             'aten::_scaled_dot_product_cudnn_attention', 'aten::_scaled_dot_product_attention_math',
-             'xformers_flash3::flash_fwd', 'xformers::efficient_attention_forward_cutlass', 'aten::linear']
-    assert kernels_of_attention(names) == {
-        '_scaled_dot_product_cudnn_attention': 2, '_scaled_dot_product_attention_math': 1,
-        'xformers_flash3::flash_fwd': 1, 'xformers::efficient_attention_forward_cutlass': 1}
 
 
 @pytest.mark.parametrize('are_views', [True, False])

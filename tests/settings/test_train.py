@@ -1,4 +1,6 @@
 """What cannot be is refused with its flag, its value and the remedy; what was not given follows from the machine."""
+import sysconfig
+
 import pytest
 import torch
 from composer.utils import dist
@@ -79,6 +81,13 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gp
         return
     with pytest.raises(ValueError, match=f'--attention {attention} needs cuDNN 9.15.1 .*leave cudnn out'):
         settings_of(*argv)
+
+
+def test_compiling_without_pythons_headers_is_refused_with_the_package_that_has_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, 'get_path', lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match=f'{tmp_path}/Python.h is not there; install the package python3'):
+        settings_of(*SYNTHETIC, '--compile')
+    settings_of(*SYNTHETIC, '--no-compile')
 
 
 def test_more_ranks_than_gpus_are_refused(as_on_a_gpu, monkeypatch):
