@@ -21,7 +21,8 @@ LAYER = '2048'  # its last pool
 RESIZE = 'to 299 pixels, bilinear as in TensorFlow 1'  # what it does itself before its first layer
 PUBLISHED_SHA256 = '6726825d'  # how the hash of the weights begins that published FIDs are made with
 
-PROCESSOR = 'preprocessor_config.json'  # of a CLIP model: how its pictures are resized and scaled
+# Of a CLIP model: how its pictures are resized and scaled. The second is what transformers 5 saves.
+PROCESSORS = ('preprocessor_config.json', 'processor_config.json')
 
 
 def sha256_of(path: Path) -> str:
@@ -133,7 +134,8 @@ def load_clip(folder: str) -> Clip:
                     image_processor.from_pretrained(folder, local_files_only=True),
                     AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except Exception as error:  # transformers and safetensors raise many kinds for files that are not there or damaged
-        if not Path(folder, PROCESSOR).is_file():
-            raise ValueError(f'--clip {folder} has no {PROCESSOR}; save its CLIPProcessor there too') from None
+        if not any(Path(folder, name).is_file() for name in PROCESSORS):
+            raise ValueError(f'--clip {folder} has no {" or ".join(PROCESSORS)}; save its CLIPProcessor there too'
+                             ) from None
         raise ValueError(f'--clip {folder} holds no CLIP model with its processor ({one_line(error)[:200]}); fetch '
                          f'one: hf download {CLIP_MODEL} --local-dir {folder}') from None

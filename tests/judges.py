@@ -63,6 +63,25 @@ def save_clip(folder: Path) -> str:
     return str(folder)
 
 
+def processor_of(clip: str | Path) -> Path:
+    """The file that says how a CLIP model's pictures are resized and scaled, which each transformers names its own way.
+    """
+    [path] = Path(clip).glob('*processor_config.json')
+    return path
+
+
+class ClipForTorchmetrics(CLIPModel):
+    """torchmetrics 1.9.0 takes embeddings, which transformers 5 gives as the `pooler_output` of an output."""
+
+    def get_image_features(self, *inputs):
+        found = super().get_image_features(*inputs)
+        return getattr(found, 'pooler_output', found)
+
+    def get_text_features(self, *inputs):
+        found = super().get_text_features(*inputs)
+        return getattr(found, 'pooler_output', found)
+
+
 def save_pipeline(folder: Path) -> str:
     """A pipeline of the tiny model that draws pictures of 32 pixels."""
     files = find_model('tiny')

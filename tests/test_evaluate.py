@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 from torchmetrics.image.fid import FrechetInceptionDistance, NoTrainInceptionV3
 from torchmetrics.multimodal.clip_score import CLIPScore
-from transformers import CLIPModel, CLIPProcessor, CLIPTextConfig
+from transformers import CLIPProcessor, CLIPTextConfig
 
 import evaluate
 from settings.commands import Evaluate
@@ -46,7 +46,7 @@ from parts.evaluation_plan import Model, read_reference, reference_file
 from parts.local_workers import LocalWorkers
 from parts.output import open_output
 from parts.workers import make_evaluator
-from tests.judges import save_clip, save_inception, save_pipeline
+from tests.judges import ClipForTorchmetrics, processor_of, save_clip, save_inception, save_pipeline
 from tests.measuring.test_quality import of_few
 from tests.parts.commands import start_logged
 from tests.runs import error_line, files_of, wait_until
@@ -163,7 +163,7 @@ def test_fid_is_that_of_torchmetrics_own_class_end_to_end(evaluated, judges, sha
 
 def test_the_clip_score_is_that_of_torchmetrics_own_class_and_of_transformers_by_hand(evaluated, judges):
     record, out = evaluated
-    model = CLIPModel.from_pretrained(judges['--clip'])
+    model = ClipForTorchmetrics.from_pretrained(judges['--clip'])
     processor = CLIPProcessor.from_pretrained(judges['--clip'])
     for guidance, score in zip(('1', '4'), record['scores'], strict=True):
         pictures = pictures_of(out, guidance)
@@ -408,7 +408,7 @@ def test_weights_of_judges_that_are_others_on_this_machine_are_not_judged_by(jud
 def test_another_processor_of_clip_is_another_clip(judges, tmp_path):
     folder = Path(shutil.copytree(judges['--clip'], tmp_path / 'clip'))
     before = hash_of_files(folder)
-    config = folder / 'preprocessor_config.json'
+    config = processor_of(folder)
     config.write_text(config.read_text().replace('true', 'false', 1))
     assert hash_of_files(folder) != before == hash_of_files(Path(judges['--clip']))
 

@@ -1,6 +1,10 @@
 """The curves of a run, at Weights & Biases and in TensorBoard's files."""
 import json
 import re
+import subprocess
+import sys
+import urllib.request
+from urllib.parse import urlencode
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -40,6 +44,34 @@ def test_one_tensorboard_file_in_a_folder_of_models_name_size_and_date_holds_los
         [text] = events.Tensors(f'{name}/text_summary')
         shown = json.loads(text.tensor_proto.string_val[0])
         assert shown.items() >= content.items()
+
+
+def asked(server: subprocess.Popen, question: str):
+    """What a TensorBoard answers, which tells its address when it has read its folder."""
+    lines = []
+    for line in server.stderr:
+        lines.append(line)
+        if address := re.search(r'at (http://localhost:\d+/)', line):
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # past any proxy of this machine
+            with opener.open(address[1] + question) as answer:
+                return json.load(answer)
+    raise AssertionError(''.join(lines))
+
+
+def test_tensorboard_starts_and_shows_the_losses_of_a_run(results, tmp_path):
+    board = tmp_path / 'board'
+    record = main(['--use_synth_data', *TINY, '--tensorboard', str(board), '--results', str(results)])
+    [run] = board.iterdir()
+    command = [sys.executable, '-m', 'tensorboard.main', '--logdir', board, '--port', '0']
+    read_first = ['--load_fast', 'false', '--reload_interval', '0', '--reload_task', 'blocking']
+    with subprocess.Popen([*command, *read_first], stderr=subprocess.PIPE, text=True) as server:
+        try:
+            question = urlencode({'run': run.name, 'tag': 'loss/train/total'})
+            losses = asked(server, f'data/plugin/scalars/scalars?{question}')
+        finally:
+            server.terminate()
+    assert [batch for _, batch, _ in losses] == [0, 1, 2, 3]
+    assert losses[-1][2] == record['loss']
 
 
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path):
