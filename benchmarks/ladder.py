@@ -113,6 +113,8 @@ def rungs_of_switches(machine: Machine) -> list[Rung]:
                 continue
             needed = switch_of(switch.needs).as_flags(True) if switch.needs else []
             flags = [*PLAIN, *needed, *switch.as_flags(value.value)]
+            if switch.flag == 'compile':
+                flags.append('--no-compile_blocks')  # on several GPUs, too: blocks have a rung of their own
             found.append(Rung(value.expectation, flags, whole=value.whole_batch is not None))
     return found
 

@@ -57,8 +57,8 @@ def test_every_rung_is_a_run_of_its_own_that_the_benchmark_takes(results, monkey
     monkeypatch.setenv('WORLD_SIZE', str(gpus))
     monkeypatch.setattr(dist, 'get_world_size', lambda: gpus)
     assert len(started) == len(set(map(tuple, started))) == capfd.readouterr().err.count('expected: ') > 19
-    for flags in started:
-        settings_of(*flags)
+    runs = {repr(settings_of(*flags)) for flags in started}
+    assert len(runs) == len(started)
     switches = {flag for flags in started for flag in flags}
     assert {'--half_precision_norms', '--cast_weights_once', '--cudnn_benchmark', '--compile_blocks',
             'max-autotune-no-cudagraphs', 'reduce-overhead', 'cudnn', 'xformers'} < switches
