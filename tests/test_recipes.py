@@ -88,7 +88,7 @@ def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(as_on_a_gpu, mo
     monkeypatch.setattr(dist, 'get_world_size', lambda: gpus)
     monkeypatch.setenv('WORLD_SIZE', str(gpus))
     monkeypatch.chdir(ROOT)
-    runs = benchmarks.smoke.commands(gpus)
+    runs = benchmarks.smoke.commands(gpus, 39.4)
     speeds = {}
     for name, command in runs.items():
         assert ('composer.cli.launcher' in command) == (gpus > 1)
@@ -119,19 +119,29 @@ def test_smoke_says_both_speeds_and_their_ratio_and_goes_on_where_one_fails(tmp_
     monkeypatch.setattr(benchmarks.smoke, 'RESULTS', results)
     leave = {name: ['sh', '-c', f"echo '{json.dumps({'images_per_sec': speed})}' >> {results}"]
              for name, speed in (('original', 20.0), ('fastest', 65.0))}
-    monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus: leave)
+    monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus, gib: leave)
+    monkeypatch.setattr(benchmarks.smoke, 'gpus_here', lambda: (1, 39.4))
     assert benchmarks.smoke.main() == 0
     first, second, *_, fastest, last = capfd.readouterr().out.splitlines()
     assert first.startswith('python -c') and second.startswith('python -c')  # what stands in for the runs
     assert '65 images/s, 3.25 times as fast' in fastest
     assert last.startswith('To try a flag that is named above: source .venv/bin/activate')
-    monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus: leave | {'original': ['false']})
+    monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus, gib: leave | {'original': ['false']})
     assert benchmarks.smoke.main() == 1
     assert len(results.read_text().splitlines()) == 3 and 'times as fast' not in capfd.readouterr().out
 
 
+def test_smoke_runs_both_recipes_one_image_at_a_time_on_a_card_of_24_gib_and_says_so():
+    for gib, size in ((23.5, 1), (31.4, 4)):
+        original, fastest = benchmarks.smoke.commands(1, gib).values()
+        assert parsed(*original[2:]).device_train_microbatch_size == size
+        assert (parsed(*fastest[2:]).device_train_microbatch_size == 1) == (size == 1)
+        words = benchmarks.smoke.comparison({'original': 20.0, 'fastest': 65.0}, gib)
+        assert ('both with --device_train_microbatch_size 1: a GPU here has 23.5 GiB' in words) == (size == 1)
+
+
 def test_make_smoke_on_a_cpu_is_one_run_without_the_launcher():
-    [command] = benchmarks.smoke.commands(0).values()
+    [command] = benchmarks.smoke.commands(0, 0).values()
     assert command[1] == 'benchmark.py' and parsed(*command[2:]).model_name == 'tiny'
     steps = subprocess.run(['make', '-n', 'smoke'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert 'python benchmarks/smoke.py' in steps and 'composer' not in steps
