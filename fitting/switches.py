@@ -94,7 +94,7 @@ def orders_kernels(attention: str) -> bool:
 def attention_order(attention: str):
     """A context in which torch tries its kernels of attention in the order of --attention, the others after them.
 
-    cuDNN's come last unless they are named: refuse_missing_stack looks for their faults only then.
+    cuDNN's come last unless they are named: its version is checked for their faults only then.
     """
     if not orders_kernels(attention):
         return contextlib.nullcontext()
