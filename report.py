@@ -23,7 +23,6 @@ import dataclasses
 import io
 import json
 import math
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,8 +120,6 @@ def report(settings: Report) -> str:
         draw_speeds(settings.figure, speeds, training_images, in_common(speeds, SETTINGS))
     if settings.quality:
         draw_quality(settings.quality, scores, in_common(scores, EVALUATED))
-    for path in filter(None, [settings.csv, settings.figure, settings.quality]):
-        print(f'wrote {path}', file=sys.stderr)
     return '\n\n'.join(blocks)
 
 
