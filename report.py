@@ -1,16 +1,15 @@
-"""Turn throughput records into days, GPU-hours and dollars, and extrapolate them to more GPUs.
+"""Turn records into days, GPU-hours and dollars, and predict more GPUs.
 
-    python report.py results.jsonl                     # a table for each setting that was measured
+    python report.py results.jsonl                     # a row for each setting and number of GPUs that was measured
     python report.py published.csv --extrapolate 512 1024 --figure days.png --csv table.csv
-    python report.py published.csv --image_bytes 20000 # and what the remote must give, and what each node caches
     python report.py results.jsonl --phase 1126400000@256 --phase 1740800000@512  # as SD2 base was really trained
-    python report.py results.jsonl --compare           # a row a record, what differs, and the speed over the first's
+    python report.py results.jsonl --compare           # a row a record, and its speed over the first's
     python report.py results.jsonl --quality quality.png # scores of evaluate.py, over guidance and over the training
 
 A record is a line of JSON as benchmark.py, encode.py or evaluate.py writes it, or a row of a CSV file with the same
-keys as columns. A figure is rounded once, when printed: to the decimals of the published table, or to three
-significant digits where these are more. Ratios are those of complete runs, to the first measured one. --csv holds the
-rows of all tables unrounded: `plan` is the stage of a plan, `inf` stands for never.
+keys as columns. A setting is a column where rows differ in it, and stands above the table where they agree. A figure
+is rounded once, when printed: to the decimals of the published table, or to three significant digits where these are
+more. --csv holds the rows of all tables unrounded, with every setting.
 """
 from settings.commands import Report
 from settings.ends import one_line_errors
@@ -19,296 +18,495 @@ from settings.flags import parse
 if __name__ == '__main__':
     parse(Report, __doc__)  # a mistake is answered before pandas, which takes a second
 
+import csv
+import dataclasses
+import io
+import json
 import math
-import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
+from scipy.optimize import nnls
 
+from figures import draw_quality, draw_speeds
 from inputs.words import counted
-from settings.costs import DATASET_IMAGES, TRAINING_IMAGES, Assumptions, Phase
-from reporting.figures import draw
-from reporting.plans import plan_rows
-from reporting.quality import read_evaluations, table_of
-from reporting.quality_figure import draw_quality
-from reporting.records import SETTINGS, read_records, settings_in_one
-from reporting.tables import (
-    COLUMNS,
-    MEANING_OF_MARK,
-    Table,
-    differing_settings,
-    identity_that_differs,
-    in_devices,
-    labels_of_settings,
-    markdown,
-    marked,
-    nodes_differ,
-    settings_in_words,
-    versions_in_all,
-    without_packages,
-)
-from reporting.throughput import GPUS_PER_NODE, extrapolated_rows, rows_of_setting, with_figures
+from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW, doubt
+from settings.costs import TRAINING_IMAGES, days_to_train, gpu_hours
+from settings.train import Encoders, Speed
+from settings.versions import PACKAGES
 
-SHARD_BYTES = 2**26  # Streaming's default
+# Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
+SWITCHES = [field.name for group in (Speed, Encoders) for field in dataclasses.fields(group)]
+SETTINGS = ['stage', 'device', 'image_size', 'model_name', 'input', 'dataset', 'batch_size', *SWITCHES, 'use_ema',
+            'num_workers', 'clip_grad_norm', 'ema_start', 'python', 'cuda', *PACKAGES]
+EVALUATED = ['model', 'weights', 'data', 'samples', 'image_size', 'steps', 'network', 'clip']
+INPUTS = {'in_loop': 'images', 'text_in_loop': 'latents'}  # of a training, by the encoders in its loop
+NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
+           'loader_images_per_sec')
+COLUMNS = {  # key: heading, template and decimals in print; None: of a whole number
+    'num_devices': ('{}s', '{}', None),
+    'images_per_sec': ('images/s', '{}', 1),
+    'images_per_sec_per_device': ('images/s per {}', '{}', 2),
+    'scaling_efficiency': ('efficiency', '{} %', 1),
+    'speed_over_first': ('over first', '{} x', 2),
+    'guidance': ('guidance', '{}', 1),
+    'fid': ('FID', '{}', 2),
+    'clip_score': ('CLIP score', '{}', 2),
+    'trained_batches': ('batches', '{}', None),
+    'images_seen': ('images seen', '{}', None),
+    'days': ('days', '{}', 2),
+    'gpu_hours': ('GPU-hours', '{}', 0),
+    'cost_usd': ('cost', '${}', 0),
+}
+SPEEDS = ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first')
+FOR_US = ['record', 'setting', 'label', 'reliable', 'on_cpu']  # columns that are not for the CSV file
+
+DOUBTFUL = (f'Figures marked * are not to be relied on: they are of fewer than {FEWEST_BATCHES} batches, or than '
+            f"{QUEUES_IN_WINDOW} times the loader's queue, or the speed changed by more than {100 * MUCH_DRIFT:g} % "
+            'within them. Nothing is worked out from them.')
+TINY = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
+ENCODING = ('Days, GPU-hours and cost of an encoding are those of as many images as are trained on '
+            '(--training_images), but it goes through each image only once.')
+FROM_SPEED = ('GPU-hours and cost of an evaluation are those of the images seen, at the images/s of the training in '
+              'these records that has the same flags; what was trained before with other flags is not in them.')
 
 
 def main(argv=None):
-    args = parse(Report, __doc__, argv, 'report.py')
+    settings = parse(Report, __doc__, argv, 'report.py')
     with one_line_errors('report.py'):
-        given = assumptions(args)
-        files = [read_records(path) for path in args.records]
-        records = pd.concat([records_of_file for records_of_file, _ in files], ignore_index=True)
-        in_tables = records[records['stage'] != 'loader'].sort_values('stage', kind='stable')  # one stage after another
-        rows = median_rows(in_tables)
-        trained = rows[rows['reliable'] & (rows['stage'] == 'train')]
-
-        if args.compare:
-            tables = tables_of_records(in_tables, given)
-        else:
-            tables = tables_of_settings(rows, args.extrapolate, given)
-        plans = tables_of_plans(records, trained, args.phase, given)
-        evaluations = read_evaluations(args.records, given.dollars_per_gpu_hour)
-        if len(evaluations):
-            plans.append(table_of(evaluations))
-        remarks = [sentence for _, left_out in files for sentence in left_out]
-        remarks += [*remarks_on_costs(in_tables, given), *remarks_on_storage(given)]
-        remarks += remarks_on_loaders(records, rows[rows['measured'] & (rows['stage'] == 'train')])
-        if records['doubt'].any():
-            remarks.append(MEANING_OF_MARK)
-
-        if args.csv:
-            write_csv(args.csv, in_tables, tables + plans)
-            say_written(args.csv)
-        if args.figure:
-            draw(args.figure, rows_of_tables(tables, in_tables), given.training_images, as_ladder=args.compare)
-            say_written(args.figure)
-        if args.quality:
-            draw_quality(args.quality, evaluations, given.dollars_per_gpu_hour)
-            say_written(args.quality)
-    print(report_text(in_tables, tables + plans, remarks))
+        print(report(settings))
 
 
-def say_written(path: str) -> None:
-    print(f'wrote {path}', file=sys.stderr)
+def report(settings: Report) -> str:
+    """The report as Markdown. Writes the files that --csv, --figure and --quality name.
 
-
-def assumptions(args: Report) -> Assumptions:
-    """What the flags say that days and dollars rest on."""
-    return Assumptions(
-        args.training_images or TRAINING_IMAGES, args.dataset_images or DATASET_IMAGES, args.dollars_per_gpu_hour,
-        args.dollars_per_tb_month, args.image_bytes,
-        counts_tiny=args.training_images is not None or args.dataset_images is not None)
-
-
-def median_rows(records: pd.DataFrame) -> pd.DataFrame:
-    """Setting by setting, a row for each number of GPUs with the median of its reliable runs, and one for each other
-    record."""
-    rows = [records.iloc[:0]]
-    for _, runs in records.groupby(settings_in_one(records), sort=False):
-        rows.append(rows_of_setting(runs))
-    return pd.concat(rows, ignore_index=True)
-
-
-def tables_of_settings(rows: pd.DataFrame, gpus_to_predict: list[int], given: Assumptions) -> list[Table]:
-    """A table for each setting, with the predicted rows among the measured ones.
-
-    Raises ValueError if no setting allows a prediction that was asked for; if some do, the reason stands below the
-    tables of the others.
+    Raises ValueError if a record cannot be calculated with, or what was asked for does not follow from the records.
     """
-    columns = [key for key in COLUMNS if key != 'speed_over_first']
-    if not nodes_differ(rows):
-        columns.remove('num_nodes')
-    rows = rows.assign(heading=labels_of_settings(rows))
-    why_not = '--extrapolate: no training in the records'
-    some_were_predicted = False
+    rows = [row for path in settings.records for row in read_records(path)]
+    records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
+    evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
     tables = []
-    for _, setting_rows in rows.groupby(settings_in_one(rows), sort=False):
-        is_encoding = setting_rows['stage'].iloc[0] == 'encode'
-        remarks = []
-        if gpus_to_predict and not is_encoding:
-            try:
-                predicted, basis = extrapolated_rows(setting_rows, gpus_to_predict)
-                setting_rows = pd.concat([setting_rows, predicted]).sort_values('num_devices', kind='stable')
-                some_were_predicted = True
-            except ValueError as reason:
-                why_not = basis = str(reason)
-            remarks.append(basis)
-        heading = setting_rows['heading'].iloc[0]
-        setting_rows = with_figures(setting_rows, given)
-        if is_encoding:
-            remarks += remarks_on_encoding(setting_rows, given)
-        tables.append(Table(heading, setting_rows, [*columns, 'notes'], remarks))
-    if gpus_to_predict and not some_were_predicted:
-        raise ValueError(why_not)
-    return tables
-
-
-def tables_of_records(records: pd.DataFrame, given: Assumptions) -> list[Table]:
-    """A table for each stage with a row a record, in the order of the records."""
-    columns = [key for key in COLUMNS if key != 'scaling_efficiency']
-    if not nodes_differ(records):
-        columns.remove('num_nodes')
-    differing = differing_settings(records)
-    packages = versions_in_all(records)
-    tables = []
-    for stage, rows in records.groupby('stage', sort=False):
-        differing_here = [*differing_settings(rows), *identity_that_differs(rows)]
-        same_here = [key for key in differing if key not in differing_here]
-        first = rows.iloc[0].copy()
-        first['versions'] = without_packages(first['versions'], packages)
-        heading = ', '.join(settings_in_words(first, same_here))
-        rows = with_figures(rows, given)
-        remarks = remarks_on_encoding(rows, given) if stage == 'encode' else []
-        tables.append(Table(heading, rows, [*differing_here, *columns, 'notes'], remarks))
-    return tables
-
-
-def tables_of_plans(records: pd.DataFrame, trained: pd.DataFrame, phases: list[Phase],
-                    given: Assumptions) -> list[Table]:
-    """The plan of --phase; or, where there are records of encoding, one for each size that was trained on latents."""
-    encodings = records[records['reliable'] & (records['stage'] == 'encode')]
-    if not phases and not given.counts_tiny:
-        trained = trained[trained['model_name'] != 'tiny']
-    plans = []
-    if phases:
-        plans = [phases]
-    elif len(encodings):
-        sizes = trained['image_size'][trained['encoders'] == 'text_in_loop'].unique()
-        plans = [[Phase(given.training_images, size)] for size in sorted(sizes)]
-    settings = [key for key in differing_settings(trained) if key not in ('device', 'image_size')]
-    figures = [key for key in COLUMNS if key not in ('scaling_efficiency', 'speed_over_first')]
-    if not nodes_differ(trained):
-        figures.remove('num_nodes')
-    tables = []
-    for plan in plans:
-        rows = plan_rows(trained, encodings, plan, given, only_with_latents=not phases)
-        if rows.empty:
-            sizes = ' and '.join(dict.fromkeys(phase.size for phase in plan))
-            raise ValueError(f'--phase: no number of devices was measured in one setting at {sizes} px; the records '
-                             f'have {sizes_in_words(trained)}, without those in doubt; measure each size with the same '
-                             'flags')
-        heading = ', then '.join(f'{counted(phase.images, "image")} at {phase.size} px' for phase in plan)
-        table = Table(f'Plan: train on {heading}', rows, ['device', *settings, *figures, 'notes'])
-        if 'latents_tb' in rows:
-            remark = (f'For latents, all {given.dataset_images:,} images of the data set (--dataset_images) are '
-                      'encoded once at each size, however many are trained on (--training_images, --phase)')
-            if rows['cost_usd'].notna().any():
-                remark += ('; the cost holds their storage while the training lasts, at '
-                           f'${given.dollars_per_tb_month:g} a TB-month')
-            table.remarks.append(f'{remark}.')
-        tables.append(table)
-    return tables
-
-
-def sizes_in_words(trained: pd.DataFrame) -> str:
-    """The sizes that were measured, and on how many devices each."""
-    sizes = []
-    for size, rows in sorted(trained.groupby('image_size'), key=lambda entry: int(entry[0])):
-        sizes.append(f'{size} px on {" and ".join(dict.fromkeys(in_devices(rows)))}')
-    return ', '.join(sizes) or 'none that count'
-
-
-def remarks_on_encoding(rows: pd.DataFrame, given: Assumptions) -> list[str]:
-    """What the columns of an encoding count that are in its table."""
-    columns = [COLUMNS[key][0] for key in ('days', 'gpu_hours', 'cost_usd', 'latents_tb') if rows[key].notna().any()]
-    if not columns:
-        return []
-    return [f'Of an encoding: {", ".join(columns)} count all {given.dataset_images:,} images of the data set once '
-            '(--dataset_images); --training_images does not change them.']
-
-
-def remarks_on_costs(records: pd.DataFrame, given: Assumptions) -> list[str]:
-    """Which records have no days or no price."""
-    remarks = []
-    if (records['model_name'] == 'tiny').any() and not given.counts_tiny:
-        remarks.append('The model tiny is for trying things out and has no days and no cost but in a plan of '
-                       '--phase; --training_images asks for them.')
-    if records['on_cpu'].any():
-        remarks.append('Ranks on a CPU have no GPU-hours and no cost.')
-    return remarks
-
-
-def remarks_on_storage(given: Assumptions) -> list[str]:
-    """How many shards an epoch reads, if --image_bytes says how large they are."""
-    if not given.image_bytes:
-        return []
-    shards = math.ceil(given.dataset_images * given.image_bytes / SHARD_BYTES)
-    return [f'An epoch of {counted(given.dataset_images, "sample")} is {counted(shards, "shard")} of 64 MiB '
-            f'(--dataset_images); the cache is what it leaves on each node of {GPUS_PER_NODE} GPUs.']
-
-
-def remarks_on_loaders(records: pd.DataFrame, trained: pd.DataFrame) -> list[str]:
-    """How many times the throughput of the fastest model on the same devices each loader's is; a model whose speed is
-    in doubt counts where there is no other."""
-    loaders = records[records['loader_images_per_sec'].notna()]
-    if loaders.empty:
-        return []
-    place = ['num_devices', 'device', 'image_size']
-    by_speed = trained.sort_values(['reliable', 'images_per_sec'], ascending=False)
-    fastest = {tuple(row[place]): row for _, row in by_speed.drop_duplicates(place).iterrows()}
-    remarks = []
-    for _, record in loaders.iterrows():
-        loader = record['loader_images_per_sec']
-        model = fastest.get(tuple(record[place]))
-        times = 'no model measured there'
-        if model is not None:
-            speed = marked(f'{model["images_per_sec"]:,.1f}', model['doubt'])
-            ratio = marked(f'{loader / model["images_per_sec"]:,.1f}', model['doubt'] or record['doubt'])
-            times = f"{ratio} times the model's {speed}"
-        speed = marked(f'{loader:,.1f}', record['doubt'])
-        remarks.append(f'Loader, {record["num_devices"]} x {record["device"]}, {record["image_size"]} px: '
-                       f'{speed} images/s, {times}.')
-    return remarks
-
-
-def report_text(records: pd.DataFrame, tables: list[Table], remarks: list[str]) -> str:
-    """The whole report as Markdown: what all records have in common, the tables, and the remarks."""
     blocks = []
     if len(records):
-        blocks.append(f'All records in the tables: {settings_in_common(records)}')
-    packages = versions_in_all(records)
-    for table in tables:
-        if table.heading:
-            blocks.append(f'### {table.heading}')
-        versions = table.rows['versions'].map(lambda text: without_packages(text, packages))
-        blocks.append(markdown(table.rows.assign(versions=versions), table.columns))
-        blocks += table.remarks
-    return '\n\n'.join([*blocks, *remarks])
+        speeds, sentences = speed_table(records, settings)
+        tables.append(speeds)
+        keys = [*SETTINGS, 'num_nodes']
+        if settings.compare:
+            keys += ['date', 'git_commit']
+        blocks += [in_common(speeds, keys), markdown(speeds, keys), *sentences]
+    elif settings.extrapolate or settings.phase or settings.figure:
+        raise ValueError('--extrapolate, --phase and --figure need records of a training, and there are none')
+    if settings.phase:
+        plans = plan_table(records, settings)
+        tables.append(plans)
+        phases = [f'{counted(phase.images, "image")} at {phase.size} px' for phase in settings.phase]
+        blocks += [f'Plan: train on {", then ".join(phases)}', markdown(plans, SETTINGS)]
+    if len(evaluations):
+        scores = score_table(evaluations, records, settings.dollars_per_gpu_hour)
+        tables.append(scores)
+        blocks += [in_common(scores, EVALUATED), markdown(scores, EVALUATED)]
+        if scores['gpu_hours'].notna().any():
+            blocks.append(FROM_SPEED)
+    elif settings.quality:
+        raise ValueError('--quality needs records of evaluate.py, and there are none')
+
+    if settings.csv:
+        write_csv(settings.csv, pd.concat(tables))
+    if settings.figure:
+        training_images = settings.training_images or TRAINING_IMAGES
+        draw_speeds(settings.figure, speeds, training_images, in_common(speeds, SETTINGS))
+    if settings.quality:
+        draw_quality(settings.quality, scores, in_common(scores, EVALUATED))
+    return '\n\n'.join(blocks)
 
 
-def settings_in_common(records: pd.DataFrame) -> str:
-    """The settings that all records agree in, with the packages that all state in one version."""
-    common = records.iloc[0].copy()
-    common['versions'] = ', '.join(versions_in_all(records))
-    differing = differing_settings(records)
-    keys = [key for key in SETTINGS if key == 'versions' or key not in differing]
-    words = settings_in_words(common, keys)
-    if len(words) < len(settings_in_words(common, keys, always=keys)):
-        words.append('other settings at the defaults')
-    return ', '.join(words)
+def write_csv(path: str, rows: pd.DataFrame) -> None:
+    """Writes rows unrounded, with those of their columns that hold something."""
+    rows = rows.drop(columns=FOR_US, errors='ignore').replace('', None)
+    rows.dropna(axis='columns', how='all').to_csv(path, index=False)
 
 
-def rows_of_tables(tables: list[Table], records: pd.DataFrame) -> pd.DataFrame:
-    """The rows of all tables, and at least the columns of the records where there is no table."""
-    return pd.concat([records.iloc[:0], *(table.rows for table in tables)])
+def read_records(path: str) -> list[dict]:
+    """The rows of a file of JSON lines, or of a CSV file (*.csv).
+
+    Raises ValueError, which names file and line, for what is no record or cannot be calculated with.
+    """
+    text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
+    if path.lower().endswith('.csv'):
+        reader = csv.DictReader(io.StringIO(text), restval='')
+        lines = ((reader.line_num, cells) for cells in reader)
+        parse = record_of_cells
+    else:
+        lines = ((number, line) for number, line in enumerate(text.split('\n'), start=1) if line.strip())
+        parse = json.loads
+    rows = []
+    for number, line in lines:
+        try:
+            rows += rows_of(parse(line))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f'{path}:{number}: not a record: {error}') from None
+    if not rows:
+        raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
+    return rows
 
 
-def write_csv(path: str, records: pd.DataFrame, tables: list[Table]) -> None:
-    """Writes the rows of all tables, unrounded, with the columns that any of them fills."""
-    rows = rows_of_tables(tables, records)
-    printed = {key for table in tables for key in table.columns}
-    filled = [key for key in COLUMNS if key in printed and key in rows and rows[key].notna().any()]
-    columns = ['device', *filled, 'extrapolated', *differing_settings(records)]
-    if (rows['status'] != 'complete').any():
-        columns.append('status')
-    if rows['stage'].nunique() > 1:
-        columns.append('stage')
+def record_of_cells(cells: dict[str | None, str]) -> dict:
+    """A row of a CSV file as a record: what JSON can read is that, and all else is text."""
+    if None in cells:
+        raise ValueError('more cells than columns; give numbers without commas')
+    record = {}
+    for key, cell in cells.items():
+        try:
+            record[key] = json.loads(cell)
+        except ValueError:
+            record[key] = cell
+    return record
+
+
+def rows_of(record: dict) -> list[dict]:
+    """A row of a record of speed, or one for each guidance scale of an evaluation."""
+    if not isinstance(record, dict):
+        raise ValueError('not one JSON object')
+    stated = {key: value for key, value in record.items() if value not in (None, '', 'auto')}
+    if stated.get('stage') == 'evaluate':
+        return score_rows(stated)
+    return [speed_row(stated)]
+
+
+def speed_row(record: dict) -> dict:
+    """What the table needs of a record of speed: settings are text, '' where it does not state one.
+
+    A row is `reliable` where its run is complete, its source has not extrapolated it, and there is no `doubt` about it.
+    Raises ValueError if a number that is needed is missing or not positive.
+    """
+    record = {'stage': 'train', 'status': 'complete', 'extrapolated': False} | record | record.get('versions', {})
+    speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
+    needed = ['device', 'num_devices', 'image_size']
+    if record['status'] == 'complete':
+        needed.append(speed)
+    missing = [key for key in needed if key not in record]
+    if missing:
+        raise ValueError(f'no {", ".join(missing)}; a record needs {", ".join(needed)}')
+    for key in NUMBERS:
+        if key in record and (type(record[key]) not in (int, float) or not 0 < record[key] < math.inf):
+            raise ValueError(f'{key} {record[key]!r} is not a positive number')
+
+    row = {key: words(record.get(key)) for key in (*SETTINGS, 'num_nodes', 'status', 'extrapolated')}
+    encoders = words(record.get('encoders'))
+    row['input'] = INPUTS.get(encoders, encoders)
+    if record.get('num_workers_by_default') is True:  # it follows from the machine, and is no setting of the run
+        row['num_workers'] = 'default'
+    row['date'] = words(record.get('date'))[:19].replace('T', ' ')  # to the second
+    commit = words(record.get('git_commit'))
+    row['git_commit'] = commit[:8] + commit[40:]  # with -dirty
+    row['num_devices'] = record['num_devices']
+    row['images_per_sec'] = float(record.get(speed, math.nan))
+    row['on_cpu'] = record.get('device_type') == 'cpu'
+    row['doubt'] = doubt(record) if speed in record else ''
+    row['notes'] = row['doubt']
+    if row['status'] != 'complete':
+        reason = f'{row["status"]}: {words(record.get("error"))}'
+        row['notes'] = textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
+    elif row['extrapolated'] != 'no':
+        row['notes'] = 'extrapolated by its source'
+    row['reliable'] = not row['notes']
+    row['record'] = record
+    return row
+
+
+def score_rows(record: dict) -> list[dict]:
+    """A row for each guidance scale of an evaluation; a score that was not asked for is NaN."""
+    row = {key: words(record.get(key)) for key in EVALUATED}
+    if row['model'].endswith('.pt'):
+        row['model'] = row['model'].rpartition('/')[0] or row['model']  # checkpoints of one training are one model
+    row['trained_batches'] = float(record.get('trained_batches', math.nan))
+    row['images_seen'] = float(record.get('images_seen', math.nan))
+    notes = []
+    if record.get('fid_is_biased'):
+        notes.append('FID of few pictures is too high')
+    if record.get('fid_of_published_weights') is False:
+        notes.append('FID by other weights')
+    row |= {'stage': 'evaluate', 'notes': ', '.join(notes), 'record': record}
+    rows = []
+    for score in record['scores']:
+        figures = {key: math.nan if score[key] is None else float(score[key])
+                   for key in ('guidance', 'fid', 'clip_score')}
+        rows.append(row | figures)
+    return rows
+
+
+def words(value) -> str:
+    """A value of a record as one line of text."""
+    if value is None:
+        return ''
+    if isinstance(value, bool):
+        return 'yes' if value else 'no'
+    return ' '.join(str(value).split())
+
+
+def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """A row for each setting and number of devices, or with --compare for each record, with all that follows from its
+    speed; and sentences on them."""
+    rows = records.assign(label=labels(records), setting=records.groupby(SETTINGS, sort=False).ngroup())
+    sentences = []
+    if not settings.compare:
+        rows = medians(rows)
+        if settings.extrapolate:
+            predicted, sentences = predictions(rows, settings.extrapolate)
+            rows = pd.concat([rows, predicted])
+        rows = rows.sort_values(['setting', 'num_devices'], kind='stable', ignore_index=True)
+    rows['notes'] = notes_of(rows)
+
+    has_days = (rows['stage'] != 'loader') & (rows['status'] == 'complete') & (rows['doubt'] == '')
+    if settings.training_images is None and (rows['model_name'] == 'tiny').any():
+        has_days &= rows['model_name'] != 'tiny'
+        sentences.append(TINY)
+    days = days_to_train(rows['images_per_sec'], settings.training_images or TRAINING_IMAGES).where(has_days)
+    rows = with_costs(rows, days, settings.dollars_per_gpu_hour)
+    rows['images_per_sec_per_device'] = rows['images_per_sec'] / rows['num_devices']
+    if settings.compare:
+        rows['speed_over_first'] = over_first(rows, 'images_per_sec', 'stage')
+    else:
+        several = rows.groupby('setting')['num_devices'].transform('nunique') > 1
+        rows['scaling_efficiency'] = over_first(rows, 'images_per_sec_per_device', 'setting').where(several)
+    if (rows['stage'] == 'encode').any():
+        sentences.append(ENCODING)
     if rows['doubt'].any():
-        columns.append('doubt')
-    columns = list(dict.fromkeys(columns))  # each once
-    try:
-        rows.to_csv(path, columns=columns, index=False)
-    except OSError as error:
-        raise ValueError(f'--csv {path} cannot be written: {error.strerror}; name another file') from None
+        sentences.append(DOUBTFUL)
+    return rows, sentences
+
+
+def medians(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row with the median of the reliable runs of each setting on so many devices and nodes, and one for each other
+    record."""
+    merged = []
+    for _, runs in rows[rows['reliable']].groupby(['setting', 'num_devices', 'num_nodes']):
+        speeds = runs['images_per_sec']
+        row = runs.iloc[[0]].assign(images_per_sec=speeds.median())
+        if len(runs) > 1:
+            row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
+        merged.append(row)
+    return pd.concat([*merged, rows[~rows['reliable']]])
+
+
+def with_costs(rows: pd.DataFrame, days: pd.Series, dollars_per_gpu_hour: float) -> pd.DataFrame:
+    """The rows with their days and, where they are those of GPUs, GPU-hours and dollars."""
+    hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
+    return rows.assign(days=days, gpu_hours=hours, cost_usd=hours * dollars_per_gpu_hour)
+
+
+def over_first(rows: pd.DataFrame, key: str, group: str) -> pd.Series:
+    """A figure of complete runs over that of the first reliable one of their group; NaN for others."""
+    first = rows[key].where(rows['reliable']).groupby(rows[group]).transform('first')  # that is not NaN
+    return (rows[key] / first).where(rows['status'] == 'complete')
+
+
+def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
+    """Rows for `counts` GPUs at the same batch in each setting that allows it, and sentences that say from what.
+
+    A number of GPUs that was measured on several numbers of nodes counts with the fewest. Raises ValueError if no
+    setting allows a prediction.
+    """
+    counts = np.array(sorted(set(counts)))
+    tables = []
+    sentences = []
+    for _, runs in rows[rows['reliable'] & (rows['stage'] == 'train')].groupby('setting'):
+        runs = runs.sort_values(['num_devices', 'num_nodes'], key=pd.to_numeric).drop_duplicates('num_devices')
+        first = runs.iloc[0]
+        batch = int(first['batch_size'] or 1)  # a batch that is not stated cancels out, as long as it is fixed
+        if len(runs) < 3 or 1 < batch < max(counts):
+            continue
+        a, b = fit_step_seconds(runs['num_devices'], batch / runs['images_per_sec'])
+        notes = ['extrapolated'] * len(counts)
+        for index, images in enumerate(batch / counts):  # of a GPU
+            if batch > 1 and images < int(first['device_train_microbatch_size'] or 1):
+                notes[index] += f'; {images:.3g} images a GPU: a smaller microbatch'
+        tables.append(runs.iloc[[0] * len(counts)].assign(
+            num_devices=counts, num_nodes='', images_per_sec=batch / (a / counts + b), extrapolated='yes',
+            reliable=False, notes=notes))
+        residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
+        worst = residuals.abs().argmax()
+        sentences.append(
+            f'{first["label"] or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
+            f'{counted(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
+            f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
+    if not tables:
+        raise ValueError(f'--extrapolate {max(counts)} needs trainings of one setting on three numbers of GPUs, '
+                         'complete and without a mark, and a batch of as many images as GPUs')
+    return pd.concat(tables), sentences
+
+
+def fit_step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """The a, b >= 0 for which a / n + b is closest to the seconds that a step took on n devices.
+
+    Closest by least squares of the relative errors, since the long steps on few devices would outweigh all others in
+    absolute ones.
+    """
+    counts = np.asarray(counts, dtype=float)
+    terms = np.stack([1 / counts, np.ones_like(counts)], axis=1)  # (measurements, 2): what a and b are multiplied by
+    (a, b), _ = nnls(terms / np.asarray(seconds)[:, None], np.ones_like(counts))
+    return a, b
+
+
+def notes_of(rows: pd.DataFrame) -> list[str]:
+    """The notes of all rows; those of loaders and of trainings on latents say how they compare with other rows."""
+    reliable = rows[rows['reliable']]
+    notes = []
+    for _, row in rows.iterrows():
+        compared = ''
+        if row['reliable'] and row['stage'] == 'loader':
+            compared = loader_over_model(row, reliable)
+        elif row['reliable'] and row['input'] == 'latents':
+            compared = latents_over_images(row, reliable)
+        notes.append('; '.join(filter(None, [row['notes'], compared])))
+    return notes
+
+
+def agreeing(rows: pd.DataFrame, row: pd.Series, keys: Sequence[str]) -> pd.DataFrame:
+    """The rows that agree with one in some keys."""
+    return rows[(rows[list(keys)] == row[list(keys)]).all(axis='columns')]
+
+
+def loader_over_model(loader: pd.Series, rows: pd.DataFrame) -> str:
+    """How many times the speed of the fastest model on the same devices a loader's is."""
+    models = agreeing(rows[rows['stage'] == 'train'], loader, ('device', 'num_devices', 'image_size'))
+    if models.empty:
+        return 'no model measured there'
+    fastest = models['images_per_sec'].max()
+    return f"{loader['images_per_sec'] / fastest:,.1f} times the model's {fastest:,.1f}"
+
+
+def latents_over_images(latents: pd.Series, rows: pd.DataFrame) -> str:
+    """From how many epochs on a training on latents has saved the GPU time that encoding once took.
+
+    What it saves, it saves over the training on images that agrees with it in all but the microbatch.
+    """
+    keys = [key for key in SETTINGS if key not in ('input', 'device_train_microbatch_size')]
+    on_images = agreeing(rows[rows['input'] == 'images'], latents, [*keys, 'num_devices', 'num_nodes'])
+    encodings = agreeing(rows[rows['stage'] == 'encode'], latents, ('device', 'model_name', 'image_size'))
+    if on_images.empty or encodings.empty:
+        return ''
+    encoding = (encodings['num_devices'] / encodings['images_per_sec']).median()  # GPU-seconds of an image
+    saved = latents['num_devices'] * (1 / on_images['images_per_sec'].max() - 1 / latents['images_per_sec'])
+    if saved <= 0:
+        return 'encoding once never pays'
+    return f'encoding once pays from {encoding / saved:.3g} epochs on, without the price of storage'
+
+
+def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
+    """A row for each setting and number of devices that was measured at the size of every phase of --phase.
+
+    A phase takes the speed of the fastest run of its size, whatever the microbatch. Raises ValueError if there is none.
+    """
+    trained = records[records['reliable'] & (records['stage'] == 'train')]
+    keys = [key for key in SETTINGS if key not in ('image_size', 'device_train_microbatch_size')]
+    sizes = [phase.size for phase in settings.phase]
+    plans = []
+    for _, runs in trained.groupby([*keys, 'num_devices', 'num_nodes'], sort=False):
+        of_settings = runs.groupby(['image_size', 'device_train_microbatch_size'])['images_per_sec'].median()
+        speeds = of_settings.groupby('image_size').max()
+        if not set(sizes) <= set(speeds.index):
+            continue
+        days = [days_to_train(speeds[phase.size], phase.images) for phase in settings.phase]
+        notes = [f'{printed("days", some)} days at {size} px' for some, size in zip(days, sizes, strict=True)]
+        if runs['input'].iloc[0] == 'latents':
+            notes.append('without encoding the images')
+        plan = runs.iloc[[0]].assign(stage='plan', image_size=', then '.join(sizes), images_per_sec=math.nan,
+                                     device_train_microbatch_size='', notes=', '.join(notes))
+        plans.append(with_costs(plan, pd.Series(sum(days), index=plan.index), settings.dollars_per_gpu_hour))
+    if not plans:
+        raise ValueError(f'--phase: no number of devices was measured in one setting at {" and ".join(sizes)} px; '
+                         'measure each size with the same flags')
+    return pd.concat(plans).sort_values('num_devices', kind='stable')
+
+
+def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, dollars_per_gpu_hour: float) -> pd.DataFrame:
+    """A row for each guidance scale of each evaluation, checkpoints in order, and what the training until then took."""
+    trainings = []
+    if len(records):
+        trainings = [record for record in records['record'] if record['stage'] == 'train']
+    rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
+    hours = pd.Series([hours_until(record, trainings) for record in rows['record']])
+    return rows.assign(gpu_hours=hours, cost_usd=hours * dollars_per_gpu_hour)
+
+
+def hours_until(evaluation: dict, trainings: list[dict]) -> float:
+    """GPU-hours of the training until an evaluation, by the speed of the last record of a training with the same flags
+    that was as long; NaN where there is none, or it was on a CPU."""
+    flags = evaluation.get('training', {})
+    for training in reversed(trainings):
+        if 'images_per_sec' not in training or training.get('device_type') == 'cpu':
+            continue
+        in_both = flags.keys() & training.keys()
+        is_same = 'batch_size' in in_both and all(flags[key] == training[key] for key in in_both)
+        if is_same and training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf):
+            return gpu_hours(training['images_per_sec'], training['num_devices'], evaluation['images_seen'])
+    return math.nan
+
+
+def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
+    """The keys in which rows that state them differ, or rows of one stage, some of which do not state them."""
+    in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # '' is a value
+    stated = rows[list(keys)].replace('', None).nunique()
+    return [key for key in keys if in_a_stage[key] > 1 or stated[key] > 1]
+
+
+def labels(rows: pd.DataFrame) -> list[str]:
+    """What tells the setting of each row from those of the others."""
+    keys = differing(rows, SETTINGS[1:])  # without the stage
+    return [', '.join(f'{key} {row[key]}' for key in keys if row[key]) for _, row in rows.iterrows()]
+
+
+def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
+    """What rows agree in, of some keys; a switch that is off is not named."""
+    columns = differing(rows, keys)
+    common = []
+    for key in keys:
+        value = rows[key].max()  # '' where a row does not state it
+        if key not in columns and value not in ('', 'no'):
+            common.append(f'{key} {value}')
+    return f'All rows: {", ".join(common)}'
+
+
+def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> str:
+    """An aligned Markdown table: those of its keys that rows differ in, the figures and the notes. A column with
+    nothing in it is left out."""
+    device = 'GPU'
+    if 'on_cpu' in rows and rows['on_cpu'].any():
+        device = 'device'
+    cells = pd.DataFrame(index=rows.index)
+    alignment = []
+    for key in [*differing(rows, keys), *COLUMNS, 'notes']:
+        if key not in rows:
+            continue
+        texts = [printed(key, value) for value in rows[key]]
+        if key in SPEEDS:
+            texts = [f'{text} *' if text and doubt else text for text, doubt in zip(texts, rows['doubt'], strict=True)]
+        if not any(texts):
+            continue
+        heading, _, _ = COLUMNS.get(key, (key, '', 0))
+        cells[heading.format(device)] = texts
+        alignment.append('right' if key in COLUMNS else 'left')
+    return cells.to_markdown(index=False, disable_numparse=True, colalign=alignment)
+
+
+def printed(key: str, value: str | float) -> str:
+    """A figure with its column's decimals, or with three significant digits where these are more; a text as it is."""
+    if isinstance(value, str):
+        return value
+    if math.isnan(value):
+        return ''
+    _, template, decimals = COLUMNS[key]
+    if '%' in template:
+        value *= 100
+    if decimals is None:
+        decimals = 0
+    elif value:
+        decimals = max(decimals, 2 - math.floor(math.log10(value)))
+    return template.format(f'{value:,.{decimals}f}')
 
 
 if __name__ == '__main__':

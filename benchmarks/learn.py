@@ -41,8 +41,7 @@ from models.loading import BUILT_IN, find_model
 from parts.merge import merge_parts
 from parts.output import open_output
 from parts.writer import PartWriter
-from reporting.quality import read_evaluations
-from reporting.quality_figure import draw_quality
+from report import main as report
 from training.checkpoints import checkpoints
 from training.picture_grid import grid_of, with_gaps, with_prompts
 from training.trained_model import read_trained, trained_pipeline
@@ -246,8 +245,8 @@ def main() -> None:
         figure(drawn, captions).save(picture)
         judge = train_judge(captions)
         result['fid'] = {f'phase_{phase}': evaluate_course(folder, phase, captions, judge) for phase in PHASES}
-        evaluations = read_evaluations([str(folder / 'evaluations.jsonl')], dollars_per_gpu_hour=0)
-        draw_quality(str(picture.with_stem(f'{picture.stem}-quality')), evaluations, dollars_per_gpu_hour=0)
+        course = picture.with_stem(f'{picture.stem}-quality')
+        report([str(folder / 'evaluations.jsonl'), '--quality', str(course)])
     for phase in ('phase_1', 'phase_2'):
         for kind, verdict in result[phase].items():
             print(f'{phase}, {kind:<8} weights: {verdict["right"]:.1%} of the pictures are right, by chance '

@@ -5,14 +5,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from settings.costs import (
-    DATASET_IMAGES,
-    DOLLARS_PER_GPU_HOUR,
-    DOLLARS_PER_TB_MONTH,
-    TRAINING_IMAGES,
-    Phase,
-)
-from settings.flags import amount, count, flag, number, positional, positive, seed
+from settings.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Phase
+from settings.flags import count, flag, number, positional, positive, seed
 from settings.train import Encoders, Model, Results, Samples, Seed, Warmup, check_image_size
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
@@ -142,13 +136,6 @@ class Report:
     dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price of one GPU for an hour, in dollars', kind=positive)
     extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)', kind=count,
                                         metavar='GPUS')
-    dataset_images: int | None = flag(None, 'images of the data set, which an encoding goes through once and a cache '
-                                      f'holds (default: {DATASET_IMAGES}; for the model tiny no days are shown)',
-                                      kind=count)
-    dollars_per_tb_month: float = flag(DOLLARS_PER_TB_MONTH, 'price of storing a TB of latents for a month, in '
-                                       'dollars; it is in the cost while the training lasts', kind=amount)
-    image_bytes: float = flag(0, 'stored bytes of an average sample; adds the columns remote and cache (default: not '
-                              'known, no columns)', kind=positive)
     compare: bool = flag(False, 'one row a record, with its speed relative to the first')
     phase: tuple[Phase, ...] = flag((), 'a phase of a plan: how many images to train on, and the side of each in '
                                     'pixels; the next phase stands behind it (default: no plan)', kind=phase,

@@ -1,1 +1,0 @@
-"""What report.py is made of: records read and checked, throughput, plans, tables and figures. No torch."""
