@@ -59,7 +59,7 @@ from inputs.shards import (
 from inputs.words import counted
 from measuring.measurement import Measurement, loader_figures
 from measuring.record import caution_sentence, keep, redacted, training_settings
-from measuring.tracing import build_profiler, quiet_profiler
+from measuring.tracing import build_profiler
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
@@ -397,8 +397,7 @@ def start_run(settings: Train, model: StableDiffusion, files: ModelFiles, data: 
             raise
         raise ValueError(f'--save_folder {settings.save_folder}: {load_path} does not fit this run '
                          f'({one_line(error)[:300]}); resume with the flags it was made with') from None
-    flops_per_image = sum(model.flops_per_image.values())
-    run = Run(settings, model, data, trainer, flops_per_image, measurement, safeguard, progress, evaluations)
+    run = Run(settings, model, data, trainer, measurement, safeguard, progress, evaluations)
     if not run.is_over:
         say_how_it_begins(settings, trainer.state, load_path)
     return run
@@ -428,7 +427,7 @@ def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, callb
         savers.append(WholeCheckpoints(settings.save_folder, settings.save_interval,
                                        settings.save_num_checkpoints_to_keep))
     is_one_microbatch = microbatch == settings.batch_size // dist.get_world_size()
-    with tensors_alone_are_loaded(), gradients_in_buckets(is_one_microbatch), quiet_profiler():
+    with tensors_alone_are_loaded(), gradients_in_buckets(is_one_microbatch):
         return TolerantTrainer(
             model=model,
             train_dataloader=data,

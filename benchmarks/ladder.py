@@ -13,6 +13,7 @@ too short, since clocks drop as the card warms. What is expected of each was wri
 """
 import argparse
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -20,25 +21,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from settings.flags import Parser, count, positive
-from settings.switch_table import SWITCHES, switch_of
-
 ROOT = Path(__file__).parent.parent
 SECONDS_FOR_REPORT = 60
 SECONDS_TO_END = 30  # for a run that is told to
-# Guesses, until a rung of the kind has run: the start, the search for the microbatch, the compiler, and 45 batches.
-SECONDS = {'eager': 160, 'compiled': 340, 'autotuned': 900}
-PROBE = ('import torch; print(torch.cuda.device_count(), torch.backends.cudnn.version() or 0, '
+PROBE = ('import torch; print(torch.cuda.device_count(), '
          'torch.cuda.get_device_name() if torch.cuda.is_available() else "")')
 
+IMAGES = ['--use_synth_data', '--use_ema']
+LATENTS = ['--use_synth_latents', '--use_ema']
 PLAIN = ['--precision', 'amp_bf16', '--encoder_precision', 'bf16', '--channels_last', '--fused_optimizer',
          '--no-compile']
 EAGER = [*PLAIN, '--half_precision_norms', '--cudnn_benchmark', '--cast_weights_once']
 BEST = [*PLAIN, '--compile', '--half_precision_norms', '--cudnn_benchmark']
 ORIGINAL = ['--precision', 'amp_fp16', '--encoder_precision', 'fp32', '--no-channels_last', '--no-fused_optimizer',
             '--no-compile']
+BF16 = ['--precision', 'amp_bf16', '--no-channels_last', '--no-compile', '--encoder_precision']
 
 
 @dataclass(frozen=True)
@@ -46,93 +43,84 @@ class Rung:
     """One run.
 
     Attributes:
-        expectation: of its speed, written down before.
-        switches: flags of benchmark.py.
-        microbatch: None: that of the plain rung; 'search': what fits; a number: at most that.
-        data: where the images come from.
-        ema: whether it keeps an average.
-        whole: the batch is one microbatch, as CUDA graphs need it.
+        expectation: of its speed, written down before it was measured.
+        flags: of benchmark.py, beside those of the batch.
+        microbatch: None: that of the first rung; 'search': what fits; 'batch': the batch is one microbatch; a number:
+            at most that.
     """
     expectation: str
-    switches: list[str]
+    flags: list[str]
     microbatch: int | str | None = None
-    data: str = '--use_synth_data'
-    ema: bool = True
-    whole: bool = False
 
     @property
-    def kind(self) -> str:
-        """What decides how long it takes."""
-        if 'max-autotune-no-cudagraphs' in self.switches:
-            return 'autotuned'
-        return 'compiled' if '--compile' in self.switches else 'eager'
+    def seconds(self) -> int:
+        """A guess: the start, the search for the microbatch, the compiler, and 45 batches."""
+        if 'max-autotune-no-cudagraphs' in self.flags:
+            return 900
+        return 340 if '--compile' in self.flags else 160
+
+
+# The most telling first; then each switch alone on the defaults, those that take long at the end; then what the
+# defaults changed, one after the other, from the recipe of the original.
+RUNGS = [
+    Rung('the defaults, which other rungs are compared with', [*IMAGES, *PLAIN], 'search'),
+    Rung('20 to 60 % over the defaults', [*IMAGES, *BEST], 'search'),
+    Rung('1.3 to 1.5 times as fast as the same on images, by arithmetic without the VAE', [*LATENTS, *BEST], 'search'),
+    Rung('most of what the compiler gives, without its minutes', [*IMAGES, *EAGER]),
+    Rung('the recipe of the published 16 images/s on an A100', [*IMAGES, *ORIGINAL], 4),
+    Rung('-10 to +10 %: the group norm of torch 2.7 answers in channels first on a GPU, and the next convolution copies '
+         'back: 4,918 launches for a microbatch with channels_last, 4,651 without',
+         [*IMAGES, *PLAIN, '--no-channels_last']),
+    Rung('2 to 5 %', [*IMAGES, *PLAIN, '--attention', 'cudnn']),
+    Rung('the same as the defaults on an A100, where flash comes first', [*IMAGES, *PLAIN, '--attention', 'flash']),
+    Rung('2 to 5 %, where FlashAttention 3 is built', [*IMAGES, *PLAIN, '--attention', 'xformers']),
+    Rung('5 to 15 %, and a quarter less memory for activations', [*IMAGES, *PLAIN, '--half_precision_norms']),
+    Rung('1 to 4 % at a microbatch of 4: 5 GB less to read and write for each',
+         [*IMAGES, *PLAIN, '--cast_weights_once']),
+    Rung('1 to 5 %', [*IMAGES, *PLAIN, '--cudnn_benchmark']),
+    Rung('0 to 1 % within a node; 2 to 4 % at 128 GPUs', [*IMAGES, *PLAIN, '--allreduce_precision', 'bf16']),
+    Rung('15 to 30 %: NVIDIA saw 6 % of inductor after 23 % of channels_last',
+         [*IMAGES, *PLAIN, '--compile', '--no-compile_blocks']),
+    Rung('the speed of --compile within 5 %, with a start several times as short',
+         [*IMAGES, *PLAIN, '--compile', '--compile_blocks']),
+    Rung('0 to 2 % over --compile; it may not run',
+         [*IMAGES, *PLAIN, '--compile', 'reduce-overhead', '--no-compile_blocks'], 'batch'),
+    Rung('0 to 5 % over --compile',
+         [*IMAGES, *PLAIN, '--compile', 'max-autotune-no-cudagraphs', '--no-compile_blocks']),
+    Rung('within 5 % of the original: both use flash attention', [*IMAGES, *ORIGINAL, '--attention', 'xformers'], 4),
+    Rung('0 to 1 % over the original: an optimizer step is short beside 32 microbatches',
+         [*IMAGES, *ORIGINAL, '--fused_optimizer'], 4),
+    Rung('the speed of the original', [*IMAGES, *BF16, 'fp32'], 4),
+    Rung('3 to 8 %: the weights of the encoders are never cast, and their norms are in half precision',
+         [*IMAGES, *BF16, 'bf16'], 4),
+    Rung("the closest to MLPerf's 149.6 images/s on an H200", ['--use_synth_latents', *BEST], 'search'),
+]
 
 
 @dataclass(frozen=True)
 class Machine:
     """What the rungs run on."""
     gpus: int
-    cudnn: int
     device: str
 
 
 def rungs(machine: Machine) -> list[Rung]:
-    """All of them, the most telling first."""
-    latents = '--use_synth_latents'
-    found = [
-        Rung('the defaults, which other rungs are compared with', PLAIN, 'search'),
-        Rung('20 to 60 % over the defaults', BEST, 'search'),
-        Rung('1.3 to 1.5 times as fast as the same on images, by arithmetic without the VAE', BEST, 'search', latents),
-        Rung('most of what the compiler gives, without its minutes', EAGER),
-        Rung('the recipe of the published 16 images/s on an A100', ORIGINAL, 4),
-    ]
-    found += sorted(rungs_of_switches(machine), key=lambda rung: SECONDS[rung.kind])  # what takes long comes later
-    bf16 = ['--precision', 'amp_bf16', '--no-channels_last', '--no-compile', '--encoder_precision']
-    return found + [
-        # what the defaults changed, one after the other, from the recipe of the original
-        Rung('within 5 % of the original: both use flash attention', [*ORIGINAL, '--attention', 'xformers'], 4),
-        Rung('0 to 1 % over the original: an optimizer step is short beside 32 microbatches',
-             [*ORIGINAL, '--fused_optimizer'], 4),
-        Rung('the speed of the original', [*bf16, 'fp32'], 4),
-        Rung('3 to 8 %: the weights of the encoders are never cast, and their norms are in half precision',
-             [*bf16, 'bf16'], 4),
-        Rung("the closest to MLPerf's 149.6 images/s on an H200", BEST, 'search', latents, ema=False),
-    ]
-
-
-def rungs_of_switches(machine: Machine) -> list[Rung]:
-    """Each switch alone, on the defaults, at each of its values that has an expectation and can run here."""
-    found = []
-    for switch in SWITCHES:
-        for value in switch.values:
-            if value.expectation is None:
-                continue
-            if value.cudnn is not None and machine.cudnn < value.cudnn:
-                continue
-            if value.several_devices and machine.gpus == 1:
-                continue
-            needed = switch_of(switch.needs).as_flags(True) if switch.needs else []
-            flags = [*PLAIN, *needed, *switch.as_flags(value.value)]
-            if switch.flag == 'compile':
-                flags.append('--no-compile_blocks')  # on several GPUs, too: blocks have a rung of their own
-            found.append(Rung(value.expectation, flags, whole=value.whole_batch is not None))
-    return found
+    """Those that do something here."""
+    return [rung for rung in RUNGS if machine.gpus > 1 or '--allreduce_precision' not in rung.flags]
 
 
 def flags_of(rung: Rung, args: argparse.Namespace, machine: Machine, plain_microbatch: int | None) -> list[str]:
     """Its flags of benchmark.py. Where the plain rung has no record, each searches for its own microbatch."""
-    microbatch = plain_microbatch
-    if isinstance(rung.microbatch, int):
-        microbatch = min(rung.microbatch, plain_microbatch or rung.microbatch)
-    elif rung.microbatch == 'search':
-        microbatch = None
     batch = args.batch
-    if rung.whole:
+    microbatch = plain_microbatch
+    if rung.microbatch == 'search':
+        microbatch = None
+    elif rung.microbatch == 'batch':
         batch = microbatch = plain_microbatch or 1
-    flags = [rung.data, '--batch_size', str(batch * machine.gpus), '--measure_batches', str(args.measure_batches),
-             '--warmup_batches', '5', *rung.switches]
-    if rung.ema:
-        flags.append('--use_ema')
+    elif rung.microbatch is not None:
+        microbatch = min(rung.microbatch, plain_microbatch or rung.microbatch)
+    flags = [*rung.flags, '--batch_size', str(batch * machine.gpus), '--measure_batches', str(args.measure_batches),
+             '--warmup_batches', '5']
     if microbatch:
         flags += ['--device_train_microbatch_size', str(microbatch)]
     return flags
@@ -164,21 +152,18 @@ def microbatch_of(rung: Rung, args: argparse.Namespace, machine: Machine) -> int
 def climb(args: argparse.Namespace, machine: Machine) -> None:
     """Run the rungs that have no record, as far as each is expected to end in time."""
     end = time.monotonic() + args.minutes * 60 - SECONDS_FOR_REPORT
-    longest = {}  # seconds, of each kind
     plain, *_ = rungs(machine)
     for rung in rungs(machine):
         flags = flags_of(rung, args, machine, microbatch_of(plain, args, machine))
         if tuple(flags) in recorded(args.results, machine):
             continue
-        start = time.monotonic()
-        if start + longest.get(rung.kind, SECONDS[rung.kind]) > end:
+        if time.monotonic() + rung.seconds > end:
             say(f'no time left for: {shlex.join(flags)}')
             continue
         say(f'{shlex.join(flags)}; expected: {rung.expectation}')
         # a rung that does not fit or build leaves the others to run
-        if run([*launcher(machine), *flags, '--results', str(args.results)], end - start) != 0:
+        if run([*launcher(machine), *flags, '--results', str(args.results)], end - time.monotonic()) != 0:
             say(f'failed: {shlex.join(flags)}')
-        longest[rung.kind] = max(longest.get(rung.kind, 0), time.monotonic() - start)
 
 
 def launcher(machine: Machine) -> list[str]:
@@ -210,16 +195,17 @@ def say(text: str) -> None:
 def this_machine() -> Machine:
     """Asked for in a process of its own, since one that has asked holds memory of the GPU."""
     answer = subprocess.run([sys.executable, '-c', PROBE], check=True, capture_output=True, text=True).stdout
-    gpus, cudnn, device = answer.strip('\n').split(' ', 2)
-    return Machine(int(gpus), int(cudnn), device)
+    gpus, device = answer.strip('\n').split(' ', 1)
+    return Machine(int(gpus), device)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser('ladder.py', __doc__)
+    parser = argparse.ArgumentParser('ladder.py', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('results', type=Path, help='file that the records are appended to')
-    parser.add_argument('minutes', type=positive, nargs='?', default=float('inf'), help='to end in (default: no limit)')
-    parser.add_argument('--batch', type=count, default=128, help='images of a step on each GPU (default: 128)')
-    parser.add_argument('--measure_batches', type=count, default=40, help='batches that are measured (default: 40)')
+    parser.add_argument('minutes', type=float, nargs='?', default=math.inf, help='to end in (default: no limit)')
+    parser.add_argument('--batch', type=int, default=128, help='images of a step on each GPU (default: 128)')
+    parser.add_argument('--measure_batches', type=int, default=40, help='batches that are measured (default: 40)')
     args = parser.parse_args(argv)
     machine = this_machine()
     if not machine.gpus:

@@ -1,4 +1,4 @@
-"""--compile: what torch's compiler must be told, and how many graphs it made."""
+"""--compile: what torch's compiler must be told."""
 import torch
 
 MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 14 kinds of residual blocks and 4 of transformer blocks
@@ -37,8 +37,3 @@ def compile_blocks(model: torch.nn.Module, kinds: tuple[type, ...], mode: str | 
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MOST_KINDS_OF_BLOCKS)  # of one class, for all its sizes
     compile_in_place([module for module in model.modules() if type(module) in kinds], mode)
-
-
-def compiled_graphs() -> int:
-    """How many graphs this process has compiled: one for each module and shape, unless one was cut or compiled anew."""
-    return torch._dynamo.utils.counters['aot_autograd']['ok']

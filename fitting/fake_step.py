@@ -1,24 +1,24 @@
 """The memory of a training step, found on tensors that have shapes but no memory. No GPU is needed, and no weights.
 
-The model takes a step, forward and backward, under torch's FakeTensorMode. For each operator it is noted which storages
-are alive, and what they are: so the peak is where it is on a device, and not the sum of what is alive at different
-times.
+The model takes a step, forward and backward, under torch's FakeTensorMode. At each operator the bytes that are alive
+are noted: so the peak is where it is on a device, and not the sum of what is alive at different times. One trace tells
+the memory of every microbatch. torch's own MemTracker, with which the tests compare it, counts one microbatch, and no
+model with frozen weights (torch 2.7).
 """
 import contextlib
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from composer import ComposerModel
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fitting.cuda_autocast import cuda_rules
+from fitting.microbatch import blank_batch
+from models.diffusion_model import DiffusionModel
 
 AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
@@ -30,13 +30,6 @@ TRACED_IMAGES = 1009
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a shape alone."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-@dataclass(frozen=True)
-class FakeModel:
-    """A model whose tensors have shapes but no memory, and the mode that they live in."""
-    model: ComposerModel
-    mode: FakeTensorMode
 
 
 @dataclass(frozen=True)
@@ -69,124 +62,111 @@ class StepMemory:
         return dict(zip(ITEMS, row.tolist(), strict=True))
 
 
-class LiveStorages(TorchDispatchMode):
-    """Notes for each storage between which operators it was alive.
+class AliveBytes(TorchDispatchMode):
+    """Counts at each operator the bytes of all storages that are alive, but for those of the weights.
 
     Attributes:
-        born, died: the number of the operator that made it, and of the last one before it was freed; from 0.
-        size: in bytes.
-        casts: the storages that hold a weight in another type.
-        operators: how many there were.
+        items: of each storage that is alive, by its address.
+        now: int64 (2, ITEMS), what is alive whatever the microbatch, and for each image of it.
+        rows: `now` after each operator.
     """
 
     def __init__(self, weights: list[torch.Tensor]):
         super().__init__()
         self.weights = {weight.untyped_storage()._cdata for weight in weights}
-        self.serials: dict[int, int] = {}  # of the storages that are alive, by their address
-        self.born: list[int] = []
-        self.died: list[int | None] = []
-        self.size: list[int] = []
-        self.casts: set[int] = set()
-        self.operators = 0
-
-    def serial(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor's storage; None for a weight's, and for one that was there before."""
-        return self.serials.get(tensor.untyped_storage()._cdata)
+        self.items: dict[int, str] = {}
+        self.now = np.zeros((2, len(ITEMS)), dtype=np.int64)
+        self.rows: list[np.ndarray] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self.note(tensor.untyped_storage())
+                self.notice(tensor)
         if function is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
-            self.casts.add(self.serial(result))
-        self.operators += 1
+            self.count_as('cast weights', result)
+        self.rows.append(self.now.copy())
         return result
 
-    def note(self, storage: torch.UntypedStorage) -> None:
+    def notice(self, tensor: torch.Tensor) -> None:
+        """Count a storage that is new, until it is freed."""
+        storage = tensor.untyped_storage()
         address = storage._cdata
-        if address in self.weights or address in self.serials:
+        if address in self.weights or address in self.items:
             return
-        self.serials[address] = len(self.born)
-        self.born.append(self.operators)
-        self.died.append(None)
-        self.size.append(storage.nbytes())
-        weakref.finalize(storage, self.free, address)
+        self.items[address] = 'working memory'
+        self.add('working memory', storage.nbytes())
+        weakref.finalize(storage, self.free, address, storage.nbytes())
 
-    def free(self, address: int) -> None:
-        self.died[self.serials.pop(address)] = max(0, self.operators - 1)
+    def count_as(self, item: str, tensor: torch.Tensor) -> None:
+        """From now on, what was counted as working memory is another item."""
+        storage = tensor.untyped_storage()
+        if self.items.get(storage._cdata) == 'working memory':
+            self.items[storage._cdata] = item
+            self.add('working memory', -storage.nbytes())
+            self.add(item, storage.nbytes())
 
-    def alive(self, items: dict[str, set[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes that are alive at each operator, whatever the microbatch and for each image of it, both int64
-        (operators, ITEMS); what is in no item is working memory.
-        """
-        fixed = np.zeros((self.operators + 1, len(ITEMS)), dtype=np.int64)
-        per_image = np.zeros_like(fixed)
-        for serial, size in enumerate(self.size):
-            names = [name for name, serials in items.items() if serial in serials]
-            column = ITEMS.index(names[0] if names else 'working memory')
-            change = fixed
-            if size % TRACED_IMAGES == 0:
-                change = per_image
-                size //= TRACED_IMAGES
-            change[self.born[serial], column] += size
-            if self.died[serial] is not None:
-                change[self.died[serial] + 1, column] -= size
-        return fixed.cumsum(axis=0)[:-1], per_image.cumsum(axis=0)[:-1]
+    def free(self, address: int, size: int) -> None:
+        self.add(self.items.pop(address), -size)
+
+    def add(self, item: str, size: int) -> None:
+        column = ITEMS.index(item)
+        if size % TRACED_IMAGES == 0:
+            self.now[1, column] += size // TRACED_IMAGES
+        else:
+            self.now[0, column] += size
 
 
-def build_fake(outline: ComposerModel) -> FakeModel:
-    """A model of the meta device on a CPU without its memory.
+def trace_step(outline: DiffusionModel, precision: str) -> StepMemory:
+    """The memory of forward and backward, on a GPU in half precision, or in float32 anywhere.
 
-    It is made there first and faked then, since torch 2.15 changes no type of a fake parameter.
+    Attention is computed by a kernel that keeps no matrix of all queries and keys. A CPU's stands for a GPU's: both
+    keep queries, keys, values, the result and one number a query.
+
+    Args:
+        outline: the model on the meta device; its tensors become fake ones.
+        precision: amp_bf16, amp_fp16 or fp32.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
     cpu = torch.device('cpu')
-    # what Module.to_empty does, which takes seconds under the mode
-    return FakeModel(outline.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu)), mode)
-
-
-def trace_step(fake: FakeModel, make_batch: Callable[[int], dict[str, torch.Tensor]], precision: str,
-               fused_attention: bool = True) -> StepMemory:
-    """The memory of forward and backward, on a GPU in half precision, or in float32 anywhere.
-
-    Args:
-        fake: it is left without gradients.
-        make_batch: a microbatch of so many images, as the model takes it.
-        precision: amp_bf16, amp_fp16 or fp32.
-        fused_attention: attention by a kernel that keeps no matrix of all queries and keys. A CPU's stands for a GPU's:
-            both keep queries, keys, values, the result and one number a query.
-    """
-    model = fake.model
-    live = LiveStorages(list(model.parameters()))
-    kept = set()
+    # what Module.to_empty does, which takes seconds under the mode; torch 2.15 changes no type of a fake parameter
+    model = outline.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
+    alive = AliveBytes(list(model.parameters()))
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.add(live.serial(tensor))
+        alive.count_as('activations', tensor)
         return tensor
 
-    backends = [SDPBackend.FLASH_ATTENTION] if fused_attention else [SDPBackend.MATH]
-    with fake.mode, no_collection(), live, sdpa_kernel(backends), torch.compiler.set_stance('force_eager'):
-        batch = make_batch(TRACED_IMAGES)
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in trainable:
+        weight.register_post_accumulate_grad_hook(lambda weight: alive.count_as('gradients', weight.grad))
+    autocast = torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES)
+    with mode, alive, sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.compiler.set_stance('force_eager'):
+        batch = blank_batch(model, TRACED_IMAGES, torch.float32, 'cpu')
         composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
-        with cuda_rules(cache=True), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES):
+        with norms_in_float32(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with autocast:
                 outputs = model(batch)
                 loss = model.loss(outputs, batch)
             loss.backward()
     del composers_copy
-    gradients = {live.serial(weight.grad) for weight in model.parameters() if weight.grad is not None}
-    fixed, per_image = live.alive({'gradients': gradients, 'cast weights': live.casts, 'activations': kept})
-    model.zero_grad(set_to_none=True)
-    return StepMemory(fixed, per_image, sum(weight.nbytes for weight in model.parameters() if weight.requires_grad))
+    rows = np.array(alive.rows)  # (operators, 2, ITEMS)
+    return StepMemory(rows[:, 0], rows[:, 1], sum(weight.nbytes for weight in trainable))
 
 
 @contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Python frees what nothing refers to, and looks for no cycles: so every trace frees at the same points."""
-    gc.collect()
-    gc.disable()
+def norms_in_float32() -> Iterator[None]:
+    """A context in which autocast on a CPU computes group and layer norms in float32, as CUDA's autocast does.
+
+    A CPU's leaves them in half precision. All other operators of the model keep the same for the backward pass.
+    """
+    def cast(module: torch.nn.Module, inputs: tuple) -> tuple | None:
+        if type(module) in (torch.nn.GroupNorm, torch.nn.LayerNorm) and torch.is_autocast_enabled('cpu'):
+            return tuple(tensor.float() for tensor in inputs)
+        return None
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(cast)
     try:
         yield
     finally:
-        gc.enable()
+        hook.remove()

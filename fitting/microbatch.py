@@ -6,14 +6,12 @@ of its exchange of gradients, and every microbatch of a run that searches is syn
 import copy
 import gc
 import re
-from collections.abc import Callable
 
 import torch
-from composer import ComposerModel
 from composer.core import DataSpec, get_precision_context
 from composer.utils import dist, get_device
 
-from fitting.memory import ADAM_MOMENTS, copies_of_weights, has_buckets
+from fitting.memory import ADAM_MOMENTS, has_buckets
 from inputs.captions import CAPTION_LENGTH
 from inputs.errors import is_out_of_memory
 from inputs.shards import LATENTS
@@ -27,13 +25,20 @@ BUCKET_BYTES = 32 * 2 ** 20  # more than DistributedDataParallel sends at once, 
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
-def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precision: str, use_ema: bool) -> int:
-    """The largest part of a device's share of the batch that trains within the memory of every rank.
+def sizes_to_try(share: int) -> list[int]:
+    """The powers of two that divide a device's share of the batch, the smallest first."""
+    sizes = [1]
+    while share % (2 * sizes[-1]) == 0:
+        sizes.append(2 * sizes[-1])
+    return sizes
 
-    The result divides the device's share. Where a size fits, all smaller ones do. One image comes first, which makes
-    the handles and workspaces of CUDA's libraries while there is room. Each size is tried on all ranks at once, so that
-    none waits for another. A try is what the first two batches of the run do, beside everything that it holds. Weights
-    and random state stay as they are, and there is no optimizer yet.
+
+def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precision: str, use_ema: bool) -> int:
+    """The largest of `sizes_to_try` that trains within the memory of every rank.
+
+    One image comes first, which makes the handles and workspaces of CUDA's libraries while there is room. Each size is
+    tried on all ranks at once, so that none waits for another. A try is what the first two batches of the run do,
+    beside everything that it holds. Weights and random state stay as they are, and there is no optimizer yet.
 
     Args:
         model: with its switches; it is moved to its device. A compiled part runs uncompiled: compiling takes minutes
@@ -47,48 +52,17 @@ def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precis
     """
     get_device().module_to_device(model)
     exchange_a_bucket()
-
-    def is_fitting(size: int) -> bool:
-        copies = sum(copies_of_weights(use_ema).values()) - ADAM_MOMENTS
-        copies += has_buckets(size, share, dist.get_world_size())
-        return on_all_ranks(fits(model, data, size, precision, copies))
-
+    largest = 0
     with random_state_kept(), torch.compiler.set_stance('force_eager'):
-        size = largest_that_fits(share, is_fitting)
-    if size is None:
-        raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of '
-                         f'{memory_of_device()}; use --gradient_checkpointing, a smaller image, or a smaller '
-                         '--batch_size')
-    return size
-
-
-def largest_that_fits(share: int, is_fitting: Callable[[int], bool]) -> int | None:
-    """The largest divisor of `share` that fits. None: not even 1 does.
-
-    Each is at least twice as large as the one before until one does not fit; then those between are tried.
-    """
-    sizes = sorted(divisors(share))
-    largest = None
-    too_large = share + 1
-    for size in sizes:
-        if largest is None or size >= 2 * largest:
-            if not is_fitting(size):
-                too_large = size
+        for size in sizes_to_try(share):
+            copies = int(use_ema) + has_buckets(size, share, dist.get_world_size())
+            if not on_all_ranks(fits(model, data, size, precision, copies)):
                 break
             largest = size
-    if largest is None:
-        return None
-    for size in sizes:
-        if largest < size < too_large:
-            if not is_fitting(size):
-                break
-            largest = size
+    if largest == 0:
+        raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of this device; '
+                         'use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
     return largest
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, the largest first."""
-    return [size for size in range(number, 0, -1) if number % size == 0]
 
 
 def random_state_kept():
@@ -111,7 +85,7 @@ def on_all_ranks(mine: bool) -> bool:
     return bool(agreed.item())
 
 
-def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:
+def fits(model: DiffusionModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:
     """Whether `size` images at once can be trained on this rank, beside so many copies of the weights.
 
     Nothing that the try needed is left in memory.
@@ -124,7 +98,10 @@ def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies
             raise
         return False
     finally:  # the error is gone here, and with its traceback the tensors that it held
-        free_memory(model)
+        model.zero_grad(set_to_none=True)
+        gc.collect()  # a library's error can hold its traceback in a cycle
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def is_too_large(error: RuntimeError, size: int) -> bool:
@@ -132,24 +109,31 @@ def is_too_large(error: RuntimeError, size: int) -> bool:
     return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
-def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> None:
+def train_twice(model: DiffusionModel, data: DataSpec, size: int, precision: str, copies: int) -> None:
     """Two batches of `size` images, beside what a run holds. Raises RuntimeError if they are too many.
 
     Adam's moments come between them, as in a run: they go where the activations of the first have left room, and the
     activations of the second have to find theirs beside them.
     """
-    beside = memory_beside(model, copies)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    beside = []
+    for parameter in trainable:
+        parameter.grad = torch.zeros_like(parameter)  # all but the first microbatch of a batch find them there
+        beside += [torch.empty_like(parameter) for _ in range(copies)]
+    if torch.cuda.is_available():
+        spare = int(torch.cuda.mem_get_info()[1] * SPARE_SHARE)
+        beside.append(torch.empty(spare, dtype=torch.uint8, device='cuda'))
     forward_and_backward(model, data, size, precision)
-    beside += adam_moments(model)
+    beside += [torch.empty_like(parameter) for parameter in trainable for _ in range(ADAM_MOMENTS)]
     forward_and_backward(model, data, size, precision)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a kernel's own error comes late
     del beside
 
 
-def forward_and_backward(model: ComposerModel, data: DataSpec, size: int, precision: str) -> None:
+def forward_and_backward(model: DiffusionModel, data: DataSpec, size: int, precision: str) -> None:
     """As Composer's Trainer does it, which keeps a copy of the microbatch."""
-    microbatch = data.microbatch_transforms(blank_microbatch(data, size))
+    microbatch = data.microbatch_transforms(blank_batch(model, size, torch.uint8, get_device()._device))
     composers_copy = copy.deepcopy(microbatch)
     with get_precision_context(precision):
         outputs = model.train()(microbatch)
@@ -158,54 +142,12 @@ def forward_and_backward(model: ComposerModel, data: DataSpec, size: int, precis
     del composers_copy
 
 
-def free_memory(model: ComposerModel) -> None:
-    """Give back what a try allocated."""
-    model.zero_grad(set_to_none=True)
-    gc.collect()  # a library's error can hold its traceback in a cycle
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def memory_beside(model: ComposerModel, copies: int) -> list[torch.Tensor]:
-    """As much memory as a run holds from its first batch on, beside weights and activations.
-
-    The gradients are put where they belong: all but the first microbatch of a batch find them there.
-    """
-    held = []
-    for parameter in trainable(model):
-        parameter.grad = torch.zeros_like(parameter)
-        held += [torch.empty_like(parameter) for _ in range(copies)]
-    if torch.cuda.is_available():
-        spare = int(torch.cuda.mem_get_info()[1] * SPARE_SHARE)
-        held.append(torch.empty(spare, dtype=torch.uint8, device='cuda'))
-    return held
-
-
-def adam_moments(model: ComposerModel) -> list[torch.Tensor]:
-    """As much memory as the optimizer takes in its first step."""
-    return [torch.empty_like(parameter) for parameter in trainable(model) for _ in range(ADAM_MOMENTS)]
-
-
-def trainable(model: ComposerModel) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def blank_microbatch(data: DataSpec, size: int) -> dict[str, torch.Tensor]:
-    """Samples on the device: `image` uint8 (B, 3, H, H) or `moments`, and `caption` (B, 77). The batch that they are
-    taken from stays on the host.
-    """
-    device = get_device()._device
-    dataset = data.dataloader.dataset
-    side = dataset.image_size
-    microbatch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long, device=device)}
-    if dataset.latents:
-        microbatch[LATENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half, device=device)
+def blank_batch(model: DiffusionModel, size: int, image_type: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+    """Samples as large as the model takes them: `image` (B, 3, H, H) or `moments`, and `caption` (B, 77)."""
+    side = model.image_size
+    batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long, device=device)}
+    if model.vae is None:
+        batch[LATENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half, device=device)
     else:
-        microbatch['image'] = torch.zeros(size, 3, side, side, dtype=torch.uint8, device=device)
-    return microbatch
-
-
-def memory_of_device() -> str:
-    if not torch.cuda.is_available():
-        return 'this device'
-    return f'{torch.cuda.get_device_name()} ({torch.cuda.mem_get_info()[1] / 2 ** 30:.0f} GiB)'
+        batch['image'] = torch.zeros(size, 3, side, side, dtype=image_type, device=device)
+    return batch

@@ -20,10 +20,9 @@ from inputs.errors import one_line
 from models.diffusion_model import DiffusionModel
 from models.norms import switch_norms_to_half
 from settings.train import Train
-from settings.switch_table import ATTENTION_BACKENDS
 
-SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
-                 'efficient': SDPBackend.EFFICIENT_ATTENTION, 'math': SDPBackend.MATH}
+SDPA_BACKENDS = {'flash': SDPBackend.FLASH_ATTENTION, 'efficient': SDPBackend.EFFICIENT_ATTENTION,
+                 'math': SDPBackend.MATH, 'cudnn': SDPBackend.CUDNN_ATTENTION}
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 
 
@@ -99,10 +98,8 @@ def attention_order(attention: str):
     if not orders_kernels(attention):
         return contextlib.nullcontext()
     torchs_order()  # before it is changed
-    first = attention.split(',')
-    others = [name for name in ATTENTION_BACKENDS if name not in first]
-    others.sort(key=lambda name: name == 'cudnn')
-    return sdpa_kernel([SDPA_BACKENDS[name] for name in first + others], set_priority=True)
+    order = dict.fromkeys([*attention.split(','), *SDPA_BACKENDS])
+    return sdpa_kernel([SDPA_BACKENDS[name] for name in order], set_priority=True)
 
 
 @functools.cache

@@ -7,21 +7,11 @@ from inputs.words import counted
 QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
 FEWEST_BATCHES = 20   # a window that is shorter says little
 MUCH_DRIFT = 0.1      # within a window: another would show another speed
-MUCH_OTHER_LOAD = 0.25  # of the cores of a machine, used by other programs
 
 
 def fewest_batches(queue_batches: int) -> int:
     """The shortest window that shows the speed of a run whose loader prepares so many batches ahead."""
     return max(FEWEST_BATCHES, QUEUES_IN_WINDOW * queue_batches)
-
-
-def load_of_others(record: dict) -> str:
-    """How much of the machine other programs used while a CPU was measured, where that was much; else ''."""
-    load = record.get('other_load')
-    cores = record.get('cpu_cores')
-    if load is None or cores is None or load <= MUCH_OTHER_LOAD * cores:
-        return ''
-    return f'other programs used {load:.1f} of the {cores} cores'
 
 
 def doubt(record: dict) -> str:
@@ -32,4 +22,14 @@ def doubt(record: dict) -> str:
         return f'only {counted(batches, "measured batch", "measured batches")}'
     if drift is not None and abs(drift) > MUCH_DRIFT:
         return f'drift {drift:+.1%}'
-    return load_of_others(record)
+    return ''
+
+
+def remedy(record: dict) -> str:
+    """What to do about the `doubt` of a record."""
+    least = fewest_batches(record.get('queue_batches') or 0)
+    if record['measured_batches'] < least:
+        return f'use --measure_batches {least} or more, and where --max_duration is given, a longer one'
+    if record['drift'] > 0:
+        return 'the start was slow; use more --warmup_batches'
+    return 'the speed has not settled; use more --measure_batches, or a longer --max_duration'

@@ -3,7 +3,6 @@ import contextlib
 import itertools
 import math
 import re
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,6 @@ from composer.utils import dist, get_device
 
 from measuring.caution import QUEUES_IN_WINDOW
 from measuring.gpu_monitor import GIB, GpuMonitor
-from measuring.other_load import OtherLoad
 
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 
@@ -74,7 +72,6 @@ class Measurement(Callback):
         self.loss: float | None = None  # the last finite one of the run
         self.window = Window()
         self.gpu = GpuMonitor()  # of the window
-        self.other_load = OtherLoad()  # of the window
         self._excluded = dict.fromkeys(EXCLUDED, 0.0)  # seconds of the batch to come that are no part of it
         self._excluded_until_now = 0.0  # seconds of the whole run
         self._excluded_name: str | None = None  # what the time counts as now; None: the batch
@@ -113,10 +110,6 @@ class Measurement(Callback):
             self._excluded_until_now += now - self._excluded_since
         self._excluded_name = name
         self._excluded_since = now
-        if name is None:
-            self.gpu.resume()
-        else:
-            self.gpu.pause()
 
     @property
     def seconds_excluded(self) -> float:
@@ -159,11 +152,6 @@ class Measurement(Callback):
         if self.batches == first:
             self._ready_at_start = loader.ready_batches
             self.gpu.start()
-            self.other_load.start()
-            self._previous_end = time.perf_counter()  # to look at all processes takes some milliseconds
-        elif self._is_full():
-            self.gpu.stop()
-            self.other_load.stop()
         self._excluded = dict.fromkeys(EXCLUDED, 0.0)
 
     def _measure(self, state: State, seconds: float, waited: float, loss: float) -> None:
@@ -177,6 +165,7 @@ class Measurement(Callback):
         window.drained_batches = self._drained(state)
         if math.isfinite(loss):
             window.losses.append(loss)
+        self.gpu.batch_end()
 
     def _is_full(self) -> bool:
         return self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
@@ -308,8 +297,6 @@ def peak_memory_gib() -> float:
     """Most memory this rank took: reserved on its GPU, or resident on the host where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / GIB
-    status = Path('/proc/self/status')
-    if status.is_file():  # Linux, whose ru_maxrss is at least that of the process that started this one
-        [peak] = re.findall(r'^VmHWM:\s*(\d+) kB$', status.read_text(), re.MULTILINE)
-        return int(peak) * 1024 / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    status = Path('/proc/self/status').read_text()  # ru_maxrss is at least that of the process that started this one
+    [peak] = re.findall(r'^VmHWM:\s*(\d+) kB$', status, re.MULTILINE)
+    return int(peak) * 1024 / GIB

@@ -1,13 +1,9 @@
-"""What a GPU does to numbers, on a CPU: CUDA's rules of autocast, its loss scaling, DDP, and faults in gradients.
-
-    with cuda_rules(), torch.autocast('cpu', torch.bfloat16):   # casts as torch.autocast('cuda', torch.bfloat16) does
-        loss = model.loss(model(batch), batch)
-
-The rules are those of fitting/cuda_autocast.py, which are tested in tests/test_cuda_rules.py. What they cannot show:
-TF32, the kernels of cuDNN and cuBLAS and their order of summation, and the memory of a GPU.
+"""What a GPU does to numbers, on a CPU: its types under autocast, its loss scaling, DDP, and faults in gradients.
 
 `Dtypes` tells what was computed in which precision, whoever cast it. `composer_on_a_gpu` lets Composer's Trainer run
-with amp_bf16 and amp_fp16 on a CPU. `one_rank` is for DDP. `Fault` spoils gradients in a backward pass.
+with amp_bf16 and amp_fp16 on a CPU, with norms in float32 as CUDA's autocast has them. `one_rank` is for DDP. `Fault`
+spoils gradients in a backward pass. What they cannot show: TF32, the kernels of cuDNN and cuBLAS and their order of
+summation, and the memory of a GPU.
 """
 import contextlib
 import functools
@@ -19,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fitting.cuda_autocast import cuda_rules
+from fitting.fake_step import norms_in_float32
 from tests.process_groups import leave_ranks
 
 HALF = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
@@ -50,7 +46,7 @@ class Dtypes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def composer_on_a_gpu(monkeypatch) -> Iterator[None]:
-    """Composer's Trainer takes amp_bf16 and amp_fp16 on this CPU, casts by CUDA's rules, and scales losses."""
+    """Composer's Trainer takes amp_bf16 and amp_fp16 on this CPU, computes norms in float32, and scales losses."""
     from composer.trainer import trainer
 
     @contextlib.contextmanager
@@ -62,7 +58,7 @@ def composer_on_a_gpu(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(trainer, '_validate_precision', lambda precision, device: None)
     monkeypatch.setattr(trainer, 'get_precision_context', precision_context)
     monkeypatch.setattr(trainer, 'GradScaler', functools.partial(torch.amp.GradScaler, 'cpu'))
-    with cuda_rules():
+    with norms_in_float32():
         yield
 
 

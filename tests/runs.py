@@ -26,7 +26,7 @@ RECORD_KEYS = {
     'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'dataset', 'encoders', 'num_workers', 'seed',
     'images_per_sec', 'images_per_sec_per_device', 'batch_seconds_median', 'batch_seconds_p10', 'batch_seconds_p90',
     'drift', 'data_wait_fraction', 'peak_memory_gib', 'tflops_per_image', 'tflops_per_sec_per_device', 'mfu',
-    'warmup_batches', 'measured_batches', 'loss', 'trained_epochs', 'other_load', 'cpu_cores',
+    'warmup_batches', 'measured_batches', 'loss', 'trained_epochs',
 }
 
 

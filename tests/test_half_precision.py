@@ -4,15 +4,14 @@ import contextlib
 import pytest
 import torch
 from composer import Callback
-from diffusers import UNet2DConditionModel
 from torch.nn.parallel import DistributedDataParallel
 
 import benchmark
 from benchmark import StableDiffusion
 from ema import EMA
-from fitting.cuda_autocast import cuda_rules
+from fitting.fake_step import norms_in_float32
 from models.latents import vae_moments
-from models.loading import DTYPES, SD2_BASE, find_model
+from models.loading import DTYPES, find_model
 from settings.train import Train
 from tests.cuda_rules import HALF, Dtypes, Fault, composer_on_a_gpu, one_rank
 from tests.runs import TINY, settings_of
@@ -40,7 +39,7 @@ def loss_and_gradient(batch, *argv: str, dtypes: Dtypes | None = None) -> tuple[
     benchmark.apply_switches(model, settings)
     scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
     torch.manual_seed(1)
-    with cuda_rules(), dtypes or contextlib.nullcontext():
+    with norms_in_float32(), dtypes or contextlib.nullcontext():
         precision = settings.precision
         with torch.autocast('cpu', HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
             outputs = model(batch)
@@ -79,7 +78,7 @@ def test_the_unets_norms_run_in_float32_and_its_products_in_half(batch, precisio
     settings = arguments('--precision', precision)
     model = StableDiffusion('tiny', 64, encoder_precision=settings.encoder_precision).train()
     model.encode = lambda batch: (torch.randn(3, 4, 8, 8), torch.randn(3, 77, model.text_encoder.config.hidden_size))
-    with cuda_rules(), Dtypes() as dtypes:
+    with norms_in_float32(), Dtypes() as dtypes:
         with torch.autocast('cpu', HALF[precision]):
             loss = model.loss(model(batch), batch)
         loss.backward()
@@ -106,7 +105,7 @@ def test_norms_in_half_leave_the_moments_of_the_vae_as_near_to_float32_as_autoca
         torch.manual_seed(0)
         model = StableDiffusion('tiny', 64).train()
         benchmark.apply_switches(model, settings)
-        with cuda_rules(), torch.no_grad():
+        with norms_in_float32(), torch.no_grad():
             precision = settings.precision
             with torch.autocast('cpu', HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
                 moments.append(vae_moments(model.vae, batch['image']).float())
@@ -125,25 +124,11 @@ def test_channels_last_reaches_the_convolutions_of_unet_and_vae(batch):
         assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
 
 
-@pytest.mark.long
-def test_stable_diffusion_2s_unet_computes_as_tiny_does():
-    with torch.device('meta'):
-        unet = UNet2DConditionModel.from_config(find_model(SD2_BASE).configs['unet'])
-        latents, timesteps = torch.empty(2, 4, 64, 64), torch.empty(2, dtype=torch.long)
-        text = torch.empty(2, 77, 1024)
-    with cuda_rules(), Dtypes() as dtypes:
-        with torch.autocast('cpu', torch.bfloat16):
-            prediction = unet(latents, timesteps, text).sample
-        prediction.float().sum().backward()
-    assert dtypes.of(*NORMS) == dtypes.of(*(f'{name}_backward' for name in NORMS)) == {torch.float32}
-    assert dtypes.of('convolution', 'addmm', 'mm', 'convolution_backward') == {torch.bfloat16}
-
-
 @pytest.mark.parametrize('encoder_precision', ['bf16', 'fp16'])
 def test_encoders_that_are_held_in_half_compute_in_half_alone(batch, encoder_precision):
     half = DTYPES[encoder_precision]
     model = StableDiffusion('tiny', 64, encoder_precision=encoder_precision).train()
-    with cuda_rules(), torch.autocast('cpu', half), Dtypes() as dtypes:
+    with norms_in_float32(), torch.autocast('cpu', half), Dtypes() as dtypes:
         latents, text = model.encode(batch)
     assert dtypes.of(*NORMS, *PRODUCTS, 'silu', 'gelu', '_softmax') == {half}
     assert latents.dtype == text.dtype == torch.float32
@@ -151,7 +136,7 @@ def test_encoders_that_are_held_in_half_compute_in_half_alone(batch, encoder_pre
 
 def test_encoders_that_are_held_in_float32_are_left_to_autocast(batch):
     model = StableDiffusion('tiny', 64, encoder_precision='fp32').train()
-    with cuda_rules(), torch.autocast('cpu', torch.float16), Dtypes() as dtypes:
+    with norms_in_float32(), torch.autocast('cpu', torch.float16), Dtypes() as dtypes:
         latents, text = model.encode(batch)
     assert dtypes.of(*NORMS) == {torch.float32} and dtypes.of(*PRODUCTS) == {torch.float16}
     assert latents.dtype == text.dtype == torch.float32
@@ -161,7 +146,7 @@ def test_encoders_that_are_held_in_float32_are_left_to_autocast(batch):
 def test_ddp_gives_the_gradients_that_one_process_has(batch, precision):
     model = StableDiffusion('tiny', 64, encoder_precision='fp32').train()
     gradients = []
-    with one_rank(), cuda_rules():
+    with one_rank(), norms_in_float32():
         wrapped = DistributedDataParallel(model)
         for each in (model, wrapped):
             model.zero_grad()

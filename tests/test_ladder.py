@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from composer.utils import dist
 
 from benchmarks import ladder
-from benchmarks.ladder import BEST, EAGER, ORIGINAL, PLAIN, Machine, climb, launcher, recorded, rungs
+from benchmarks.ladder import PLAIN, RUNGS, Machine, climb, launcher, recorded, rungs
+from settings.train import SWITCHES
 from tests.runs import settings_of
 
 GPU = 'NVIDIA A100-SXM4-40GB'
@@ -20,7 +20,7 @@ class Runs:
     """Stands for runs on GPUs that nobody has here: notes the flags, and appends the record that a run would."""
 
     def __init__(self, gpus: int = 1, microbatch: int = 8, seconds: float = 0.0, status: str = 'complete'):
-        self.machine = Machine(gpus, 91900, GPU)
+        self.machine = Machine(gpus, GPU)
         self.microbatch = microbatch
         self.seconds = seconds
         self.status = status
@@ -47,29 +47,19 @@ def climbed(monkeypatch, results: Path, runs: Runs, minutes: float = float('inf'
     return runs.started[before:]
 
 
-def is_rung(flags: list[str], switches: list[str], data: str = '--use_synth_data') -> bool:
-    return flags[0] == data and flags[7:7 + len(switches)] == switches
-
-
 @pytest.mark.parametrize('gpus', [1, 2])
-def test_every_rung_is_a_run_of_its_own_that_the_benchmark_takes(results, monkeypatch, gpus, capfd):
+def test_every_rung_is_a_run_of_its_own_that_the_benchmark_takes(results, monkeypatch, gpus):
     started = climbed(monkeypatch, results, Runs(gpus))
+    assert len(started) == len(set(map(tuple, started))) == len(RUNGS) - (gpus == 1)
     monkeypatch.setenv('WORLD_SIZE', str(gpus))
-    monkeypatch.setattr(dist, 'get_world_size', lambda: gpus)
-    assert len(started) == len(set(map(tuple, started))) == capfd.readouterr().err.count('expected: ') > 19
     runs = {repr(settings_of(*flags)) for flags in started}
     assert len(runs) == len(started)
-    switches = {flag for flags in started for flag in flags}
-    assert {'--half_precision_norms', '--cast_weights_once', '--cudnn_benchmark', '--compile_blocks',
-            'max-autotune-no-cudagraphs', 'reduce-overhead', 'cudnn', 'xformers'} < switches
-    assert ('--allreduce_precision' in switches) == (gpus > 1)
 
 
-def test_the_most_telling_rungs_come_first():
-    order = [(rung.switches, rung.data) for rung in rungs(Machine(1, 0, GPU))[:5]]
-    images = '--use_synth_data'
-    assert order == [(PLAIN, images), (BEST, images), (BEST, '--use_synth_latents'), (EAGER, images),
-                     (ORIGINAL, images)]
+def test_every_switch_of_speed_has_a_rung():
+    flags = {flag for rung in RUNGS for flag in rung.flags}
+    for switch in set(SWITCHES) - {'gradient_checkpointing'}:  # which saves memory alone
+        assert f'--{switch}' in flags, switch
 
 
 @pytest.mark.parametrize('found, original', [(16, '4'), (2, '2')])
@@ -78,16 +68,15 @@ def test_a_rung_takes_the_microbatch_that_the_search_of_the_defaults_found(resul
     sizes = [flags[-1] if '--device_train_microbatch_size' in flags else None for flags in started]
     assert sizes[:6] == [None, None, None, str(found), original, str(found)]
     [whole] = [flags for flags in started if 'reduce-overhead' in flags]
-    assert whole[1:3] == ['--batch_size', str(found)] and whole[-1] == str(found)
+    assert whole[whole.index('--batch_size') + 1] == whole[-1] == str(found)
 
 
-def test_a_ladder_is_taken_in_pieces(results, monkeypatch):
+def test_a_ladder_is_taken_in_pieces_and_a_compiled_rung_starts_only_with_time_for_it(results, monkeypatch):
     runs = Runs(seconds=170)
     first = climbed(monkeypatch, results, runs, minutes=10)
-    assert is_rung(first[0], PLAIN) and 1 < len(first) < 5
+    assert 1 < len(first) < 5 and first[0][2:2 + len(PLAIN)] == PLAIN
+    assert not any('--compile' in flags for flags in first[2:])
     runs.clock = 0
-    second = climbed(monkeypatch, results, runs, minutes=10)
-    assert not {tuple(flags) for flags in first} & {tuple(flags) for flags in second}
     climbed(monkeypatch, results, runs)
     assert len(runs.started) == len(set(map(tuple, runs.started))) == len(rungs(runs.machine))
     assert climbed(monkeypatch, results, runs) == []
@@ -97,39 +86,14 @@ def test_an_interrupted_rung_and_one_of_another_machine_are_run(results, monkeyp
     assert climbed(monkeypatch, results, Runs(status='interrupted'))
     assert climbed(monkeypatch, results, Runs())
     assert climbed(monkeypatch, results, Runs(gpus=2))
-    assert not recorded(results, Machine(1, 91900, 'NVIDIA H200'))
-
-
-def test_compiled_rungs_have_an_estimate_of_their_own(results, monkeypatch):
-    started = climbed(monkeypatch, results, Runs(seconds=170), minutes=1 + (170 + 330) / 60)
-    assert started and not any('--compile' in flags for flags in started)  # 330 s are left, and one may take 340
-    assert any(is_rung(flags, EAGER) for flags in started)
-
-
-def test_without_time_no_rung_starts(results, monkeypatch, capfd):
-    assert climbed(monkeypatch, results, Runs(), minutes=1) == []
-    assert capfd.readouterr().err.count('no time left for: ') == len(rungs(Runs().machine))
-
-
-def test_attention_of_a_cudnn_with_faults_is_left_out():
-    switches = [rung.switches for rung in rungs(Machine(1, 90501, GPU))]
-    assert [*PLAIN, '--attention', 'cudnn'] not in switches
-
-
-def test_one_gpu_needs_no_launcher_and_several_need_no_command_of_composers():
-    assert launcher(Machine(1, 0, GPU))[:-1] == [sys.executable]
-    assert launcher(Machine(8, 0, GPU))[:-1] == [sys.executable, '-m', 'composer.cli.launcher', '-n', '8']
+    assert not recorded(results, Machine(1, 'NVIDIA H200'))
 
 
 def test_a_rung_that_takes_too_long_is_told_to_end():
     assert ladder.run([sys.executable, '-c', 'import time; time.sleep(60)'], 0.1) == -15
 
 
-@pytest.mark.parametrize('argv, words', [
-    ([], 'this machine has no GPU; make smoke measures'), (['abc'], 'abc is not a number above 0'),
-    (['--bath', '3'], '--bath is no flag; did you mean --batch?')])
-def test_without_a_gpu_or_with_a_bad_flag_one_line_says_so(results, capsys, argv, words):
+def test_without_a_gpu_it_says_so(results, capsys):
     with pytest.raises(SystemExit):
-        ladder.main([str(results), *argv])
-    error = capsys.readouterr().err
-    assert words in error and error.count('\n') == 1
+        ladder.main([str(results)])
+    assert 'this machine has no GPU; make smoke measures' in capsys.readouterr().err

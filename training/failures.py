@@ -6,7 +6,6 @@ import traceback
 import torch
 
 from inputs.errors import DataError, ended_worker, is_out_of_memory, one_line
-from measuring.record import ResultsError
 from training.safeguard import NonFiniteStep
 
 
@@ -18,7 +17,7 @@ def reason(error: Exception, batch_flag: str) -> str:
         batch_flag: the flag that decides how much memory is needed, with its value.
     """
     text = one_line(error)
-    if isinstance(error, (DataError, NonFiniteStep, ResultsError)):
+    if isinstance(error, (DataError, NonFiniteStep)):
         return text
     if ended_worker(error):
         return ended_worker(error)

@@ -9,11 +9,9 @@ from composer import Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
-from fitting.compiling import compiled_graphs
 from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches, whole_epochs
-from measuring.other_load import gather_other_load
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
 from measuring.tracing import PROFILED, where_to_look
 from models.diffusion_model import DiffusionModel
@@ -39,7 +37,6 @@ class Run:
     model: DiffusionModel
     data: DataSpec
     trainer: Trainer
-    flops_per_image: int  # counted before the clock runs
     measurement: Measurement
     safeguard: Safeguard
     progress: Progress
@@ -119,18 +116,17 @@ def training_record(run: Run, outcome: dict[str, str]) -> dict:
     all_ranks = outcome['status'] == 'complete'
     record |= figures(run.measurement.window, all_ranks, bad_samples)
     record |= gather_gpu_figures(run.measurement.gpu, record['images_per_sec'], all_ranks)
-    record |= gather_other_load(run.measurement.other_load, all_ranks)
     record['turnover_batches'] = run.measurement.turnover_batches
     if record['images_per_sec']:
-        record |= utilization(record['images_per_sec_per_device'], run.flops_per_image, run.settings.precision,
+        flops_per_image = sum(run.model.flops_per_image.values())
+        record |= utilization(record['images_per_sec_per_device'], flops_per_image, run.settings.precision,
                               record['device'])
     record |= run.evaluations.figures()
     timestamp = run.trainer.state.timestamp
     record |= {'first_batch': run.safeguard.first_batch, 'trained_batches': timestamp.batch.value,
                'trained_epochs': whole_epochs(run.trainer.state), 'loss': run.measurement.loss,
                'skipped_batches': run.safeguard.skipped_batches}
-    record |= {'microbatch_search': run.settings.searches_microbatch, 'compiled_graphs': compiled_graphs(),
-               'tf32': uses_tf32()}
+    record |= {'microbatch_search': run.settings.searches_microbatch, 'tf32': uses_tf32()}
     if record['status'] == 'complete' and not record['images_per_sec']:
         record['status'] = UNMEASURED
     elif run.settings.profile and record['status'] == 'complete':

