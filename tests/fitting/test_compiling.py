@@ -173,12 +173,3 @@ def test_two_ranks_exchange_gradients_while_a_compiled_backward_pass_still_runs(
         assert events.count('backward') > 4 and events.count('bucket') > 4
         after_the_first_bucket = events[events.index('bucket'):]
         assert after_the_first_bucket.count('backward') >= events.count('backward') / 2
-
-
-@pytest.mark.parametrize('flags, devices, blocks', [
-    ([], 8, False), (['--compile'], 1, False), (['--compile'], 8, True), (['--compile', 'reduce-overhead'], 8, False),
-    (['--compile', '--no-compile_blocks'], 8, False), (['--compile', '--compile_blocks'], 1, True)], ids=str)
-def test_several_devices_compile_blocks_unless_they_are_told(monkeypatch, flags, devices, blocks):
-    monkeypatch.setenv('WORLD_SIZE', str(devices))
-    settings = settings_of('--use_synth_data', *TINY, '--batch_size', '8', *flags)
-    assert settings.compile_blocks is blocks

@@ -1,16 +1,17 @@
 """The search for the largest microbatch: it finds what fits on every rank, and leaves no trace."""
-import gc
 import json
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from composer.utils import dist, get_device
 
 import benchmark
 from benchmark import StableDiffusion, build_data, main
 from fitting import microbatch
-from fitting.microbatch import forward_and_backward, is_too_large, largest_microbatch, sizes_to_try
+from fitting.microbatch import is_too_large, largest_microbatch, sizes_to_try
 from models.loading import find_model
 from settings.here import on_this_machine
 from tests.forked_runs import run_ranks
@@ -71,20 +72,15 @@ def test_moments_are_searched_as_images_are():
     assert largest_microbatch(model, build_data(settings, find_model('tiny')), 8, 'fp32', use_ema=False) == 2
 
 
-@pytest.mark.parametrize('words', [
-    'CUDA error: out of memory', 'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
-    'GET was unable to find an engine to execute this computation', 'cuDNN error: CUDNN_STATUS_ALLOC_FAILED',
-    'upsample_nearest2d only supports output tensors with less than INT_MAX elements, but got [1, 2]',
-    'CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`',
-    'cuDNN error: CUDNN_STATUS_NOT_INITIALIZED', 'cuDNN error: CUDNN_STATUS_INTERNAL_ERROR',
-])
-def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words):
-    assert is_too_large(RuntimeError(words), 4)
-
-
-def test_a_library_that_does_not_start_for_one_image_is_no_lack_of_memory():
-    assert not is_too_large(RuntimeError('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED'), 1)
-    assert is_too_large(RuntimeError('CUDA error: out of memory'), 1)
+@pytest.mark.parametrize('words, size, too_large', [
+    ('CUDA error: out of memory', 1, True), ('cuDNN error: CUDNN_STATUS_ALLOC_FAILED', 4, True),
+    ('GET was unable to find an engine to execute this computation', 4, True),
+    ('upsample_nearest2d only supports output tensors with less than INT_MAX elements, but got [1, 2]', 4, True),
+    ('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', 4, True),
+    ('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', 1, False),  # it does not start
+    ('expected scalar type Half but found Float', 4, False)])
+def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words, size, too_large):
+    assert is_too_large(RuntimeError(words), size) == too_large
 
 
 def test_any_other_error_ends_the_search_as_it_is(model):
@@ -144,47 +140,21 @@ def test_the_average_and_ddps_buckets_are_beside_a_try_where_the_run_will_have_t
     assert tried == copies
 
 
-def test_gradients_copies_and_from_the_second_batch_on_adams_moments_have_their_memory(model, monkeypatch):
-    """What is as large as a weight of the UNet, when a batch begins."""
-    sizes = {parameter.shape for parameter in model.unet.parameters() if parameter.numel() > 5000}
-    weights = sum(parameter.shape in sizes for parameter in model.unet.parameters())
-    counts = []
+def test_the_average_is_beside_a_try_and_from_its_second_batch_on_adams_moments(model, monkeypatch):
+    made = []
+    alive = []  # of those, at the start of each batch
+    empty_like = torch.empty_like
 
-    def count(*_):
-        alive = [tensor for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor) and tensor.shape in sizes]
-        counts.append(len({tensor.data_ptr() for tensor in alive}) - before)
+    def note(tensor):
+        copy = empty_like(tensor)
+        made.append(weakref.ref(copy))
+        return copy
 
-    gc.collect()
-    before = 0
-    count()
-    before = counts.pop()
-    model.register_forward_pre_hook(count)
+    monkeypatch.setattr(torch, 'empty_like', note)
+    model.register_forward_pre_hook(lambda *_: alive.append(sum(copy() is not None for copy in made)))
     search(model, '--batch_size', '1', '--use_ema')
-    assert counts == [(1 + 1) * weights, (1 + 1 + 2) * weights]  # gradients and the average, then the moments as well
-
-
-def test_a_try_holds_a_copy_of_its_microbatch_as_composer_does_and_no_batch(model, monkeypatch):
-    def images_in_memory() -> list[torch.Tensor]:
-        return [tensor for tensor in gc.get_objects()
-                if isinstance(tensor, torch.Tensor) and tensor.shape[1:] == (3, 64, 64)]
-    gc.collect()
-    of_others = {id(tensor) for tensor in images_in_memory()}
-    images = []
-    model.register_forward_pre_hook(lambda module, inputs: images.extend(
-        [tensor.shape[0], tensor.dtype] for tensor in images_in_memory() if id(tensor) not in of_others))
-    settings = arguments('--batch_size', '8')
-    forward_and_backward(model, build_data(settings, find_model('tiny')), 2, 'fp32')
-    assert images == [[2, torch.float32]] * 2
-
-
-def test_ranks_exchange_as_much_as_a_bucket_before_the_first_try(model, monkeypatch):
-    exchanged = []
-    monkeypatch.setattr(microbatch.dist, 'get_world_size', lambda: 2)
-    monkeypatch.setattr(microbatch.dist, 'all_reduce', lambda tensor, *_: exchanged.append(tensor.nbytes))
-    model.unet.register_forward_hook(lambda *_: exchanged.append('try'))
-    search(model, '--batch_size', '2')
-    assert exchanged.index('try') == 1
-    assert exchanged[0] > 25 * 2 ** 20  # DistributedDataParallel's bucket_cap_mb
+    weights = len(list(model.unet.parameters()))
+    assert alive == [weights, (1 + 2) * weights] and not any(copy() is not None for copy in made)
 
 
 def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:
@@ -221,25 +191,36 @@ def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, cap
     assert 'not even one image of --image_size 64 fits' in line and '--gradient_checkpointing' in line
 
 
-def test_a_gpu_searches_unless_a_number_is_given(as_on_a_gpu):
-    for argv, searches in ([], True), (['auto'], True), (['2'], False):
-        flag = ['--device_train_microbatch_size', *argv] if argv else []
-        assert arguments(*flag).searches_microbatch == searches
+def searching_rank(out: Path, microbatch_size: int | str) -> None:
+    """A search and then three steps, on one of two ranks whose memory ends at different places."""
+    settings = replace(arguments('--use_ema', '--batch_size', '16'), device_train_microbatch_size=microbatch_size)
+    benchmark.join_ranks(get_device(), settings.dist_timeout)
+    rank = dist.get_global_rank()
+    build_model = benchmark.build_model
+    tried = []
 
+    def build_limited_model(*args):
+        model = build_model(*args)
+        limit, where = [(4, 'forward'), (2, 'backward')][rank]
+        tried.append(run_out_of_memory_above(limit, model, where))
+        return model
 
-def searching_rank(*arguments) -> None:
-    """In a process of its own, which imports what imports this file."""
-    from tests.fitting import searching_ranks
-    searching_ranks.main(*arguments)
+    benchmark.build_model = build_limited_model
+    run = benchmark.build_run(settings, benchmark.build_data(settings, find_model('tiny')))
+    sizes = list(tried[0])
+    assert benchmark.train(run) == {'status': 'complete'}
+    torch.save({'tried': sizes, 'microbatch': run.trainer.state.device_train_microbatch_size,
+                'weights': {name: weight.detach() for name, weight in run.model.unet.named_parameters()}},
+               out / f'{microbatch_size}-rank{rank}.pt')
 
 
 @pytest.mark.long
 def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path, server):
     """Two processes: rank 0 runs out above 4 images in a forward pass, rank 1 above 2 in a backward pass."""
-    for microbatch_size in ('auto', '2'):
+    for microbatch_size in ('auto', 2):
         codes = run_ranks(server, [tmp_path / 'log'] * 2, searching_rank, [(tmp_path, microbatch_size)] * 2)
         assert codes == [0, 0], (tmp_path / 'log').read_text()
-    searched, told = [[torch.load(tmp_path / f'{size}-rank{rank}.pt') for rank in (0, 1)] for size in ('auto', '2')]
+    searched, told = [[torch.load(tmp_path / f'{size}-rank{rank}.pt') for rank in (0, 1)] for size in ('auto', 2)]
     assert [rank['tried'] for rank in searched] == [[1, 2, 4]] * 2
     assert [rank['microbatch'] for rank in searched] == [2, 2]
     for rank in (0, 1):
