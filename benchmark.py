@@ -32,12 +32,11 @@ from tokenizers import Tokenizer
 from torchmetrics import MeanSquaredError
 
 from data import (
+    StreamingLAIONDataset,
     SyntheticImageCaptionDataset,
     build_held_out_loader,
     build_loader,
     normalize,
-    open_dataset,
-    say_what_an_epoch_leaves_out,
 )
 from ema import EMA
 from fitting.dry_run import dry_run
@@ -49,13 +48,7 @@ from inputs.captions import build_tokenizer
 from inputs.errors import one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
 from inputs.places import number_of_samples
-from inputs.shards import (
-    LATENTS,
-    read_index,
-    require_cache_for,
-    require_columns,
-    require_same_origin,
-)
+from inputs.shards import LATENTS, read_index, require_columns, require_same_origin
 from inputs.words import counted
 from measuring.measurement import Measurement, loader_figures
 from measuring.record import caution_sentence, keep, redacted, training_settings
@@ -237,7 +230,6 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
         return build_loader(dataset, device_batch, num_workers=0)
     index = read_index(settings.remote)
     require_columns(settings.remote, index)
-    require_cache_for(settings.remote, index, settings.cache_limit)
     if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
         require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
     samples = number_of_samples(index)
@@ -247,10 +239,9 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     if settings.random_flip and 'latents' in index:
         raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
-    dataset = open_dataset(settings.remote, settings.local, image_size=image_size, index=index,
-                           cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True, shuffle_seed=seed)
-    if not settings.loader_only:
-        say_what_an_epoch_leaves_out(samples, settings.batch_size)
+    dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
+                                    cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True,
+                                    shuffle_seed=seed)
     return build_loader(dataset, device_batch, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 
@@ -282,7 +273,7 @@ def open_held_out(remote: str, files: ModelFiles, image_size: int, seed: int, la
         raise ValueError(f'{flag} {remote} holds no samples')
     if latents and 'latents' not in index:
         raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
-    images = open_dataset(remote, None, flag, image_size=image_size, index=index, batch_size=1)
+    images = StreamingLAIONDataset(remote, image_size=image_size, index=index, batch_size=1)
     timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
     return HeldOutSamples(images, image_size, timesteps, seed)
 

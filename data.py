@@ -12,26 +12,21 @@ from functools import partial
 
 import torch
 from composer.core import DataSpec
-from composer.core.data_spec import default_split_batch
 from composer.utils import dist
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
-from inputs.cache import cache_folder, is_read_in_place, say_unused_caches
 from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
-from inputs.errors import DataError, one_line, unreadable_shard
+from inputs.errors import DataError, unreadable_shard
 from inputs.held_out import HeldOutSamples, collate_held_out
 from inputs.hub import SD2_BASE
 from inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
-from inputs.shards import LATENTS, index_hash, parse_size, read_index
-from inputs.shared_memory import refuse_too_many_samples
-from inputs.streaming_patches import PatchedStreamingDataset
+from inputs.shards import LATENTS, index_hash, read_index
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
-from inputs.words import counted
+from inputs.verified_stream import VerifiedDataset
 
 MOST_STAND_INS = 1000  # samples that may be bad in a row
-LONGEST_CAPTION = 10_000  # characters: 77 tokens are over long before, and a megabyte would take a second and 200 MB
 
 
 class SampleViews(Sequence):
@@ -102,15 +97,15 @@ def whole_batch(samples: SampleViews) -> dict[str, torch.Tensor]:
     return dict(samples.batch)
 
 
-class StreamingLAIONDataset(PatchedStreamingDataset):
+class StreamingLAIONDataset(VerifiedDataset):
     """Samples of MDS shards with the columns `jpg` (bytes) and `caption` (str), or encode.py's `moments` for `jpg`.
 
     A sample is what torch's own DataLoader collates; `build_loader`, which is faster, takes the captions as text.
 
     Args:
         remote: folder or object store with the shards. A local folder is read where it is, unless `local` is given.
-        local: folder in which the shards are cached, in a folder for each dataset; default: see `cache_folder`. Without
-            a remote it is read where it is.
+        local: folder in which the shards are cached, in a folder for each dataset; default: one below the folder for
+            temporary files. Without a remote it is read where it is.
         split: subfolder of both.
         shuffle: whether each epoch has an order of its own.
         tokenizer_name_or_path: folder or hub name; the default is CLIP's own vocabulary, which is at hand.
@@ -124,7 +119,7 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         cache_limit: bytes, or a text such as 500gb, that the copies may take: the oldest are dropped.
         kwargs: more for `streaming.StreamingDataset`.
 
-    Raises ValueError if `local` cannot be written, or an argument is not one that these shards can have.
+    Raises ValueError if an argument is not one that these shards can have.
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
@@ -133,8 +128,6 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
                  cache_limit: int | str | None = None, **kwargs):
         if remote is None and local is None:
             raise ValueError('StreamingLAIONDataset needs a remote, or a local folder with shards')
-        if not isinstance(split, str | None):
-            raise ValueError(f'split {split} is not the name of a subfolder; give image_size by its name')
         self.image_size = image_size
         self.transform = transform
         self._gives_text = False  # of captions; else token ids
@@ -147,15 +140,8 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         if index is None:
             index = read_index(remote or local, '--remote' if remote else '--local')
         self.index_hash = index_hash(index)
-        remote, local = place_of_shards(remote, local, index)
-        if cache_limit is not None:
-            if remote is None:
-                raise ValueError(f'cache_limit {cache_limit} has no cache to bound: {local} is read in place; give '
-                                 'local another folder than remote, or leave the limit out')
-            cache_limit = parse_size(cache_limit)
-        super().__init__(index, remote, local, cache_limit, shuffle=shuffle, predownload=predownload,
-                         download_retry=download_retry, download_timeout=download_timeout, batch_size=batch_size,
-                         **kwargs)
+        super().__init__(index, remote, local, cache_limit, download_retry, download_timeout, shuffle=shuffle,
+                         predownload=predownload, batch_size=batch_size, **kwargs)
         if transform and self.latents:
             raise ValueError('these shards hold latents, which take no transform; leave it out, or read the images')
 
@@ -179,7 +165,7 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
             self.tokenizer = build_tokenizer()
         if self.transform:
             sample['image'] = self.transform(to_pil_image(sample['image']))
-        return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption'][:LONGEST_CAPTION]).ids)}
+        return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption']).ids)}
 
     def give_captions_as_text(self) -> None:
         """From here on captions are text, which a loader tokenizes batch by batch."""
@@ -221,35 +207,8 @@ class StreamingLAIONDataset(PatchedStreamingDataset):
         return {'image': image, 'caption': columns['caption']}
 
 
-def place_of_shards(remote: str | None, local: str | None, index: dict) -> tuple[str | None, str]:
-    """Where shards come from, None if they are read in place, and the folder that they are read in.
-
-    Of folders, only shards that are not compressed are read in place: the others would be unpacked among them.
-
-    Raises ValueError if `local` cannot be written.
-    """
-    only_place = remote or local
-    parent = local if remote else None  # of the cache
-    if parent is None and is_read_in_place(only_place, index):
-        return None, only_place
-    folder = cache_folder(only_place, index, parent)
-    if dist.get_local_rank() == 0:
-        say_unused_caches(only_place, folder)
-    return only_place, folder
-
-
 def bad_sample_line(index: int, reason: str) -> str:
     return f'bad sample {index} is left out: {reason}'
-
-
-def open_dataset(remote: str, local: str | None, flag: str = '--remote', **kwargs) -> StreamingLAIONDataset:
-    """The samples of `remote`, cached in `local`. ValueError, in one line that names `flag`: they cannot be had."""
-    try:
-        return StreamingLAIONDataset(remote, local, **kwargs)
-    except ValueError:
-        raise
-    except Exception as error:  # every storage client has its own exceptions
-        raise ValueError(f'{flag} {remote} could not be opened ({one_line(error)[:300]})') from None
 
 
 def refuse_many_bad_samples(bad: int, read: int, limit: float) -> None:
@@ -292,7 +251,7 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
         batch = {LATENTS: torch.stack([sample[LATENTS] for sample in samples])}
     else:
         batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
-    captions = tokenizer.encode_batch([sample['caption'][:LONGEST_CAPTION] for sample in samples])
+    captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
     batch['caption'] = torch.tensor([caption.ids for caption in captions])
     bad_samples = [entry for sample in samples for entry in sample.get('bad', ())]
     if bad_samples:
@@ -329,8 +288,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         tokenizer: for the streamed dataset's captions, which it gives as text from here on.
         max_bad_samples: the share that may be bad before the run ends.
 
-    Raises ValueError if the streamed dataset has a transform, where images are scaled on the device here, or an epoch's
-    order does not fit into the shared memory.
+    Raises ValueError if the streamed dataset has a transform, where images are scaled on the device here.
     """
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
@@ -338,7 +296,6 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     else:
         if dataset.transform:
             raise ValueError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
-        refuse_too_many_samples(dataset.epoch_size)
         dataset.give_captions_as_text()
         make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
         loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
@@ -347,22 +304,6 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
                                           pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
-
-
-def say_what_an_epoch_leaves_out(samples: int, batch_size: int) -> None:
-    """On rank 0, where some samples make no whole batch: how many.
-
-    Args:
-        samples: of the dataset.
-        batch_size: over all devices.
-    """
-    devices = dist.get_world_size()
-    batches = math.ceil(samples / devices) // (batch_size // devices)
-    left_out = samples - batches * batch_size
-    if left_out > 0 and dist.get_global_rank() == 0:
-        whole = counted(batches, 'whole batch', 'whole batches')
-        print(f'each epoch leaves out {left_out:,} of the {samples:,} samples: the others make {whole} of --batch_size '
-              f'{batch_size}')
 
 
 def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, tokenizer: Tokenizer,
@@ -378,12 +319,5 @@ def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, tokenizer: T
     make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
     loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset),
                         collate_fn=partial(collate_held_out, collate=make_batch))
-    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples), split_batch=split_held_out,
+    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
-
-
-def split_held_out(batch: dict[str, torch.Tensor], microbatch_size: int) -> list[dict[str, torch.Tensor]]:
-    """The microbatches of a batch, as Composer makes them. It would warn of each tensor of a last, smaller batch."""
-    if len(batch['caption']) <= microbatch_size:
-        return [batch]
-    return default_split_batch(batch, microbatch_size)

@@ -29,7 +29,7 @@ from data import BadSamples, refuse_many_bad_samples
 from fitting.compiling import compile_mode
 from inputs.errors import DataError
 from inputs.places import number_of_samples
-from inputs.shards import index_hash, read_index, require_cache_for, require_columns
+from inputs.shards import index_hash, read_index, require_columns
 from inputs.stores import streaming_address
 from inputs.words import counted
 from measuring.caution import doubt
@@ -77,7 +77,6 @@ def read_image_index(flags: Encode) -> dict:
     """The index.json of --remote. Raises ValueError if it holds no images and captions."""
     index = read_index(flags.remote)
     require_columns(flags.remote, index)
-    require_cache_for(flags.remote, index, flags.cache_limit)
     if 'latents' in index:
         raise ValueError(f'--remote {flags.remote} holds latents already')
     return index

@@ -26,9 +26,6 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
         padding = {'pad_id': 0, 'pad_token': '!'}
     else:
         loaded = load_transformers_tokenizer(name)
-        if loaded.pad_token_id is None:
-            raise ValueError(f'--tokenizer {name} has no padding token, which brings captions to {CAPTION_LENGTH} '
-                             'tokens; name one as pad_token in its tokenizer_config.json')
         tokenizer = loaded.backend_tokenizer
         padding = {'pad_id': loaded.pad_token_id, 'pad_token': loaded.pad_token}
     tokenizer.enable_truncation(CAPTION_LENGTH)
@@ -43,12 +40,10 @@ def load_transformers_tokenizer(name: str):
     if (folder / 'tokenizer').is_dir():
         folder = folder / 'tokenizer'
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # else it may ask on the terminal
-        tokenizer.backend_tokenizer.get_vocab_size()  # not there where the tokenizer is a slow one
-        return tokenizer
-    except Exception as error:  # transformers raises many kinds for files that are not there or make no sense
-        raise ValueError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); '
-                         'give a folder with tokenizer.json or vocab.json and merges.txt') from None
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # else it may ask on the terminal
+    except Exception as error:  # of many kinds, some of which list all models that transformers knows
+        raise ValueError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); give a folder '
+                         'with tokenizer.json or vocab.json and merges.txt') from None
 
 
 def pipeline_tokenizer(name: str | None = None):
@@ -90,21 +85,11 @@ def clip_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def clip_merges() -> tuple[tuple[str, str], ...]:
-    """The pairs of symbols that CLIP's vocabulary merges, in their order.
-
-    Raises ValueError if open_clip_torch is missing.
-    """
-    package = importlib.util.find_spec('open_clip')  # finds the file without the 3 s of importing open_clip
-    if package is None:
-        raise ValueError('--tokenizer needs the package open_clip_torch for its vocabulary; install it or name one')
-    path = os.path.join(package.submodule_search_locations[0], 'bpe_simple_vocab_16e6.txt.gz')
-    return read_merges(path)
-
-
 @functools.cache  # a run that is evaluated makes two tokenizers
-def read_merges(path: str) -> tuple[tuple[str, str], ...]:
-    """The pairs in the file of open_clip_torch."""
+def clip_merges() -> tuple[tuple[str, str], ...]:
+    """The pairs of symbols that CLIP's vocabulary merges, in their order."""
+    package = importlib.util.find_spec('open_clip')  # finds the file without the 3 s of importing open_clip
+    path = os.path.join(package.submodule_search_locations[0], 'bpe_simple_vocab_16e6.txt.gz')
     with gzip.open(path, 'rt', encoding='utf-8') as file:
         lines = file.read().split('\n')
     return tuple(tuple(line.split()) for line in lines[1:48895])  # after a heading; what follows was never used

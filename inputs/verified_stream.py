@@ -1,180 +1,205 @@
-"""A Stream of Streaming whose shards are those of index.json when they are read, whatever a remote or a cache holds.
+"""The shards of a dataset, each compared with index.json before it is read: for a training, VerifiedDataset; for
+programs that take whole shards, `open_shards`.
 
-A shard is fetched under a name of its own, compared with index.json, and only then given its name. `open_shards` is for
-programs that read whole shards, without a StreamingDataset.
+Where Streaming 0.13.0 is made to do otherwise, a docstring says what goes wrong without it, and names the test that
+shows it. When Streaming mends one of these, its part here can be deleted.
 """
+import contextlib
 import glob
+import json
 import os
-import re
+import secrets
+import tempfile
+import time
 import uuid
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-import cramjam
 import numpy as np
-from streaming.base.format import get_index_basename, reader_from_json
+import streaming.base.dataset
+from composer.utils import dist
+from filelock import FileLock, Timeout
+from streaming import Stream, StreamingDataset
+from streaming.base.compression import decompress
+from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN, TICK
+from streaming.base.dataset import _ShardState
+from streaming.base.format import FileInfo, reader_from_json
 from streaming.base.format.mds.reader import MDSReader
-from streaming.base.stream import Stream, streams_registry
+from streaming.base.hashing import get_hash
+from streaming.base.shared import SharedMemory
+from streaming.base.util import bytes_to_int
 from streaming.base.world import World
 
-from inputs.cache import cache_folder, is_read_in_place
-from inputs.errors import DataError, one_line, unreadable_shard
-from inputs.shards import fault_of_bytes, fault_of_shard
+from inputs.errors import DataError, unreadable_shard
+from inputs.places import INDEX
+from inputs.shards import index_hash
 
-VERIFIED = 'verified'  # its name in Streaming's registry
-PART = '.part'  # in the name of a file that is being fetched; clients add endings of their own while they do
-# Each writes into a buffer of the size that index.json says, and fails where that is too small.
-UNPACKERS = {
-    'br': cramjam.brotli.decompress_into,
-    'bz2': cramjam.bzip2.decompress_into,
-    'gz': cramjam.gzip.decompress_into,
-    'snappy': cramjam.snappy.decompress_raw_into,
-    'zstd': cramjam.zstd.decompress_into,
-}
+FETCHED = '.fetched'  # in the name of a file that is on its way; storage clients add endings of their own
+SECONDS_OF_LEFTOVERS = 24 * 3600  # what nobody has written to for so long was left by a killed run
+SHARED_MEMORY = '/dev/shm'  # where Linux shows it
+OWNER = 'diffusion_benchmark_owner'  # the file that a run locks for as long as it uses the memory of a number
+NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes
 
 
 class VerifiedStream(Stream):
-    """Shards that are what index.json says.
-
-    Without a remote they are read where they are: nothing is written there, and nothing removed.
+    """Shards that are what index.json says. Those of a folder are read where they are, and nothing is written there;
+    of compressed ones and of a store there are copies in a cache.
 
     Args:
-        index: that of the remote, or of the folder where there is no remote (inputs.shards.read_index).
-        kwargs: for Stream; `split` must be part of `remote` and `local`.
+        index: the index.json of the dataset.
+        remote: folder or object store with the shards; None: they are in `local`.
+        local: folder in which the cache has a folder of its own. None: see `cache_folder`.
+        cache_limit: bytes of the copies.
+        kwargs: for Stream.
     """
 
-    def __init__(self, *, index: dict, **kwargs):
-        super().__init__(**kwargs)
-        self.index = index
-
-    def get_shards(self, world: World, allow_unsafe_types: bool) -> list[MDSReader]:
-        """Readers of all shards, from the index that was given: that of a cache may be older."""
-        readers = [reader_from_json(self.local, self.split, entry) for entry in self.index['shards']]
-        for reader in readers:
-            reader.validate(allow_unsafe_types)
-        self.index = None  # the readers have it
-        return readers
-
-    def get_index_size(self) -> int:
-        """Bytes of the index in the cache."""
-        if self.remote is None:
-            return 0
-        return os.path.getsize(os.path.join(self.local, get_index_basename()))
+    def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | None = None, **kwargs):
+        if remote is None:
+            remote, local = local, None
+        is_compressed = any(shard['zip_data'] for shard in index['shards'])
+        if local is None and os.path.isdir(remote) and not is_compressed:
+            remote, local = None, remote
+        else:
+            local = cache_folder(local, index)
+        super().__init__(remote=remote, local=local, keep_zip=False, **kwargs)
+        self.cache_limit = cache_limit
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: np.ndarray) -> None:
-        """Say of each shard (int64, bytes) what it takes in the cache, without a look at what is in it."""
+        """Say of no shard that it is there (int64, 0 bytes), so that each is prepared before its first sample.
+
+        Without this: Streaming reads whatever lies in the place of a shard.
+        Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.
+        """
         if self.remote is None:
             return
-        present = set()
-        for folder, _, files in os.walk(self.local):
-            present.update(os.path.join(folder, name) for name in files)
-        for number, shard in enumerate(shards):
-            if path_of(shard) in present:
-                cache_usage_per_shard[number] = shard.raw_data.bytes
+        remove_old_leftovers(self.local)
+        if self.cache_limit and sum(shard.raw_data.bytes for shard in shards) > self.cache_limit:
+            for shard in shards:
+                shard.evict()  # else what an earlier run has left would lie beside what this one counts
 
     def prepare_shard(self, shard: MDSReader) -> int:
-        """Make a shard present and verified; returns the bytes that it takes. Raises DataError if it cannot be had.
-
-        What is on disk already is looked at once more: a process that was killed, or a disk, may have left less.
-        """
-        path = path_of(shard)
+        """Make a shard present and verified; returns the bytes that it takes. Raises DataError if it cannot be had."""
+        place = path_of(shard)
         try:
-            fault = fault_of_shard(path, shard.raw_data, shard.samples)
-            if fault is None:
-                return shard.raw_data.bytes
-        except FileNotFoundError:
-            fault = 'is not there'
-        except OSError as error:
-            raise unreadable_shard(error, path) from None
-        if self.remote is None:
-            raise DataError(f'shard {path} {fault}; put a good copy in its place')
-        for _ in range(2):  # a transfer may have gone wrong
-            fault = self._fetch(shard)
-            if fault is None:
-                return shard.raw_data.bytes
-        file = shard.zip_data or shard.raw_data
-        raise DataError(f'shard {os.path.join(self.remote, file.basename)} {fault}, fetched twice; put a good copy in '
-                        'its place')
+            fault = fault_of_file(place, shard.raw_data)
+            if fault and self.remote is not None:
+                place = os.path.join(self.remote, (shard.zip_data or shard.raw_data).basename)
+                fault = self._fetch(shard)
+        except Exception as error:  # every storage client has its own
+            raise unreadable_shard(error, place) from None
+        if fault:
+            raise DataError(f'shard {place} {fault}; put a good copy in its place')
+        return shard.raw_data.bytes
 
     def _fetch(self, shard: MDSReader) -> str | None:
-        """Download a shard, and give it its name if it is good; else what is wrong with it."""
+        """Download a shard under a name that no other run uses, and give it its own if it is good; else what is wrong.
+        """
         path = path_of(shard)
-        unpacked = f'{path}.{uuid.uuid4().hex[:8]}{PART}'
-        packed = f'{unpacked}.packed'
+        fetched = Path(f'{path}.{uuid.uuid4().hex}{FETCHED}')
         try:
+            file = shard.zip_data or shard.raw_data
+            self._download_file(file.basename, os.path.relpath(fetched, self.local))
             if shard.zip_data:
-                self._download(shard.zip_data.basename, packed)
-                fault = unpack(packed, unpacked, shard)
-                if fault:
-                    return fault
-            else:
-                self._download(shard.raw_data.basename, unpacked)
-            fault = fault_of_shard(unpacked, shard.raw_data, shard.samples)
+                fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
+            fault = fault_of_file(fetched, shard.raw_data)
             if fault is None:
-                os.replace(unpacked, path)
+                os.replace(fetched, path)
             return fault
-        except OSError as error:  # of the disk
-            raise unreadable_shard(error, path) from None
         finally:
-            for leftover in (unpacked, packed):
-                Path(leftover).unlink(missing_ok=True)
+            for leftover in glob.glob(f'{glob.escape(str(fetched))}*'):
+                os.unlink(leftover)
 
-    def _download(self, basename: str, path: str) -> None:
-        """Download a file of the remote. Raises DataError if it cannot be had."""
+
+class VerifiedDataset(StreamingDataset):
+    """Streaming's dataset, whose samples come from the shards of its index alone, and whose epochs end whole or with
+    the reason.
+
+    Args:
+        index, remote, local: see VerifiedStream.
+        cache_limit: bytes of the copies, or a text such as 500gb: the oldest are dropped.
+        download_retry: times that a download is tried.
+        download_timeout: seconds for a download.
+        kwargs: for StreamingDataset.
+
+    Raises ValueError if `cache_limit` is no size, or there is no cache that it could bound.
+    """
+
+    def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
+                 download_retry: int = 2, download_timeout: float = 120, **kwargs):
+        if cache_limit is not None:
+            cache_limit = bytes_to_int(cache_limit)
+        stream = VerifiedStream(index, remote, local, cache_limit, download_retry=download_retry,
+                                download_timeout=download_timeout)
+        if cache_limit and stream.remote is None:
+            raise ValueError(f'--cache_limit has no cache to bound: {stream.local} is read in place; give --local a '
+                             'folder, or leave the limit out')
+        with own_shared_memory() as locks:
+            super().__init__(streams=[stream], cache_limit=cache_limit, **kwargs)
+        for lock in locks:
+            weakref.finalize(self, lock.release)
+
+    def get_item(self, sample_id: int, retry: int = 7) -> dict:
+        """A sample by its number, of a shard that was compared with index.json. Raises DataError if it cannot be had.
+
+        Without this: a sample that is asked for by its number comes from a shard that nobody has looked at.
+        Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.
+        """
+        shard_id, _ = self.spanner[sample_id]
+        while self._shard_states[shard_id] != _ShardState.LOCAL:
+            self.prepare_shard(shard_id)
+        return super().get_item(sample_id, retry)
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Make a shard present and verified; where that fails, let those who wait for it fail as well.
+
+        Without this: they wait for that shard for ever.
+        Test: test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_too.
+        """
         try:
-            self._download_file(basename, os.path.relpath(path, self.local))
-        except Exception as error:  # every storage client has its own
-            for unfinished in glob.glob(f'{glob.escape(path)}.*'):  # as the client has named it
-                os.unlink(unfinished)
-            raise unreadable_shard(error, os.path.join(self.remote, basename)) from None
+            super().prepare_shard(shard_id, blocking)
+        except Exception:
+            self._shard_states[shard_id] = _ShardState.REMOTE  # so that they try, and fail
+            self._cache_filelock.release(force=True)
+            raise
 
+    def on_exception(self, future) -> None:
+        """Leave what a background thread could not have to `get_item`, which tries once more and says why not.
 
-streams_registry.register(VERIFIED, func=VerifiedStream)
+        Without this: the epoch ends early and quietly, and a short run looks whole.
+        Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
+        """
+        if future.exception():
+            self._iterator.on_exit()  # for the thread that failed
 
+    def _ready_thread(self, it) -> None:
+        """Let samples be taken as soon as they are wanted: `get_item` waits for their shard.
 
-def path_of(shard: MDSReader) -> str:
-    """Where a shard is read."""
-    return os.path.join(shard.dirname, shard.split, shard.raw_data.basename)
+        Without this: it ends at a shard that cannot be had, and what comes after is waited for, for ever; and with a
+        small --cache_limit it waits for ever for a shard that was dropped before it was read.
+        Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
+        """
+        it.ready_index = it.total - 1  # at the total, Streaming would fetch nothing more in the background
+        while it.yield_index < it.ready_index and not it.should_exit():
+            time.sleep(TICK)
+        it.ready_index = it.total
+        it.on_exit()
 
+    def resume_at(self, epoch: int, sample_in_epoch: int) -> None:
+        """Go on at a sample of an epoch, counted over all ranks, when iterated next.
 
-def unpack(packed: str, unpacked: str, shard: MDSReader) -> str | None:
-    """Write what a compressed shard holds to a file; what is wrong with it, if anything is.
-
-    It is never more than index.json says: 33 KB of zstd can hold a gigabyte.
-    """
-    content = Path(packed).read_bytes()
-    fault = fault_of_bytes(content, shard.zip_data)
-    if fault:
-        return fault
-    algorithm = shard.compression.partition(':')[0]  # zstd:7
-    raw = bytearray(shard.raw_data.bytes)
-    try:
-        length = UNPACKERS[algorithm](content, raw)
-    except cramjam.DecompressionError as error:
-        return f'cannot be unpacked by {algorithm} into the {len(raw):,} bytes of index.json ({one_line(error)})'
-    Path(unpacked).write_bytes(memoryview(raw)[:length])
-    return None
-
-
-def remove_leftovers(folder: str, index: dict) -> None:
-    """Remove what killed processes left of the shards that they were fetching. Nobody else may be using the cache.
-
-    Only what begins with the name of a shard of `index` and goes on as `_fetch` has it is from this program.
-    """
-    names = {shard['raw_data']['basename'] for shard in index['shards']}
-    ours = re.compile(rf'(.+)\.[0-9a-f]{{8}}{re.escape(PART)}(\..+)?')
-    for place, _, files in os.walk(folder):
-        for name in files:
-            path = os.path.join(place, name)
-            match = ours.fullmatch(os.path.relpath(path, folder))
-            if match and match[1] in names:
-                Path(path).unlink(missing_ok=True)
+        Without this: a checkpoint at an epoch's end holds the epoch that is over, and a resume repeats its order.
+        Test: test_a_run_killed_again_and_again_equals_one_that_never_was[streamed-1ep-1].
+        """
+        state = self.state_dict(sample_in_epoch, from_beginning=True)
+        state['epoch'] = epoch
+        self.load_state_dict(state)
 
 
 class Shards:
-    """The shards of a dataset by their number, each verified when it is fetched. Any number of processes may share a
-    folder. See `open_shards`."""
+    """The shards of a dataset by their number, each verified when it is fetched. See `open_shards`."""
 
     def __init__(self, stream: VerifiedStream, readers: list[MDSReader]):
         self.stream = stream
@@ -214,24 +239,117 @@ class Shards:
             Path(path_of(self.readers[number])).unlink(missing_ok=True)
 
 
-def open_shards(remote: str, folder: str | None, index: dict, download_retry: int = 2,
-                download_timeout: float = 120) -> Shards:
-    """The shards of `remote`, for programs that take whole shards, in any number of processes on any machines.
+def open_shards(remote: str, folder: str | None, index: dict) -> Shards:
+    """The shards of `remote`, for any number of processes on any machines.
 
     Args:
-        remote: folder or object store with the shards. A folder is read where it is, unless a `folder` is given.
-        folder: in which the copies have a folder of their own. None: the default one.
+        remote: folder or object store with the shards.
+        folder: in which the copies have a folder of their own. None: `remote` is read in place where that can be.
         index: the index.json of `remote`.
-        download_retry: times that a download is tried.
-        download_timeout: seconds for a download.
-
-    Raises ValueError if `folder` cannot be written.
     """
-    if folder is None and is_read_in_place(remote, index):
-        local, remote = remote, None
-    else:
-        local = cache_folder(remote, index, folder)
-    stream = VerifiedStream(index=index, remote=remote, local=local, download_retry=download_retry,
-                            download_timeout=download_timeout, keep_zip=False)
-    readers = [reader_from_json(local, '', entry) for entry in index['shards']]
-    return Shards(stream, readers)
+    stream = VerifiedStream(index, remote, folder, download_retry=2, download_timeout=120)
+    return Shards(stream, [reader_from_json(stream.local, '', entry) for entry in index['shards']])
+
+
+def cache_folder(parent: str | None, index: dict) -> str:
+    """The folder for copies of a dataset's shards, made where it is not there yet, with a copy of the index.json.
+
+    Its name comes from the index, so that a dataset that was made anew never meets the copies of the old one.
+
+    Args:
+        parent: folder that it lies in; None: one of this user alone in the folder for temporary files.
+        index: the index.json of the dataset.
+    """
+    if parent is None:
+        parent = os.path.join(tempfile.gettempdir(), f'mds-cache-{os.getuid()}')
+        Path(parent).mkdir(mode=0o700, exist_ok=True)
+    folder = Path(parent, index_hash(index)[:16])
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / INDEX).exists():
+        unfinished = folder / f'{INDEX}.{uuid.uuid4().hex}{FETCHED}'
+        unfinished.write_text(json.dumps(index))
+        os.replace(unfinished, folder / INDEX)
+    return str(folder)
+
+
+def path_of(shard: MDSReader) -> str:
+    """Where a shard is read."""
+    return os.path.join(shard.dirname, shard.raw_data.basename)
+
+
+def fault_of_file(path: str | Path, expected: FileInfo) -> str | None:
+    """What is wrong with a file, by its size and hashes in index.json; None if nothing is."""
+    try:
+        size = os.stat(path).st_size  # before it is opened: a pipe would be waited for
+    except FileNotFoundError:
+        return 'is not there'
+    if size != expected.bytes:
+        return f'is cut short or damaged: {size:,} bytes, not the {expected.bytes:,} of index.json'
+    for algorithm, digest in expected.hashes.items():
+        if get_hash(algorithm, Path(path).read_bytes()) != digest:
+            return f'fails its {algorithm} hash: its bytes have changed'
+    return None
+
+
+def remove_old_leftovers(folder: str) -> None:
+    """Remove what killed runs were fetching into a cache; a download that goes on is never that old."""
+    for path in Path(folder).rglob(f'*{FETCHED}*'):
+        with contextlib.suppress(FileNotFoundError):  # another run has just finished or removed it
+            if time.time() - path.stat().st_mtime > SECONDS_OF_LEFTOVERS:
+                path.unlink()
+
+
+@contextlib.contextmanager
+def own_shared_memory() -> Iterator[list[FileLock]]:
+    """A dataset that is opened within this has shared memory of its own. Gives the lock that it is held by, in a list.
+
+    Without this: runs that start at once give their memory the same names (`File exists`), ranks find different ones
+    where another run starts meanwhile, and what a killed run has left stays.
+    Tests: test_the_ranks_of_a_node_share_a_number_and_each_node_has_its_own,
+    test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
+    """
+    find_number = streaming.base.dataset.get_shm_prefix
+    locks = []
+    streaming.base.dataset.get_shm_prefix = partial(take_number, locks)
+    try:
+        yield locks
+    finally:
+        streaming.base.dataset.get_shm_prefix = find_number
+
+
+def take_number(locks: list[FileLock], streams_local: list[str], streams_remote: list[str | None],
+                world: World) -> tuple[int, SharedMemory]:
+    """In the place of Streaming's own `get_shm_prefix`: a random number for this node's ranks, and the memory of that
+    name. The first rank holds it by a lock, which joins `locks`."""
+    number = None
+    if world.is_local_leader:
+        remove_what_nobody_holds()
+        number = secrets.choice(NUMBERS)
+        lock = FileLock(memory_folder() / name_of(number, OWNER), thread_local=False)
+        lock.acquire()
+        locks.append(lock)
+    number = dist.all_gather_object(number)[dist.get_global_rank() - dist.get_local_rank()]
+    return number, SharedMemory(name_of(number, LOCALS), size=4)
+
+
+def remove_what_nobody_holds() -> None:
+    """Remove the shared memory and the lock files of runs of this program that were killed."""
+    for owner in memory_folder().glob(f'*_{OWNER}'):
+        number = int(owner.name.partition('_')[0])
+        with contextlib.suppress(Timeout, PermissionError):  # of a run that lives, and of another user
+            with FileLock(owner, timeout=0):
+                for kind in SHM_TO_CLEAN:
+                    Path(memory_folder(), name_of(number, kind)).unlink(missing_ok=True)
+                for kind in (BARRIER_FILELOCK, CACHE_FILELOCK):
+                    Path(tempfile.gettempdir(), name_of(number, kind)).unlink(missing_ok=True)
+                owner.unlink(missing_ok=True)
+
+
+def memory_folder() -> Path:
+    """Where owners' files lie: beside the memory, since jobs of one host can have temporary folders of their own."""
+    return Path(SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else tempfile.gettempdir())
+
+
+def name_of(number: int, kind: str) -> str:
+    """As Streaming makes it."""
+    return f'{number:06}_{kind}'

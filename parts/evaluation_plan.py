@@ -13,7 +13,7 @@ from safetensors.torch import save
 from inputs.errors import one_line
 from inputs.places import number_of_samples
 from inputs.shards import index_hash, read_index, require_columns
-from inputs.text_files import has_words, read_captions, refuse_too_few
+from inputs.text_files import read_captions, refuse_too_few
 from inputs.verified_stream import open_shards
 from models.feature_extractors import LAYER, NETWORK, RESIZE, hash_of_files, sha256_of
 from parts.evaluation import FEATURES, Piece
@@ -131,7 +131,7 @@ class Evaluation:
 def read_data(flags: Evaluate, copies: str | None) -> Data:
     """The captions, and the shards of images where there are any, with their copies in a folder.
 
-    Raises ValueError if there are too few, one has no words, or there is nothing to compare pictures with.
+    Raises ValueError if there are too few, there is nothing to compare pictures with.
     """
     if os.path.isfile(flags.data):
         return Data(read_captions(flags.data, flags.samples), None)
@@ -145,9 +145,7 @@ def read_data(flags: Evaluate, copies: str | None) -> Data:
     refuse_too_few(flags.data, number_of_samples(index), flags.samples, 'sample')
     captions = []
     shards = open_shards(flags.data, copies, index)
-    for number, sample in enumerate(shards.samples(0, flags.samples)):
-        if not has_words(sample['caption']):
-            raise ValueError(f'sample {number} of DATA {flags.data} has a caption without words; leave it out')
+    for sample in shards.samples(0, flags.samples):
         captions.append(sample['caption'])
     return Data(captions, index if has_images else None, copies)
 

@@ -34,13 +34,6 @@ def test_the_originals_arguments_come_first_in_their_order(function):
     assert list(inspect.signature(function).parameters)[:len(ARGUMENTS[function])] == ARGUMENTS[function]
 
 
-def test_what_is_new_in_a_dataset_comes_by_its_name_only(shards):
-    with pytest.raises(TypeError):
-        SyntheticImageCaptionDataset(64, 77, 1000, 49408)
-    with pytest.raises(ValueError, match='give image_size by its name'):
-        StreamingLAIONDataset(shards, None, 64)
-
-
 def test_a_local_folder_without_a_remote_is_read_in_place(shards, results):
     record = main(['--local', shards, *TINY, '--num_workers', '2', '--results', str(results)])
     assert (record['status'], record['dataset']) == ('complete', 'streaming')

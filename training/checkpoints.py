@@ -87,20 +87,21 @@ def saving_alone(folder: str | None) -> Iterator[None]:
         return
     lock = Path(folder, LOCK)
     is_new = not lock.parent.exists()
+    held = []  # on rank 0
 
-    def take() -> int | None:
+    def take() -> None:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            return take_lock(lock, f'--save_folder {folder}')
+            held.append(take_lock(lock, f'--save_folder {folder}'))
         except OSError as error:
             raise ValueError(f'--save_folder {folder} cannot be written: {error.strerror}; name another') from None
 
-    descriptor = on_rank_0(take)
+    on_rank_0(take)
     try:
         yield
     finally:
-        if dist.get_global_rank() == 0:
-            give_lock_back(lock, descriptor)
+        for taken in held:
+            give_lock_back(lock, taken)
             if is_new:
                 with contextlib.suppress(OSError):  # it holds what was saved
                     lock.parent.rmdir()

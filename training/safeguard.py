@@ -10,7 +10,7 @@ from composer import Callback
 from composer.core import Precision
 from composer.utils import dist
 
-from inputs.streaming_patches import PatchedStreamingDataset
+from inputs.verified_stream import VerifiedDataset
 from measuring.record import redacted
 from training.ranks import SECONDS_FOR_A_BATCH, failure_of_ranks, wait_at_most
 from training.signal_watch import SignalWatch
@@ -80,7 +80,7 @@ class Safeguard(Callback):
             self._watch = SignalWatch(SIGNALS, lambda: seconds_to_answer(self._batch_seconds), self._conclude)
         self.first_batch = state.timestamp.batch.value
         dataset = state.train_dataloader.dataset
-        if self.first_batch and isinstance(dataset, PatchedStreamingDataset):
+        if self.first_batch and isinstance(dataset, VerifiedDataset):
             dataset.resume_at(state.timestamp.epoch.value, state.timestamp.sample_in_epoch.value)
 
     def batch_start(self, state, logger) -> None:

@@ -1,26 +1,20 @@
-"""Pixels, against Pillow, and the memory that they take."""
+"""Pixels, against Pillow."""
 import io
-import struct
-import subprocess
-import sys
+import re
 
 import numpy as np
 import pytest
 import torch
 from PIL import ExifTags, Image, ImageOps
 
-from inputs.images import BYTES_A_PIXEL, MOST_BYTES, USUAL_BYTES_A_PIXEL, decode_image, decode_whole_image
-from tests.runs import ROOT
+from inputs.images import decode_image, decode_whole_image
 from tests.samples import encoded, picture, pillow_square, pixels
 
 
 def with_orientation(orientation: int) -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = orientation
+    exif[ExifTags.Base.Orientation] = orientation
     return encoded(picture(orientation, 96, 64), exif=exif)
-
-
-SIXTEEN_BITS = Image.fromarray(np.asarray(picture(9).convert('L')).astype(np.uint16) * 257)
 
 
 FORMATS = {
@@ -30,8 +24,6 @@ FORMATS = {
     'cmyk jpeg': encoded(picture(4).convert('CMYK')),
     'png': encoded(picture(5), 'PNG'),
     'palette png': encoded(picture(6).convert('P'), 'PNG'),
-    'transparent png': encoded(picture(7).convert('RGBA'), 'PNG'),
-    'grey and alpha png': encoded(picture(8).convert('LA'), 'PNG'),
     'one bit png': encoded(picture(8).convert('1'), 'PNG'),
     'webp': encoded(picture(10), 'WEBP'),
     'wide jpeg': encoded(picture(11, 100, 64)),
@@ -47,9 +39,16 @@ def test_pixels_are_pillows_in_every_format(name):
     np.testing.assert_array_equal(decoded.numpy(), pixels(pillow_square(FORMATS[name])))
 
 
-def test_sixteen_bits_keep_their_highest_eight():
-    decoded = decode_image(encoded(SIXTEEN_BITS, 'PNG'))
-    np.testing.assert_array_equal(decoded[0].numpy(), np.asarray(SIXTEEN_BITS) // 257)
+@pytest.mark.parametrize('mode', ['RGBA', 'LA', 'P'])
+def test_what_is_transparent_is_put_on_white(mode):
+    image = picture(7).convert('RGBA')
+    image.putalpha(Image.fromarray(np.tile(np.uint8([0, 128, 255, 255]), (64, 16))))
+    image = image.convert(mode)
+    white = Image.new('RGBA', image.size, 'white')
+    white.alpha_composite(image.convert('RGBA'))
+    decoded = decode_image(encoded(image, 'PNG')).numpy()
+    np.testing.assert_array_equal(decoded, pixels(white.convert('RGB')))
+    assert (decoded[:, :, 0] == 255).all()
 
 
 @pytest.mark.parametrize('format', ['JPEG', 'PNG'])
@@ -66,16 +65,16 @@ def test_smaller_images_stay_as_they_are():
     assert decode_image(FORMATS['jpeg'], image_size=512).shape == (3, 64, 64)
 
 
-@pytest.mark.parametrize('broken', [b'', b'no image', FORMATS['jpeg'][:-40], FORMATS['jpeg'][:20], FORMATS['png'][:99]])
-def test_what_does_not_decode_is_a_value_error_of_one_line(broken):
-    with pytest.raises(ValueError, match='^image does not decode: [^\n]+$'):
-        decode_image(broken)
-
-
-def test_a_decompression_bomb_is_refused_before_it_is_decoded():
-    bomb = encoded(Image.new('1', (20_000, 20_000)), 'PNG')
-    with pytest.raises(ValueError, match='pixels'):
-        decode_image(bomb)
+@pytest.mark.parametrize('data, words', [
+    (b'', 'not a known format'), (b'no image', 'not a known format'), (FORMATS['jpeg'][:-40], '.+'),
+    (FORMATS['jpeg'][:20], '.+'), (FORMATS['png'][:99], '.+'),
+    (encoded(Image.new('1', (20_000, 20_000)), 'PNG'), '.*decompression bomb.*'),
+    (encoded(picture(0), 'EPS'), 'not a known format'),  # for which a program would be run
+])
+def test_what_does_not_decode_is_a_value_error_of_one_line(data, words):
+    with pytest.raises(ValueError) as error:
+        decode_image(data)
+    assert re.fullmatch(f'image does not decode: {words}', str(error.value))
 
 
 @pytest.mark.parametrize('orientation', range(1, 10))
@@ -88,48 +87,26 @@ def test_what_pillow_decodes_is_turned_upright_as_pillow_does(format, orientatio
     np.testing.assert_array_equal(decode_whole_image(data).numpy(), pixels(reference))
 
 
-# Prints how many bytes more than before the process held at once while it decoded each file, in kiB.
-PEAKS = '''
-import sys
-from pathlib import Path
-from inputs.images import decode_image
-
-def high_water():
-    return int(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])
-
-for path in sys.argv[1:]:
-    data = Path(path).read_bytes()
-    Path('/proc/self/clear_refs').write_text('5')  # the mark starts anew
-    before = high_water()
-    decode_image(data, 512)
-    print(high_water() - before)
-'''
-LARGE = [('I;16', 'PNG'), ('RGBA', 'PNG'), ('F', 'TIFF'), ('RGB', 'WEBP'), ('RGB', 'JPEG2000')]
+GREY = np.asarray(picture(9).convert('L')).astype(np.uint16)  # (64, 64), 0 to 255
 
 
-@pytest.mark.long
-def test_no_file_takes_more_memory_than_its_header_was_let_pass_for(tmp_path):
-    side = 1600
-    paths = []
-    for number, (mode, format) in enumerate(LARGE):
-        paths.append(tmp_path / str(number))
-        paths[-1].write_bytes(encoded(Image.new(mode, (side, side)), format))
-    peaks = subprocess.run([sys.executable, '-c', PEAKS, *paths], cwd=ROOT, check=True, capture_output=True, text=True)
-    for (mode, format), peak in zip(LARGE, peaks.stdout.split(), strict=True):
-        bytes_a_pixel = int(peak) * 1024 / side ** 2
-        assert 0.5 < bytes_a_pixel < BYTES_A_PIXEL.get(format, USUAL_BYTES_A_PIXEL) + 2, (mode, format)  # and its heap
+@pytest.mark.parametrize('format', ['PNG', 'TIFF', 'JPEG2000', 'PPM'])
+@pytest.mark.parametrize('bits', [8, 10, 12, 14, 16])
+def test_a_grey_image_of_more_than_8_bits_is_as_bright_as_its_bits_say(format, bits):
+    """Cameras and scanners store fewer as 16."""
+    options = {'irreversible': False} if format == 'JPEG2000' else {}
+    decoded = decode_image(encoded(Image.fromarray(GREY << (bits - 8)), format, **options))
+    for channel in decoded.numpy():
+        np.testing.assert_array_equal(channel, GREY)
 
 
-def tiff_of_one_tile(side: int) -> bytes:
-    """A TIFF of 16 by 16 grey pixels that says that its only tile has `side` by `side`."""
-    tags = {256: 16, 257: 16, 258: 8, 259: 1, 262: 1, 277: 1, 322: side, 323: side, 324: 8, 325: 256}
-    entries = b''.join(struct.pack('<HHII', tag, 4, 1, value) for tag, value in tags.items())  # type 4: LONG
-    return struct.pack('<2sHIH', b'II', 42, 8, len(tags)) + entries + bytes(4 + 256)
-
-
-def test_a_small_file_whose_header_asks_for_much_memory_is_refused_by_its_header():
-    side = int((MOST_BYTES / BYTES_A_PIXEL['WEBP']) ** 0.5) + 1  # as a PNG it would be taken
-    webp = encoded(Image.new('L', (side, side)), 'WEBP', lossless=True, quality=0, method=0)
-    for data, format in ((webp, 'WEBP'), (tiff_of_one_tile(65520), 'TIFF')):
-        with pytest.raises(ValueError, match=f'pixels are more than the [0-9,]+ of a {format}'):
-            decode_image(data)
+@pytest.mark.parametrize('values, expected', [
+    ((GREY / 255).astype(np.float32), GREY),             # brightness from 0 to 1
+    ((GREY * 257).astype(np.float32), GREY),
+    (GREY.astype(np.int32) << 16, GREY),                 # 24 bits
+    (np.full((64, 64), -5, np.int32), np.zeros((64, 64))),
+    (np.full((64, 64), np.nan, np.float32), np.zeros((64, 64))),
+])
+def test_other_deep_images_decode_without_surprise(values, expected):
+    decoded = decode_image(encoded(Image.fromarray(values), 'TIFF'))[0].numpy().astype(int)
+    assert np.abs(decoded - expected).max() <= 1

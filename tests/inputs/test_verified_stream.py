@@ -1,31 +1,48 @@
-"""No sample comes from a shard that is not the one of index.json, whatever a remote, a network or a cache holds."""
+"""Samples come from the shards of the index alone, in Streaming's own order, and an epoch ends whole or with the
+reason, whatever a remote, a cache, another dataset, another run or a killed one does."""
+import contextlib
 import json
 import os
 import shutil
-import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import zstd
-from streaming import MDSWriter
-from streaming.base.storage.download import LocalDownloader
+from composer.utils import dist, get_device
+from filelock import FileLock
+from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
-from data import StreamingLAIONDataset
-from inputs import streaming_patches, verified_stream
-from inputs.cache import cache_folder
+from benchmark import main
+from data import StreamingLAIONDataset, build_loader
+from inputs import verified_stream
+from inputs.captions import build_tokenizer
 from inputs.errors import DataError
 from inputs.shards import read_index
-from inputs.verified_stream import open_shards
-from tests.forks import status_of_child
-from tests.samples import good
+from inputs.verified_stream import (
+    OWNER,
+    SECONDS_OF_LEFTOVERS,
+    cache_folder,
+    open_shards,
+    own_shared_memory,
+    remove_what_nobody_holds,
+)
+from tests.forked_runs import RUN, run, run_ranks, start_in_folder, traced
+from tests.local_s3 import s3_process
+from tests.runs import TINY
+from tests.samples import encoded, good, picture, write_shards
+from training.ranks import join_ranks
+
+CAPTIONS = [f'picture {index:03}' for index in range(24)]
 
 
-def write(folder, text: str = 'picture', compression: str | None = None) -> str:
+def write(folder, text: str = 'picture', compression: str | None = None) -> Path:
     with MDSWriter(out=str(folder), columns={'jpg': 'bytes', 'caption': 'str'}, hashes=['xxh64'], size_limit=1 << 12,
                    compression=compression) as writer:
         for index in range(24):
             writer.write(good(index) | {'caption': f'{text} {index:03}'})
-    return str(folder)
+    return Path(folder)
 
 
 def flip(path: Path) -> None:
@@ -34,147 +51,180 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def open_dataset(remote, cache, **kwargs) -> StreamingLAIONDataset:
-    return StreamingLAIONDataset(str(remote), str(cache), batch_size=1, **kwargs)
+def open_text(remote, cache=None, **kwargs) -> StreamingLAIONDataset:
+    dataset = StreamingLAIONDataset(str(remote), cache and str(cache), batch_size=1, **kwargs)
+    dataset.give_captions_as_text()
+    return dataset
+
+
+def captions(samples) -> list[str]:
+    return [sample['caption'] for sample in samples]
+
+
+def by_number(dataset) -> list[str]:
+    return [dataset.sample(index)['caption'] for index in range(dataset.num_samples)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @pytest.fixture
 def remote(tmp_path) -> Path:
-    return Path(write(tmp_path / 'remote'))
+    return write(tmp_path / 'remote')
 
 
 @pytest.fixture
 def cache(tmp_path, remote) -> Path:
     """Where the shards of `remote` are cached below `tmp_path / 'cache'`."""
-    return Path(cache_folder(str(remote), read_index(str(remote)), str(tmp_path / 'cache')))
+    return Path(cache_folder(str(tmp_path / 'cache'), read_index(str(remote))))
+
+
+def loaded(dataset, num_workers: int) -> list[str]:
+    """The captions of an epoch."""
+    loader = StreamingDataLoader(dataset, batch_size=1, num_workers=num_workers, collate_fn=captions)
+    return [caption for batch in loader for caption in batch]
+
+
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_the_order_is_streamings_own_in_every_epoch_and_after_a_resume(remote, tmp_path, num_workers):
+    with own_shared_memory():
+        theirs = StreamingDataset(local=str(remote), batch_size=1, shuffle=True, shuffle_seed=5)
+    ours = open_text(remote, tmp_path / 'cache', shuffle=True, shuffle_seed=5)
+    epochs = [loaded(theirs, num_workers) for _ in range(2)]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == CAPTIONS
+    assert [loaded(ours, num_workers) for _ in range(2)] == epochs
+    resumed = open_text(remote, shuffle=True, shuffle_seed=5, num_canonical_nodes=1)
+    resumed.resume_at(1, 10)
+    assert loaded(resumed, num_workers) == epochs[1][10:]
 
 
 def test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index(tmp_path, remote, cache):
-    """One was replaced in the remote by one of the same size, after a small cache had dropped it."""
-    dataset = open_dataset(remote, tmp_path / 'cache')
-    assert dataset.sample(0)['caption'] == 'picture 000'
-    assert dataset.is_ready(0) and not dataset.is_ready(1)
-    dataset.evict_shard(0)
-    other = Path(write(tmp_path / 'other', 'another'[:7]))
-    shutil.copy(other / 'shard.00000.mds', remote / 'shard.00000.mds')
-    with pytest.raises(DataError, match=r'^shard /.*/shard.00000.mds fails its xxh64 hash.*, fetched twice; put'):
-        dataset.sample(0)
-    with pytest.raises(DataError, match='fails its xxh64 hash'):  # of those who come later as well
-        dataset.sample(1)
+    """Not from a cache that was damaged, nor from a remote that was made anew since the index was read."""
+    assert by_number(open_text(remote, tmp_path / 'cache')) == CAPTIONS
+    flip(cache / 'shard.00001.mds')
+    os.truncate(cache / 'shard.00002.mds', 100)
+    assert by_number(open_text(remote, tmp_path / 'cache')) == CAPTIONS
+    flip(cache / 'shard.00001.mds')
+    assert captions(open_text(remote, tmp_path / 'cache')) == CAPTIONS
+    dataset = open_text(remote, tmp_path / 'cache')
+    shutil.copy(write(tmp_path / 'other', 'another'[:7]) / 'shard.00000.mds', remote / 'shard.00000.mds')
+    (cache / 'shard.00000.mds').unlink()
+    for read in (by_number, captions):
+        with pytest.raises(DataError, match=r'^shard /.*/remote/shard.00000.mds fails its xxh64 hash.*; put a good'):
+            read(dataset)
     assert not (cache / 'shard.00000.mds').exists()
 
 
-def test_a_shard_of_a_cache_is_looked_at_again_by_each_run_and_mended(tmp_path, remote, cache):
-    list(open_dataset(remote, tmp_path / 'cache'))
-    flip(cache / 'shard.00001.mds')
-    os.truncate(cache / 'shard.00002.mds', 100)  # a run was killed while it wrote
-    (cache / 'index.json.tmp').write_text('{"version": 2, "shards": []}')
-    dataset = open_dataset(remote, tmp_path / 'cache')
-    usage = dataset.cache_usage
-    assert [dataset.sample(index)['caption'] for index in range(24)] == [f'picture {index:03}' for index in range(24)]
-    assert dataset.cache_usage == usage
+@pytest.mark.parametrize('fault, words', [('flipped', 'fails its xxh64 hash'), ('cut', 'is cut short'),
+                                          ('gone', 'is not there'), ('pipe', 'is cut short')])
+def test_a_fault_of_a_shard_that_is_read_in_place_is_told_and_nothing_there_is_changed(remote, fault, words):
+    first = remote / 'shard.00000.mds'
+    if fault == 'flipped':
+        flip(first)
+    elif fault == 'cut':
+        os.truncate(first, 100)
+    else:
+        first.unlink()
+    if fault == 'pipe':
+        os.mkfifo(first)
+    before = {path.name: path.stat() for path in remote.iterdir()}
+    dataset = open_text(remote)
+    with pytest.raises(DataError, match=f'^shard {first} {words}.*; put a good copy in its place'):
+        captions(dataset)
+    assert dataset.sample(23)['caption'] == CAPTIONS[23]
+    assert {path.name: path.stat() for path in remote.iterdir()}.keys() == before.keys()
 
 
-def test_what_arrives_damaged_is_fetched_once_more(tmp_path, remote, monkeypatch):
-    download, times = LocalDownloader._download_file_impl, []
+@pytest.mark.parametrize('num_workers', [0, 2])
+def test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason(tmp_path, remote, num_workers):
+    dataset = open_text(remote, tmp_path / 'cache', download_retry=1)
+    (remote / 'shard.00001.mds').unlink()
+    for _ in range(2):  # and so does one that is begun after that
+        with pytest.raises(DataError, match=r'remote/shard\.00001\.mds, could not be read \(FileNotFoundError'):
+            loaded(dataset, num_workers)
 
-    def damaging(self, remote, local, timeout):
-        download(self, remote, local, timeout)
-        times.append(remote)
-        if len(times) == 1:
-            flip(Path(local))
-    monkeypatch.setattr(LocalDownloader, '_download_file_impl', damaging)
-    assert open_dataset(remote, tmp_path / 'cache').sample(0)['caption'] == 'picture 000'
-    assert times == [str(remote / 'shard.00000.mds')] * 2
+
+def test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_too(tmp_path, remote):
+    dataset = open_text(remote, tmp_path / 'cache')
+    (remote / 'shard.00000.mds').unlink()
+    failures = []
+
+    def read():
+        try:
+            dataset.prepare_shard(0)  # waits for as long as another reader fetches it
+        except DataError as error:
+            failures.append(error)
+    for number_of_failures in (1, 2):
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        reader.join(10)
+        assert len(failures) == number_of_failures
 
 
 def test_a_download_that_breaks_off_leaves_nothing(tmp_path, remote, cache, monkeypatch):
     def breaking(self, remote, local, timeout):
         Path(f'{local}.tmp').write_bytes(b'half')
         raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(LocalDownloader, '_download_file_impl', breaking)
-    dataset = open_dataset(remote, tmp_path / 'cache', download_retry=1)
+    dataset = open_text(remote, tmp_path / 'cache', download_retry=1)
+    monkeypatch.setattr('streaming.base.storage.download.LocalDownloader._download_file_impl', breaking)
     with pytest.raises(DataError, match='remote/shard.00000.mds, could not be read .*No space left.*--cache_limit$'):
         dataset.sample(0)
-    assert set(os.listdir(cache)) == {'cache.lock', 'index.json'}
+    assert os.listdir(cache) == ['index.json']
 
 
-def test_an_index_that_was_read_is_not_read_again(tmp_path, remote):
-    index = read_index(str(remote))
-    os.rename(remote / 'index.json', tmp_path / 'index.json')
-    assert open_dataset(remote, tmp_path / 'cache', index=index).sample(0)['caption'] == 'picture 000'
-    assert StreamingLAIONDataset(str(remote), index=index, batch_size=1).sample(0)['caption'] == 'picture 000'
+def folder_size(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob('*.mds'):
+        with contextlib.suppress(FileNotFoundError):  # dropped since it was listed
+            size += path.stat().st_size
+    return size
 
 
-def test_each_shard_is_verified_once_by_all_processes_of_a_node(tmp_path, remote, monkeypatch):
-    looked = []
-    monkeypatch.setattr(verified_stream, 'fault_of_shard', lambda path, *_: looked.append(Path(path).name))
-    dataset = StreamingLAIONDataset(str(remote), batch_size=1)
-    for index in range(24):
-        dataset.sample(index)
-    list(dataset)
+def test_a_small_cache_serves_the_whole_dataset(tmp_path):
+    """Also where an earlier run has filled it."""
+    shards = Path(write_shards(tmp_path / 'shards', [good(i) for i in range(120)], size_limit=4096))
+    cache = tmp_path / 'cache'
+    limit = 8 * max(path.stat().st_size for path in shards.glob('*.mds'))
+    list(open_text(shards, cache))
+    assert folder_size(cache) > 2 * limit
+    dataset = StreamingLAIONDataset(str(shards), str(cache), image_size=64, batch_size=4, shuffle=True,
+                                    cache_limit=limit)
+    loader = build_loader(dataset, 4, 1, build_tokenizer()).dataloader
+    seen, most = [], 0
+    for batch in loader:
+        seen += batch['caption'].tolist()
+        most = max(most, folder_size(cache))
+    assert len(set(map(tuple, seen))) == 120 and limit / 8 < most <= limit
 
-    def read_all() -> int:
-        for index in range(24):
-            dataset.sample(index)
-        return len(looked) - len(dataset.shards)
-    assert status_of_child(read_all) == 0  # a worker's
-    assert sorted(looked) == sorted(path.name for path in remote.glob('*.mds'))
 
-
-def test_shards_that_are_read_in_place_are_neither_changed_nor_dropped(tmp_path, remote):
-    flip(remote / 'shard.00000.mds')
-    before = {path.name: path.read_bytes() for path in remote.iterdir()}
-    with pytest.raises(ValueError, match='cache_limit 1mb has no cache to bound'):
-        StreamingLAIONDataset(str(remote), batch_size=1, cache_limit='1mb')
-    dataset = StreamingLAIONDataset(local=str(remote), batch_size=1)
-    with pytest.raises(DataError, match='^shard .*/shard.00000.mds fails its xxh64 hash: .*; put a good copy'):
-        dataset.sample(0)
-    assert dataset.sample(23)['caption'] == 'picture 023'
-    assert {path.name: path.read_bytes() for path in remote.iterdir()} == before
+def test_a_limit_that_is_too_small_or_would_drop_what_is_read_in_place_is_refused(tmp_path, remote):
+    with pytest.raises(ValueError, match='Cache limit .* is too low'):
+        open_text(remote, tmp_path / 'cache', cache_limit='5kb')
+    with pytest.raises(ValueError, match='--cache_limit has no cache to bound'):
+        open_text(remote, cache_limit='1mb')
 
 
 @pytest.mark.parametrize('compression', ['br:1', 'bz2', 'gz', 'snappy', 'zstd:7'])
 def test_compressed_shards_are_unpacked_into_a_cache_never_beside_themselves(tmp_path, compression, monkeypatch):
-    monkeypatch.setattr('inputs.cache.tempfile.tempdir', str(tmp_path))
-    remote = Path(write(tmp_path / 'remote', compression=compression))
+    monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+    remote = write(tmp_path / 'remote', compression=compression)
     before = set(remote.iterdir())
-    dataset = StreamingLAIONDataset(str(remote), batch_size=1)
-    assert [dataset.sample(index)['caption'] for index in (0, 23)] == ['picture 000', 'picture 023']
+    dataset = open_text(remote)
+    assert captions(dataset) == CAPTIONS
     assert set(remote.iterdir()) == before
-    assert {path.suffix for path in Path(dataset.streams[0].local).iterdir()} == {'.mds', '.json', '.lock'}
-
-
-@pytest.mark.parametrize('unpacked', [1 << 30, 100])
-def test_a_compressed_shard_never_takes_more_than_its_index_says(tmp_path, unpacked):
-    remote = Path(write(tmp_path / 'remote', compression='zstd'))
-    index = json.loads((remote / 'index.json').read_text())
-    packed = zstd.compress(bytes(unpacked))
-    (remote / 'shard.00000.mds.zstd').write_bytes(packed)
-    index['shards'][0]['zip_data'] |= {'bytes': len(packed), 'hashes': {}}
-    index['shards'][0]['raw_data']['hashes'] = {}
-    (remote / 'index.json').write_text(json.dumps(index))
-    written = []
-    shards = open_shards(str(remote), str(tmp_path / 'cache'), index)
-    with pytest.MonkeyPatch.context() as patch:
-        write_bytes = Path.write_bytes
-        patch.setattr(Path, 'write_bytes', lambda path, content: written.append(len(content)) or
-                      write_bytes(path, content))
-        with pytest.raises(DataError, match='shard.00000.mds.zstd (cannot be unpacked by zstd into|is cut short)'):
-            shards.fetch(0)
-    assert sum(written) <= 2 * index['shards'][0]['raw_data']['bytes']
-    assert not list((tmp_path / 'cache').rglob('shard*'))
+    assert {path.suffix for path in Path(dataset.streams[0].local).iterdir()} == {'.mds', '.json'}
+    assert (tmp_path / f'mds-cache-{os.getuid()}').stat().st_mode & 0o777 == 0o700
 
 
 def test_whole_shards_are_read_without_a_dataset(tmp_path, remote, cache):
     for folder in (None, str(tmp_path / 'cache')):
         shards = open_shards(str(remote), folder, read_index(str(remote)))
-        reader = shards.fetch(1)
         assert len(shards) == len(list(remote.glob('*.mds')))
-        first = len(shards.readers[0])
-        assert [sample['caption'] for sample in reader] == [f'picture {first + i:03}' for i in range(len(reader))]
+        assert captions(shards.samples(3, 20)) == CAPTIONS[3:20]
+        first = len(shards.fetch(0))
         shards.drop(1)
-        assert shards.fetch(1)[0]['caption'] == f'picture {first:03}'
+        assert shards.fetch(1)[0]['caption'] == CAPTIONS[first]
     assert (remote / 'shard.00001.mds').exists()
     flip(remote / 'shard.00001.mds')
     shards.drop(1)
@@ -183,43 +233,118 @@ def test_whole_shards_are_read_without_a_dataset(tmp_path, remote, cache):
         shards.fetch(1)
 
 
-def test_what_killed_runs_were_fetching_is_removed_and_nothing_else(tmp_path, remote, cache):
-    open_dataset(remote, tmp_path / 'cache').sample(0)
-    leftovers = [f'shard.00003.mds.0123abcd.part{ending}' for ending in ('', '.packed', '.aB3dE5f7', '.tmp')]
-    others = ['shard.99999.mds.0123abcd.part', 'mine.part', 'shard.00003.mds.part', 'notes.txt']
-    for name in (*leftovers, *others):
-        (cache / name).write_text('x')
-    open_dataset(remote, tmp_path / 'cache')
-    left = set(os.listdir(cache))
-    assert left.isdisjoint(leftovers) and left.issuperset(others)
+def test_a_dataset_that_was_made_anew_has_another_cache(tmp_path, remote):
+    folder = tmp_path / 'cache'
+    folder.mkdir()
+    (folder / 'index.json').write_text('mine')  # of another program
+    old = open_text(remote, folder)
+    assert by_number(old) == CAPTIONS
+    shutil.rmtree(remote)
+    new = open_text(write(remote, 'another'[:7]), folder)
+    assert by_number(new) == [f'another {index:03}' for index in range(24)] and by_number(old) == CAPTIONS
+    assert files(folder) == {'index.json': b'mine'}
+    whole = new.streams[0].local
+    assert by_number(StreamingLAIONDataset(local=whole, batch_size=1)) == by_number(new)  # which is a dataset
 
 
-def test_while_another_run_fetches_into_a_cache_nothing_of_its_is_removed(tmp_path, remote, cache):
-    first = open_dataset(remote, tmp_path / 'cache')
-    (cache / 'shard.00003.mds.0123abcd.part').write_text('x')
-    second = open_dataset(remote, tmp_path / 'cache')
-    assert (cache / 'shard.00003.mds.0123abcd.part').exists()
-    assert [first.sample(3)['caption'], second.sample(3)['caption']] == ['picture 003'] * 2
+def test_a_split_is_a_dataset_of_its_own(tmp_path):
+    write(tmp_path / 'remote' / 'train')
+    dataset = open_text(tmp_path / 'remote', tmp_path / 'cache', split='train')
+    assert by_number(dataset) == CAPTIONS and os.listdir(tmp_path / 'cache') == ['train']
 
 
-def test_a_cache_that_was_filled_before_stays_below_its_limit(tmp_path, remote, cache):
-    list(open_dataset(remote, tmp_path / 'cache'))
-    sizes = [entry['raw_data']['bytes'] for entry in read_index(str(remote))['shards']]
-    limit = 4 * max(sizes) + os.path.getsize(remote / 'index.json')
-    dataset = open_dataset(remote, tmp_path / 'cache', cache_limit=limit)
-    for index in (*range(24), *range(23, -1, -1)):
-        assert dataset.sample(index)['caption'] == f'picture {index:03}'
-    assert sum(path.stat().st_size for path in cache.glob('*.mds')) <= limit
-    assert streaming_patches._ShardState.LOCAL in dataset._shard_states.numpy()
+def test_what_killed_runs_were_fetching_is_removed_and_what_others_fetch_now_is_not(tmp_path, remote, cache):
+    old, new, mine = (cache / name for name in ('shard.00003.mds.0a.fetched.tmp', 'shard.00003.mds.0b.fetched', 'mine'))
+    for path in (old, new, mine):
+        path.write_text('x')
+    for path in (old, mine):
+        os.utime(path, (0, time.time() - SECONDS_OF_LEFTOVERS - 1))
+    open_text(remote, tmp_path / 'cache')
+    assert not old.exists() and new.exists() and mine.exists()
 
 
-def test_an_offset_beyond_the_file_is_a_fault(tmp_path, remote):
-    """Without hashes, what a shard says of itself is all that there is."""
-    index = read_index(str(remote))
-    index['shards'][0]['raw_data']['hashes'] = {}
-    path = remote / 'shard.00000.mds'
-    content = bytearray(path.read_bytes())
-    content[:4] = struct.pack('<I', index['shards'][0]['samples'] + 1)
-    path.write_bytes(content)
-    with pytest.raises(DataError, match='shard.00000.mds is not the one of index.json'):
-        open_shards(str(remote), None, index).fetch(0)
+def test_two_datasets_of_a_process_are_read_as_if_alone(shards, tmp_path):
+    """A training set that was resumed in its middle, beside a validation set of other shards."""
+    training = open_text(shards)
+    training.load_state_dict({'epoch': 0, 'sample_in_epoch': 14, 'num_canonical_nodes': 1, 'shuffle_seed': 9176})
+    validation = open_text(write_shards(tmp_path / 'other', [good(i) for i in range(40)]))
+    assert captions(training) == [f'picture number {index}' for index in range(14, 24)]
+    assert captions(validation) == [f'picture {index}' for index in range(40)]
+
+
+def memory_of(number: int) -> set[Path]:
+    return set(Path('/dev/shm').glob(f'{number:06}_*'))
+
+
+def test_the_memory_of_another_program_stays(shards):
+    theirs = StreamingDataset(local=shards, batch_size=1)
+    theirs.load_state_dict({'epoch': 0, 'sample_in_epoch': 20, 'num_canonical_nodes': 1, 'shuffle_seed': 9176})
+    before = memory_of(theirs._shm_prefix_int)
+    open_text(shards)
+    assert memory_of(theirs._shm_prefix_int) == before
+    assert len(list(theirs)) == 4
+
+
+def test_what_a_killed_run_left_is_removed_and_what_a_live_one_holds_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(verified_stream, 'SHARED_MEMORY', str(tmp_path))
+    monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+    for number in (3_000_000_000, 3_000_000_001):
+        for kind in ('locals', 'epoch_data', 'barrier_filelock', OWNER, 'of_another_program'):
+            (tmp_path / f'{number}_{kind}').touch()
+    with FileLock(tmp_path / f'3000000001_{OWNER}'):
+        remove_what_nobody_holds()
+        left = {path.name.partition('_')[2] for path in tmp_path.glob('3000000000_*')}
+        assert left == {'of_another_program'} and len(list(tmp_path.glob('3000000001_*'))) == 5
+    remove_what_nobody_holds()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def open_as_rank(shards: str, folder: str) -> None:
+    join_ranks(get_device(), 60)
+    dataset = StreamingLAIONDataset(shards, batch_size=1)
+    Path(folder, str(dist.get_global_rank())).write_text(str(dataset._shm_prefix_int))
+    dist.barrier()
+
+
+def test_the_ranks_of_a_node_share_a_number_and_each_node_has_its_own(server, shards, tmp_path):
+    log = tmp_path / 'log'
+    codes = run_ranks(server, [log] * 4, open_as_rank, [(shards, str(tmp_path))] * 4, nodes=2)
+    assert codes == [0] * 4, log.read_text()
+    numbers = [(tmp_path / str(rank)).read_text() for rank in range(4)]
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+
+
+@pytest.mark.long
+def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(server, tmp_path, results, monkeypatch):
+    shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(picture(i)), 'caption': str(i)} for i in range(400)],
+                          size_limit=4000)
+    folder = tmp_path / 'run'
+    folder.mkdir()
+    with s3_process(monkeypatch) as store:
+        for file in Path(shards).iterdir():
+            store.client.upload_file(str(file), 'bucket', f'many/{file.name}')
+        argv = ['--remote', 's3://bucket/many', *TINY, '--max_duration', '2ep', '--local', tmp_path / 'cache',
+                '--results', results]
+        run = start_in_folder(server, folder, main, argv, **os.environ)
+        while len(list(tmp_path.glob('cache/*/*.mds'))) < 20:
+            assert run.exitcode is None, (folder / 'err').read_text()
+            time.sleep(0.02)
+    run.join(600)
+    [line] = [line for line in (folder / 'err').read_text().splitlines() if 'error' in line.lower()]
+    assert line.startswith('benchmark.py: error: the run failed at batch')
+    assert 'a shard, s3://bucket/many/' in line and 'could not be read' in line
+    record = json.loads(results.read_text())
+    assert run.exitcode == 2 and record['status'] == 'failed' and record['error'] in line
+
+
+@pytest.mark.long
+def test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left(server, tmp_path, shards):
+    argv, folders = [*RUN, '--save_interval', '3ba', '--remote', shards], [tmp_path / name for name in 'abc']
+    for folder in folders:
+        folder.mkdir()
+    killed, *both = folders
+    run(server, 1, argv, killed, ('start', 7))  # leaves its shared memory
+    with ThreadPoolExecutor() as pool:
+        codes = list(pool.map(lambda folder: run(server, 1, argv, folder), both))
+    assert codes == [[0], [0]], [(folder / 'log').read_text() for folder in both]
+    assert traced(both[0], 1) == traced(both[1], 1) and len(traced(both[0], 1)[0]) == 12

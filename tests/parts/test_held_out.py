@@ -11,7 +11,7 @@ import convert
 from settings.flags import parse
 from settings.train import Train
 from inputs.errors import DataError
-from inputs.shared_memory import own_shared_memory
+from inputs.verified_stream import own_shared_memory
 from parts.names import held_out_beside
 from parts.output import FolderOutput
 from tests.local_s3 import local_s3

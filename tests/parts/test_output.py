@@ -1,6 +1,4 @@
 """A dataset in parts: claimed once, written part by part, merged; and nothing of anybody else's is touched."""
-import errno
-import fcntl
 import json
 import os
 import threading
@@ -12,7 +10,7 @@ from inputs.places import CLAIM
 from parts.claims import EDGE, claim, finished_parts, part_index, redo, release
 from parts.held_out import find_edge
 from parts.merge import merge_parts
-from parts.output import LOCK, FolderOutput, open_output
+from parts.output import FolderOutput, open_output
 from parts.writer import PartWriter
 from tests.local_s3 import local_s3
 
@@ -121,30 +119,13 @@ def test_of_several_runs_that_start_at_once_one_has_begun_it(output):
 def test_a_second_run_in_a_folder_is_refused_by_the_pid_of_the_first_and_nothing_is_left_of_the_lock(tmp_path):
     first, second = (open_output(str(tmp_path / 'out'), 'OUT') for _ in range(2))
     with first.in_use():
-        with pytest.raises(ValueError, match=rf'^OUT .* is in use by another run \(pid {os.getpid()} on '):
+        with pytest.raises(ValueError, match='^OUT .* is in use by another run'):
             with second.in_use():
                 pass
         claim(first, CONTENTS)
     with second.in_use():
         assert claim(second, CONTENTS)
     assert os.listdir(tmp_path / 'out') == [CLAIM]
-
-
-def test_what_a_killed_run_leaves_of_its_lock_is_taken_over(tmp_path):
-    (tmp_path / LOCK).write_text('pid 1 on a machine that is gone')
-    with open_output(str(tmp_path), 'OUT').in_use():
-        assert (tmp_path / LOCK).read_text().startswith(f'pid {os.getpid()} on ')
-    assert not os.listdir(tmp_path)
-
-
-def test_a_folder_whose_file_system_has_no_locks_is_worked_in_all_the_same(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise OSError(errno.ENOLCK, 'No locks available')
-    monkeypatch.setattr(fcntl, 'flock', refuse)
-    output = open_output(str(tmp_path), 'OUT')
-    with output.in_use():
-        assert claim(output, CONTENTS) is False
-    assert os.listdir(tmp_path) == [CLAIM]
 
 
 def test_somebodys_folder_gets_no_lock(tmp_path):
