@@ -1,5 +1,4 @@
 """Folders of models and tokenizers: on this machine, or from the hub."""
-import difflib
 import os
 from pathlib import Path
 
@@ -19,16 +18,8 @@ def refuse_impossible_model(name: str, pretrained: bool) -> None:
         raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after a '
                          'recipe that has it, or name a diffusers folder')
     if '/' not in name and name != TINY:
-        raise ValueError(f'--model_name {name} is no folder here, and a name of the hub has its owner before a slash'
-                         f'{nearest_model(name)}')
-
-
-def nearest_model(name: str) -> str:
-    """The model of those built in that a name may mean, as the end of an error; '' where none is near."""
-    nearest = difflib.get_close_matches(name, (SD2_BASE, SD2_BASE.partition('/')[2], TINY), n=1)
-    if not nearest:
-        return ''
-    return f'; did you mean {TINY if nearest[0] == TINY else SD2_BASE}?'
+        raise ValueError(f'--model_name {name} is no folder here, and a name of the hub has its owner before a slash; '
+                         f'built in are {TINY} and {SD2_BASE}')
 
 
 def local_folder(flag: str, name: str, patterns: list[str]) -> Path:
@@ -42,7 +33,5 @@ def local_folder(flag: str, name: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # wrong names, missing repositories, no network, no access
-        meant = nearest_model(name) if flag == '--model_name' else ''
-        meant = meant or ': check the name and the network, or give a local folder'
-        raise ValueError(f'{flag} {name} is not a folder, and the hub gave nothing ({type(error).__name__}){meant}'
-                         ) from None
+        raise ValueError(f'{flag} {name} is not a folder, and the hub gave nothing ({type(error).__name__}): check the '
+                         'name and the network, or give a local folder') from None
