@@ -22,6 +22,7 @@ if __name__ == '__main__':
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -313,7 +314,10 @@ def save_picture(picture: Image.Image, path: Path) -> None:
 
 
 def scores_at(settings: Evaluate, guidance: float, captions: list[str], judges: dict[str, Metric]) -> dict:
-    """The scores of all pictures of a guidance scale; None where one is not asked for."""
+    """The scores of all pictures of a guidance scale; None where one is not asked for.
+
+    Raises ValueError if one is not finite.
+    """
     numbers = samples_of_rank(settings)
     starts = range(0, len(numbers), settings.batch_size)
     for start in shown(starts, f'judging at guidance {guidance:g}', len(starts)):
@@ -327,7 +331,10 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], judges: 
                 metric.update(list(images), [captions[number] for number in batch])
     scores = {'guidance': guidance, 'fid': None, 'clip_score': None}
     for name, metric in judges.items():
-        scores[name] = max(0.0, metric.compute().item())  # FID of equal sets is a little off 0, on either side
+        score = metric.compute().item()
+        if not math.isfinite(score):
+            raise ValueError(f'the {name} at guidance {guidance:g} is {score}: the weights of its network are damaged')
+        scores[name] = max(0.0, score)  # FID of equal sets is a little off 0, on either side
         metric.reset()
     return scores
 

@@ -7,12 +7,15 @@ from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor
 
 from inputs.errors import one_line
-from inputs.hub import CLIP_MODEL, INCEPTION_WEIGHTS
 from models.loading import load_weights
+from settings.commands import CLIP_MODEL
 
 NAME = 'inception-v3-compat'  # torch-fidelity's, in which TensorFlow's weights of 2015 give TensorFlow's features
 LAYER = '2048'  # its last pool
 NETWORK = f'{NAME} {LAYER}'
+# where to get the weights; nothing is fetched here
+INCEPTION_WEIGHTS = ('https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/'
+                     'weights-inception-2015-12-05-6726825d.pth')
 RESIZE = 'to 299 pixels, bilinear as in TensorFlow 1'  # what it does itself before its first layer
 PUBLISHED_SHA256 = '6726825d'  # how the hash of the weights begins that published FIDs are made with
 

@@ -1,4 +1,5 @@
 """What is scored is what diffusers draws, whatever batches and processes drew it, and whatever was stopped before."""
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import CLIPModel, CLIPProcessor
 
@@ -185,7 +186,9 @@ def test_the_fid_is_that_of_torchmetrics_for_the_pictures_and_the_real_ones(
 def test_the_fid_by_a_file_of_weights_is_that_of_torchmetrics_own_network(tmp_path, pipeline, shards):
     weights = save_inception(tmp_path / 'inception.pth')
     record = run(pipeline, shards, tmp_path / 'out', '--inception', weights, '--reference', tmp_path / 'reference')
-    metric = FrechetInceptionDistance(feature_extractor_weights_path=weights)
+    parameters = inspect.signature(FrechetInceptionDistance).parameters
+    without_antialias = {name: False for name in parameters if name == 'antialias'}  # new in torchmetrics 1.9
+    metric = FrechetInceptionDistance(feature_extractor_weights_path=weights, **without_antialias)
     metric.update(drawn_in(tmp_path / 'out', 7.5), real=False)
     for name, value in load_file(tmp_path / 'reference').items():
         setattr(metric, name, value)
@@ -317,6 +320,15 @@ def test_a_picture_that_is_not_finite_is_not_judged(pipeline, text, clip, tmp_pa
     torch.nn.init.constant_(vae.decoder.conv_out.bias, torch.nan)
     vae.save_pretrained(broken / 'vae')
     assert 'a picture that is not finite' in refusal(capfd, broken, text, tmp_path / 'out', *clip)
+
+
+def test_a_score_that_is_not_finite_is_not_kept(pipeline, text, clip, tmp_path, capfd):
+    broken = shutil.copytree(clip[1], tmp_path / 'broken')
+    weights = load_file(broken / 'model.safetensors')
+    weights['visual_projection.weight'][:] = torch.nan
+    save_file(weights, broken / 'model.safetensors', {'format': 'pt'})
+    line = refusal(capfd, pipeline, text, tmp_path / 'out', '--clip', broken)
+    assert 'the clip_score at guidance 7.5 is nan' in line and not (tmp_path / 'results.jsonl').exists()
 
 
 def test_without_a_judge_or_a_folder_nothing_is_drawn(pipeline, text, clip, tmp_path, capfd):
