@@ -20,11 +20,11 @@ from torchvision.transforms.functional import to_pil_image
 from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from inputs.errors import DataError, unreadable_shard
 from inputs.held_out import HeldOutSamples, collate_held_out
-from inputs.hub import SD2_BASE
 from inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
 from inputs.shards import LATENTS, index_hash, read_index
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from inputs.verified_stream import VerifiedDataset
+from settings.train import SD2_BASE
 
 MOST_STAND_INS = 1000  # samples that may be bad in a row
 

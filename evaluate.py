@@ -1,305 +1,342 @@
 """What a training is worth: draw thousands of captions, and score the pictures by FID and CLIP score.
 
     python evaluate.py checkpoints photos-mds-held-out --out judged --inception WEIGHTS.pth --clip CLIP
-    python evaluate.py my-model captions.txt --reference coco.safetensors --guidance 1.5 3 5 8 --out judged \\
+    composer evaluate.py my-model captions.txt --reference coco.safetensors --guidance 1.5 3 5 8 --out judged-too \\
         --inception WEIGHTS.pth --clip CLIP
 
-MODEL is a checkpoint, the newest of a folder or an object store, or a pipeline folder of diffusers; DATA is shards of
-images with captions, or a text with a caption on each line and the features of real images in --reference. Every GPU of
-this machine draws, or with --ray every GPU of a Ray cluster. The same command draws the same pictures; one that was
-stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
-error says where to get them.
+MODEL is a checkpoint of benchmark.py, the newest of a folder or an object store, or a pipeline folder of diffusers, as
+export.py writes them; DATA is shards of images with captions, or a text with a caption on each line. Launched as
+benchmark.py is, it draws on one GPU (python) or on several (composer, torchrun). The same command draws the same
+pictures; one that was stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and
+CLIP are yours, and an error says where to get them.
 """
 from settings.commands import EVALUATE_FLAGS, Evaluate
-from settings.ends import leave_to_first_process, one_line_errors
+from settings.ends import end_with_launcher, one_line_errors
 from settings.flags import parse
 
 PROGRAM = 'evaluate.py'
 
 if __name__ == '__main__':
-    leave_to_first_process()
     parse(Evaluate, __doc__)  # a mistake is answered before the imports, which take seconds
 
-import contextlib
 import dataclasses
+import hashlib
+import json
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
+import diffusers.utils.logging
 import torch
-from safetensors import SafetensorError
-from transformers import CLIPTextConfig
+import transformers.utils.logging
+from composer.utils import dist, get_device
+from diffusers import StableDiffusionPipeline
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torchmetrics import Metric
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchvision.transforms.functional import pil_to_tensor
+from tqdm import tqdm
 
-from inputs.errors import DataError, one_line
-from inputs.shards import index_hash
-from inputs.words import counted
-from measuring.quality import FEWEST_SAMPLES, clip_score, frechet_distance
+from inputs.errors import DataError
+from inputs.images import decode_image, resize
+from inputs.places import number_of_samples
+from inputs.shards import index_hash, read_index, require_columns
+from inputs.text_files import read_captions, refuse_too_few
+from inputs.verified_stream import open_shards
 from measuring.record import circumstances, keep, redacted
-from models.feature_extractors import PUBLISHED_SHA256, load_clip, load_inception
-from models.flops import flops_of_a_picture, utilization
-from parts.claims import claim, finished_parts
-from parts.devices import is_to_be_on_gpu, workers_on_devices
-from parts.engine import Part, make_parts
-from parts.evaluation import (
-    COSINES,
-    FEATURES,
-    QualitySettings,
-    hash_of_pipeline,
-    load_pipeline,
-    read_features,
-    show_nothing_while_loading,
-)
-from parts.evaluation_plan import (
-    Evaluation,
-    Model,
-    find_reference,
-    hashes_of_judges,
-    read_data,
-    reference_file,
-)
-from parts.local_workers import LocalWorkers
-from parts.output import FolderOutput, Output, open_output
-from parts.progress import progress_bar
-from parts.ray_workers import RayWorkers
-from parts.workers import make_evaluator
+from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
+from models.loading import hash_of_weights
+from models.sampling import SAMPLER, decode, load_pipeline, seeded
 from settings.here import best_precision
 from training.checkpoint_files import no_checkpoint_error
 from training.initial_weights import checkpoint_in
-from training.own_files import PrivateFolder
-from training.trained_model import PIXELS_PER_LATENT, Trained, read_trained, trained_pipeline
+from training.own_files import written_whole
+from training.ranks import join_ranks, on_rank_0, wait_at_most
+from training.trained_model import read_trained, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
-SAMPLER = 'DDIM'  # of models.sampling.build_pipeline
+MADE_BY = 'evaluation.json'  # in --out: what its pictures depend on
+ABOUT = 'made_of'  # in the metadata of a --reference
+REAL = 'real_'  # how the names of those states of FrechetInceptionDistance begin that a --reference holds
+AUTOCAST = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16, 'fp32': None}
+SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
+FEWEST_SAMPLES = 10_000  # with fewer, FID is biased upwards by much
+SECONDS_TO_MEET = 300
+SECONDS_FOR_THE_SLOWEST = 24 * 60 * 60  # a process waits so long for another that draws
 
 
-def is_pipeline(model: str) -> bool:
-    """Whether a folder holds a pipeline of diffusers."""
-    return os.path.isfile(os.path.join(model, PIPELINE_INDEX))
+def load_judges(settings: Evaluate, device: torch.device) -> tuple[dict[str, Metric], dict]:
+    """The metrics that are asked for, by the names of their scores, and what the record says of their networks.
+
+    Raises ValueError if --inception or --clip is something else.
+    """
+    judges = {}
+    about = {'inception_sha256': None, 'clip_sha256': None, 'clip': None}
+    if settings.inception:
+        judges['fid'] = FrechetInceptionDistance(load_inception(settings.inception), reset_real_features=False)
+        about['inception_sha256'] = hashlib.sha256(Path(settings.inception).read_bytes()).hexdigest()
+        about['network'] = NETWORK
+        about['fid_of_published_weights'] = about['inception_sha256'].startswith(PUBLISHED_SHA256)
+    if settings.clip:
+        judges['clip_score'] = load_clip(settings.clip)
+        about['clip_sha256'] = hash_of_weights(judges['clip_score'].model)
+        about['clip'] = os.path.basename(os.path.abspath(settings.clip))
+    for metric in judges.values():
+        metric.to(device)
+    return judges, about
 
 
-@contextlib.contextmanager
-def open_model(flags: Evaluate) -> Iterator[Model]:
-    """The model; of a checkpoint, a pipeline that goes with the context. Raises ValueError if there is none."""
-    if is_pipeline(flags.model):
-        yield Model(flags.model, flags.model)
-        return
-    place = f'MODEL {flags.model}'
-    with checkpoint_in(flags.model, 'MODEL') as path:
-        if path is None:
-            raise no_checkpoint_error(place, ' and no pipeline')
-        trained = read_trained(path, place)
-        if trained.vae is None and not flags.pretrained:
-            raise ValueError(f'{place} has no VAE to decode with, because it was trained on latents; give --model_name '
-                             'FOLDER --pretrained for the one that encoded')
-        pipeline = trained_pipeline(trained, place, flags.model_name, flags.tokenizer, flags.pretrained, flags.live)
-        with PrivateFolder() as folder:
-            try:
-                pipeline.save_pretrained(folder)
-            except SafetensorError as error:  # as it says of a full disk
-                raise OSError(one_line(error)) from None
-            del pipeline
-            yield Model(folder, flags.model_name or trained.flags['model_name'], kind_of_weights(trained, flags.live),
-                        trained.batch, trained.samples, trained.flags)
+def load_model(place: str) -> tuple[StableDiffusionPipeline, dict]:
+    """The pipeline of MODEL, on the CPU in float32, and what the record says of it.
 
-
-def kind_of_weights(trained: Trained, live: bool) -> str:
-    return 'live' if live or trained.averaged is None else 'averaged'
-
-
-def require_judges(flags: Evaluate) -> None:
-    """Raises ValueError if the weights that pictures are judged by are not those of their networks."""
-    if flags.inception:
-        load_inception(flags.inception)
-    if flags.clip:
-        load_clip(flags.clip)
-
-
-@contextlib.contextmanager
-def folder_for_copies(data: str) -> Iterator[str | None]:
-    """A folder for copies of the shards of DATA, which goes with the context; None where they are read in place."""
-    if os.path.exists(data):
-        yield None
-        return
-    with PrivateFolder() as folder:
-        yield folder
+    Raises ValueError if there is none, or it cannot draw.
+    """
+    about = {'weights': None, 'trained_batches': None, 'images_seen': None, 'training': None}
+    if os.path.isfile(os.path.join(place, PIPELINE_INDEX)):
+        pipeline = load_pipeline(place, f'MODEL {place}')
+        about['model_name'] = redacted(place)
+    else:
+        with checkpoint_in(place, 'MODEL') as path:
+            if path is None:
+                raise no_checkpoint_error(f'MODEL {place}', ' and no pipeline')
+            trained = read_trained(path, f'MODEL {place}')
+            if trained.vae is None and not trained.flags.get('pretrained'):
+                raise ValueError(f'MODEL {place} has no VAE to decode with, because it was trained on latents; make a '
+                                 'pipeline of it by export.py --model_name FOLDER --pretrained, and evaluate that')
+            pipeline = trained_pipeline(trained, f'MODEL {place}', pretrained=True)
+        about = {'weights': 'live' if trained.averaged is None else 'averaged', 'trained_batches': trained.batch,
+                 'images_seen': trained.samples, 'training': trained.flags, 'model_name': trained.flags['model_name']}
+    about['model_sha256'] = hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)
+    return pipeline, about
 
 
 def require_whole_noise(steps: int, timesteps: int) -> None:
-    """Raises ValueError if the sampler would begin at a timestep that is far from pure noise, or beyond the last: where
-    it cannot divide the timesteps by its steps, it leaves out the noisiest.
+    """Raises ValueError if the sampler would leave out more than a tenth of the timesteps, the noisiest ones, as it can
+    where its steps do not divide them: it would begin with more noise than it takes there to be.
     """
-    first = (steps - 1) * (timesteps // steps) + 1  # of diffusers' schedulers, of this spacing and offset
-    if not 0.9 * (timesteps - timesteps / steps) <= first < timesteps:
-        better = next(number for number in range(min(steps, timesteps // 2), 0, -1) if timesteps % number == 0)
-        raise ValueError(f'--steps {steps}: the sampler would begin at timestep {first} of {timesteps}, and so draw '
-                         f'from the wrong noise; use {better}')
+    if steps > timesteps // 2 or steps * (timesteps // steps) < 0.9 * timesteps:
+        raise ValueError(f'--steps {steps}: the sampler would leave out the noisiest of the {timesteps} timesteps; use '
+                         'a divisor of them, such as 50')
 
 
-def image_size_of(model: Model) -> int:
-    """The size in pixels that a model was trained at. Raises ValueError if it does not say."""
-    sample_size = model.config('unet').get('sample_size')
-    if not isinstance(sample_size, int) or sample_size < 1:
-        raise ValueError(f'MODEL {model.name} does not say in unet/config.json at which size it was trained; give '
-                         '--image_size')
-    return sample_size * PIXELS_PER_LATENT
+def read_data(settings: Evaluate) -> tuple[list[str] | None, dict | None, str]:
+    """Of DATA the captions, where it is a text, or the index, where it is shards, and a hash of the text or the index.
+
+    Raises ValueError if it is not there, or has too few captions.
+    """
+    if os.path.isfile(settings.data):
+        captions = read_captions(settings.data, settings.samples)
+        return captions, None, hashlib.sha256(Path(settings.data).read_bytes()).hexdigest()
+    index = read_index(settings.data, 'DATA')
+    require_columns(settings.data, index, 'DATA')
+    refuse_too_few(settings.data, number_of_samples(index), settings.samples, 'sample')
+    return None, index, index_hash(index)
 
 
-def plan(flags: Evaluate, model: Model, copies: str | None) -> Evaluation:
-    """What is to be done. Raises ValueError for what cannot be."""
-    image_size = flags.image_size or image_size_of(model)
-    require_whole_noise(flags.steps, model.config('scheduler', 'scheduler_config.json')['num_train_timesteps'])
-    data = read_data(flags, copies)
-    judges = hashes_of_judges(flags)
-    reference, given = find_reference(flags, data, image_size, judges['inception_sha256'])
-    require_judges(flags)
-    if is_pipeline(flags.model):
-        load_pipeline(model.folder)  # before --out is begun for one that cannot be
-    return Evaluation(flags, model, hash_of_pipeline(model.folder), data, image_size, judges, reference, given)
+def begin(out: str, made_by: dict) -> None:
+    """Say in --out what its pictures depend on. Raises ValueError if it holds those of something else, or other files.
+    """
+    path = Path(out, MADE_BY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        require_same(json.loads(path.read_text()), made_by, f'--out {out}', 'name another folder')
+        return
+    if any(path.parent.iterdir()):
+        raise ValueError(f'--out {out} holds files that evaluate.py has not written; name a new folder')
+    with written_whole(path) as file:
+        file.write(json.dumps(made_by, indent=1).encode())
 
 
-def settings_of(evaluation: Evaluation) -> QualitySettings:
-    """What the workers need to know."""
-    flags = evaluation.flags
-    index = evaluation.data.index
-    return QualitySettings(
-        pipeline=evaluation.model.folder,
-        pipeline_sha256=evaluation.model_sha256,
-        data=flags.data if index else None,
-        index_hash=index_hash(index) if index else None,
-        inception=flags.inception,
-        clip=flags.clip,
-        **evaluation.judges,
-        image_size=evaluation.image_size,
-        batch_size=flags.batch_size,
-        steps=flags.steps,
-        seed=flags.seed,
-        precision=flags.precision,
-        save_pictures=flags.save_pictures,
-        copies=None if flags.ray else evaluation.data.copies,
-        on_gpu=is_to_be_on_gpu(flags.ray),
-    )
+def require_same(theirs: dict, ours: dict, place: str, remedy: str) -> None:
+    """Raises ValueError if what was made at a place before was made with something else than `ours`."""
+    for key, value in ours.items():
+        if theirs.get(key) != value:
+            raise ValueError(f'{place} was made with {key} {theirs.get(key)}, and this command has {value}; {remedy}')
 
 
-def open_workers(evaluation: Evaluation, output: Output, num_parts: int) -> LocalWorkers | RayWorkers:
-    """The processes that draw: one for each GPU."""
-    make = partial(make_evaluator, output, settings_of(evaluation))
-    return workers_on_devices(make, 'parts.evaluation', evaluation.flags.ray, num_parts)
+def take_reference(path: str | None, fid: FrechetInceptionDistance, made_of: dict) -> int | None:
+    """Have the statistics of a --reference in `fid`; returns how many images they are of, None if there are none yet.
+
+    To be called on rank 0: torchmetrics adds up what the ranks have. Raises ValueError if they are of something else.
+    """
+    if path is None or not os.path.exists(path):
+        return None
+    try:
+        with safe_open(path, 'pt') as file:
+            theirs = json.loads(file.metadata()[ABOUT])
+            statistics = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, KeyError, TypeError, ValueError):
+        raise ValueError(f'--reference {path} was not made by evaluate.py; name another file, which is then made'
+                         ) from None
+    require_same(theirs, made_of, f'--reference {path}', 'name another file, which is then made')
+    for name, value in statistics.items():
+        setattr(fid, name, value.to(fid.device))
+    return int(fid.real_features_num_samples)
 
 
-def draw_missing(evaluation: Evaluation, output: Output) -> tuple[int, dict[str, dict]]:
-    """Make the parts that no earlier run has made; returns the pictures drawn, and the figures of each worker."""
-    pieces = evaluation.pieces()
-    done = set()
-    if claim(output, evaluation.contents()):
-        done = finished_parts(output, max(pieces) + 1)
-    missing = [Part(number, [piece]) for number, piece in pieces.items() if number not in done]
-    total = sum(piece.number for piece in pieces.values())
-    to_do = sum(pieces[part.number].number for part in missing)
-    drawn = 0
-    workers_figures = {}
-    if missing:
-        print(work_in_words(evaluation), file=sys.stderr)
-        with (open_workers(evaluation, output, len(missing)) as workers,
-              progress_bar(total, ' images', total - to_do) as bar):
-            for made in make_parts(workers, missing):
-                drawn += made['samples'] if made['is_drawn'] else 0
-                workers_figures[made['worker']['name']] = made['worker']
-                bar.update(made['samples'])
-    return drawn, workers_figures
+def keep_reference(path: str, fid: FrechetInceptionDistance, made_of: dict) -> None:
+    """Write the statistics of the real images that all ranks together have seen. All ranks have to call this."""
+    with fid.sync_context():
+        statistics = {name: value.cpu() for name, value in fid.metric_state.items() if name.startswith(REAL)}
+    if dist.get_global_rank() == 0:
+        with written_whole(path) as file:
+            file.write(save(statistics, {ABOUT: json.dumps(made_of)}))
 
 
-def work_in_words(evaluation: Evaluation) -> str:
-    """What the bar counts."""
-    flags = evaluation.flags
-    words = f'drawing {counted(flags.samples * len(flags.guidance), "picture")}'
-    if evaluation.reference and evaluation.given is None:
-        words += f', and looking at {counted(flags.samples, "image")} to compare with'
-    return words
+def shown(steps: Iterable, doing: str, total: int) -> Iterable:
+    """The steps, with a bar of the first process's; not on a terminal, a line a minute."""
+    return tqdm(steps, doing, total, disable=dist.get_global_rank() > 0,
+                mininterval=0.1 if sys.stderr.isatty() else 60)
 
 
-def gathered(output: Output, numbers: range, name: str) -> torch.Tensor:
-    """What parts hold under a name, in the order of the samples. Raises DataError if a part is not whole."""
-    return torch.cat([read_features(output, number)[name] for number in numbers])
+def read_shards(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None) -> list[str]:
+    """All captions of the shards. Where `fid` is given, it has then seen this rank's share of their images.
+
+    Raises DataError if an image does not decode.
+    """
+    rank, ranks = dist.get_global_rank(), dist.get_world_size()
+    first = settings.samples * rank // ranks
+    stop = settings.samples * (rank + 1) // ranks
+    captions = []
+    images = []
+    samples = open_shards(settings.data, None, index).samples(first, stop)
+    for number, sample in enumerate(shown(samples, 'reading DATA', stop - first), start=first):
+        captions.append(sample['caption'])
+        if fid is None:
+            continue
+        try:
+            image = decode_image(sample['jpg'], image_size)  # uint8 (3, H, H), the centre square
+        except ValueError as error:
+            raise DataError(f'sample {number} of DATA {settings.data}: {error}; leave that sample out') from None
+        images.append(resize(image, image_size))
+        if len(images) == settings.batch_size or number == stop - 1:
+            fid.update(torch.stack(images).to(fid.device), real=True)
+            images.clear()
+    return [caption for share in dist.all_gather_object(captions) for caption in share]
 
 
-def real_features(evaluation: Evaluation, output: Output) -> torch.Tensor:
-    """The features of the real images (M, 2048), which --reference holds from now on, where it did not."""
-    if evaluation.given is not None:
-        return evaluation.given
-    flags = evaluation.flags
-    features = gathered(output, evaluation.parts_at(len(flags.guidance)), FEATURES)
-    if flags.reference:
-        place, name = os.path.split(os.path.abspath(flags.reference))
-        content = reference_file(evaluation.reference, features)
-        if not FolderOutput(place, '--reference').create(name, content):
-            raise DataError(f'--reference {flags.reference} was made by another meanwhile; run the same command again')
-    return features
+def look_at_data(settings: Evaluate, image_size: int, captions: list[str] | None, index: dict | None,
+                 fid: FrechetInceptionDistance | None, made_of: dict) -> tuple[list[str], int]:
+    """All captions, and how many real images `fid` compares with, whose statistics it then has.
+
+    Args:
+        settings: of the command line.
+        image_size: that real images are brought to, in pixels.
+        captions: of a text; None of shards.
+        index: of shards.
+        fid: None: it is not asked for.
+        made_of: what the statistics depend on.
+
+    Raises ValueError if there is nothing to compare with.
+    """
+    real_images = settings.samples
+    if fid is not None:
+        known = on_rank_0(partial(take_reference, settings.reference, fid, made_of))
+        if known is None and 'data_sha256' not in made_of:
+            raise ValueError(f'DATA {settings.data} holds no images, and FID compares with some; give a --reference '
+                             'FILE that was made with shards of images as DATA')
+        if known is not None:
+            real_images = known
+            fid = None
+    if index is not None:
+        captions = read_shards(settings, index, image_size, fid)
+    if fid is not None and settings.reference:
+        keep_reference(settings.reference, fid, made_of)
+    return captions, real_images
 
 
-def scores_of(evaluation: Evaluation, output: Output) -> list[dict]:
-    """The scores at each guidance scale; None where a score was not asked for."""
-    flags = evaluation.flags
-    real = None
-    if flags.inception:
-        real = real_features(evaluation, output)
-    scores = []
-    for row, guidance in enumerate(flags.guidance):
-        score = {'guidance': guidance, 'fid': None, 'clip_score': None}
-        if flags.inception:
-            score['fid'] = frechet_distance(gathered(output, evaluation.parts_at(row), FEATURES), real)
-        if flags.clip:
-            score['clip_score'] = clip_score(gathered(output, evaluation.parts_at(row), COSINES))
-        scores.append(score)
+def path_of(settings: Evaluate, guidance: float, number: int) -> Path:
+    """The file of a picture."""
+    return Path(settings.out, f'guidance-{guidance}', f'{number:06}.png')
+
+
+def samples_of_rank(settings: Evaluate) -> range:
+    """The numbers of those that this process draws and judges."""
+    return range(dist.get_global_rank(), settings.samples, dist.get_world_size())
+
+
+def missing_batches(settings: Evaluate) -> list[tuple[float, list[int]]]:
+    """What this process has still to draw, in batches: their guidance scale, and the numbers of their samples."""
+    batches = []
+    for guidance in settings.guidance:
+        numbers = [number for number in samples_of_rank(settings) if not path_of(settings, guidance, number).exists()]
+        for start in range(0, len(numbers), settings.batch_size):
+            batches.append((guidance, numbers[start:start + settings.batch_size]))
+    return batches
+
+
+def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions: list[str], image_size: int
+                 ) -> dict[str, float | None]:
+    """Draw the pictures that are not there yet; returns how many, and the speed after each process's first batch."""
+    batches = missing_batches(settings)
+    ends = []  # of batches, in seconds
+    with ThreadPoolExecutor() as savers:  # to compress a picture takes long
+        for guidance, numbers in shown(batches, 'drawing', len(batches)):
+            drawing = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
+                               width=image_size, num_inference_steps=settings.steps, output_type='latent',
+                               generator=seeded(settings.seed * SEEDS_APART + number for number in numbers))
+            paths = [path_of(settings, guidance, number) for number in numbers]
+            list(savers.map(save_picture, decode(pipeline, drawing.images), paths))
+            ends.append(time.perf_counter())
+    drawn = [len(numbers) for _, numbers in batches]
+    rate = sum(drawn[1:]) / (ends[-1] - ends[0]) if len(ends) > 1 else None
+    of_ranks = dist.all_gather_object((sum(drawn), rate))
+    rates = [rate for _, rate in of_ranks if rate]
+    return {'samples_drawn': sum(drawn for drawn, _ in of_ranks),
+            'images_per_sec': sum(rates) or None,
+            'images_per_sec_per_device': sum(rates) / len(rates) if rates else None}
+
+
+def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.device) -> None:
+    """Move a pipeline, whose UNet then computes in `precision`, and all else in float32."""
+    pipeline.to(device)
+    if device.type == 'cuda':  # whose convolutions are faster so
+        pipeline.unet.to(memory_format=torch.channels_last)
+        pipeline.vae.to(memory_format=torch.channels_last)
+    dtype = AUTOCAST[precision]
+    autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
+    pipeline.unet.forward = autocast(pipeline.unet.forward)
+
+
+def save_picture(picture: Image.Image, path: Path) -> None:
+    """Write a PNG, which appears whole."""
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_suffix('.tmp')
+    picture.save(unfinished, 'PNG', compress_level=1)
+    unfinished.replace(path)
+
+
+def scores_at(settings: Evaluate, guidance: float, captions: list[str], judges: dict[str, Metric]) -> dict:
+    """The scores of all pictures of a guidance scale; None where one is not asked for.
+
+    Raises ValueError if one is not finite.
+    """
+    numbers = samples_of_rank(settings)
+    starts = range(0, len(numbers), settings.batch_size)
+    for start in shown(starts, f'judging at guidance {guidance:g}', len(starts)):
+        batch = numbers[start:start + settings.batch_size]
+        pictures = [pil_to_tensor(Image.open(path_of(settings, guidance, number))) for number in batch]
+        for name, metric in judges.items():
+            images = torch.stack(pictures).to(metric.device)  # uint8 (B, 3, H, W)
+            if name == 'fid':
+                metric.update(images, real=False)
+            else:
+                metric.update(list(images), [captions[number] for number in batch])
+    scores = {'guidance': guidance, 'fid': None, 'clip_score': None}
+    for name, metric in judges.items():
+        score = metric.compute().item()
+        if not math.isfinite(score):
+            raise ValueError(f'the {name} at guidance {guidance:g} is {score}: the weights of its network are damaged')
+        scores[name] = max(0.0, score)  # FID of equal sets is a little off 0, on either side
+        metric.reset()
     return scores
-
-
-def evaluation_record(evaluation: Evaluation, scores: list[dict], drawn: int, workers: list[dict]) -> dict:
-    """The record of an evaluation: what was judged, by what, and the scores. `samples_drawn` are those of this run."""
-    flags, model = evaluation.flags, evaluation.model
-    values = dataclasses.asdict(flags) | {'model_name': model.name, 'image_size': evaluation.image_size}
-    record = circumstances('evaluate', values, EVALUATE_FLAGS) | {
-        'status': 'complete', 'model': redacted(flags.model), 'data': redacted(flags.data), 'weights': model.weights,
-        'trained_batches': model.batch, 'images_seen': model.images_seen, 'training': model.training,
-        'sampler': SAMPLER, 'scores': scores, 'model_sha256': evaluation.model_sha256, **evaluation.judges,
-        'clip': flags.clip and os.path.basename(os.path.abspath(flags.clip)), 'samples_drawn': drawn,
-        'images_per_sec': None, 'images_per_sec_per_device': None,
-    }
-    if flags.inception:
-        real_images = evaluation.reference['images']
-        record |= {'network': evaluation.reference['network'], 'resize': evaluation.reference['resize'],
-                   'real_images': real_images,
-                   'fid_is_biased': min(flags.samples, real_images) < FEWEST_SAMPLES,
-                   'fid_of_published_weights': evaluation.judges['inception_sha256'].startswith(PUBLISHED_SHA256)}
-    return record | speed_of(evaluation, workers, record['device'])
-
-
-def speed_of(evaluation: Evaluation, workers: list[dict], device: str) -> dict:
-    """Pictures per second over all workers, and on GPUs what that is of their peak; nothing where none was drawn."""
-    measured = [worker for worker in workers if worker['seconds']]
-    if not measured:
-        return {}
-    figures = {'num_devices': len(workers), 'num_nodes': len({worker['machine'] for worker in workers})}
-    if workers[0]['device']:
-        device = workers[0]['device']
-        figures |= {'device': device, 'device_type': 'cuda'}
-    images_per_sec = sum(worker['measured'] / worker['seconds'] for worker in measured)
-    figures |= {'images_per_sec': images_per_sec, 'images_per_sec_per_device': images_per_sec / len(measured)}
-    flops = mean_flops(evaluation)
-    return figures | utilization(images_per_sec / len(measured), flops, evaluation.flags.precision, device)
-
-
-def mean_flops(evaluation: Evaluation) -> float:
-    """FLOPs of drawing a picture, on average over the guidance scales; those of its judges are not in it."""
-    model, flags = evaluation.model, evaluation.flags
-    text_config = CLIPTextConfig(**model.config('text_encoder'))
-    flops = flops_of_a_picture(model.config('unet'), text_config, model.config('vae'), evaluation.image_size)
-    return passes_of_unet(flags.steps, flags.guidance) * flops['unet'] + flops['text_encoder'] + flops['vae']
-
-
-def passes_of_unet(steps: int, guidance: Sequence[float]) -> float:
-    """How often the UNet runs for a picture, on average over guidance scales: twice a step where it is guided."""
-    return steps * sum(2 if scale > 1 else 1 for scale in guidance) / len(guidance)
 
 
 def summary(record: dict) -> str:
@@ -326,27 +363,51 @@ def in_words(score: float | None) -> str:
     return '' if score is None else f'{score:,.2f}'
 
 
-def evaluate(flags: Evaluate) -> dict:
+def evaluate(settings: Evaluate) -> dict:
     """Draw what is missing, and judge it; returns the record."""
-    show_nothing_while_loading()
-    with open_model(flags) as model, folder_for_copies(flags.data) as copies:
-        evaluation = plan(flags, model, copies)
-        output = open_output(flags.out, '--out')
-        with output.in_use():
-            drawn, workers = draw_missing(evaluation, output)
-            scores = scores_of(evaluation, output)
-        record = evaluation_record(evaluation, scores, drawn, list(workers.values()))
-    return keep(record, summary(record), flags.results)
+    join_ranks(get_device(None), SECONDS_TO_MEET)
+    wait_at_most(SECONDS_FOR_THE_SLOWEST)
+    device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')
+    judges, about_judges = load_judges(settings, device)
+    pipeline, about_model = load_model(settings.model)
+    require_whole_noise(settings.steps, pipeline.scheduler.config.num_train_timesteps)
+    image_size = settings.image_size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor
+
+    captions, index, data_sha256 = on_rank_0(partial(read_data, settings))
+    made_by = {'model_sha256': about_model['model_sha256'], 'data_sha256': data_sha256, 'image_size': image_size,
+               'steps': settings.steps, 'seed': settings.seed, 'precision': settings.precision}
+    on_rank_0(partial(begin, settings.out, made_by))
+    made_of = {'network': NETWORK, 'inception_sha256': about_judges['inception_sha256'],
+               'resize': f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'}
+    if index is not None and 'latents' not in index:
+        made_of['data_sha256'] = data_sha256
+    captions, real_images = look_at_data(settings, image_size, captions, index, judges.get('fid'), made_of)
+
+    to_device(pipeline, settings.precision, device)
+    drawn = draw_missing(settings, pipeline, captions, image_size)
+    scores = [scores_at(settings, guidance, captions, judges) for guidance in settings.guidance]
+
+    values = dataclasses.asdict(settings) | about_model | {'image_size': image_size}
+    record = circumstances('evaluate', values, EVALUATE_FLAGS) | about_model | about_judges | drawn | {
+        'status': 'complete', 'model': redacted(settings.model), 'data': redacted(settings.data), 'sampler': SAMPLER,
+        'scores': scores}
+    if settings.inception:
+        record |= {'resize': made_of['resize'], 'real_images': real_images,
+                   'fid_is_biased': min(settings.samples, real_images) < FEWEST_SAMPLES}
+    return keep(record, summary(record), settings.results)
 
 
 def main(argv: list[str] | None = None) -> dict:
     """Evaluate; returns the record."""
-    leave_to_first_process()
-    flags = parse(Evaluate, __doc__, argv, PROGRAM)
-    stays = f'what is drawn stays in --out {flags.out}, and the same command, started again, goes on from there'
+    end_with_launcher()
+    settings = parse(Evaluate, __doc__, argv, PROGRAM)
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()  # they have words for each caption that is cut
+        library.utils.logging.disable_progress_bar()
+    stays = f'what is drawn stays in --out {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):
-        precision = flags.precision or best_precision(torch.cuda.is_available())
-        return evaluate(dataclasses.replace(flags, precision=precision, guidance=list(dict.fromkeys(flags.guidance))))
+        precision = settings.precision or best_precision(torch.cuda.is_available())
+        return evaluate(dataclasses.replace(settings, precision=precision))
 
 
 if __name__ == '__main__':

@@ -30,11 +30,11 @@ import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.utils.logging import disable_progress_bar
 from PIL import Image
+from torchmetrics.image.fid import FrechetInceptionDistance
 
 from benchmark import StableDiffusion
 from export import main as export
 from inputs.shards import LATENT_COLUMNS, LATENTS
-from measuring.quality import frechet_distance
 from measuring.record import append
 from models.latents import origin_of_latents
 from models.loading import BUILT_IN, find_model
@@ -198,14 +198,18 @@ def train_judge(captions: list[str]) -> torch.nn.Sequential:
 def evaluate_course(folder: Path, phase: int, captions: list[str], judge: torch.nn.Sequential) -> list[float]:
     """The FID of each checkpoint of a phase, the first first, each kept as a record as evaluate.py writes it."""
     image_size, _ = PHASES[phase]
-    real = judge(real_pictures(captions, image_size // 8, REAL_PICTURES))
+    judge.num_features = 16
+    fid = FrechetInceptionDistance(judge, reset_real_features=False)
+    fid.update(real_pictures(captions, image_size // 8, REAL_PICTURES), real=True)
     course = []
     for path in checkpoints(str(folder / f'phase-{phase}')):
         trained = read_trained(path, path)
         out = folder / f'{Path(path).stem}-{phase}'
         trained_pipeline(trained, path, pretrained=True).save_pretrained(out)
         pictures = torch.from_numpy(draw(out, captions, each=4)).flatten(0, 1)  # (N, 3, H/8, W/8)
-        course.append(frechet_distance(judge(pictures), real))
+        fid.update(pictures, real=False)
+        course.append(fid.compute().item())
+        fid.reset()
         record = {'stage': 'evaluate', 'model': f'phase {phase}', 'model_sha256': path, 'weights': 'averaged',
                   'network': 'a small network', 'samples': len(pictures), 'image_size': image_size, 'steps': STEPS,
                   'device': 'CPU', 'trained_batches': trained.batch, 'images_seen': trained.samples,

@@ -1,13 +1,19 @@
 """Drawing with classifier-free guidance (Ho and Salimans 2022), by diffusers' own pipeline."""
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
-from transformers import CLIPTextModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, CLIPTextModel, PreTrainedTokenizerBase
 
+from inputs.errors import one_line
+from models.loading import load_weights
+
+SAMPLER = 'DDIM'
 STEPS = 50
 GUIDANCE = 7.5  # how many times as far as the caption leads away from the empty one
 
@@ -31,30 +37,30 @@ def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_con
     return pipeline
 
 
+def load_pipeline(folder: str, place: str) -> StableDiffusionPipeline:
+    """The pipeline of a folder in the layout of diffusers, on the CPU in float32, with the sampler of `build_pipeline`.
+
+    Raises ValueError, which calls it `place`, if there is none that loads.
+    """
+    unet = load_weights(UNet2DConditionModel, Path(folder, 'unet'), place)
+    vae = load_weights(AutoencoderKL, Path(folder, 'vae'), place)
+    text_encoder = load_weights(CLIPTextModel, Path(folder, 'text_encoder'), place)
+    try:
+        scheduler_config = DDIMScheduler.load_config(Path(folder, 'scheduler'), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, 'tokenizer'), local_files_only=True)
+    except Exception as error:  # transformers raises many kinds
+        raise ValueError(f'{place} has no scheduler or tokenizer that loads ({one_line(error)[:300]})') from None
+    return build_pipeline(unet, vae, scheduler_config, text_encoder, tokenizer)
+
+
+def seeded(seeds: Iterable[int]) -> list[torch.Generator]:
+    """A generator for each seed: a picture is the same whatever is drawn with it, and on every device."""
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
 def noise_of(number: int, seed: int, latent_size: int) -> torch.Tensor:
     """Noise float32 (number, 4, latent_size, latent_size) on the CPU, that of each picture from a seed of its own."""
-    return noise_of_seeds(range(seed, seed + number), latent_size)
-
-
-def noise_of_samples(numbers: Iterable[int], seed: int, latent_size: int) -> torch.Tensor:
-    """Noise float32 (len(numbers), 4, latent_size, latent_size) on the CPU, for the samples of these numbers.
-
-    That of a sample follows from the seed and its number alone, and no two seeds share any.
-    """
-    seeds = [int(np.random.SeedSequence((seed, number)).generate_state(1, np.uint64)[0] >> 1) for number in numbers]
-    return noise_of_seeds(seeds, latent_size)
-
-
-def noise_of_seeds(seeds: Iterable[int], latent_size: int) -> torch.Tensor:
-    """Noise float32 (len(seeds), 4, latent_size, latent_size) on the CPU.
-
-    It is the same each time and on every device, and torch's global random state stays as it is.
-    """
-    pictures = []
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        pictures.append(torch.randn(4, latent_size, latent_size, generator=generator))
-    return torch.stack(pictures)
+    return randn_tensor((number, 4, latent_size, latent_size), generator=seeded(range(seed, seed + number)))
 
 
 def denoise(pipeline: StableDiffusionPipeline, noise: torch.Tensor, text: torch.Tensor, empty_text: torch.Tensor,

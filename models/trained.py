@@ -1,8 +1,6 @@
-"""The parts of a trained model, from the weights that a checkpoint holds, without a second copy of them.
-
-They are to be saved: what is no weight, such as the text encoder's positions, is only there when they are loaded again.
-"""
+"""The parts of a trained model, from the weights that a checkpoint holds, without a second copy of them."""
 import torch
+from accelerate import init_empty_weights
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -34,7 +32,7 @@ def vae_of(files: ModelFiles, weights: dict[str, torch.Tensor]) -> AutoencoderKL
 
 def text_encoder_of(files: ModelFiles, weights: dict[str, torch.Tensor]) -> CLIPTextModel:
     """The text encoder with `weights`, which are not copied. Raises RuntimeError if they do not fit."""
-    with torch.device('meta'):
+    with init_empty_weights(include_buffers=False):  # its positions are no weights
         text_encoder = CLIPTextModel(CLIPTextConfig(**files.configs['text_encoder']))
     return with_weights(text_encoder, weights)
 

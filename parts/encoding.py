@@ -20,7 +20,7 @@ from inputs.images import decode_image, normalize_images, stack_images
 from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index
 from inputs.verified_stream import Shards, open_shards
 from models.latents import vae_moments
-from models.loading import build_vae, files_of_model
+from models.loading import build_vae, find_model
 from parts.claims import require_same_place
 from parts.devices import device_of_worker, name_of_gpu
 from parts.engine import Part
@@ -244,7 +244,7 @@ def build_encoder(settings: EncodingSettings, device: torch.device) -> Autoencod
     """The VAE on its device, its random weights drawn from the seed, with its switches."""
     torch.manual_seed(settings.seed)
     with device:
-        vae = build_vae(files_of_model(settings.model_name, settings.pretrained), settings.precision)
+        vae = build_vae(find_model(settings.model_name, settings.pretrained), settings.precision)
     vae = vae.to(device)
     if uses_channels_last(settings, device):
         vae.to(memory_format=torch.channels_last)

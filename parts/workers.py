@@ -18,9 +18,3 @@ def make_encoder(output: Output, settings, place: int):
     """A worker of encode.py, see `parts.encoding.Encoder`."""
     from parts.encoding import Encoder
     return Encoder(output, settings, place)
-
-
-def make_evaluator(output: Output, settings, place: int):
-    """A worker of evaluate.py, see `parts.evaluation.Evaluator`."""
-    from parts.evaluation import Evaluator
-    return Evaluator(output, settings, place)

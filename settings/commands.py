@@ -66,8 +66,10 @@ class Encode(Samples, Model, Encoders, Warmup, Results, Seed, Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """how a checkpoint becomes a pipeline"""
+class Export:
+    """export"""
+    checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
+    out: str = positional('new folder for the pipeline')
     live: bool = flag(False, 'the live weights of the UNet in a checkpoint (default: off, the averaged ones, where the '
                       'run had --use_ema)')
     model_name: str | None = flag(None, 'tiny, a diffusers folder or a hub name, for the configuration of each part of '
@@ -76,33 +78,26 @@ class Pipeline:
                             'trained on latents')
     tokenizer: str | None = flag(None, "folder or hub name, for a checkpoint (default: that of the run, or CLIP's own)")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Export(Pipeline):
-    """export"""
-    checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
-    out: str = positional('new folder for the pipeline')
-
     def check(self) -> None:
         if os.path.lexists(self.out):
             raise ValueError(f'OUT {self.out} already exists; give a new folder')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(Pipeline, Results, Cluster):
+class Evaluate(Results):
     """drawing and judging"""
-    model: str = positional('a checkpoint, a folder or an object store for its newest, or a pipeline folder of '
-                            'diffusers')
+    model: str = positional('a checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
+                            'folder of diffusers, such as export.py writes')
     data: str = positional('MDS shards of images with captions, a folder or an object store; or a text file with a '
                            'caption on each line')
-    out: str | None = flag(None, 'new folder or object store for the features of the pictures; the same command '
-                            'goes on there (needed)')
+    out: str | None = flag(None, 'new folder for the pictures; the same command goes on there (needed)')
     inception: str | None = flag(None, "weights of InceptionV3, torch-fidelity's weights-inception-2015-12-05-6726825d"
                                  '.pth (default: none, and no FID)', metavar='FILE')
     clip: str | None = flag(None, f'a CLIP model in the layout of transformers, such as {CLIP_MODEL} (default: none, '
                             'and no CLIP score)', metavar='FOLDER')
     reference: str | None = flag(None, 'statistics of the real images: made of DATA where they are not there yet, and '
-                                 'used where they are (default: made of DATA each time)', metavar='FILE')
+                                 'used where they are (default: made of DATA each time)', metavar='FILE',
+                                 needs='inception')
     samples: int = flag(30_000, 'captions of DATA to draw, the first N, at each guidance scale', metavar='N',
                         kind=number(int, 2, 10 ** 9, 'a whole number above 1'))
     guidance: tuple[float, ...] = flag((7.5,), 'scales of classifier-free guidance, each of which draws all captions; '
@@ -116,11 +111,10 @@ class Evaluate(Pipeline, Results, Cluster):
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'of the UNet; all else is in float32 (default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, '
         'fp32 on a CPU)')
-    save_pictures: bool = flag(False, 'keep the pictures in --out as PNGs (default: off, their features alone)')
 
     def check(self) -> None:
-        if not self.out:
-            raise ValueError('give --out, a new folder for the features of the pictures')
+        if not self.out or '://' in self.out:
+            raise ValueError('give --out, a folder of this machine for the pictures')
         if not self.inception and not self.clip:
             raise ValueError('give --inception for FID, --clip for the CLIP score, or both')
         if self.image_size is not None:
@@ -157,4 +151,4 @@ class Report:
 
 
 ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', 'channels_last', 'compile', 'seed')
-EVALUATE_FLAGS = ('batch_size', 'precision', 'samples', 'steps', 'seed', 'save_pictures')
+EVALUATE_FLAGS = ('batch_size', 'precision', 'samples', 'steps', 'seed')

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from inputs import captions
-from models.feature_extractors import LAYER, NETWORK
+from models.feature_extractors import LAYER, NAME
 from models.loading import build_text_encoder, build_vae, find_model
 from models.sampling import build_pipeline
 
@@ -38,7 +38,7 @@ def save_inception(path: Path) -> str:
     torch.save({}, nothing)
     nothing.seek(0)
     torch.manual_seed(2)
-    torch.save(RandomInception(NETWORK, [LAYER], feature_extractor_weights_path=nothing).state_dict(), path)
+    torch.save(RandomInception(NAME, [LAYER], feature_extractor_weights_path=nothing).state_dict(), path)
     return str(path)
 
 
@@ -61,25 +61,6 @@ def save_clip(folder: Path) -> str:
     images = CLIPImageProcessor(size={'shortest_edge': 32}, crop_size={'height': 32, 'width': 32})
     CLIPProcessor(images, tokenizer).save_pretrained(folder)
     return str(folder)
-
-
-def processor_of(clip: str | Path) -> Path:
-    """The file that says how a CLIP model's pictures are resized and scaled, which each transformers names its own way.
-    """
-    [path] = Path(clip).glob('*processor_config.json')
-    return path
-
-
-class ClipForTorchmetrics(CLIPModel):
-    """torchmetrics 1.9.0 takes embeddings, which transformers 5 gives as the `pooler_output` of an output."""
-
-    def get_image_features(self, *inputs):
-        found = super().get_image_features(*inputs)
-        return getattr(found, 'pooler_output', found)
-
-    def get_text_features(self, *inputs):
-        found = super().get_text_features(*inputs)
-        return getattr(found, 'pooler_output', found)
 
 
 def save_pipeline(folder: Path) -> str:

@@ -1,69 +1,60 @@
-"""What is scored is what diffusers draws, whatever batches and processes drew it, and whatever was killed meanwhile."""
-import dataclasses
+"""What is scored is what diffusers draws, whatever batches and processes drew it, and whatever was stopped before."""
 import inspect
 import json
-import os
 import shutil
-import signal
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file, save, save_file
-from torchmetrics.image.fid import FrechetInceptionDistance, NoTrainInceptionV3
-from torchmetrics.multimodal.clip_score import CLIPScore
-from transformers import CLIPProcessor, CLIPTextConfig
+from safetensors.torch import load_file, save_file
+from torchmetrics.image.fid import FrechetInceptionDistance
+from transformers import CLIPModel, CLIPProcessor
 
 import evaluate
-from settings.commands import Evaluate
-from settings.flags import parse
-from inputs.errors import DataError
-from inputs.text_files import read_captions
-from measuring.quality import clip_score
-from models.feature_extractors import LAYER, NETWORK, hash_of_files, load_clip, sha256_of
-from models.flops import flops_of_a_picture
-from models.sampling import noise_of_samples
-from parts.claims import claim
-from parts.devices import device_of_worker
-from parts.engine import Part, make_parts
-from parts.evaluation import (
-    COSINES,
-    FEATURES,
-    Evaluator,
-    Piece,
-    QualitySettings,
-    hash_of_pipeline,
-    load_pipeline,
-    read_features,
-)
-from parts.evaluation_plan import Model, read_reference, reference_file
-from parts.local_workers import LocalWorkers
-from parts.output import open_output
-from parts.workers import make_evaluator
-from tests.judges import ClipForTorchmetrics, processor_of, save_clip, save_inception, save_pipeline
-from tests.measuring.test_quality import of_few
-from tests.parts.commands import start_logged
-from tests.runs import error_line, files_of, wait_until
-from tests.samples import Hostile, encoded, picture, pillow_square, write_shards
+from models.feature_extractors import load_clip
+from models.sampling import load_pipeline
+from tests.forked_runs import run_ranks
+from tests.judges import save_clip, save_inception, save_pipeline
+from tests.runs import error_line, files_of
+from tests.samples import encoded, picture, pillow_square, write_shards
 
 SIZE = 32  # pixels
 STEPS = 2
-# torchmetrics 1.9 resizes with antialias unless it is told not to: its FID is then another one
-WITHOUT_ANTIALIAS = {name: False for name in inspect.signature(NoTrainInceptionV3).parameters if name == 'antialias'}
-FAST = ['--steps', str(STEPS), '--batch_size', '2']
+
+
+class SmallNetwork(torch.nn.Module):
+    """Twelve features of pictures, in the place of InceptionV3's 2048, whose matrix root takes seconds."""
+    num_features = 12
+
+    @classmethod
+    def of_file(cls, path: str) -> 'SmallNetwork':
+        return cls()
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        return pictures.float().mean(dim=1).flatten(1)[:, ::SIZE ** 2 // 12][:, :12]
+
+
+def by_small_network(argv: list[str]) -> None:
+    """evaluate.py in a process of its own, with the small network."""
+    evaluate.load_inception = SmallNetwork.of_file
+    evaluate.main(argv)
+
+
+@pytest.fixture
+def small_inception(monkeypatch, tmp_path) -> list:
+    """The flag of a file that stands for InceptionV3's weights."""
+    monkeypatch.setattr(evaluate, 'load_inception', SmallNetwork.of_file)
+    path = tmp_path / 'small-inception'
+    path.write_text('small')
+    return ['--inception', path]
 
 
 @pytest.fixture(scope='module')
-def judges(tmp_path_factory) -> dict[str, str]:
-    """By their flags."""
-    folder = tmp_path_factory.mktemp('judges')
-    return {'--inception': save_inception(folder / 'inception.pth'), '--clip': save_clip(folder / 'clip')}
+def clip(tmp_path_factory) -> list:
+    return ['--clip', save_clip(tmp_path_factory.mktemp('clip') / 'clip')]
 
 
 @pytest.fixture(scope='module')
@@ -71,256 +62,195 @@ def pipeline(tmp_path_factory) -> str:
     return save_pipeline(tmp_path_factory.mktemp('pipeline') / 'pipeline')
 
 
-def run(model, data, out: Path, *flags) -> dict:
-    return evaluate.main([str(model), str(data), '--out', str(out), '--results', str(out.with_name('results.jsonl')),
-                          *FAST, *map(str, flags)])
-
-
-def refusal(capfd, *arguments, status: int = 2) -> str:
-    """The one line of a run that must end with that exit status."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as exit:
-        run(*arguments)
-    assert exit.value.code == status
-    return error_line(capfd)
-
-
-@pytest.fixture(scope='module')
-def evaluated(tmp_path_factory, pipeline, shards, judges) -> tuple[dict, Path]:
-    """The record of an evaluation of two samples at two scales, and where it was made."""
-    out = tmp_path_factory.mktemp('evaluated') / 'out'
-    return run(pipeline, shards, out, *flags_of_evaluated(out, judges)), out
-
-
-def flags_of_evaluated(out: Path, judges: dict[str, str]) -> list:
-    return ['--samples', 2, '--guidance', 1, 4, '--save_pictures', '--reference', reference_of(out),
-            *(word for pair in judges.items() for word in pair)]
-
-
-def reference_of(out: Path) -> Path:
-    return out.with_name('reference.safetensors')
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """Six captions."""
+    path = tmp_path / 'captions.txt'
+    path.write_text(''.join(f'{caption}\n' for caption in captions(6)))
+    return path
 
 
 def captions(number: int) -> list[str]:
     return [f'picture number {index}' for index in range(number)]
 
 
-def pictures_of(out: Path, guidance: str) -> list[Image.Image]:
-    return [Image.open(path) for path in sorted((out / 'pictures' / f'guidance-{guidance}').iterdir())]
+def run(model, data, out: Path, *flags) -> dict:
+    return evaluate.main(arguments(model, data, out, *flags))
 
 
-def pixels_of(pictures: list[Image.Image]) -> torch.Tensor:
+def arguments(model, data, out: Path, *flags) -> list[str]:
+    return list(map(str, [model, data, '--out', out, '--results', out.with_name('results.jsonl'), '--steps', STEPS,
+                          '--batch_size', 2, '--samples', 4, *flags]))
+
+
+def refusal(capfd, *given, status: int = 2) -> str:
+    """The one line of a run that must end with that exit status."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        run(*given)
+    assert exit.value.code == status
+    return error_line(capfd)
+
+
+def pixels_of(paths: list[Path]) -> torch.Tensor:
     """uint8 (B, 3, H, W)."""
-    return torch.stack([torch.from_numpy(np.array(each)).permute(2, 0, 1) for each in pictures])
+    return torch.stack([torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in sorted(paths)])
 
 
-@pytest.mark.parametrize('guidance', [1.0, 4.0])
-def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_numbers(evaluated, pipeline, guidance):
+def drawn_in(out: Path, guidance: float) -> torch.Tensor:
+    return pixels_of(list((out / f'guidance-{guidance}').iterdir()))
+
+
+def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_numbers(tmp_path, pipeline, text, clip):
+    run(pipeline, text, tmp_path / 'out', *clip, '--guidance', 1, 4)
     diffusers = StableDiffusionPipeline.from_pretrained(pipeline)
-    diffusers.set_progress_bar_config(disable=True)
-    drawn = diffusers(captions(2), latents=noise_of_samples(range(2), 17, SIZE // 8), num_inference_steps=STEPS,
-                      guidance_scale=guidance)
-    kept = pictures_of(evaluated[1], f'{guidance:g}')
-    assert len(kept) == 2
-    assert (pixels_of(kept).int() - pixels_of(drawn.images).int()).abs().max() <= 1
+    for guidance in (1.0, 4.0):
+        noise = [torch.Generator().manual_seed(17_000_000 + number) for number in range(4)]
+        expected = diffusers(captions(4), generator=noise, num_inference_steps=STEPS, guidance_scale=guidance).images
+        expected = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in expected])
+        assert (drawn_in(tmp_path / 'out', guidance).int() - expected.int()).abs().max() <= 1
 
 
-def test_the_unet_runs_in_each_step_and_twice_where_it_is_guided():
-    assert evaluate.passes_of_unet(5, [1.0]) == 5
-    assert evaluate.passes_of_unet(5, [1.0, 4.0]) == 7.5
+def test_two_processes_with_other_batches_draw_the_same_pictures_and_give_the_same_scores(
+        server, tmp_path, pipeline, shards, clip, small_inception):
+    flags = [*clip, *small_inception, '--samples', 5, '--guidance', 1]
+    one = run(pipeline, shards, tmp_path / 'one', *flags)
+    argv = arguments(pipeline, shards, tmp_path / 'two', *flags, '--batch_size', 3)
+    log = tmp_path / 'log'
+    assert run_ranks(server, [log, log], by_small_network, [(argv,)] * 2) == [0, 0], log.read_text()
+    two = json.loads((tmp_path / 'results.jsonl').read_text().splitlines()[-1])
+    assert (one['num_devices'], two['num_devices']) == (1, 2) and two['samples_drawn'] == 5
+    pictures = [files_of(tmp_path / name / 'guidance-1.0') for name in ('one', 'two')]
+    assert pictures[0] == pictures[1] and len(pictures[0]) == 5
+    for score in ('fid', 'clip_score'):
+        assert two['scores'][0][score] == pytest.approx(one['scores'][0][score], rel=1e-5)
 
 
-def test_the_noise_of_a_sample_follows_from_its_number_and_the_seed_alone():
-    noise = noise_of_samples(range(4), 17, 4)
-    assert torch.equal(noise_of_samples([2, 0], 17, 4), noise[[2, 0]])
-    assert not torch.isclose(noise_of_samples(range(4), 18, 4).flatten(1), noise.roll(-1, 0).flatten(1)).all(1).any()
+def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undisturbed_one(
+        tmp_path, pipeline, text, clip, monkeypatch):
+    undisturbed = run(pipeline, text, tmp_path / 'undisturbed', *clip)
+    out = tmp_path / 'out'
+
+    def stop_at_the_third(picture, path: Path):
+        if path.name >= '000002.png':
+            path.with_suffix('.tmp').write_bytes(b'half a picture')
+            raise KeyboardInterrupt
+        return save(picture, path)
+    save = evaluate.save_picture
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, 'save_picture', stop_at_the_third)
+        with pytest.raises(SystemExit):
+            run(pipeline, text, out, *clip)
+    times = {path: path.stat().st_mtime_ns for path in out.glob('*/*.png')}
+    assert len(times) == 2
+    again = run(pipeline, text, out, *clip)
+    assert again['samples_drawn'] == 2 and again['scores'] == undisturbed['scores']
+    assert all(path.stat().st_mtime_ns == time for path, time in times.items())
+    assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
 
-def test_fid_is_that_of_torchmetrics_features_and_an_independent_root(evaluated, judges, samples):
-    record, out = evaluated
-    network = NoTrainInceptionV3(NETWORK, [LAYER], judges['--inception'], **WITHOUT_ANTIALIAS)
-    squares = [pillow_square(sample['jpg']) for sample in samples[:2]]
-    real = network(pixels_of([square.resize((SIZE, SIZE), Image.BILINEAR) for square in squares]))
-    kept = read_features(open_output(str(out), ''), 4)[FEATURES]  # the parts after those of two scales
-    torch.testing.assert_close(kept, real[:1], rtol=0.02, atol=0.02 * real.std().item())  # another decoder and resize
-    kept = torch.cat([read_features(open_output(str(out), ''), number)[FEATURES] for number in (4, 5)])
-    for guidance, score in zip(('1', '4'), record['scores'], strict=True):
-        drawn = network(pixels_of(pictures_of(out, guidance)))
-        assert score['fid'] == pytest.approx(of_few(drawn, kept), rel=1e-4)
+def test_more_samples_and_another_judge_draw_only_what_is_new(tmp_path, pipeline, shards, clip, small_inception):
+    run(pipeline, shards, tmp_path / 'out', *clip)
+    more = run(pipeline, shards, tmp_path / 'out', *small_inception, '--samples', 5)
+    assert more['samples_drawn'] == 1 and more['scores'][0]['fid'] > 0 and more['scores'][0]['clip_score'] is None
+
+
+def test_pictures_of_other_settings_and_somebodys_files_are_refused(tmp_path, pipeline, text, clip, capfd):
+    run(pipeline, text, tmp_path / 'out', *clip)
+    before = files_of(tmp_path / 'out')
+    line = refusal(capfd, pipeline, text, tmp_path / 'out', *clip, '--seed', 18)
+    assert 'out was made with seed 17, and this command has 18' in line
+    text.write_text('another\n' * 4)
+    assert 'out was made with data_sha256' in refusal(capfd, pipeline, text, tmp_path / 'out', *clip)
+    assert files_of(tmp_path / 'out') == before
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine/holiday.png').touch()
+    assert 'holds files that evaluate.py has not written' in refusal(capfd, pipeline, text, tmp_path / 'mine', *clip)
+    assert list((tmp_path / 'mine').iterdir()) == [tmp_path / 'mine/holiday.png']
+
+
+def test_the_fid_is_that_of_torchmetrics_for_the_pictures_and_the_real_ones(
+        tmp_path, pipeline, shards, samples, small_inception):
+    record = run(pipeline, shards, tmp_path / 'out', *small_inception, '--guidance', 1, 4)
+    squares = [pillow_square(sample['jpg']).resize((SIZE, SIZE), Image.BILINEAR) for sample in samples[:4]]
+    real = torch.stack([torch.from_numpy(np.array(square)).permute(2, 0, 1) for square in squares])
+    for score in record['scores']:
+        metric = FrechetInceptionDistance(SmallNetwork())
+        metric.update(real, real=True)
+        metric.update(drawn_in(tmp_path / 'out', score['guidance']), real=False)
+        assert score['fid'] == pytest.approx(metric.compute().item(), rel=0.02)  # by another decoder and resize
+    assert (record['real_images'], record['fid_is_biased'], record['fid_of_published_weights']) == (4, True, False)
 
 
 @pytest.mark.long
-def test_fid_is_that_of_torchmetrics_own_class_end_to_end(evaluated, judges, shards):
-    record, out = evaluated
-    metric = FrechetInceptionDistance(feature=2048, feature_extractor_weights_path=judges['--inception'],
-                                      **WITHOUT_ANTIALIAS)
-    metric.update(pixels_of(pictures_of(out, '1')), real=False)
-    kept = torch.cat([read_features(open_output(str(out), ''), number)[FEATURES] for number in (4, 5)])
-    metric.inception = torch.nn.Identity()
-    metric.update(kept, real=True)
+def test_the_fid_by_a_file_of_weights_is_that_of_torchmetrics_own_network(tmp_path, pipeline, shards):
+    weights = save_inception(tmp_path / 'inception.pth')
+    record = run(pipeline, shards, tmp_path / 'out', '--inception', weights, '--reference', tmp_path / 'reference')
+    parameters = inspect.signature(FrechetInceptionDistance).parameters
+    without_antialias = {name: False for name in parameters if name == 'antialias'}  # new in torchmetrics 1.9
+    metric = FrechetInceptionDistance(feature_extractor_weights_path=weights, **without_antialias)
+    metric.update(drawn_in(tmp_path / 'out', 7.5), real=False)
+    for name, value in load_file(tmp_path / 'reference').items():
+        setattr(metric, name, value)
     assert record['scores'][0]['fid'] == pytest.approx(metric.compute().item(), rel=1e-4)
 
 
-def test_the_clip_score_is_that_of_torchmetrics_own_class_and_of_transformers_by_hand(evaluated, judges):
-    record, out = evaluated
-    model = ClipForTorchmetrics.from_pretrained(judges['--clip'])
-    processor = CLIPProcessor.from_pretrained(judges['--clip'])
-    for guidance, score in zip(('1', '4'), record['scores'], strict=True):
-        pictures = pictures_of(out, guidance)
-        metric = CLIPScore(lambda: (model, processor))
-        metric.update(list(pixels_of(pictures)), captions(2))
-        assert score['clip_score'] == pytest.approx(metric.compute().item(), rel=1e-4)
-        inputs = processor(text=captions(2), images=pictures, return_tensors='pt', padding=True)
-        image = model.visual_projection(model.vision_model(inputs['pixel_values']).pooler_output)
-        text = model.text_projection(model.text_model(inputs['input_ids']).pooler_output)
-        by_hand = clip_score(torch.nn.functional.cosine_similarity(image, text))
-        assert score['clip_score'] == pytest.approx(by_hand, rel=1e-4)
+def test_the_clip_score_is_that_of_transformers_by_hand(tmp_path, pipeline, text, clip):
+    record = run(pipeline, text, tmp_path / 'out', *clip, '--guidance', 1)
+    pictures = list(drawn_in(tmp_path / 'out', 1.0))
+    model, processor = (kind.from_pretrained(clip[1]) for kind in (CLIPModel, CLIPProcessor))
+    inputs = processor(text=captions(4), images=pictures, return_tensors='pt', padding=True)
+    with torch.no_grad():
+        output = model(**inputs)  # embeddings of length 1
+    by_hand = 100 * (output.image_embeds * output.text_embeds).sum(dim=1).mean().item()
+    assert by_hand > 1
+    assert record['scores'] == [{'guidance': 1.0, 'fid': None, 'clip_score': pytest.approx(by_hand, rel=1e-4)}]
 
 
-def test_the_record_says_what_was_judged_and_by_what(evaluated, judges, pipeline, capfd):
-    record, out = evaluated
-    assert json.loads(out.with_name('results.jsonl').read_text()) == json.loads(json.dumps(record))
-    assert (record['stage'], record['samples'], record['samples_drawn'], record['real_images']) == ('evaluate', 2, 4, 2)
-    assert record['fid_is_biased'] and not record['fid_of_published_weights'] and record['clip'] == 'clip'
-    assert '299 pixels, bilinear as in TensorFlow 1' in record['resize'] and record['network'] == f'{NETWORK} {LAYER}'
-    model = Model(pipeline, pipeline)
-    text_config = CLIPTextConfig(**model.config('text_encoder'))
-    flops = flops_of_a_picture(model.config('unet'), text_config, model.config('vae'), SIZE)
-    of_a_picture = 1.5 * STEPS * flops['unet'] + flops['text_encoder'] + flops['vae']  # half of them are guided
-    assert record['tflops_per_image'] == pytest.approx(of_a_picture / 1e12)
-    text = evaluate.summary(record)
-    assert 'too high: below 10,000 it is biased' in text and 'not those of published FIDs' in text
+def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(clip):
+    metric = load_clip(clip[1])
+    image = torch.from_numpy(np.array(picture(2))).permute(2, 0, 1)
+    scores = []
+    for caption in ('b ' * 200, 'b ' * 75):  # the second is 77 tokens, with its start and its end
+        scores.append(metric(image, caption).item())
+    assert scores[0] == pytest.approx(scores[1], rel=1e-5) and scores[0] != 0
 
 
-def settings_of(pipeline: str, **more) -> QualitySettings:
-    """Of a worker that draws alone."""
-    values = {'batch_size': 2, 'data': None, 'index_hash': None, 'inception': None, 'inception_sha256': None,
-              'clip': None, 'clip_sha256': None, 'image_size': SIZE, 'copies': None, 'on_gpu': False,
-              'steps': STEPS, 'seed': 17, 'precision': 'fp32', 'save_pictures': False}
-    if 'clip' in more:
-        values['clip_sha256'] = hash_of_files(Path(more['clip']))
-    if 'inception' in more:
-        values['inception_sha256'] = sha256_of(Path(more['inception']))
-    return QualitySettings(pipeline=pipeline, pipeline_sha256=hash_of_pipeline(pipeline), **values | more)
-
-
-def claimed(folder: Path):
-    """An OUT that a worker takes."""
-    output = open_output(str(folder), '--out')
-    claim(output, {'program': 'evaluate.py'})
-    return output
-
-
-def test_batches_of_any_size_give_the_same(tmp_path, pipeline, judges):
-    found = []
-    output = claimed(tmp_path / 'out')
-    evaluator = Evaluator(output, settings_of(pipeline, inception=judges['--inception'], clip=judges['--clip']), 0)
-    for batch_size in (1, 2):
-        evaluator.settings = dataclasses.replace(evaluator.settings, batch_size=batch_size)
-        evaluator([Part(batch_size, [Piece(5, 2, 4.0, ('a', 'a much longer caption than the other'))])])
-        found.append(read_features(output, batch_size))
-    assert found[0].keys() == {FEATURES, COSINES}
-    for name in found[0]:
-        torch.testing.assert_close(found[0][name], found[1][name], rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.long
-def test_two_processes_make_the_same_files_as_one(tmp_path, pipeline, judges):
-    for number in (1, 2):
-        make = partial(make_evaluator, claimed(tmp_path / str(number)), settings_of(pipeline, clip=judges['--clip']))
-        parts = [Part(index, [Piece(index, 1, 4.0, (f'picture {index}',))]) for index in range(4)]
-        with LocalWorkers(make, number, 'parts.evaluation') as workers:
-            made = list(make_parts(workers, parts))
-        assert len({part['worker']['name'] for part in made}) == number
-    assert files_of(tmp_path / '1') == files_of(tmp_path / '2') and len(files_of(tmp_path / '1')) == 9
-
-
-@pytest.mark.long
-def test_a_killed_evaluation_goes_on_and_ends_as_an_undisturbed_one(server, tmp_path, pipeline, judges):
-    text = tmp_path / 'captions.txt'
-    text.write_text('\n'.join(captions(16)) + '\n')
-    flags = ['--samples', '16', '--steps', '8', '--clip', judges['--clip'], '--results', str(tmp_path / 'results')]
-    out, log = tmp_path / 'out', tmp_path / 'log'
-    argv = [pipeline, str(text), '--out', str(out), *flags]
-    command = start_logged(server, evaluate.main, log, argv)
-    wait_until(lambda: list(out.glob('parts/*.json')))
-    os.kill(command.pid, signal.SIGKILL)
-    command.join(300)
-    assert command.exitcode == -signal.SIGKILL
-    wait_until(lambda: not psutil.pid_exists(command.pid))
-    done = {path: path.stat().st_mtime_ns for path in out.glob('parts/*.json')}
-    record = evaluate.main(argv)
-    assert 0 < record['samples_drawn'] < 16 and done
-    assert all(path.stat().st_mtime_ns == time for path, time in done.items())
-    undisturbed = evaluate.main([pipeline, str(text), '--out', str(tmp_path / 'other'), *flags])
-    assert undisturbed['scores'] == record['scores'] and undisturbed['samples_drawn'] == 16
-    assert files_of(out) == files_of(tmp_path / 'other')
-
-
-def test_the_same_command_again_draws_nothing_and_a_damaged_part_is_named(evaluated, pipeline, shards, judges, capfd):
-    record, out = evaluated
-    flags = flags_of_evaluated(out, judges)
-    again = run(pipeline, shards, out, *flags)
-    assert (again['samples_drawn'], again['images_per_sec']) == (0, None) and again['scores'] == record['scores']
-    damaged = out / '000003' / 'features.safetensors'
-    content = damaged.read_bytes()
-    damaged.write_bytes(content[:-1])
-    assert 'remove parts/000003.json' in refusal(capfd, pipeline, shards, out, *flags, status=1)
-    damaged.write_bytes(content)
-
-
-def test_features_of_real_images_are_made_once_and_used_for_a_text(evaluated, tmp_path, pipeline, judges, capfd):
-    record, out = evaluated
-    reference = tmp_path / 'reference.safetensors'
-    shutil.copy(reference_of(out), reference)
+def test_statistics_of_real_images_are_made_once_and_used_for_a_text(
+        tmp_path, pipeline, shards, text, small_inception, capfd):
+    reference = tmp_path / 'reference'
+    first = run(pipeline, shards, tmp_path / 'first', *small_inception, '--reference', reference)
     made = reference.read_bytes()
-    inception = ['--inception', judges['--inception'], '--reference', reference, '--samples', 2]
-    text = tmp_path / 'captions.txt'
-    text.write_text('\n'.join(captions(2)))
-    of_text = run(pipeline, text, tmp_path / 'out', *inception, '--guidance', 1)
-    assert of_text['scores'][0]['fid'] == record['scores'][0]['fid'] and of_text['real_images'] == 2
-    assert len(list((tmp_path / 'out').glob('parts/*'))) == 2 < len(list(out.glob('parts/*')))
-    line = refusal(capfd, pipeline, text, tmp_path / 'third', *inception, '--image_size', 40)
-    assert 'reference.safetensors was made with resize centre square, to 32 pixels' in line
-    others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(9)), 'caption': 'x'}] * 2)
-    assert 'was made with index_sha256' in refusal(capfd, pipeline, others, tmp_path / 'third', *inception)
-    about = json.loads(safe_open(reference, 'pt').metadata()['made_of'])
-    of_others = tmp_path / 'of_others.safetensors'
-    of_others.write_bytes(reference_file(about | {'inception_sha256': 'x'}, torch.ones(2, 3)))
-    line = refusal(capfd, pipeline, text, tmp_path / 'third', *inception, '--reference', of_others)
-    assert 'was made with inception_sha256 x' in line
-    assert reference.read_bytes() == made and not (tmp_path / 'third').exists()
+    flags = [*small_inception, '--reference', reference]
+    of_text = run(pipeline, text, tmp_path / 'second', *flags)
+    assert of_text['scores'] == first['scores'] and of_text['real_images'] == 4
+    line = refusal(capfd, pipeline, text, tmp_path / 'third', *flags, '--image_size', 40)
+    assert 'reference was made with resize centre square, to 32 pixels' in line
+    others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(9)), 'caption': 'x'}] * 4)
+    assert 'was made with data_sha256' in refusal(capfd, pipeline, others, tmp_path / 'fourth', *flags)
+    assert reference.read_bytes() == made
     reference.write_text('mine')
-    assert 'holds no features of evaluate.py' in refusal(capfd, pipeline, text, tmp_path / 'third', *inception)
+    assert 'was not made by evaluate.py' in refusal(capfd, pipeline, text, tmp_path / 'fifth', *flags)
     assert reference.read_text() == 'mine'
+    assert 'holds no images' in refusal(capfd, pipeline, text, tmp_path / 'sixth', *small_inception)
 
 
-def test_weights_of_another_network_and_files_that_run_code_are_refused(tmp_path, pipeline, shards, judges, capfd):
-    trace = tmp_path / 'ran'
-    for name, content, words in (('hostile', Hostile(trace), 'holds no weights of InceptionV3'),
-                                 ('other', {'conv.weight': torch.ones(3)}, 'holds no weights of InceptionV3')):
-        torch.save(content, tmp_path / name)
-        line = refusal(capfd, pipeline, shards, tmp_path / 'out', '--samples', 2, '--inception', tmp_path / name)
-        assert words in line and 'weights-inception-2015-12-05-6726825d.pth' in line
-    assert not trace.exists()
-    clip = tmp_path / 'clip'
-    shutil.copytree(judges['--clip'], clip)
-    weights = load_file(clip / 'model.safetensors')
-    del weights['visual_projection.weight']
-    save_file(weights, clip / 'model.safetensors', {'format': 'pt'})
-    line = refusal(capfd, pipeline, shards, tmp_path / 'out', '--samples', 2, '--clip', clip)
-    assert '1 weights are missing, first visual_projection.weight' in line and 'hf download' in line
-    assert not (tmp_path / 'out').exists()
-
-
-def test_captions_without_words_and_images_that_do_not_decode_are_one_line(tmp_path, pipeline, judges, capfd):
+def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pipeline, small_inception, capfd):
     good = {'jpg': encoded(picture(1)), 'caption': 'a cat'}
-    wordless = write_shards(tmp_path / 'wordless', [good, good | {'caption': ' -- !'}])
-    flags = ['--samples', 2, '--clip', judges['--clip']]
-    assert 'sample 1 of DATA' in refusal(capfd, pipeline, wordless, tmp_path / 'out', *flags)
-    broken = write_shards(tmp_path / 'broken', [good, good | {'jpg': b'no'}])
-    line = refusal(capfd, pipeline, broken, tmp_path / 'out', *flags, '--inception', judges['--inception'], status=1)
-    assert 'sample 1 of DATA' in line and 'does not decode' in line and 'goes on from there' in line
+    broken = write_shards(tmp_path / 'broken', [good, good | {'jpg': b'no'}, good, good])
+    line = refusal(capfd, pipeline, broken, tmp_path / 'out', *small_inception, status=1)
+    assert f'sample 1 of DATA {broken}' in line and 'leave that sample out' in line
+
+
+def test_the_record_is_kept_with_what_was_judged_and_by_what(tmp_path, pipeline, text, clip, capfd):
+    record = run(pipeline, text, tmp_path / 'out', *clip)
+    assert json.loads((tmp_path / 'results.jsonl').read_text()) == json.loads(json.dumps(record))
+    assert (record['stage'], record['samples'], record['samples_drawn'], record['clip']) == ('evaluate', 4, 4, 'clip')
+    assert record['images_per_sec'] == record['images_per_sec_per_device'] > 0 and record['batch_size'] == 2
+    again = run(pipeline, text, tmp_path / 'out', *clip)
+    assert (again['samples_drawn'], again['images_per_sec']) == (0, None)
+    summary = evaluate.summary(record | {'fid_is_biased': True, 'real_images': 4, 'fid_of_published_weights': False})
+    assert 'too high: below 10,000 it is biased' in summary and 'not those of published FIDs' in summary
 
 
 def write_checkpoint(path: Path, model: str, with_vae: bool = True) -> None:
@@ -339,103 +269,69 @@ def write_checkpoint(path: Path, model: str, with_vae: bool = True) -> None:
     torch.save({'state': state, 'rng': []}, path)
 
 
-def test_a_checkpoint_draws_with_its_average_and_says_how_far_it_was_trained(tmp_path, pipeline, shards, judges, capfd):
+def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_far_it_was_trained(
+        tmp_path, pipeline, text, clip, capfd):
     kept = tmp_path / 'kept'
     kept.mkdir()
-    write_checkpoint(kept / 'ep0-ba7-rank0.pt', pipeline)
-    live = load_file(Path(pipeline, 'unet', 'diffusion_pytorch_model.safetensors'))
-    for model, flags, difference in ((kept, [], 0.1), (kept / 'ep0-ba7-rank0.pt', ['--live'], 0)):
-        argv = [str(model), str(shards), '--out', 'out', '--clip', 'clip', *flags]
-        with evaluate.open_model(parse(Evaluate, '', argv)) as opened:
-            weights = load_pipeline(opened.folder).unet.state_dict()
-            assert opened.config('unet')['sample_size'] == SIZE // 8
-        torch.testing.assert_close(weights, {name: tensor + difference for name, tensor in live.items()})
-        assert (opened.batch, opened.images_seen, opened.training['batch_size']) == (7, 28, 4)
-        assert opened.weights == ('live' if flags else 'averaged') and not Path(opened.folder).exists()
+    shutil.copytree(pipeline, tmp_path / 'averaged')
+    unet = tmp_path / 'averaged/unet'
+    network = load_pipeline(pipeline, 'MODEL').unet
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += 0.1
+    network.save_pretrained(unet)
+    write_checkpoint(kept / 'ep0-ba7-rank0.pt', str(pipeline))
+    record = run(kept, text, tmp_path / 'out', *clip)
+    assert (record['trained_batches'], record['images_seen'], record['weights']) == (7, 28, 'averaged')
+    assert record['training']['batch_size'] == 4 and record['model_name'] == 'tiny'
+    exported = run(tmp_path / 'averaged', text, tmp_path / 'exported', *clip)
+    assert exported['model_sha256'] == record['model_sha256']
+    assert files_of(tmp_path / 'exported') == files_of(tmp_path / 'out')
     write_checkpoint(kept / 'ep0-ba8-rank0.pt', pipeline, with_vae=False)
-    line = refusal(capfd, kept, shards, tmp_path / 'out', '--samples', 2, '--clip', judges['--clip'])
-    assert 'has no VAE to decode with' in line
+    assert 'has no VAE to decode with' in refusal(capfd, kept, text, tmp_path / 'third', *clip)
+    assert 'holds no whole checkpoint and no pipeline' in refusal(capfd, tmp_path, text, tmp_path / 'third', *clip)
 
 
-def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(judges):
-    clip = load_clip(judges['--clip'])
-    long = ['a ' * 200, 'a ' * 75]  # with start and end 77 tokens
-    assert len(clip.tokenizer(long[1]).input_ids) == 77
-    cosines = clip.cosines([picture(1)] * 2, long)
-    torch.testing.assert_close(cosines[0], cosines[1])
-
-
-@pytest.mark.parametrize('steps, better', [(1000, 500), (600, 500), (201, 200), (126, 125)])
-def test_steps_that_would_begin_within_the_noise_are_refused(steps, better):
-    with pytest.raises(ValueError, match=f'--steps {steps}: .* use {better}$'):
+@pytest.mark.parametrize('steps', [1000, 600, 201, 126])
+def test_steps_that_would_begin_within_the_noise_are_refused(steps):
+    with pytest.raises(ValueError, match=f'--steps {steps}: .* use a divisor'):
         evaluate.require_whole_noise(steps, 1000)
 
 
-@pytest.mark.parametrize('steps', [1, 2, 25, 50, 99, 250, 500])
+@pytest.mark.parametrize('steps', [1, 2, 25, 30, 50, 99, 250, 500])
 def test_steps_that_begin_at_noise_are_taken(steps):
     evaluate.require_whole_noise(steps, 1000)
 
 
-def test_a_worker_that_finds_no_gpu_where_there_is_to_be_one_does_not_draw_on_the_processor(monkeypatch):
-    assert device_of_worker(0, on_gpu=False) == torch.device('cpu') == device_of_worker(0, on_gpu=None)
-    with pytest.raises(DataError, match='torch finds no GPU in a worker on'):
-        device_of_worker(1, on_gpu=True)
-    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3')  # as Ray sets it
-    with pytest.raises(DataError, match='torch finds no GPU in a worker on'):
-        device_of_worker(0, on_gpu=None)
-
-
-def test_the_text_encoder_works_in_float32_and_the_unet_in_half_precision(pipeline, tmp_path):
-    worker = Evaluator(claimed(tmp_path / 'out'), settings_of(pipeline, precision='amp_bf16'), 0)
+def test_the_text_encoder_works_in_float32_and_the_unet_in_half_precision(pipeline):
+    drawing = load_pipeline(pipeline, 'MODEL')
+    evaluate.to_device(drawing, 'amp_bf16', torch.device('cpu'))
     types = {}
-    for name in ('text_encoder', 'unet'):
-        layers = getattr(worker.pipeline, name).modules()
-        [*_, layer] = (layer for layer in layers if isinstance(layer, torch.nn.Linear))
+    for name in ('text_encoder', 'unet', 'vae'):
+        [*_, layer] = (layer for layer in getattr(drawing, name).modules() if isinstance(layer, torch.nn.Linear))
         layer.register_forward_hook(lambda module, inputs, output, name=name: types.update({name: output.dtype}))
-    worker.draw(0, ['a cat'], 2.0)
-    assert types == {'text_encoder': torch.float32, 'unet': torch.bfloat16}
+    drawing('a cat', num_inference_steps=1)
+    assert types == {'text_encoder': torch.float32, 'unet': torch.bfloat16, 'vae': torch.float32}
 
 
-def test_weights_of_judges_that_are_others_on_this_machine_are_not_judged_by(judges, pipeline, tmp_path):
-    settings = settings_of(pipeline, clip=judges['--clip'], clip_sha256='of another', inception=judges['--inception'],
-                           inception_sha256='of another')
-    worker = Evaluator(claimed(tmp_path / 'out'), settings, 0)
-    for judge in ('clip', 'inception'):
-        with pytest.raises(DataError, match='is not that of the machine that gives it work'):
-            getattr(worker, judge)
+def test_a_picture_that_is_not_finite_is_not_judged(pipeline, text, clip, tmp_path, capfd):
+    broken = shutil.copytree(pipeline, tmp_path / 'broken')
+    vae = load_pipeline(pipeline, 'MODEL').vae
+    torch.nn.init.constant_(vae.decoder.conv_out.bias, torch.nan)
+    vae.save_pretrained(broken / 'vae')
+    assert 'a picture that is not finite' in refusal(capfd, broken, text, tmp_path / 'out', *clip)
 
 
-def test_another_processor_of_clip_is_another_clip(judges, tmp_path):
-    folder = Path(shutil.copytree(judges['--clip'], tmp_path / 'clip'))
-    before = hash_of_files(folder)
-    config = processor_of(folder)
-    config.write_text(config.read_text().replace('true', 'false', 1))
-    assert hash_of_files(folder) != before == hash_of_files(Path(judges['--clip']))
+def test_a_score_that_is_not_finite_is_not_kept(pipeline, text, clip, tmp_path, capfd):
+    broken = shutil.copytree(clip[1], tmp_path / 'broken')
+    weights = load_file(broken / 'model.safetensors')
+    weights['visual_projection.weight'][:] = torch.nan
+    save_file(weights, broken / 'model.safetensors', {'format': 'pt'})
+    line = refusal(capfd, pipeline, text, tmp_path / 'out', '--clip', broken)
+    assert 'the clip_score at guidance 7.5 is nan' in line and not (tmp_path / 'results.jsonl').exists()
 
 
-def test_a_picture_that_is_not_finite_is_not_judged(pipeline, tmp_path):
-    worker = Evaluator(claimed(tmp_path / 'out'), settings_of(pipeline), 0)
-    torch.nn.init.constant_(worker.pipeline.vae.decoder.conv_out.bias, torch.nan)
-    with pytest.raises(ValueError, match='a picture that is not finite'):
-        worker.draw(0, ['a cat'], 2.0)
-
-
-def test_a_reference_that_has_changed_is_not_compared_with(tmp_path):
-    path = tmp_path / 'reference.safetensors'
-    path.write_bytes(reference_file({'images': 2}, torch.ones(2, 3)))
-    about, features = read_reference(str(path))
-    assert about == {'images': 2} and torch.equal(features, torch.ones(2, 3))
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 1  # a bit of the last number
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match='holds no features of evaluate.py .they have changed'):
-        read_reference(str(path))
-    path.write_bytes(save({FEATURES: torch.ones(2, 3)}, {'made_of': '[1]'}))
-    with pytest.raises(ValueError, match='holds no features of evaluate.py'):
-        read_reference(str(path))
-
-
-def test_a_mark_of_byte_order_is_no_part_of_a_caption(tmp_path):
-    path = tmp_path / 'captions.txt'
-    path.write_bytes('\ufeffa cat\r\na dog\r\n'.encode())
-    assert read_captions(str(path), 2) == ['a cat', 'a dog']
+def test_without_a_judge_or_a_folder_nothing_is_drawn(pipeline, text, clip, tmp_path, capfd):
+    assert 'give --inception for FID' in refusal(capfd, pipeline, text, tmp_path / 'out')
+    assert 'a folder of this machine' in refusal(capfd, pipeline, text, tmp_path / 'out', *clip, '--out', 's3://b/out')
+    assert 'fewer than --samples 7' in refusal(capfd, pipeline, text, tmp_path / 'out', *clip, '--samples', 7)

@@ -98,7 +98,7 @@ def files_of(trained: Trained, place: str, model_name: str | None, pretrained: b
     """The files of the model that was trained. Raises ValueError if they cannot be had."""
     name = model_name or trained.flags.get('model_name')
     if name is None:
-        raise ValueError(f'{place} does not say what model it is of; give --model_name')
+        raise ValueError(f'{place} does not say what model it is of; give --model_name of export.py')
     return find_model(name, pretrained and trained.vae is None)
 
 

@@ -1,31 +1,52 @@
-"""What is wrong with a network that pictures are judged by is one line."""
+"""What is wrong with a network that pictures are judged by is one line, which says where to get the right one."""
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from models.feature_extractors import load_clip, load_inception
-from tests.judges import processor_of, save_clip
+from tests.judges import save_clip
+from tests.samples import Hostile
 
 
-def test_a_clip_model_that_was_saved_without_its_processor_names_the_files_that_it_lacks(tmp_path):
-    folder = save_clip(tmp_path / 'clip')
-    processor_of(folder).unlink()
+@pytest.mark.parametrize('content', [None, b'', b'a cat\na dog\n', b'<!DOCTYPE html><html>not found</html>',
+                                     {'conv.weight': torch.ones(3)}, [1, 2]])
+def test_what_is_not_the_file_of_inception_is_refused_with_the_address_of_that_file(tmp_path, content):
+    path = tmp_path / 'inception.pth'
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
     with pytest.raises(ValueError) as refused:
-        load_clip(folder)
-    assert str(refused.value) == (f'--clip {folder} has no preprocessor_config.json or processor_config.json; save its '
-                                  'CLIPProcessor there too')
+        load_inception(str(path))
+    line = str(refused.value)
+    assert line.startswith(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; fetch it")
+    assert line.endswith('weights-inception-2015-12-05-6726825d.pth') and '\n' not in line
 
 
-@pytest.mark.parametrize('weights, reason', [
-    ({'a.weight': torch.ones(2, device='meta')}, 'a.weight has no values'),
-    ({'a.bias': torch.ones(2), 'a.weight': torch.eye(2).to_sparse()}, 'a.weight is sparse_coo'),
-    ({'a.weight': torch.ones(2, dtype=torch.complex64)}, 'a.weight is of complex64'),
-    ({'a.weight': torch.ones(2, dtype=torch.int8)}, 'a.weight is of int8'),
-    ({'a.num_batches_tracked': torch.ones((), dtype=torch.long), 'a.weight': torch.tensor(True)}, 'a.weight is of bool')
-])
-def test_weights_of_inception_that_are_no_plain_numbers_are_refused_in_one_line(tmp_path, weights, reason):
-    path = str(tmp_path / 'inception.pth')
-    torch.save(weights, path)
-    with pytest.raises(ValueError) as refused:
-        load_inception(path)
-    assert str(refused.value).startswith(f'--inception {path} holds no weights of InceptionV3 ({reason}')
-    assert '\n' not in str(refused.value)
+def test_code_in_a_file_for_inception_is_not_run(tmp_path):
+    torch.save(Hostile(tmp_path / 'ran'), tmp_path / 'inception.pth')
+    with pytest.raises(ValueError, match="is not torch-fidelity's file"):
+        load_inception(str(tmp_path / 'inception.pth'))
+    assert not (tmp_path / 'ran').exists()
+
+
+def test_a_folder_without_a_whole_clip_model_and_its_processor_is_refused_with_a_command_that_fetches_one(tmp_path):
+    def refusal(folder: Path) -> str:
+        with pytest.raises(ValueError) as refused:
+            load_clip(str(folder))
+        line = str(refused.value)
+        assert line.startswith(f'--clip {folder} is no folder with a CLIP model') and '\n' not in line
+        assert line.endswith('fetch one: hf download openai/clip-vit-large-patch14 --local-dir clip')
+        return line
+    refusal(tmp_path / 'nowhere')
+    clip = Path(save_clip(tmp_path / 'clip'))
+    weights = load_file(clip / 'model.safetensors')
+    del weights['visual_projection.weight']
+    save_file(weights, clip / 'model.safetensors', {'format': 'pt'})
+    assert '1 are missing or foreign, first visual_projection.weight' in refusal(clip)
+    clip = Path(save_clip(tmp_path / 'unprocessed'))
+    for file in clip.glob('*processor_config.json'):
+        file.unlink()
+    refusal(clip)

@@ -2,16 +2,19 @@
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, CLIPTextModel
 
 from benchmark import StableDiffusion, build_data
 from inputs.captions import build_tokenizer
 from models.loading import SD2_BASE, find_model
+from models.sampling import load_pipeline
 from tests.runs import TINY, settings_of
 
 
@@ -69,3 +72,38 @@ def test_code_in_a_model_folder_is_not_run(tmp_path, model_folder):
         with contextlib.suppress(ValueError):
             load()
     assert not trace.exists()
+
+
+def without_one(weights: dict) -> None:
+    del weights[sorted(weights)[5]]
+
+
+def with_a_foreign_one(weights: dict) -> None:
+    weights['foreign.weight'] = torch.ones(3)
+
+
+@pytest.mark.parametrize('part', ['unet', 'vae', 'text_encoder'])
+@pytest.mark.parametrize('change, name', [(without_one, ''), (with_a_foreign_one, 'foreign.weight')])
+def test_weights_that_are_missing_or_foreign_are_refused_in_one_line_that_names_their_folder(
+        tmp_path, model_folder, part: str, change: Callable, name: str):
+    folder = shutil.copytree(model_folder, tmp_path / 'model')
+    [file] = (folder / part).glob('*.safetensors')
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, {'format': 'pt'})
+    loads = [partial(load_pipeline, str(folder), 'MODEL X')]
+    if part != 'unet':  # which starts from scratch
+        loads.append(partial(StableDiffusion, str(folder), 64, pretrained=True))
+    for load in loads:
+        with pytest.raises(ValueError) as refused:
+            load()
+        line = str(refused.value)
+        assert f'{folder}/{part} holds the weights of another model: 1 are missing or foreign, first {name}' in line
+
+
+@pytest.mark.parametrize('content', ['', 'null', '{"a":'])
+def test_a_file_that_holds_no_configuration_is_one_line(tmp_path, model_folder, content):
+    folder = shutil.copytree(model_folder, tmp_path / 'model')
+    (folder / 'unet/config.json').write_text(content)
+    with pytest.raises(ValueError, match='--model_name .* is not a diffusers model'):
+        find_model(str(folder))
