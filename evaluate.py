@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -64,10 +65,8 @@ from parts.progress import progress_bar
 from parts.ray_workers import RayWorkers
 from parts.workers import make_evaluator
 from settings.here import best_precision
-from training.checkpoint_files import no_checkpoint_error
-from training.initial_weights import checkpoint_in
-from training.own_files import PrivateFolder
-from training.trained_model import PIXELS_PER_LATENT, Trained, read_trained, trained_pipeline
+from training import read_trained, trained_pipeline
+from training.weights import PIXELS_PER_LATENT, Trained
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 SAMPLER = 'DDIM'  # of models.sampling.build_pipeline
@@ -85,22 +84,19 @@ def open_model(flags: Evaluate) -> Iterator[Model]:
         yield Model(flags.model, flags.model)
         return
     place = f'MODEL {flags.model}'
-    with checkpoint_in(flags.model, 'MODEL') as path:
-        if path is None:
-            raise no_checkpoint_error(place, ' and no pipeline')
-        trained = read_trained(path, place)
-        if trained.vae is None and not flags.pretrained:
-            raise ValueError(f'{place} has no VAE to decode with, because it was trained on latents; give --model_name '
-                             'FOLDER --pretrained for the one that encoded')
-        pipeline = trained_pipeline(trained, place, flags.model_name, flags.tokenizer, flags.pretrained, flags.live)
-        with PrivateFolder() as folder:
-            try:
-                pipeline.save_pretrained(folder)
-            except SafetensorError as error:  # as it says of a full disk
-                raise OSError(one_line(error)) from None
-            del pipeline
-            yield Model(folder, flags.model_name or trained.flags['model_name'], kind_of_weights(trained, flags.live),
-                        trained.batch, trained.samples, trained.flags)
+    trained = read_trained(flags.model, 'MODEL')
+    if trained.vae is None and not flags.pretrained:
+        raise ValueError(f'{place} has no VAE to decode with, because it was trained on latents; give --model_name '
+                         'FOLDER --pretrained for the one that encoded')
+    pipeline = trained_pipeline(trained, place, flags.model_name, flags.tokenizer, flags.pretrained, flags.live)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            pipeline.save_pretrained(folder)
+        except SafetensorError as error:  # as it says of a full disk
+            raise OSError(one_line(error)) from None
+        del pipeline
+        yield Model(folder, flags.model_name or trained.flags['model_name'], kind_of_weights(trained, flags.live),
+                    trained.batch, trained.samples, trained.flags)
 
 
 def kind_of_weights(trained: Trained, live: bool) -> str:
@@ -121,7 +117,7 @@ def folder_for_copies(data: str) -> Iterator[str | None]:
     if os.path.exists(data):
         yield None
         return
-    with PrivateFolder() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         yield folder
 
 

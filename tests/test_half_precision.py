@@ -188,20 +188,24 @@ class Witness(Callback):
         self.scale.append(state.scaler.get_scale())
 
 
-def run_in_fp16(monkeypatch, folder: str, spoil, *argv: str) -> tuple[Witness, dict[str, str], benchmark.Run]:
+def run_in_fp16(monkeypatch, folder: str, spoil, *argv: str) -> tuple[Witness, dict[str, str], benchmark.Trainer]:
     """Five batches of two microbatches, of which `spoil` makes some overflow: what was seen, and how it ended."""
     settings = arguments('--model_name', folder, '--image_size', '16', '--precision', 'amp_fp16', '--use_ema',
                      '--device_train_microbatch_size', '2', '--max_duration', '5ba', *argv)
     witness = Witness()
-    with composer_on_a_gpu(monkeypatch):
-        run = benchmark.build_run(settings, benchmark.build_data(settings, find_model(folder)))
-        run.trainer.state.callbacks.append(witness)
-        spoil(run.model)
-        try:
-            outcome = benchmark.train(run)
-        finally:
-            run.safeguard.release_signals()
-    return witness, outcome, run
+    data = benchmark.build_data(settings, find_model(folder))
+    with composer_on_a_gpu(monkeypatch), benchmark.StopAtSignal() as stop:
+        model, trainer = benchmark.build_run(settings, data, stop, callbacks=[witness])
+        spoil(model)
+        with benchmark.noting_how_it_ends(trainer) as outcome:
+            trainer.fit()
+    return witness, outcome, trainer
+
+
+def skipped(trainer: benchmark.Trainer) -> int:
+    """The steps that Safeguard has left out."""
+    [safeguard] = [callback for callback in trainer.state.callbacks if isinstance(callback, benchmark.Safeguard)]
+    return safeguard.skipped_batches
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -211,10 +215,10 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved(monkeypatch, smallest_with_attention):
     def overflow(model):
         Fault(model.unet.conv_out, {5})  # in the second microbatch of batch 3
-    witness, outcome, run = run_in_fp16(monkeypatch, smallest_with_attention, overflow)
+    witness, outcome, trainer = run_in_fp16(monkeypatch, smallest_with_attention, overflow)
     assert outcome == {'status': 'complete'}  # its loss was finite
-    assert run.safeguard.skipped_batches == 0
-    assert run.trainer.state.optimizers[0].param_groups[0]['fused']
+    assert skipped(trainer) == 0
+    assert trainer.state.optimizers[0].param_groups[0]['fused']
     assert witness.scale == [2. ** 16, 2. ** 16, 2. ** 15, 2. ** 15, 2. ** 15]
     assert same(witness.weights[1], witness.weights[2]) and same(witness.adam[1], witness.adam[2])
     assert not same(witness.weights[0], witness.weights[1]) and not same(witness.weights[2], witness.weights[3])
@@ -235,18 +239,18 @@ def lose(value: float, call: int):
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_on_nan_skip_leaves_out_a_step_that_was_scaled(monkeypatch, smallest_with_attention, value):
-    witness, outcome, run = run_in_fp16(monkeypatch, smallest_with_attention, lose(value, 4), '--on_nan', 'skip')
-    assert (outcome, run.safeguard.skipped_batches) == ({'status': 'complete'}, 1)
+    witness, outcome, trainer = run_in_fp16(monkeypatch, smallest_with_attention, lose(value, 4), '--on_nan', 'skip')
+    assert (outcome, skipped(trainer)) == ({'status': 'complete'}, 1)
     assert same(witness.weights[1], witness.weights[2]) and same(witness.adam[1], witness.adam[2])
     assert not same(witness.weights[2], witness.weights[3])
     assert_average_follows(witness, batch=2)
 
 
 def test_on_nan_stop_ends_a_run_that_was_scaled_before_the_step(monkeypatch, smallest_with_attention):
-    witness, outcome, run = run_in_fp16(monkeypatch, smallest_with_attention, lose(float('nan'), 4))
+    witness, outcome, trainer = run_in_fp16(monkeypatch, smallest_with_attention, lose(float('nan'), 4))
     assert outcome['status'] == 'failed' and 'the loss of batch 3 is not finite' in outcome['error']
     assert len(witness.weights) == 2
-    assert same(witness.weights[1], [weight.detach() for weight in run.model.unet.parameters()])
+    assert same(witness.weights[1], [weight.detach() for weight in trainer.state.model.unet.parameters()])
 
 
 def assert_average_follows(witness: Witness, batch: int) -> None:

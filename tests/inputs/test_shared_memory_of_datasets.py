@@ -15,7 +15,7 @@ from inputs.shared_memory import MOST_NUMBERS, owner, remove_what_nobody_holds
 from tests.forked_runs import run_ranks
 from tests.forks import living_child
 from tests.samples import good, write_shards
-from training.ranks import join_ranks
+from training import join_ranks
 
 
 def captions(dataset) -> list[str]:
