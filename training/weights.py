@@ -19,6 +19,7 @@ from models.diffusion_model import DiffusionModel
 from models.loading import build_vae, find_model
 from models.sampling import build_pipeline
 from training.checkpoints import load_checkpoint, newest_checkpoint
+from training.ranks import on_rank_0
 
 PIXELS_PER_LATENT = 8  # along each side
 OF_NO_WEIGHT = ('sample_size', 'upcast_attention')  # entries of a UNet's configuration that weights do not depend on
@@ -61,10 +62,11 @@ def read_trained(place: str, flag: str) -> Trained:
     Raises ValueError if there is no such checkpoint, or it cannot be read or trusted.
     """
     name = place
-    if not (os.path.isfile(place) or '://' in place and place.endswith('.pt')):
+    if not on_rank_0(partial(names_a_checkpoint, place)):
         name = newest_checkpoint(place, flag)
     if name is None:
-        raise ValueError(f'{flag} {place} holds no whole checkpoint; give one, or the --save_folder of a run')
+        raise ValueError(f'{flag} {place} is not there, or holds no whole checkpoint; give one, or the --save_folder '
+                         'of a run')
     with fetched(name, flag) as path:
         try:
             state = load_checkpoint(path, mmap=True)['state']
@@ -75,6 +77,11 @@ def read_trained(place: str, flag: str) -> Trained:
     if not trained.live or not trained.text_encoder:
         raise ValueError(f'{flag} {place} holds no UNet with a text encoder; give a checkpoint of benchmark.py')
     return trained
+
+
+def names_a_checkpoint(place: str) -> bool:
+    """Whether a path or URI names a checkpoint, and not a folder of them."""
+    return place.endswith('.pt') if '://' in place else os.path.isfile(place)
 
 
 def trained_of(state: dict) -> Trained:
@@ -140,17 +147,13 @@ def load_initial_weights(path: str, model: DiffusionModel) -> dict | None:
     Raises ValueError if there is nothing of the kind, or it does not fit this model.
     """
     place = f'--load_weights {path}'
-    ema = None
-    folder = unet_folder(path)
+    folder = on_rank_0(partial(unet_folder, path))
     if folder is not None:
-        weights = weights_of_folder(folder, model, place)
-    elif '://' in path or os.path.exists(path):
+        weights, ema = weights_of_folder(folder, model, place), None
+    else:
         trained = read_trained(path, '--load_weights')
         require_same_encoders(trained, model, place)
         weights, ema = trained.live, trained.ema
-    else:
-        raise ValueError(f'{place} does not exist; give a checkpoint, the --save_folder of an earlier run, or a folder '
-                         'of diffusers')
     try:
         model.unet.load_state_dict(weights)
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape

@@ -75,8 +75,8 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
     assert_same_training(drawing / 'kept', whole / 'kept')
     names = sorted(path.name for path in (drawing / 'drawn').iterdir())
     assert names == ['ba3.png', 'ba6.png']
-    [file] = tmp_path.glob('board/**/events*')
-    [image] = EventAccumulator(str(file)).Reload().Images('samples')
+    [folder] = (tmp_path / 'board').iterdir()
+    [image] = EventAccumulator(str(folder)).Reload().Images('samples')
     assert image.step == 6 and (image.width, image.height) == Image.open(drawing / 'drawn' / 'ba6.png').size
 
     text = Image.open(drawing / 'drawn' / 'ba6.png').text
@@ -156,18 +156,13 @@ def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompt
 
 
 def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder, prompts, results, capfd):
-    many, nothing = tmp_path / 'many', tmp_path / 'nothing'
-    many.write_text('a cat\n' * 101)
+    nothing = tmp_path / 'nothing'
     nothing.write_text(' \n\n')
     flags = ['--use_synth_data', *TINY, '--results', results, '--sample_folder', tmp_path, '--sample_prompts']
     not_tiny = [*flags, prompts, '--model_name', model_folder]
     assert 'give --model_name FOLDER --pretrained' in one_error_line(not_tiny, capfd)
     assert 'cannot be read' in one_error_line([*flags, tmp_path / 'none'], capfd)
     assert 'holds no prompt' in one_error_line([*flags, nothing], capfd)
-    assert 'holds 101 prompts' in one_error_line([*flags, many], capfd)
-    assert '--sample_interval: often' in one_error_line([*flags, prompts, '--sample_interval', 'often'], capfd)
-    assert 'is not a time' in one_error_line([*flags, prompts, '--sample_interval', '0ba'], capfd)
-    assert 'needs --sample_prompts' in one_error_line([*flags[:-1], '--sample_interval', '5ba'], capfd)
     (tmp_path / 'ba7.png').touch()
     assert 'drawings of another run' in one_error_line([*flags, prompts], capfd)
 

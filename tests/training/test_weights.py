@@ -134,7 +134,7 @@ def bad_places(first_phase: Path, folder: Path, model_folder: str) -> dict[str, 
     unet.save_pretrained(folder / 'groups')
     unet.register_to_config(norm_num_groups=32)
     unet.save_pretrained(folder / 'pickled', safe_serialization=False)
-    return {str(folder / 'nowhere'): ['does not exist'], str(folder / 'empty'): ['no whole checkpoint'],
+    return {str(folder / 'nowhere'): ['is not there'], str(folder / 'empty'): ['holds no whole checkpoint'],
             str(folder / 'hostile.pt'): ['could run code'],
             str(folder / 'other.pt'): ['is no checkpoint of a training'],
             str(folder / 'half.pt'): ['is no checkpoint of a training'],
