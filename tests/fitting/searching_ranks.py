@@ -25,9 +25,10 @@ def main(out: str, microbatch_size: str) -> None:
         return model
 
     benchmark.build_model = build_limited_model
-    run = benchmark.build_run(settings, benchmark.build_data(settings, find_model('tiny')))
+    data = benchmark.build_data(settings, find_model('tiny'))
+    model, trainer = benchmark.build_run(settings, data, benchmark.StopAtSignal())
     sizes = list(tried[0])
-    assert benchmark.train(run) == {'status': 'complete'}
-    torch.save({'tried': sizes, 'microbatch': run.trainer.state.device_train_microbatch_size,
-                'weights': {name: weight.detach() for name, weight in run.model.unet.named_parameters()}},
+    trainer.fit()
+    torch.save({'tried': sizes, 'microbatch': trainer.state.device_train_microbatch_size,
+                'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()}},
                Path(out) / f'{microbatch_size}-rank{rank}.pt')
