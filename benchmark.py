@@ -19,12 +19,12 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from composer import Algorithm, Callback, Evaluator, Trainer
-from composer.callbacks import SpeedMonitor
+from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.core import DataSpec
 from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
@@ -58,24 +58,33 @@ from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from settings.here import on_this_machine
-from training.augmentation import CaptionDrop, RandomFlip
-from training.checkpoints import (
+from training import (
+    DATASET,
+    LABEL,
+    METRIC,
+    CaptionDrop,
+    Evaluations,
+    Progress,
+    RandomFlip,
+    RunFailed,
+    Safeguard,
+    Sampling,
+    StopAtSignal,
     WholeCheckpoints,
-    leave_out_empty_scaler,
+    build_loggers,
+    build_schedule,
+    conclude,
+    is_over,
+    join_ranks,
+    leave_ranks,
+    load_initial_weights,
     newest_checkpoint,
-    refuse_files_of_another_run,
+    noting_how_it_ends,
     saving_alone,
+    say_how_it_begins,
+    say_what_is_built,
     tensors_alone_are_loaded,
 )
-from training.evaluation import LABEL, METRIC, Evaluations, TolerantTrainer
-from training.initial_weights import load_initial_weights
-from training.loggers import build_loggers
-from training.optimization import build_schedule
-from training.progress import Progress
-from training.ranks import join_ranks, leave_ranks, on_rank_0
-from training.run import Run, RunFailed, conclude, say_how_it_begins, say_what_is_built, train
-from training.safeguard import DATASET, Safeguard
-from training.sampling import Sampling
 
 SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
                   'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay', 'clip_grad_norm',
@@ -323,13 +332,14 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
     return algorithms
 
 
-def build_run(settings: Train, data: DataSpec, files: ModelFiles | None = None,
-              callbacks: Sequence[Callback] = ()) -> Run:
-    """The training, at its start or at the checkpoint to resume from.
+def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelFiles | None = None,
+              callbacks: Sequence[Callback] = ()) -> tuple[StableDiffusion, Trainer]:
+    """The model, and its training at its start or at the checkpoint to resume from.
 
     Args:
         settings: of the run.
         data: what it trains on.
+        stop: ends it at a signal.
         files: of the model, if they are found already.
         callbacks: more for Composer's Trainer; they come before the run's own.
 
@@ -340,20 +350,33 @@ def build_run(settings: Train, data: DataSpec, files: ModelFiles | None = None,
     held_out = None
     if settings.eval_remote:
         held_out = open_held_out(settings.eval_remote, files, settings.image_size, settings.seed, latents)
-    resumed = contextlib.nullcontext()
-    if settings.autoresume:
-        resumed = newest_checkpoint(settings.save_folder)
-    with resumed as load_path:
-        model = build_model(settings, latents, None, files)
-        average = None
-        if settings.load_weights and not load_path:
-            average = load_initial_weights(settings.load_weights, model)
-        algorithms = build_algorithms(settings, files, average)
-        microbatch = find_microbatch(settings, model, data)
-        evaluator = None
-        if held_out is not None:
-            evaluator = build_evaluator(settings, files, held_out, microbatch)
-        return start_run(settings, model, files, data, algorithms, evaluator, load_path, microbatch, callbacks)
+    checkpoint = newest_checkpoint(settings.save_folder) if settings.autoresume else None
+    model = build_model(settings, latents, None, files)
+    average = None
+    if settings.load_weights and not checkpoint:
+        average = load_initial_weights(settings.load_weights, model)
+    algorithms = build_algorithms(settings, files, average)
+    microbatch = find_microbatch(settings, model, data)
+    evaluator = None
+    if held_out is not None:
+        evaluator = build_evaluator(settings, files, held_out, microbatch)
+    measurement = Measurement(settings.warmup_batches, settings.measure_batches)
+    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data), settings.clip_grad_norm)
+    callbacks = [*callbacks, measurement, Progress(measurement), safeguard, Evaluations(), LRMonitor(), stop]
+    if settings.sample_prompts:
+        ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
+        callbacks.append(Sampling(settings, model, files, measurement, stop, ema))
+    try:
+        trainer = build_trainer(settings, model, data, callbacks, algorithms, evaluator, checkpoint, microbatch)
+    except (RuntimeError, KeyError, ValueError) as error:
+        if not checkpoint:
+            raise
+        raise ValueError(f'--save_folder {settings.save_folder}: {checkpoint} does not fit this run '
+                         f'({one_line(error)[:300]}); resume with the flags it was made with') from None
+    _ = model.flops_per_image  # counted before the clock runs, since SpeedMonitor asks for it between two batches
+    if not is_over(trainer.state):
+        say_how_it_begins(settings, trainer.state, checkpoint)
+    return model, trainer
 
 
 def find_microbatch(settings: Train, model: StableDiffusion, data: DataSpec) -> int:
@@ -367,32 +390,6 @@ def find_microbatch(settings: Train, model: StableDiffusion, data: DataSpec) -> 
         found = f'{counted(microbatch, "image")} at once: the largest power of two that fits'
         print(found, file=sys.stderr, flush=True)
     return microbatch
-
-
-def start_run(settings: Train, model: StableDiffusion, files: ModelFiles, data: DataSpec,
-              algorithms: list[Algorithm], evaluator: Evaluator | None, load_path: str | None, microbatch: int,
-              callbacks: Sequence[Callback] = ()) -> Run:
-    """The training of a model, at its start or at the checkpoint `load_path`. Raises ValueError if that does not fit.
-    """
-    measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data), settings.clip_grad_norm)
-    evaluations = Evaluations()
-    progress = Progress(measurement)
-    callbacks = [*callbacks, measurement, progress, safeguard, evaluations]
-    if settings.sample_prompts:
-        ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
-        callbacks.append(Sampling(settings, model, files, measurement, ema))
-    try:
-        trainer = build_trainer(settings, model, data, callbacks, algorithms, evaluator, load_path, microbatch)
-    except (RuntimeError, KeyError, ValueError) as error:
-        if not load_path:
-            raise
-        raise ValueError(f'--save_folder {settings.save_folder}: {load_path} does not fit this run '
-                         f'({one_line(error)[:300]}); resume with the flags it was made with') from None
-    run = Run(settings, model, data, trainer, measurement, safeguard, progress, evaluations)
-    if not run.is_over:
-        say_how_it_begins(settings, trainer.state, load_path)
-    return run
 
 
 def flags_to_keep(settings: Train, data: DataSpec) -> dict:
@@ -419,8 +416,8 @@ def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, callb
         savers.append(WholeCheckpoints(settings.save_folder, settings.save_interval,
                                        settings.save_num_checkpoints_to_keep))
     is_one_microbatch = microbatch == settings.batch_size // dist.get_world_size()
-    with tensors_alone_are_loaded(), gradients_in_buckets(is_one_microbatch):
-        return TolerantTrainer(
+    with tensors_alone_are_loaded(load_path), gradients_in_buckets(is_one_microbatch):
+        trainer = Trainer(
             model=model,
             train_dataloader=data,
             optimizers=build_optimizer(model, settings),
@@ -429,17 +426,18 @@ def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, callb
             callbacks=[*switch_callbacks(settings), SpeedMonitor(window, peak_flops), *callbacks, *savers],
             eval_dataloader=evaluator,
             progress_bar=False,
-            loggers=build_loggers(training_settings(settings, model.vae is None, microbatch),
-                                  settings.tensorboard, settings.wandb_name, settings.wandb_project),
+            loggers=build_loggers(settings),
             max_duration=settings.max_duration,
             precision=settings.precision,
             device_train_microbatch_size=microbatch,
             load_path=load_path,
-            load_ignore_keys=leave_out_empty_scaler,
+            load_progress_bar=False,
             seed=settings.seed,
             dist_timeout=settings.dist_timeout,
             profiler=build_profiler(settings),
         )
+    trainer.logger.log_hyperparameters(training_settings(settings, model.vae is None, microbatch))
+    return trainer
 
 
 def measure_loader(settings: Train, data: DataSpec) -> dict:
@@ -462,18 +460,19 @@ def train_and_record(settings: Train, callbacks: Sequence[Callback]) -> dict:
     outline = build_outline(settings, files, data.dataloader.dataset.latents, build_model)
     refuse_too_little_memory(settings, outline)
     say_what_is_built(settings)
-    run = build_run(settings, data, files, callbacks)
-    if run.is_over:
-        if dist.get_global_rank() == 0:
-            print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: nothing '
-                  'left to do')
-        sys.exit(0)
-    try:
-        return conclude(run, train(run))
-    except RunFailed as error:
-        end(PROGRAM, 1, str(error))
-    finally:
-        run.safeguard.release_signals()
+    with StopAtSignal() as stop:
+        model, trainer = build_run(settings, data, stop, files, callbacks)
+        if is_over(trainer.state):
+            if dist.get_global_rank() == 0:
+                print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: '
+                      'nothing left to do')
+            sys.exit(0)
+        with noting_how_it_ends(trainer) as outcome:
+            trainer.fit()
+        try:
+            return conclude(settings, model, data, trainer, outcome)
+        except RunFailed as error:
+            end(PROGRAM, 1, str(error))
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
@@ -484,9 +483,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
         if settings.dry_run is not None:
             return dry_run(settings, build_model)
         join_ranks(get_device(), settings.dist_timeout)
-        if settings.save_folder and not settings.autoresume:
-            on_rank_0(partial(refuse_files_of_another_run, settings.save_folder))
-        with saving_alone(settings.save_folder), process_switches(settings):
+        with saving_alone(settings.save_folder, settings.autoresume), process_switches(settings):
             return train_and_record(settings, callbacks)
 
 

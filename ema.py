@@ -69,7 +69,7 @@ class ShadowModel:
     def copy_to(self, model: torch.nn.Module) -> None:
         """Put the averages into `model`, in place of its own values. Raises ValueError if they are of another model.
 
-            state = training.checkpoints.load_checkpoint('checkpoints/latest-rank0.pt')['state']
+            state = training.load_checkpoint('checkpoints/latest-rank0.pt')['state']
             ShadowModel(model, dict(state['algorithms'])['EMA']['ema_model']).copy_to(model)
         """
         averages, live = pair_by_name(self, model)
@@ -147,14 +147,13 @@ class EMA(Algorithm):
         self.update_interval = Time.from_timestring(update_interval) if update_interval else Time(1, unit)
         if smoothing is None and self.update_interval.unit != life.unit:
             raise ValueError(f'EMA half_life {half_life} and update_interval {update_interval} need the same unit')
-        if life.value <= 0:
-            raise ValueError(f'EMA half_life {half_life} is not positive')
         if self.update_interval.unit not in (TimeUnit.BATCH, TimeUnit.EPOCH) or self.update_interval.value < 1:
             raise ValueError(f'EMA update_interval {self.update_interval} is not in whole batches (ba) or epochs (ep)')
         self.update_event = Event.BATCH_END if self.update_interval.unit == TimeUnit.BATCH else Event.EPOCH_END
+        if life.value <= 0 or smoothing is not None and not 0 <= smoothing < 1:
+            raise ValueError(f'EMA takes a half_life above 0 or a smoothing from 0 to below 1, not {half_life} or '
+                             f'{smoothing}')
         self.smoothing = 2 ** (-self.update_interval.value / life.value) if smoothing is None else smoothing
-        if not 0 <= self.smoothing < 1:
-            raise ValueError(f'EMA smoothing {smoothing} is not between 0 and 1')
         self.ema_start = Time.from_timestring(ema_start)
         self.ema_model: ShadowModel | None = None
         self.ema_started = False
@@ -216,13 +215,8 @@ class EMA(Algorithm):
                 'ema_started': self.ema_started}
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
-        """Take up a state of this class or of Composer's. Raises ValueError if it is of a Composer before 0.13."""
-        if 'training_model' in state:
-            raise ValueError('the EMA was saved by a Composer before 0.13; load and save it with Composer 0.32 first')
-        averages = state['ema_model']
-        if 'named_parameters_dict' not in averages:  # this class saved only the parameters once
-            averages = {'named_parameters_dict': averages, 'named_buffers_dict': {}}
-        self._loaded = {kind: without_prefix(tensors) for kind, tensors in averages.items()}
+        """Take up a state of this class or of Composer's, since 0.13."""
+        self._loaded = {kind: without_prefix(tensors) for kind, tensors in state['ema_model'].items()}
         self.ema_started = state['ema_started']
         self.ema_weights_active = state.get('ema_weights_active', False)
         self.ema_model = None

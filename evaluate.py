@@ -55,11 +55,9 @@ from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_cl
 from models.loading import hash_of_weights
 from models.sampling import SAMPLER, decode, load_pipeline, seeded
 from settings.here import best_precision
-from training.checkpoint_files import no_checkpoint_error
-from training.initial_weights import checkpoint_in
-from training.own_files import written_whole
+from training.checkpoints import written_whole
 from training.ranks import join_ranks, on_rank_0, wait_at_most
-from training.trained_model import read_trained, trained_pipeline
+from training.weights import read_trained, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 MADE_BY = 'evaluation.json'  # in --out: what its pictures depend on
@@ -103,14 +101,11 @@ def load_model(place: str) -> tuple[StableDiffusionPipeline, dict]:
         pipeline = load_pipeline(place, f'MODEL {place}')
         about['model_name'] = redacted(place)
     else:
-        with checkpoint_in(place, 'MODEL') as path:
-            if path is None:
-                raise no_checkpoint_error(f'MODEL {place}', ' and no pipeline')
-            trained = read_trained(path, f'MODEL {place}')
-            if trained.vae is None and not trained.flags.get('pretrained'):
-                raise ValueError(f'MODEL {place} has no VAE to decode with, because it was trained on latents; make a '
-                                 'pipeline of it by export.py --model_name FOLDER --pretrained, and evaluate that')
-            pipeline = trained_pipeline(trained, f'MODEL {place}', pretrained=True)
+        trained = read_trained(place, 'MODEL')
+        if trained.vae is None and not trained.flags.get('pretrained'):
+            raise ValueError(f'MODEL {place} has no VAE to decode with, because it was trained on latents; make a '
+                             'pipeline of it by export.py --model_name FOLDER --pretrained, and evaluate that')
+        pipeline = trained_pipeline(trained, f'MODEL {place}', pretrained=True)
         about = {'weights': 'live' if trained.averaged is None else 'averaged', 'trained_batches': trained.batch,
                  'images_seen': trained.samples, 'training': trained.flags, 'model_name': trained.flags['model_name']}
     about['model_sha256'] = hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)

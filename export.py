@@ -19,16 +19,26 @@ if __name__ == '__main__':
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from inputs.words import counted
-from training.checkpoint_files import no_checkpoint_error
-from training.initial_weights import checkpoint_in
-from training.own_files import folder_written_whole, remove_unfinished
-from training.trained_model import Trained, read_trained, trained_pipeline
+from training import read_trained, trained_pipeline
+from training.weights import Trained
+
+
+@contextlib.contextmanager
+def new_folder(out: str) -> Iterator[str]:
+    """A folder that becomes OUT at the end of the context, so that OUT is whole or not there."""
+    parent = os.path.dirname(os.path.abspath(out))
+    os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix='.export-') as around:
+        folder = os.path.join(around, 'pipeline')
+        yield folder
+        os.rename(folder, out)
 
 
 def warn_of_random_decoder(flags: Export, trained: Trained) -> None:
@@ -39,24 +49,6 @@ def warn_of_random_decoder(flags: Export, trained: Trained) -> None:
             remedy = 'tiny has no other; what draws is trained with --model_name FOLDER --pretrained'
         print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random one in its '
               f'place cannot decode; {remedy}', file=sys.stderr)
-
-
-@contextlib.contextmanager
-def new_folder(out: str) -> Iterator[str]:
-    """A folder beside OUT that takes its name at the end, so that OUT is whole or not there.
-
-    What killed exports left beside OUT is removed. Raises ValueError if OUT is there.
-    """
-    out = os.path.abspath(out)
-    if os.path.lexists(out):
-        raise ValueError(f'OUT {out} already exists; give a new folder')
-    remove_unfinished(os.path.dirname(out))
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = stack.enter_context(folder_written_whole(out))
-        except OSError as error:
-            raise ValueError(f'OUT {out} cannot be made: {error.strerror}; name another') from None
-        yield folder
 
 
 def warn_of_young_average(flags: Export, trained: Trained) -> None:
@@ -85,14 +77,12 @@ def summary(flags: Export, trained: Trained) -> str:
 def export(flags: Export) -> None:
     """Write OUT."""
     disable_progress_bar()  # of transformers 5, for a part that is written in a moment
-    with new_folder(flags.out) as folder, checkpoint_in(flags.checkpoint, 'CHECKPOINT') as path:
-        if path is None:
-            raise no_checkpoint_error(f'CHECKPOINT {flags.checkpoint}')
-        print(f'reading {path}', file=sys.stderr, flush=True)
-        trained = read_trained(path, f'CHECKPOINT {path}')
-        pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
-                                    flags.pretrained, flags.live)
-        warn_of_random_decoder(flags, trained)
+    print(f'reading {flags.checkpoint}', file=sys.stderr, flush=True)
+    trained = read_trained(flags.checkpoint, 'CHECKPOINT')
+    pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
+                                flags.pretrained, flags.live)
+    warn_of_random_decoder(flags, trained)
+    with new_folder(flags.out) as folder:
         try:
             pipeline.save_pretrained(folder)
         except SafetensorError as error:  # as it says of a full disk
@@ -104,7 +94,7 @@ def export(flags: Export) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Export a checkpoint."""
     flags = parse(Export, __doc__, argv, PROGRAM)
-    with one_line_errors(PROGRAM):
+    with one_line_errors(PROGRAM, f'OUT {flags.out} is whole or not there'):
         export(flags)
 
 

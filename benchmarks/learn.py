@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
+from diffusers.utils import make_image_grid
 from diffusers.utils.logging import disable_progress_bar
-from PIL import Image
+from PIL import Image, ImageOps
 from torchmetrics.image.fid import FrechetInceptionDistance
 
 from benchmark import StableDiffusion
@@ -42,9 +43,7 @@ from parts.merge import merge_parts
 from parts.output import open_output
 from parts.writer import PartWriter
 from report import main as report
-from training.checkpoints import checkpoints
-from training.picture_grid import grid_of, with_gaps, with_prompts
-from training.trained_model import read_trained, trained_pipeline
+from training import checkpoints_in, read_trained, trained_pipeline
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1
@@ -61,6 +60,7 @@ TEXT_ENCODER = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers':
 PHASES = {1: (32, 1200), 2: (64, 400)}  # of each the size of an image, in pixels, and the batches
 CHECKPOINTS = 8  # of each phase
 REAL_PICTURES = 1024  # that those of a checkpoint are compared with
+EDGE = 4  # pixels around each picture of the figure
 JUDGED_SIZE = 4  # of a picture's side, as the network of its features sees it
 
 
@@ -149,7 +149,7 @@ def train(folder: Path, phase: int, *flags: str) -> None:
                f'{batches // CHECKPOINTS}ba', '--autoresume', '--results', str(folder / 'results.jsonl'), *flags]
     with open(folder / 'log', 'ab') as log:
         first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        while first.poll() is None and len(checkpoints(str(kept))) < CHECKPOINTS // 2:
+        while first.poll() is None and len(checkpoints_in(str(kept))) < CHECKPOINTS // 2:
             time.sleep(0.1)
         first.send_signal(signal.SIGTERM)
         first.wait()
@@ -202,8 +202,8 @@ def evaluate_course(folder: Path, phase: int, captions: list[str], judge: torch.
     fid = FrechetInceptionDistance(judge, reset_real_features=False)
     fid.update(real_pictures(captions, image_size // 8, REAL_PICTURES), real=True)
     course = []
-    for path in checkpoints(str(folder / f'phase-{phase}')):
-        trained = read_trained(path, path)
+    for path in checkpoints_in(str(folder / f'phase-{phase}')):
+        trained = read_trained(path, 'checkpoint')
         out = folder / f'{Path(path).stem}-{phase}'
         trained_pipeline(trained, path, pretrained=True).save_pretrained(out)
         pictures = torch.from_numpy(draw(out, captions, each=4)).flatten(0, 1)  # (N, 3, H/8, W/8)
@@ -219,13 +219,14 @@ def evaluate_course(folder: Path, phase: int, captions: list[str], judge: torch.
     return course
 
 
-def figure(drawn: np.ndarray, captions: list[str]) -> Image.Image:
-    """The first picture of each caption, enlarged, above that caption, in one: a row a colour, a column a place."""
+def figure(drawn: np.ndarray) -> Image.Image:
+    """The first picture of each caption, enlarged, with a thin white edge, in one: a row a colour, a column a place."""
     pictures = []
     for colours in drawn[:, 0]:  # (3, H, W)
         pixels = np.clip((colours + 1) * 127.5, 0, 255).round().astype(np.uint8).transpose(1, 2, 0)
-        pictures.append(Image.fromarray(pixels).resize((128, 128), Image.Resampling.NEAREST))
-    return grid_of(with_gaps(with_prompts(pictures, captions)))
+        picture = Image.fromarray(pixels).resize((128, 128), Image.Resampling.NEAREST)
+        pictures.append(ImageOps.expand(picture, EDGE, 'white'))
+    return make_image_grid(pictures, rows=len(COLOURS), cols=len(PLACES))
 
 
 def main() -> None:
@@ -246,7 +247,7 @@ def main() -> None:
         result['phase_2'], drawn = drawn_after(folder, 2, captions)
         picture = Path(sys.argv[1])
         picture.parent.mkdir(parents=True, exist_ok=True)
-        figure(drawn, captions).save(picture)
+        figure(drawn).save(picture)
         judge = train_judge(captions)
         result['fid'] = {f'phase_{phase}': evaluate_course(folder, phase, captions, judge) for phase in PHASES}
         course = picture.with_stem(f'{picture.stem}-quality')

@@ -234,7 +234,8 @@ class Training:
         'store keeps all', kind=count, metavar='N')
     autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
                             needs='save_folder')
-    dist_timeout: int = flag(300, 'seconds to wait for the other processes', kind=count)
+    dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one of them compiles, saves '
+                             'or draws', kind=count)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from benchmark import main
 from settings.flags import parse
 from settings.here import on_this_machine
 from settings.train import Train
-from training.checkpoints import checkpoints, load_checkpoint
+from training import checkpoints_in, load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,7 +93,7 @@ def assert_equal(one, other) -> None:
 
 def final_state(folder: str | Path) -> dict:
     """The state in the newest checkpoint of a folder."""
-    return load_checkpoint(checkpoints(str(folder))[-1])['state']
+    return load_checkpoint(checkpoints_in(str(folder))[-1])['state']
 
 
 def assert_same_training(one: str | Path, other: str | Path) -> None:

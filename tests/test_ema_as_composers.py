@@ -191,23 +191,6 @@ def test_names_of_several_devices_are_those_of_one():
     assert torch.equal(view.layer.weight, ema.ema_model.named_parameters_dict['layer.weight'])
 
 
-def test_a_state_that_this_program_saved_without_buffers_loads():
-    ema, loaded = EMA('4ba'), EMA('4ba')
-    trainer_of(seeded_net(), [ema], '6ba').fit()
-    loaded.load_state_dict({'repr': 'EMA()', 'ema_started': True,
-                            'ema_model': state_of(ema)['ema_model']['named_parameters_dict']})
-    net = seeded_net(5)
-    net.norm.running_mean.fill_(8)
-    view = loaded.get_ema_model(net)
-    assert torch.equal(view.layer.weight, ema.ema_model.named_parameters_dict['layer.weight'])
-    assert torch.equal(view.norm.running_mean, torch.full((4,), 8.0))
-
-
-def test_a_state_of_composer_before_0_13_is_refused_in_one_line():
-    with pytest.raises(ValueError, match='^the EMA was saved by a Composer before 0.13; [^\n]+$'):
-        EMA().load_state_dict({'ema_model': {}, 'training_model': {}, 'ema_weights_active': False, 'ema_started': True})
-
-
 def test_the_live_weights_are_at_hand_during_an_evaluation():
     ema = EMA(smoothing=0.5)
     trainer = trainer_of(seeded_net(), [ema], '6ba')

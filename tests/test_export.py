@@ -1,25 +1,24 @@
 """A checkpoint becomes a pipeline of diffusers that draws with what was trained, or nothing at all."""
 import contextlib
 import io
+import os
 import re
-import resource
 import shutil
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
+from safetensors import SafetensorError
 
-import export as export_module
 from benchmark import main
 from export import main as export
-from export import new_folder
 from inputs.captions import build_tokenizer
 from tests.runs import TINY
-from training.checkpoints import load_checkpoint
+from tests.samples import Hostile
+from training import load_checkpoint
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
             'the end <|endoftext|> is not here', 'a\x00b \u200b c']
@@ -149,32 +148,44 @@ def test_a_checkpoint_in_s3_is_exported(s3, latent_checkpoints, tmp_path):
             assert torch.equal(parameter, live[f'unet.{name}'])
 
 
-def test_the_newest_whole_checkpoint_is_taken_and_none_is_removed(checkpoints, tmp_path, capfd):
+def test_the_newest_whole_checkpoint_is_taken_and_the_cut_one_stays(checkpoints, tmp_path, capfd):
     kept = tmp_path / 'kept'
     shutil.copytree(checkpoints, kept, symlinks=True)
     newest = kept / 'ep0-ba4-rank0.pt'
-    newest.write_bytes(newest.read_bytes()[:1000])  # a run is about to write it
+    newest.write_bytes(newest.read_bytes()[:1000])
     export([str(kept), str(tmp_path / 'out')])
     assert 'after 2 batches' in capfd.readouterr().out and newest.exists()
 
 
-def export_for_ever(out: Path, ready) -> None:
-    """An export that has written half of OUT."""
-    def half(args):
-        with new_folder(args.out) as folder:
-            Path(folder, 'half.safetensors').touch()
-            ready()
-            signal.pause()
+def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(checkpoints, tmp_path, capfd):
+    out, empty, other = tmp_path / 'out', tmp_path / 'empty', tmp_path / 'other.pt'
+    empty.mkdir()
+    assert 'holds no whole checkpoint' in refused([empty, out], capfd)
+    assert 'is not there, or holds no' in refused([tmp_path / 'nothing', out], capfd)
+    torch.save({'weights': torch.zeros(2)}, other)
+    assert 'is no checkpoint of a training' in refused([other, out], capfd)
+    other.write_bytes(b'half')
+    assert 'is no checkpoint of a training' in refused([other, out], capfd)
+    trace = tmp_path / 'ran'
+    torch.save({'state': Hostile(trace)}, other)
+    assert 'could run code' in refused([other, out], capfd) and not trace.exists()
+    assert 'is not the model of' in refused([checkpoints, out, '--model_name',
+                                             'stabilityai/stable-diffusion-2-base'], capfd)
+    assert 'already exists' in refused([checkpoints, empty], capfd)
+    assert sorted(tmp_path.iterdir()) == [empty, other]
 
-    export_module.export = half
-    export(['/dev/null', str(out)])
 
+@pytest.mark.parametrize('trouble', ['a full disk', 'SIGTERM'])
+def test_an_export_that_ends_in_its_middle_leaves_nothing(checkpoints, tmp_path, capfd, monkeypatch, trouble):
+    def end_in_the_middle(pipeline, folder, **_):
+        pipeline.scheduler.save_pretrained(folder)
+        if trouble == 'SIGTERM':
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise SafetensorError('No space left on device')
 
-def test_a_disk_that_fills_leaves_nothing(checkpoints, tmp_path, capfd):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # bytes: the largest file that can be written
-    try:
-        line = refused([checkpoints, tmp_path / 'out'], capfd)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert 'could not be written' in line and not list(tmp_path.iterdir())
+    monkeypatch.setattr(StableDiffusionPipeline, 'save_pretrained', end_in_the_middle)
+    with pytest.raises(SystemExit) as exit:
+        export([checkpoints, str(tmp_path / 'out')])
+    [_, line] = capfd.readouterr().err.splitlines()
+    assert exit.value.code == (143 if trouble == 'SIGTERM' else 1) and 'is whole or not there' in line
+    assert list(tmp_path.iterdir()) == []

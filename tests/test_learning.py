@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from benchmark import main
-from benchmarks.learn import UNET, captions_of, draw, figure, judged, picture_of, write_latents, write_model
+from benchmarks.learn import EDGE, UNET, captions_of, draw, figure, judged, picture_of, write_latents, write_model
 from export import main as export
 from tests.runs import ROOT
-from training.picture_grid import GAP
 
 JITTER = 0.3  # standard deviation of each pixel, which what is drawn must have as well
 
@@ -34,19 +33,15 @@ def test_a_model_that_was_trained_stopped_resumed_and_exported_draws_what_the_ca
         assert verdict['right'] > 0.7 and 0.93 < verdict['distance'] / JITTER < 1.25, (kind, verdict)
 
 
-def test_the_figure_has_each_picture_whole_between_gaps_above_its_caption():
-    captions = captions_of()
-    drawn = np.stack([picture_of(caption, 8) for caption in captions])[:, None]  # (16, 1, 3, 8, 8)
-    grid = np.asarray(figure(drawn, captions), dtype=int)
-    height, width = (side // 4 for side in grid.shape[:2])
-    assert width == 128 + GAP and height > 128 + GAP
-    for index in range(16):
-        row, column = divmod(index, 4)
-        tile = grid[row * height:(row + 1) * height, column * width:(column + 1) * width]
-        edge = GAP // 2
-        assert (tile[:edge] == 255).all() and (tile[:, :edge] == 255).all() and (tile[:, -edge:] == 255).all()
-        assert (tile[edge:edge + 128, edge:edge + 128] < 255).any(axis=-1).all(), 'grey, or a colour that is not white'
-        assert (tile[edge + 128:] < 128).any(), 'letters'
+def test_the_figure_has_each_picture_whole_with_a_white_edge_in_the_row_of_its_colour():
+    drawn = np.stack([picture_of(caption, 8) for caption in captions_of()])[:, None]  # (16, 1, 3, 8, 8)
+    side = 128 + 2 * EDGE
+    grid = np.asarray(figure(drawn), dtype=int)
+    assert grid.shape == (4 * side, 4 * side, 3)
+    red_top_left = grid[:side, :side]
+    assert (red_top_left[:EDGE] == 255).all() and (red_top_left[:, -EDGE:] == 255).all()
+    assert (red_top_left[EDGE:EDGE + 64, EDGE:EDGE + 64] == (255, 0, 0)).all()
+    assert (red_top_left[EDGE + 64:-EDGE, EDGE + 64:-EDGE] == 128).all()
 
 
 def test_make_learn_and_make_report_write_only_what_git_ignores():

@@ -1,5 +1,4 @@
 """Why a run failed, in one line, with the remedy where it is known."""
-import contextlib
 import errno
 import traceback
 
@@ -10,7 +9,7 @@ from training.safeguard import NonFiniteStep
 
 
 def reason(error: Exception, batch_flag: str) -> str:
-    """Why a run failed, in one line; where nobody foresaw it, the traceback is printed as well.
+    """Why a run failed, in one line; for any other error the traceback is printed as well.
 
     Args:
         error: what it ended with.
@@ -31,8 +30,7 @@ def reason(error: Exception, batch_flag: str) -> str:
         return '--compile needs a C compiler, and this machine has none; install gcc, or use --no-compile'
     if disk_is_full(error):
         return 'a disk is full: free some of it, or keep less with --save_num_checkpoints_to_keep'
-    with contextlib.suppress(OSError):  # what is printed may not cost the record
-        traceback.print_exc()
+    traceback.print_exc()
     return f'{type(error).__name__}: {text[:500]}'
 
 

@@ -1,4 +1,5 @@
 """--sample_prompts: what the model draws while it is trained."""
+import math
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from composer import Algorithm, Callback
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
+from diffusers.utils import make_image_grid
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
@@ -20,17 +22,16 @@ from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
 from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
 from settings.train import Train
-from training.own_files import remove_unfinished, written_whole
-from training.picture_grid import grid_of, with_prompts
-from training.ranks import SECONDS_FOR_DRAWINGS, group_with_timeout
+from training.checkpoints import written_whole
+from training.signals import StopAtSignal
 
 
 class Sampling(Callback):
     """Draws a picture of each prompt at each interval and at the end of a run: a grid, kept as a PNG and logged.
 
-    The pictures stand in rows, each above its prompt; the PNG holds the whole prompts as text. Rank 0 draws between
-    two batches, with the averaged weights where there are any, and from the same noise each time. The other ranks wait
-    for it. A drawing that fails is warned of, and the training goes on.
+    The pictures stand in rows in the order of their prompts, which the PNG holds as text. Rank 0 draws between two
+    batches, with the averaged weights where there are any, and from the same noise each time. The other ranks wait for
+    it. A drawing that fails is warned of, and the training goes on; a run that a signal ends is not drawn.
 
     Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
     is neither run nor compiled anew.
@@ -40,26 +41,25 @@ class Sampling(Callback):
         model: where it trains on latents, the VAE of `files` decodes.
         files: of the model.
         measurement: of the run, which counts the seconds apart.
+        stop: of the run.
         ema: the algorithm that keeps the average; None where there is none.
     """
 
     def __init__(self, settings: Train, model: DiffusionModel, files: ModelFiles, measurement: Measurement,
-                 ema: Algorithm | None):
+                 stop: StopAtSignal, ema: Algorithm | None):
         self.settings = settings
         self.model = model
         self.files = files
         self.measurement = measurement
+        self.stop = stop
         self.ema = ema
         self.prompts = read_prompts(settings.sample_prompts)
         self._is_due = create_interval_scheduler(settings.sample_interval)
         self._last_batch = None  # that was drawn after
         self._painter: Painter | None = None  # on rank 0, from the start of the training on
-        self._ranks: torch.distributed.ProcessGroup | None = None  # all of them, who wait for a drawing
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._ranks = group_with_timeout(SECONDS_FOR_DRAWINGS)
         if dist.get_global_rank() == 0:
-            remove_unfinished(self.settings.sample_folder)
             self._painter = Painter(self.settings, self.model, self.files, self.prompts)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
@@ -70,33 +70,41 @@ class Sampling(Callback):
 
     def _draw_if_due(self, event: Event, state: State, logger: Logger) -> None:
         batch = state.timestamp.batch.value
-        if batch == self._last_batch or not self._is_due(state, event):
+        if batch == self._last_batch or self.stop.interrupted or not self._is_due(state, event):
             return
         self._last_batch = batch
-        with self.measurement.excluded('sampling'):
+        with self.measurement.excluded('sampling'):  # for all ranks, until the last of them is through
             if dist.get_global_rank() == 0:
                 try:
                     self._draw_and_keep(batch, state.device_train_microbatch_size, logger)
                 except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
                     tqdm.write(f'warning: nothing was drawn at batch {batch} ({type(error).__name__}: '
                                f'{one_line(error)[:200]}); the training goes on', file=sys.stderr)
-            torch.distributed.barrier(self._ranks)
 
     def _draw_and_keep(self, batch: int, microbatch: int, logger: Logger) -> None:
         """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
         unet, kind = self.model.unet, 'live'
         if self.ema is not None and self.ema.ema_started:
             unet, kind = self.ema.get_ema_model(self.model).unet, 'averaged'
-        grid = grid_of(with_prompts(self._painter.draw(unet, microbatch), self.prompts))
+        grid = grid_of(self._painter.draw(unet, microbatch))
         text = PngInfo()
         for key, value in (('prompts', '\n'.join(self.prompts)), ('weights', kind), ('guidance', GUIDANCE),
                            ('steps', STEPS)):
             text.add_itxt(key, str(value))
-        path = Path(self.settings.sample_folder, f'ba{batch}.png')
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as file:
+        folder = Path(self.settings.sample_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with written_whole(folder / f'ba{batch}.png') as file:
             grid.save(file, 'PNG', pnginfo=text)
         logger.log_images(np.array(grid), 'samples', channels_last=True, use_table=False)
+
+
+def grid_of(pictures: list[Image.Image]) -> Image.Image:
+    """The pictures, which have one size, in rows that make about a square; what is left of the last row is white."""
+    columns = math.ceil(math.sqrt(len(pictures)))
+    rows = math.ceil(len(pictures) / columns)
+    empty = Image.new('RGB', pictures[0].size, 'white')
+    filled = [*pictures, *[empty] * (rows * columns - len(pictures))]
+    return make_image_grid(filled, rows, columns)
 
 
 class Painter:

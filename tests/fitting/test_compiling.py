@@ -19,8 +19,8 @@ from models.loading import find_model
 from tests.cuda_rules import one_rank
 from tests.forked_runs import run_ranks
 from tests.runs import TINY, settings_of
+from training import join_ranks
 from training.failures import reason
-from training.ranks import join_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -47,13 +47,12 @@ def trained_in_bf16(monkeypatch, *argv: str) -> tuple[int, list[torch.Tensor]]:
     monkeypatch.setattr(composers_trainer, 'get_precision_context', autocast)
     settings = arguments('--precision', 'amp_bf16', '--device_train_microbatch_size', '2', '--max_duration', '2ba',
                          *argv)
-    run = benchmark.build_run(settings, benchmark.build_data(settings, find_model('tiny')))
-    try:
-        with WeightCasts(run.model.unet) as casts:
-            assert benchmark.train(run) == {'status': 'complete'}
-    finally:
-        run.safeguard.release_signals()
-    return casts.count, [weight.detach() for weight in run.model.unet.parameters()]
+    data = benchmark.build_data(settings, find_model('tiny'))
+    with benchmark.StopAtSignal() as stop:
+        model, trainer = benchmark.build_run(settings, data, stop)
+        with WeightCasts(model.unet) as casts:
+            trainer.fit()
+    return casts.count, [weight.detach() for weight in model.unet.parameters()]
 
 
 def test_weights_are_cast_once_a_batch_and_learn_the_same(monkeypatch):

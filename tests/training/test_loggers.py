@@ -1,49 +1,38 @@
-"""The curves of a run, at Weights & Biases and in TensorBoard's files."""
+"""The curves of a run, in TensorBoard's files and at Weights & Biases, by Composer's own loggers."""
+import contextlib
 import json
 import re
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlencode
 
-from torch.utils.tensorboard import SummaryWriter
-
 from benchmark import main
-from tests.runs import TINY
+from tests.forked_runs import run_program
+from tests.runs import TINY, wait_until
 from tests.samples import encoded, picture, write_shards
-from training.loggers import OneFolderTensorboardLogger, new_folder
+
+CURVES = {'loss/train/total', 'lr-AdamW/group0', 'l2_norm/grad/global', 'throughput/samples_per_sec', 'images_per_sec'}
 
 
 def test_a_run_leaves_its_record_and_nothing_else_without_the_flags_of_a_logger(plain_run):
     assert [path.name for path in plain_run.folder.iterdir()] == ['results.jsonl']
 
 
-def test_a_logger_that_fails_does_not_take_the_record_with_it(results, tmp_path, monkeypatch, capfd):
-    def fail(*_):
-        raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(OneFolderTensorboardLogger, 'keep_record', fail)
-    record = main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
-    assert json.loads(results.read_text()) == record and record['status'] == 'complete'
-    assert 'OneFolderTensorboardLogger did not take the record' in capfd.readouterr().err
-
-
-def test_one_tensorboard_file_in_a_folder_of_models_name_size_and_date_holds_loss_settings_and_record(tmp_path, shards,
-                                                                                                      results):
+def test_tensorboard_has_the_curves_the_evaluations_and_the_figures_of_the_record(tmp_path, shards, results):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     held_out = write_shards(tmp_path / 'held', [{'jpg': encoded(picture(1)), 'caption': 'held out'}] * 4)
     record = main(['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--max_duration', '2ep',
                    '--eval_remote', held_out, '--eval_interval', '1ep', '--tensorboard', str(tmp_path / 'board'),
                    '--results', str(results)])
     [folder] = (tmp_path / 'board').iterdir()
-    assert re.fullmatch(r'tiny-64px-20\d\d-\d\d-\d\d-\d{6}', folder.name)
-    [file] = folder.iterdir()
-    events = EventAccumulator(str(file)).Reload()
+    events = EventAccumulator(str(folder)).Reload()
+    assert set(events.Tags()['scalars']) >= CURVES
     assert len(events.Scalars('loss/train/total')) == 6
     assert len(events.Scalars('metrics/eval/MeanSquaredError')) == record['evaluations'] == 2
-    for name, content in (('settings', {'batch_size': 8, 'image_size': 64}), ('record', record)):
-        [text] = events.Tensors(f'{name}/text_summary')
-        shown = json.loads(text.tensor_proto.string_val[0])
-        assert shown.items() >= content.items()
+    [speed] = events.Scalars('images_per_sec')
+    assert abs(speed.value / record['images_per_sec'] - 1) < 1e-6
 
 
 def asked(server: subprocess.Popen, question: str):
@@ -74,15 +63,39 @@ def test_tensorboard_starts_and_shows_the_losses_of_a_run(results, tmp_path):
     assert losses[-1][2] == record['loss']
 
 
-def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path):
-    assert len({new_folder(str(tmp_path / 'board'), 'tiny-64px') for _ in range(5)}) == 5
+def read_wandb(path: Path) -> tuple[set, dict, dict]:
+    """Keys of the history, the config and the summary in an offline run's file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+    store, history, config, summary = DataStore(), set(), {}, {}
+    store.open_for_scan(str(path))
+    while data := store.scan_data():
+        entry = Record()
+        entry.ParseFromString(data)
+        history |= {item.key or '/'.join(item.nested_key) for item in entry.history.item}
+        for found, updates in ((summary, (entry.summary.update, entry.run.summary.update)),
+                               (config, (entry.config.update, entry.run.config.update))):
+            for update in updates:
+                found |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
+    return history, config, summary
 
 
-def test_a_logger_that_fails_while_it_trains_is_warned_of_once_and_the_training_goes_on(results, tmp_path, monkeypatch,
-                                                                                      capfd):
-    def fail(*_, **__):
-        raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(SummaryWriter, 'add_scalar', fail)
-    record = main(['--use_synth_data', *TINY, '--tensorboard', str(tmp_path / 'board'), '--results', str(results)])
-    assert record['status'] == 'complete'
-    assert capfd.readouterr().err.count('warning: OneFolderTensorboardLogger failed (OSError: [Errno 28] No space') == 1
+def test_an_offline_run_of_wandb_holds_the_curves_the_settings_and_the_record(server, tmp_path):
+    folder = tmp_path / 'run'  # of a process of its own, since W&B keeps its first folder
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--measure_batches', '11', '--wandb_name', 'x', '--wandb_project',
+            'y', '--results', 'results']
+    code, _, errors = run_program(server, folder, main, argv, WANDB_MODE='offline')
+    assert code == 0, errors
+    [file] = folder.glob('wandb/offline-run-*/*.wandb')
+
+    def is_written() -> bool:  # W&B's own process writes it
+        with contextlib.suppress(AssertionError):
+            return 'images_per_sec' in read_wandb(file)[2]
+        return False
+
+    wait_until(is_written)
+    history, config, summary = read_wandb(file)
+    record = json.loads((folder / 'results').read_text())
+    assert history >= CURVES
+    assert (config['model_name'], config['batch_size'], config['use_ema']) == ('tiny', 4, True)
+    assert summary['images_per_sec'] == record['images_per_sec'] and summary['loss'] == record['loss']

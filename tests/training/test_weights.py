@@ -13,8 +13,7 @@ from tests.forked_runs import RUN, run, traced
 from tests.runs import TINY, assert_equal, assert_same_training, one_error_line
 from tests.samples import Hostile, good, write_shards
 from tests.test_evaluation import loss_by_hand
-from training.checkpoints import checkpoints, load_checkpoint
-from training.initial_weights import load_initial_weights
+from training import checkpoints_in, load_checkpoint, load_initial_weights
 
 
 @pytest.fixture(scope='module')
@@ -47,25 +46,16 @@ def test_a_second_phase_starts_from_weights_and_average_with_another_size_and_al
     record = main(['--remote', shards, *TINY, '--image_size', '96', '--device_train_microbatch_size', '2', '--use_ema',
                    '--load_weights', str(first_phase), '--save_folder', str(kept), '--max_duration', '2ba',
                    '--save_interval', '1ba', '--num_workers', '0', '--results', str(results)], [Witness()])
-    unet, average = unet_and_average(load_checkpoint(checkpoints(str(first_phase))[-1])['state'])
+    unet, average = unet_and_average(load_checkpoint(checkpoints_in(str(first_phase))[-1])['state'])
     assert_equal(at_start['unet'], dict(unet))
     assert_equal(at_start['average'], dict(average))
     assert at_start['optimizer'] == 0 and record['first_batch'] == 0 and record['load_weights'] == str(first_phase)
-    after_one = load_checkpoint(checkpoints(str(kept))[0])['state']
+    after_one = load_checkpoint(checkpoints_in(str(kept))[0])['state']
     assert after_one['timestamp']['Timestamp']['batch'] == 1
     weights, averages = unet_and_average(after_one)
     for name, before in average.items():
         moved = before + (weights[name] - before) * (1 - 2 ** (-1 / 1000))
         torch.testing.assert_close(averages[name], moved, atol=1e-7, rtol=1e-6)
-
-
-def test_without_ema_or_with_a_later_start_the_average_is_not_taken_over(first_phase, results, tmp_path):
-    argv = ['--use_synth_data', *TINY, '--max_duration', '2ba', '--load_weights', str(first_phase), '--results',
-            str(results), '--use_ema', '--ema_start', '2ba', '--save_folder', str(tmp_path / 'kept')]
-    main(argv)
-    weights, averages = unet_and_average(load_checkpoint(tmp_path / 'kept' / 'latest-rank0.pt')['state'])
-    for name, average in averages.items():
-        assert torch.equal(average, weights[name])  # it has just started, as a copy
 
 
 @pytest.mark.long
@@ -92,19 +82,8 @@ def test_two_ranks_resume_a_second_phase_from_its_own_checkpoints_exactly(server
     for folder in (whole, killed):
         record = json.loads((folder / 'results.jsonl').read_text().splitlines()[-1])
         assert (record['eval_batch'], record['evaluations']) == (4, 2 if folder == whole else 1)
-        by_hand = loss_by_hand(checkpoints(str(folder / 'checkpoints'))[-1], held_out, 96)
+        by_hand = loss_by_hand(checkpoints_in(str(folder / 'checkpoints'))[-1], held_out, 96)
         assert record['eval_loss'] == pytest.approx(by_hand, rel=1e-3)  # two decoders of JPEG differ a little
-
-
-def forms(first_phase: Path, folder: Path) -> dict[str, str]:
-    """Each kind of place that weights can lie in, and what holds them."""
-    model = StableDiffusion('tiny', 64)
-    model.load_state_dict(load_checkpoint(checkpoints(str(first_phase))[-1])['state']['model'])
-    model.unet.save_pretrained(folder / 'alone')
-    model.unet.save_pretrained(folder / 'pipeline' / 'unet')
-    model.scheduler.save_pretrained(folder / 'pipeline' / 'scheduler')
-    return {'file': checkpoints(str(first_phase))[-1], 'folder': str(first_phase), 'link':
-            str(first_phase / 'latest-rank0.pt'), 'unet': str(folder / 'alone'), 'pipeline': str(folder / 'pipeline')}
 
 
 def fresh_model(seed: int = 17) -> StableDiffusion:
@@ -112,68 +91,55 @@ def fresh_model(seed: int = 17) -> StableDiffusion:
     return StableDiffusion('tiny', 64)
 
 
-def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_phase, tmp_path, s3):
-    places = forms(first_phase, tmp_path)
-    for path in checkpoints(str(first_phase)):
+def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_phase, tmp_path, s3, capfd):
+    trained = StableDiffusion('tiny', 64)
+    trained.load_state_dict(load_checkpoint(checkpoints_in(str(first_phase))[-1])['state']['model'])
+    trained.unet.save_pretrained(tmp_path / 'alone')
+    trained.unet.save_pretrained(tmp_path / 'pipeline' / 'unet')
+    trained.scheduler.save_pretrained(tmp_path / 'pipeline' / 'scheduler')
+    for path in checkpoints_in(str(first_phase)):
         s3.client.upload_file(path, 'bucket', f'runs/1/{Path(path).name}')
-    places |= {'store': 's3://bucket/runs/1', 'object': 's3://bucket/runs/1/ep0-ba4-rank0.pt'}
-    expected, average = unet_and_average(load_checkpoint(places['file'])['state'])
+    cut = shutil.copytree(first_phase, tmp_path / 'cut', symlinks=True) / 'ep0-ba9-rank0.pt'
+    cut.write_bytes(Path(checkpoints_in(str(first_phase))[-1]).read_bytes()[:1000])  # its run is about to write it
+    of_checkpoints = [checkpoints_in(str(first_phase))[-1], str(first_phase), str(first_phase / 'latest-rank0.pt'),
+                      str(cut.parent), 's3://bucket/runs/1', 's3://bucket/runs/1/ep0-ba4-rank0.pt']
+    expected, average = unet_and_average(load_checkpoint(of_checkpoints[0])['state'])
     model = fresh_model()
-    for form, place in places.items():
+    for place in (*of_checkpoints, str(tmp_path / 'alone'), str(tmp_path / 'pipeline')):
         for weight in model.unet.parameters():
             torch.nn.init.zeros_(weight)
         found = load_initial_weights(place, model)
         for name, weight in model.unet.state_dict().items():
-            assert torch.equal(weight, expected[f'unet.{name}']), form
-        if form in ('unet', 'pipeline'):
-            assert found is None
-        else:
+            assert torch.equal(weight, expected[f'unet.{name}']), place
+        if place in of_checkpoints:
             assert_equal(dict(found['ema_model']['named_parameters_dict']), dict(average))
-
-
-def test_a_checkpoint_of_the_middle_of_an_evaluation_gives_the_live_weights(first_phase, tmp_path):
-    whole = checkpoints(str(first_phase))[-1]
-    checkpoint = load_checkpoint(whole)
-    unet, average = unet_and_average(checkpoint['state'])
-    checkpoint['state']['model'].update(average)
-    ema = dict(checkpoint['state']['algorithms'])['EMA']
-    ema['ema_model']['named_parameters_dict'] = {name: unet[name] for name in average}
-    ema['ema_weights_active'] = True
-    torch.save(checkpoint, tmp_path / 'swapped.pt')
-    model = fresh_model()
-    found = load_initial_weights(str(tmp_path / 'swapped.pt'), model)
-    assert_equal({f'unet.{name}': weight for name, weight in model.unet.state_dict().items()}, dict(unet))
-    assert_equal(dict(found['ema_model']['named_parameters_dict']), dict(average))
-    assert not found['ema_weights_active']
-
-
-def test_the_newest_whole_checkpoint_is_taken_and_an_unfinished_one_is_left_to_its_run(first_phase, tmp_path):
-    shutil.copytree(first_phase, tmp_path / 'kept', symlinks=True)
-    unfinished = tmp_path / 'kept' / 'ep0-ba9-rank0.pt'
-    unfinished.write_bytes(Path(checkpoints(str(first_phase))[-1]).read_bytes()[:1000])
-    assert load_initial_weights(str(tmp_path / 'kept'), fresh_model())
-    assert unfinished.exists()
+        else:
+            assert found is None
+    assert cut.exists()
 
 
 def bad_places(first_phase: Path, folder: Path, model_folder: str) -> dict[str, tuple[str, list[str]]]:
     """What cannot be started from, and words of the error."""
-    checkpoint = load_checkpoint(checkpoints(str(first_phase))[-1])
+    checkpoint = load_checkpoint(checkpoints_in(str(first_phase))[-1])
     (folder / 'empty').mkdir()
     torch.save({'state': Hostile(folder / 'ran')}, folder / 'hostile.pt')
     torch.save({'some': 'tensors'}, folder / 'other.pt')
-    (folder / 'half.pt').write_bytes(Path(checkpoints(str(first_phase))[-1]).read_bytes()[:1000])
-    del checkpoint['state']['model']['unet.conv_in.bias']
+    (folder / 'half.pt').write_bytes(Path(checkpoints_in(str(first_phase))[-1]).read_bytes()[:1000])
+    bias = checkpoint['state']['model'].pop('unet.conv_in.bias')
     torch.save(checkpoint, folder / 'less.pt')
+    checkpoint['state']['model'] |= {'unet.conv_in.bias': bias, 'unet.foreign': bias}
+    torch.save(checkpoint, folder / 'more.pt')
     unet = fresh_model().unet
     unet.register_to_config(norm_num_groups=16)
     unet.save_pretrained(folder / 'groups')
     unet.register_to_config(norm_num_groups=32)
     unet.save_pretrained(folder / 'pickled', safe_serialization=False)
-    return {str(folder / 'nowhere'): ['does not exist'], str(folder / 'empty'): ['neither a whole checkpoint'],
-            str(folder / 'hostile.pt'): ['would run code when loaded'],
+    return {str(folder / 'nowhere'): ['is not there'], str(folder / 'empty'): ['holds no whole checkpoint'],
+            str(folder / 'hostile.pt'): ['could run code'],
             str(folder / 'other.pt'): ['is no checkpoint of a training'],
-            str(folder / 'half.pt'): ['not written to its end'],
+            str(folder / 'half.pt'): ['is no checkpoint of a training'],
             str(folder / 'less.pt'): ['another UNet', 'conv_in.bias'],
+            str(folder / 'more.pt'): ['another UNet', 'foreign'],
             str(folder / 'groups'): ['norm_num_groups 16'], str(folder / 'pickled'): ['holds no UNet'],
             model_folder: ['predicts v_prediction', 'epsilon']}
 

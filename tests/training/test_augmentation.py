@@ -1,0 +1,114 @@
+"""Captions that are left out and images that are mirrored: the right share, the same again, and nothing else."""
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from composer.core import Event, Timestamp
+
+import benchmark
+from benchmark import main
+from data import normalize
+from inputs.images import FLIP
+from models.loading import find_model
+from tests.runs import TINY, one_error_line, settings_of
+from training import CaptionDrop, RandomFlip, augmentation
+
+EMPTY = torch.arange(77)
+
+
+def dropped(batch: int, device_batch: int = 64, seed: int = 17, share: float = 0.5) -> torch.Tensor:
+    """Which captions are left out, bool (device_batch,)."""
+    captions = torch.full((device_batch, 77), 320)
+    state = SimpleNamespace(timestamp=Timestamp(batch=batch), batch={'caption': captions, 'image': 'untouched'})
+    random_before = torch.get_rng_state()
+    CaptionDrop(share, seed, EMPTY).apply(Event.BATCH_START, state, None)
+    assert torch.equal(torch.get_rng_state(), random_before) and state.batch['image'] == 'untouched'
+    assert (captions == 320).all(), 'a synthetic batch is one for all steps, so it is not written to'
+    is_empty = (state.batch['caption'] == EMPTY).all(dim=1)
+    assert (state.batch['caption'][~is_empty] == 320).all()
+    return is_empty
+
+
+def flipped(batch: int, device_batch: int = 64, seed: int = 17) -> torch.Tensor:
+    """Which images are mirrored, bool (device_batch,)."""
+    state = SimpleNamespace(timestamp=Timestamp(batch=batch), batch={'caption': torch.zeros(device_batch, 77)})
+    before = state.batch
+    RandomFlip(seed).apply(Event.BATCH_START, state, None)
+    assert FLIP not in before
+    return state.batch[FLIP]
+
+
+def test_the_share_that_is_asked_for_is_drawn_and_each_batch_others():
+    drops = torch.stack([dropped(batch, 1000, share=0.1) for batch in range(10)])
+    flips = torch.stack([flipped(batch) for batch in range(100)])
+    assert 900 < int(drops.sum()) < 1100  # of 10,000: 3.3 standard deviations
+    assert 3000 < int(flips.sum()) < 3400  # of 6,400: 5 standard deviations
+    for drawn in (drops, flips):
+        assert len({tuple(row.tolist()) for row in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize('drawn', [dropped, flipped])
+def test_what_is_drawn_depends_on_seed_and_batch_alone_and_ranks_draw_what_one_would(drawn, monkeypatch):
+    whole = drawn(3)
+    assert torch.equal(drawn(3), whole)
+    assert not torch.equal(drawn(4), whole) and not torch.equal(drawn(3, seed=18), whole)
+    monkeypatch.setattr(augmentation.dist, 'get_world_size', lambda: 4)
+    parts = []
+    for rank in range(4):
+        monkeypatch.setattr(augmentation.dist, 'get_global_rank', lambda rank=rank: rank)
+        parts.append(drawn(3, 16))
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_the_empty_caption_is_the_tokenizers_and_the_model_is_given_it(results, monkeypatch):
+    settings = settings_of('--use_synth_data', *TINY, '--caption_drop', '0.2')
+    [algorithm] = benchmark.build_algorithms(settings, find_model('tiny'))
+    empty = [49406, 49407] + [0] * 75
+    assert algorithm.empty_caption.tolist() == empty
+    seen = []
+
+    class Model(benchmark.StableDiffusion):
+        def forward(self, batch):
+            seen.append((batch['caption'] == torch.tensor(empty)).all(dim=1).tolist())
+            return super().forward(batch)
+
+    monkeypatch.setattr(benchmark, 'StableDiffusion', Model)
+    record = main(['--use_synth_data', *TINY, '--caption_drop', '0.5', '--results', str(results)])
+    assert seen == [dropped(batch, 4).tolist() for batch in range(4)]
+    assert 0 < np.mean(seen) < 1 and record['caption_drop'] == 0.5
+
+
+@pytest.mark.parametrize('size', [8, 16])
+def test_the_images_that_are_named_are_mirrored_left_to_right_and_the_others_are_not(size):
+    image = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
+    plain = normalize({'image': image}, size)['image']
+    batch = normalize({'image': image, FLIP: torch.tensor([True, False])}, size)
+    assert set(batch) == {'image'}
+    torch.testing.assert_close(batch['image'][0], plain[0].flip(2), atol=0, rtol=0)
+    torch.testing.assert_close(batch['image'][1], plain[1], atol=0, rtol=0)
+
+
+def test_the_model_is_given_the_mirrored_images_microbatch_by_microbatch(results, monkeypatch):
+    seen = []
+
+    class Model(benchmark.StableDiffusion):
+        def forward(self, batch):
+            seen.append(batch['image'].clone())
+            return super().forward(batch)
+
+    monkeypatch.setattr(benchmark, 'StableDiffusion', Model)
+    flags = ['--use_synth_data', *TINY, '--device_train_microbatch_size', '2', '--results', str(results)]
+    assert main(flags)['random_flip'] is False
+    plain = torch.cat(seen)
+    seen.clear()
+    assert main([*flags, '--random_flip'])['random_flip'] is True
+    drawn = torch.cat([flipped(batch, 4) for batch in range(4)])
+    assert drawn.any() and not drawn.all()
+    plain[drawn] = plain[drawn].flip(3)
+    assert torch.equal(torch.cat(seen), plain)
+
+
+def test_latents_are_not_mirrored(capfd):
+    line = one_error_line(['--use_synth_latents', *TINY, '--random_flip'], capfd)
+    assert '--random_flip mirrors images' in line

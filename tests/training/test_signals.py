@@ -1,0 +1,134 @@
+"""Ctrl-C and SIGTERM end a run after its batch, on all ranks together, with a record and a checkpoint to go on from."""
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from composer import Callback
+
+from benchmark import main
+from tests import forked_launcher
+from tests.forks import status_of_child
+from tests.runs import ROOT, TINY, assert_same_training, wait_until
+from tests.samples import good, write_shards
+from training import StopAtSignal, checkpoints_in, load_checkpoint
+
+
+class Signalled(Callback):
+    """Sends signals to this process in its fourth batch."""
+
+    def __init__(self, *numbers: int):
+        self.numbers = numbers
+
+    def after_loss(self, state, logger):
+        if state.timestamp.batch.value == 3:
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize('numbers', [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)], ids=str)
+def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_as_if_it_never_had(
+        results, tmp_path, shards, capfd, numbers):
+    """The launcher passes Ctrl-C on as SIGTERM; a cluster and the launcher both send SIGTERM. The learning rate follows
+    the length of the run, an evaluation and a drawing would come at its end."""
+    held_out = write_shards(tmp_path / 'held', [good(100 + index) for index in range(4)])
+    (tmp_path / 'prompts').write_text('a cat')
+    argv = ['--remote', shards, '--use_ema', *TINY, '--num_workers', '1', '--max_duration', '7ba', '--lr_schedule',
+            'cosine', '--eval_remote', held_out, '--results', str(results)]
+    main([*argv, '--save_folder', str(tmp_path / 'whole')])
+    stopped = [*argv, '--save_folder', str(tmp_path / 'stopped'), '--autoresume', '--sample_prompts',
+               str(tmp_path / 'prompts'), '--sample_folder', str(tmp_path / 'drawn')]
+    with pytest.raises(SystemExit) as exit:
+        main(stopped, [Signalled(*numbers)])
+    record = json.loads(results.read_text().splitlines()[-1])
+    assert (exit.value.code, record['status'], record['trained_batches']) == (130, 'interrupted', 4)
+    assert record['images_per_sec'] > 0
+    assert record['evaluations'] == 0 and not (tmp_path / 'drawn').exists()
+    assert capfd.readouterr().err.count('a signal came') == 1
+    [checkpoint] = checkpoints_in(tmp_path / 'stopped')
+    assert load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch'] == 4
+    assert main(stopped)['first_batch'] == 4
+    assert_same_training(tmp_path / 'stopped', tmp_path / 'whole')
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once():
+    def interrupted_twice() -> int:
+        stop = StopAtSignal()
+        stop.fit_start(None, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.write(1, b'goes on')
+        os.kill(os.getpid(), signal.SIGINT)
+        return 0
+
+    assert status_of_child(interrupted_twice) == -signal.SIGINT
+
+
+def test_a_run_leaves_the_signals_as_they_were(plain_run):
+    assert plain_run.signals_after == plain_run.signals_before
+
+
+def arguments_of_two_ranks(results, *flags) -> list[str]:
+    """Those of the launcher, for a run that goes on until it is ended."""
+    return ['-n', '2', 'tests/training/talking_run.py', '--use_synth_data', *TINY, '--measure_batches', '100000',
+            '--results', str(results), *flags]
+
+
+def wait_until_it_trains(log: Path, has_ended: Callable[[], bool]) -> None:
+    """Until the run that prints to `log` has trained for some batches."""
+    while not re.search(r'^batch ([6-9]|\d\d+) of 100001', log.read_text(), re.MULTILINE):
+        assert not has_ended(), log.read_text()
+        time.sleep(0.05)
+
+
+def group_is_gone(group: int) -> bool:
+    """Whether no process of it is left but dead ones."""
+    for process in psutil.process_iter(['status']):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info['status'] != psutil.STATUS_ZOMBIE:
+                return False
+    return True
+
+
+@pytest.mark.long
+def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results, server):
+    log = results.with_name('log')
+    run = forked_launcher.start(server, log, arguments_of_two_ranks(results))
+    wait_until_it_trains(log, lambda: run.exitcode is not None)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
+    run.join(300)
+    wait_until(lambda: group_is_gone(run.pid))
+    record = json.loads(results.read_text())
+    assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
+    assert f'after batch {record["trained_batches"]}; without --save_folder nothing was saved' in log.read_text()
+
+
+@pytest.mark.long
+def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
+    """A real launcher, and real ranks."""
+    log, folder = results.with_name('log'), results.with_name('checkpoints')
+    arguments = arguments_of_two_ranks(results, '--use_ema', '--save_folder', str(folder))
+    with open(log, 'w') as file:
+        run = subprocess.Popen([sys.executable, '-m', 'composer.cli.launcher', *arguments], cwd=ROOT, stdout=file,
+                               stderr=file, start_new_session=True, env=os.environ | {'PYTHONPATH': str(ROOT)})
+    wait_until_it_trains(log, lambda: run.poll() is not None)
+    os.kill(run.pid, signal.SIGTERM)  # to it alone, which passes it on to its ranks
+    run.wait(timeout=300)
+    wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
+    record = json.loads(results.read_text())
+    [checkpoint] = checkpoints_in(folder)
+    done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']
+    assert (record['status'], record['trained_batches']) == ('interrupted', done)
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--max_duration', f'{done + 3}ba', '--save_folder', str(folder)]
+    resumed = main([*argv, '--autoresume', '--results', str(results)])
+    assert (resumed['status'], resumed['first_batch'], resumed['measured_batches']) == ('complete', done, 2)
+
+

@@ -1,0 +1,56 @@
+"""Ctrl-C and SIGTERM end a training after a batch, with a checkpoint and a record."""
+import os
+import signal
+
+import torch
+from composer import Callback
+from composer.core import State
+from composer.loggers import Logger
+from composer.utils import dist
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopAtSignal(Callback):
+    """Ends the training when the batch ends in which SIGINT or SIGTERM comes to a rank, on all ranks together.
+
+    It comes before the callbacks that save, and is a context that a training is built, run and recorded in: from the
+    first batch to the end of the context it answers the signals. A second Ctrl-C ends the process at once. A second
+    SIGTERM does not, because a cluster and the launcher both send one.
+
+    Attributes:
+        interrupted: whether the training was ended so.
+    """
+
+    def __init__(self):
+        self.interrupted = False
+        self._has_come = False  # to this rank
+        self._process = os.getpid()
+        self._handlers_before: dict = {}
+
+    def __enter__(self) -> 'StopAtSignal':
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._handlers_before.items():
+            signal.signal(number, handler)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._handlers_before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def _note(self, number: int, frame) -> None:
+        """The signals' handler. A loader's process inherits it, and outlives the first one, which is for its rank."""
+        is_loaders = os.getpid() != self._process
+        if number == signal.SIGINT or is_loaders:
+            signal.signal(number, signal.SIG_DFL)
+        if not (self._has_come or is_loaders) and dist.get_global_rank() == 0:
+            os.write(2, b'\na signal came: the run ends with this batch (Ctrl-C again: at once)\n')
+        self._has_come = True
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        has_come = state.device.tensor_to_device(torch.tensor(int(self._has_come)))
+        dist.all_reduce(has_come, 'MAX')
+        if has_come.item():
+            self.interrupted = True
+            state.stop_training()  # Composer saves at the end of a training
+            state.evaluators = []  # and would evaluate, which can take longer than a cluster waits

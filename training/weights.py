@@ -1,0 +1,261 @@
+"""What a checkpoint holds of its model: for a training that starts from it, and for a pipeline of diffusers."""
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from composer.utils import dist, get_file
+from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from inputs.captions import pipeline_tokenizer
+from inputs.errors import one_line
+from models.diffusion_model import DiffusionModel
+from models.loading import build_vae, find_model
+from models.sampling import build_pipeline
+from training.checkpoints import load_checkpoint, newest_checkpoint
+from training.ranks import on_rank_0
+
+PIXELS_PER_LATENT = 8  # along each side
+OF_NO_WEIGHT = ('sample_size', 'upcast_attention')  # entries of a UNet's configuration that weights do not depend on
+
+
+@dataclass
+class Trained:
+    """What a checkpoint holds of the model: tensors by the names that they have in each part.
+
+    Attributes:
+        batch: how many batches it was trained for; None where it does not say.
+        samples: how many images these were.
+        flags: of the run, such as model_name and image_size; empty if it was not one of benchmark.py.
+        live: the weights of the UNet that the optimizer moves.
+        averaged: those of the average; None where there is none.
+        ema: the state of the algorithm that keeps the average, for its `load_state_dict`; None where there is none.
+        vae: None where the run trained on latents.
+        text_encoder: as it was held in the run, perhaps in half precision.
+    """
+    batch: int | None
+    samples: int | None
+    flags: dict
+    live: dict[str, torch.Tensor]
+    averaged: dict[str, torch.Tensor] | None
+    ema: dict | None
+    vae: dict[str, torch.Tensor] | None
+    text_encoder: dict[str, torch.Tensor]
+
+
+def read_trained(place: str, flag: str) -> Trained:
+    """The model of a checkpoint, of the newest in a folder, or of either in an object store.
+
+    Files are mapped, not read: the optimizer's moments, most of a checkpoint, never come into memory. All ranks call
+    this together.
+
+    Args:
+        place: path or URI.
+        flag: what errors call it.
+
+    Raises ValueError if there is no such checkpoint, or it cannot be read or trusted.
+    """
+    name = place
+    if not on_rank_0(partial(names_a_checkpoint, place)):
+        name = newest_checkpoint(place, flag)
+    if name is None:
+        raise ValueError(f'{flag} {place} is not there, or holds no whole checkpoint; give one, or the --save_folder '
+                         'of a run')
+    with fetched(name, flag) as path:
+        try:
+            state = load_checkpoint(path, mmap=True)['state']
+            trained = trained_of(state)
+        except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
+            raise ValueError(f'{flag} {place}: {name} is no checkpoint of a training ({one_line(error)[:400]}); use '
+                             'another') from None
+    if not trained.live or not trained.text_encoder:
+        raise ValueError(f'{flag} {place} holds no UNet with a text encoder; give a checkpoint of benchmark.py')
+    return trained
+
+
+def names_a_checkpoint(place: str) -> bool:
+    """Whether a path or URI names a checkpoint, and not a folder of them."""
+    return place.endswith('.pt') if '://' in place else os.path.isfile(place)
+
+
+def trained_of(state: dict) -> Trained:
+    """The model in the state of a checkpoint. KeyError, TypeError or the like if it is none."""
+    model = state['model']
+    live = with_prefix_removed(model, 'unet.')
+    averaged = None
+    ema = dict(state.get('algorithms', ())).get('EMA')
+    if ema and not ema['ema_started']:
+        ema = None
+    if ema:
+        averaged = live | with_prefix_removed(ema['ema_model']['named_parameters_dict'], 'unet.')
+    flags = {}
+    for callback in dict(state.get('callbacks', ())).values():
+        flags = callback.get('flags', flags)
+    timestamp = state.get('timestamp', {}).get('Timestamp', {})
+    return Trained(timestamp.get('batch'), timestamp.get('sample'), flags, live, averaged, ema,
+                   with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
+
+
+@contextlib.contextmanager
+def fetched(name: str, flag: str) -> Iterator[str]:
+    """The path of a checkpoint: itself, or for the URI of an object in a store that of a copy, one on each node.
+
+    What is mapped of the copy stays readable when it has gone with the context.
+    """
+    if '://' not in name:
+        yield name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        first_of_node = dist.get_global_rank() - dist.get_local_rank()
+        path = os.path.join(dist.all_gather_object(folder)[first_of_node], 'checkpoint.pt')
+        with dist.run_local_rank_zero_first():
+            if dist.get_local_rank() == 0:
+                download(name, path, flag)
+        yield path
+        dist.barrier()  # the other ranks of this node may still open it
+
+
+def download(uri: str, path: str, flag: str) -> None:
+    """Copy the object of that URI to `path`. Raises ValueError if it cannot be had."""
+    try:
+        get_file(uri, path, progress_bar=False)
+    except Exception as error:  # every storage client has its own exceptions
+        raise ValueError(f'{flag}: {uri} cannot be fetched ({type(error).__name__}: {one_line(error)[:200]}); check '
+                         f'its name, your credentials, and the room in {tempfile.gettempdir()}') from None
+
+
+def with_prefix_removed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Those whose name has the prefix, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def load_initial_weights(path: str, model: DiffusionModel) -> dict | None:
+    """Put the weights of --load_weights into the UNet of `model`. The rest of the training is that of a new run.
+
+    Args:
+        path: as `read_trained` takes it, or a folder of diffusers with a UNet or with a pipeline.
+        model: a StableDiffusion.
+
+    Returns the state of the EMA that the checkpoint holds, for its `load_state_dict`; None if there is none.
+
+    Raises ValueError if there is nothing of the kind, or it does not fit this model.
+    """
+    place = f'--load_weights {path}'
+    folder = on_rank_0(partial(unet_folder, path))
+    if folder is not None:
+        weights, ema = weights_of_folder(folder, model, place), None
+    else:
+        trained = read_trained(path, '--load_weights')
+        require_same_encoders(trained, model, place)
+        weights, ema = trained.live, trained.ema
+    try:
+        model.unet.load_state_dict(weights)
+    except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
+        raise ValueError(f'{place} is of another UNet than that of --model_name ({one_line(error)[:300]})') from None
+    return ema
+
+
+def unet_folder(path: str) -> Path | None:
+    """The folder with the UNet in a folder of diffusers, itself or that of a pipeline; None if it is none."""
+    for folder in (Path(path, 'unet'), Path(path)):
+        if (folder / 'config.json').is_file():
+            return folder
+    return None
+
+
+def weights_of_folder(folder: Path, model: DiffusionModel, place: str) -> dict[str, torch.Tensor]:
+    """The weights of the UNet in a folder of diffusers. Raises ValueError if it has none, or computes another thing."""
+    try:
+        unet = UNet2DConditionModel.from_pretrained(folder, use_safetensors=True)
+    except Exception as error:  # diffusers and safetensors raise many kinds for files that are not there or damaged
+        raise ValueError(f'{place} holds no UNet that diffusers loads ({one_line(error)[:200]})') from None
+    for key, ours in model.unet.config.items():
+        theirs = unet.config.get(key)
+        if not key.startswith('_') and key not in OF_NO_WEIGHT and theirs != ours:
+            raise ValueError(f'{place} has a UNet with {key} {theirs}, and that of --model_name has {ours}; give the '
+                             '--model_name that it is of')
+    scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
+    if scheduler.is_file():
+        predicts = json.loads(scheduler.read_text()).get('prediction_type', 'epsilon')
+        if predicts != model.prediction_type:
+            raise ValueError(f'{place} predicts {predicts}, and --model_name {model.prediction_type}; give the '
+                             '--model_name that it is of')
+    return unet.state_dict()
+
+
+def require_same_encoders(trained: Trained, model: DiffusionModel, place: str) -> None:
+    """Raises ValueError if the UNet was trained with another VAE or text encoder than `model`, in any precision."""
+    for part in ('vae', 'text_encoder'):
+        module = getattr(model, part)
+        if module is None:  # latents need no VAE
+            continue
+        theirs = getattr(trained, part) or {}
+        for name, ours in module.state_dict().items():
+            if name in theirs and not nearly_equal(theirs[name], ours):
+                raise ValueError(f'{place} was trained with another {part}; give the --model_name, the --pretrained '
+                                 'and, where its weights are random, the --seed of that run')
+
+
+def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same but for the rounding to half precision."""
+    if one.shape != other.shape:
+        return False
+    return torch.allclose(one.float(), other.cpu().float(), rtol=0.01, atol=1e-6)
+
+
+def trained_pipeline(trained: Trained, place: str, model_name: str | None = None, tokenizer: str | None = None,
+                     pretrained: bool = False, live: bool = False) -> StableDiffusionPipeline:
+    """The pipeline of a checkpoint, on the CPU, to be saved.
+
+    What is no weight, such as the text encoder's positions, is only there when it is loaded again.
+
+    Args:
+        trained: what the checkpoint holds; its tensors in float32 are not copied.
+        place: what errors call it.
+        model_name: for the configuration of each part; None: that of the run.
+        tokenizer: None: that of the run.
+        pretrained: take the VAE from `model_name` where the checkpoint has none, instead of a random one.
+        live: draw with the live weights, also where there is an average.
+
+    Raises ValueError if the checkpoint does not fit `model_name`, or a part cannot be had.
+    """
+    name = model_name or trained.flags.get('model_name')
+    if name is None:
+        raise ValueError(f'{place} does not say what model it is of; give --model_name')
+    files = find_model(name, pretrained and trained.vae is None)
+    unet_config = dict(files.configs['unet'])
+    if 'image_size' in trained.flags:
+        unet_config['sample_size'] = trained.flags['image_size'] // PIXELS_PER_LATENT
+    unet_weights = trained.live
+    if trained.averaged is not None and not live:
+        unet_weights = trained.averaged
+    text_config = CLIPTextConfig(**files.configs['text_encoder'])
+    try:
+        unet = with_weights(partial(UNet2DConditionModel.from_config, unet_config), unet_weights)
+        text_encoder = with_weights(partial(CLIPTextModel, text_config), trained.text_encoder)
+        if trained.vae is None:
+            vae = build_vae(files, 'fp32')  # random unless `files` are pretrained
+        else:
+            vae = with_weights(partial(AutoencoderKL.from_config, files.configs['vae']), trained.vae)
+    except RuntimeError as error:
+        raise ValueError(f'--model_name {name} is not the model of {place} ({one_line(error)[:200]}); give the one '
+                         'that was trained') from None
+    tokenizer = pipeline_tokenizer(tokenizer or trained.flags.get('tokenizer'))
+    return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
+
+
+def with_weights(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The module that `make` gives, made without memory, with `weights` in float32 for its parameters.
+
+    Raises RuntimeError if they do not fit.
+    """
+    with torch.device('meta'):
+        module = make()
+    module.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
+    return module.requires_grad_(False).eval()
