@@ -5,7 +5,7 @@
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
 from settings.allocator import let_segments_grow
-from settings.ends import end, end_with_launcher, one_line_errors
+from settings.ends import end_with_launcher, one_line_errors
 from settings.flags import parse
 from settings.train import Train
 
@@ -16,25 +16,23 @@ if __name__ == '__main__':
     parse(Train, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from composer import Algorithm, Callback, Evaluator, Trainer
+from composer import Algorithm, Callback, Trainer
 from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.core import DataSpec
 from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
-from tokenizers import Tokenizer
 from torchmetrics import MeanSquaredError
 
 from data import (
     StreamingLAIONDataset,
     SyntheticImageCaptionDataset,
-    build_held_out_loader,
+    build_fitting_tokenizer,
     build_loader,
     normalize,
 )
@@ -42,16 +40,14 @@ from ema import EMA
 from fitting.dry_run import dry_run
 from fitting.fake_step import has_no_values
 from fitting.memory import build_outline, refuse_too_little_memory
-from fitting.microbatch import largest_microbatch
+from fitting.microbatch import find_microbatch
 from fitting.switches import apply_switches, gradients_in_buckets, process_switches, switch_callbacks
-from inputs.captions import build_tokenizer
-from inputs.errors import one_line
-from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
+from inputs.held_out import NOISE, TIMESTEP
 from inputs.places import number_of_samples
 from inputs.shards import LATENTS, read_index, require_columns, require_same_origin
 from inputs.words import counted
-from measuring.measurement import Measurement, loader_figures
-from measuring.record import caution_sentence, keep, redacted, training_settings
+from measuring.measurement import Measurement
+from measuring.record import measure_loader, training_settings
 from measuring.tracing import build_profiler
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
@@ -59,36 +55,32 @@ from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from settings.here import on_this_machine
 from training import (
-    DATASET,
-    LABEL,
     METRIC,
     CaptionDrop,
     Evaluations,
     Progress,
     RandomFlip,
-    RunFailed,
     Safeguard,
     Sampling,
     StopAtSignal,
     WholeCheckpoints,
+    build_evaluator,
     build_loggers,
     build_schedule,
     conclude,
+    flags_to_keep,
     is_over,
     join_ranks,
     leave_ranks,
     load_initial_weights,
     newest_checkpoint,
     noting_how_it_ends,
+    open_held_out,
+    resuming,
     saving_alone,
     say_how_it_begins,
     say_what_is_built,
-    tensors_alone_are_loaded,
 )
-
-SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
-                  'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay', 'clip_grad_norm',
-                  'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
 
 MOST_BRIGHTNESS = 1.5  # of images in [-1, 1] that a bicubic filter has resized; CLIP's own scaling goes to 2.1
 
@@ -254,47 +246,6 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     return build_loader(dataset, device_batch, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 
-def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
-    """The tokenizer of --tokenizer. Raises ValueError if there is none, or if the text encoder lacks its tokens."""
-    tokenizer = build_tokenizer(name)
-    if tokenizer.get_vocab_size() > files.vocab_size:
-        raise ValueError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '
-                         f'{files.vocab_size} of the text encoder of --model_name {files.name}')
-    return tokenizer
-
-
-def open_held_out(remote: str, files: ModelFiles, image_size: int, seed: int, latents: bool) -> HeldOutSamples:
-    """The samples of --eval_remote. Raises ValueError if it is not there, or does not fit the model.
-
-    Args:
-        remote: the value of the flag.
-        files: of the model.
-        image_size: that is trained at, in pixels.
-        seed: of the samples' noise and timesteps.
-        latents: whether the training is on latents, so that its model has no VAE.
-    """
-    flag = '--eval_remote'
-    index = read_index(remote, flag)
-    require_columns(remote, index, flag)
-    if 'latents' in index:
-        require_same_origin(remote, index, origin_of_latents(files, image_size), flag)
-    if number_of_samples(index) == 0:
-        raise ValueError(f'{flag} {remote} holds no samples')
-    if latents and 'latents' not in index:
-        raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
-    images = StreamingLAIONDataset(remote, image_size=image_size, index=index, batch_size=1)
-    timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
-    return HeldOutSamples(images, image_size, timesteps, seed)
-
-
-def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples, microbatch: int) -> Evaluator:
-    """The evaluation of a run, in batches of its microbatch."""
-    tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
-    loader = build_held_out_loader(held_out, microbatch, tokenizer, settings.max_bad_samples)
-    return Evaluator(label=LABEL, dataloader=loader, eval_interval=settings.eval_interval,
-                     device_eval_microbatch_size=microbatch)
-
-
 def build_model(settings: Train, latents: bool, device: torch.device | None = None,
                 files: ModelFiles | None = None) -> StableDiffusion:
     """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
@@ -347,9 +298,7 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
     """
     files = files or find_model(settings.model_name, settings.pretrained)
     latents = data.dataloader.dataset.latents
-    held_out = None
-    if settings.eval_remote:
-        held_out = open_held_out(settings.eval_remote, files, settings.image_size, settings.seed, latents)
+    held_out = open_held_out(settings, files, latents)
     checkpoint = newest_checkpoint(settings.save_folder) if settings.autoresume else None
     model = build_model(settings, latents, None, files)
     average = None
@@ -357,122 +306,56 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
         average = load_initial_weights(settings.load_weights, model)
     algorithms = build_algorithms(settings, files, average)
     microbatch = find_microbatch(settings, model, data)
-    evaluator = None
-    if held_out is not None:
-        evaluator = build_evaluator(settings, files, held_out, microbatch)
+
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data), settings.clip_grad_norm)
-    callbacks = [*callbacks, measurement, Progress(measurement), safeguard, Evaluations(), LRMonitor(), stop]
+    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data.dataloader.dataset),
+                          settings.clip_grad_norm)
+    speed = SpeedMonitor(min(10, settings.measure_batches or 10), (peak_tflops(settings.precision) or 0) * 1e12)
+    callbacks = [*switch_callbacks(settings), speed, *callbacks, measurement, Progress(measurement), safeguard,
+                 Evaluations(), LRMonitor(), stop]
     if settings.sample_prompts:
-        ema = next((algorithm for algorithm in algorithms if isinstance(algorithm, EMA)), None)
-        callbacks.append(Sampling(settings, model, files, measurement, stop, ema))
-    try:
-        trainer = build_trainer(settings, model, data, callbacks, algorithms, evaluator, checkpoint, microbatch)
-    except (RuntimeError, KeyError, ValueError) as error:
-        if not checkpoint:
-            raise
-        raise ValueError(f'--save_folder {settings.save_folder}: {checkpoint} does not fit this run '
-                         f'({one_line(error)[:300]}); resume with the flags it was made with') from None
-    _ = model.flops_per_image  # counted before the clock runs, since SpeedMonitor asks for it between two batches
-    if not is_over(trainer.state):
-        say_how_it_begins(settings, trainer.state, checkpoint)
-    return model, trainer
-
-
-def find_microbatch(settings: Train, model: StableDiffusion, data: DataSpec) -> int:
-    """Images that go through the model at once: as asked for, or found. Raises ValueError if not even one fits."""
-    if not settings.searches_microbatch:
-        return settings.device_train_microbatch_size
-    share = settings.batch_size // dist.get_world_size()
-    microbatch = largest_microbatch(model, data, share, settings.precision, settings.use_ema)
-    model.range_was_checked = False  # of blank images; the first batch of the run is still to be looked at
-    if dist.get_global_rank() == 0:
-        found = f'{counted(microbatch, "image")} at once: the largest power of two that fits'
-        print(found, file=sys.stderr, flush=True)
-    return microbatch
-
-
-def flags_to_keep(settings: Train, data: DataSpec) -> dict:
-    """What must be the same when the run resumes, without passwords: flags, and of a dataset the hash of its index."""
-    values = dataclasses.asdict(settings)
-    flags = {}
-    for flag in SAME_ON_RESUME:
-        value = values[flag]
-        flags[flag] = redacted(value) if isinstance(value, str) else value
-    if settings.remote:
-        flags[DATASET] = data.dataloader.dataset.index_hash
-    return flags
-
-
-def build_trainer(settings: Train, model: StableDiffusion, data: DataSpec, callbacks: list[Callback],
-                  algorithms: list[Algorithm], evaluator: Evaluator | None = None, load_path: str | None = None,
-                  microbatch: int | None = None) -> Trainer:
-    """Composer's Trainer, at its start or at the checkpoint `load_path`; None is the microbatch of the settings."""
-    microbatch = microbatch or settings.device_train_microbatch_size
-    window = min(10, settings.measure_batches or 10)
-    peak_flops = (peak_tflops(settings.precision) or 0) * 1e12
-    savers = []
+        callbacks.append(Sampling(settings, model, files, measurement, stop))
     if settings.save_folder:
-        savers.append(WholeCheckpoints(settings.save_folder, settings.save_interval,
-                                       settings.save_num_checkpoints_to_keep))
+        callbacks.append(WholeCheckpoints(settings.save_folder, settings.save_interval,
+                                          settings.save_num_checkpoints_to_keep))
     is_one_microbatch = microbatch == settings.batch_size // dist.get_world_size()
-    with tensors_alone_are_loaded(load_path), gradients_in_buckets(is_one_microbatch):
+    with resuming(checkpoint, settings.save_folder), gradients_in_buckets(is_one_microbatch):
         trainer = Trainer(
             model=model,
             train_dataloader=data,
+            eval_dataloader=build_evaluator(settings, files, held_out, microbatch),
             optimizers=build_optimizer(model, settings),
             schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup),
             algorithms=algorithms,
-            callbacks=[*switch_callbacks(settings), SpeedMonitor(window, peak_flops), *callbacks, *savers],
-            eval_dataloader=evaluator,
-            progress_bar=False,
+            callbacks=callbacks,
             loggers=build_loggers(settings),
+            progress_bar=False,
             max_duration=settings.max_duration,
             precision=settings.precision,
             device_train_microbatch_size=microbatch,
-            load_path=load_path,
+            load_path=checkpoint,
             load_progress_bar=False,
             seed=settings.seed,
             dist_timeout=settings.dist_timeout,
             profiler=build_profiler(settings),
         )
-    trainer.logger.log_hyperparameters(training_settings(settings, model.vae is None, microbatch))
-    return trainer
+    trainer.logger.log_hyperparameters(training_settings(settings, latents, microbatch))
+    _ = model.flops_per_image  # counted before the clock runs, since SpeedMonitor asks for it between two batches
+    say_how_it_begins(settings, trainer.state, checkpoint)
+    return model, trainer
 
 
-def measure_loader(settings: Train, data: DataSpec) -> dict:
-    """The record of --loader_only, which is also kept and printed."""
-    record = training_settings(settings, data.dataloader.dataset.latents) | {'status': 'complete'}
-    record |= loader_figures(data, settings.warmup_batches, settings.measure_batches)
-    text = f'loader {record["loader_images_per_sec"]:.4g} images/s'
-    caution = caution_sentence(record)
-    if caution:
-        text += f'\ncaution: {caution}'
-    return keep(record, text, settings.results)
-
-
-def train_and_record(settings: Train, callbacks: Sequence[Callback]) -> dict:
-    """Build and train, or measure the loader; returns the record."""
-    files = find_model(settings.model_name, settings.pretrained)
-    data = build_data(settings, files)
-    if settings.loader_only:
-        return measure_loader(settings, data)
-    outline = build_outline(settings, files, data.dataloader.dataset.latents, build_model)
-    refuse_too_little_memory(settings, outline)
+def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback]) -> dict:
+    """Train, and keep the record of it; returns that. Raises RunFailed if the training failed."""
+    refuse_too_little_memory(settings, build_outline(settings, files, data.dataloader.dataset.latents, build_model))
     say_what_is_built(settings)
     with StopAtSignal() as stop:
         model, trainer = build_run(settings, data, stop, files, callbacks)
         if is_over(trainer.state):
-            if dist.get_global_rank() == 0:
-                print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: '
-                      'nothing left to do')
             sys.exit(0)
         with noting_how_it_ends(trainer) as outcome:
             trainer.fit()
-        try:
-            return conclude(settings, model, data, trainer, outcome)
-        except RunFailed as error:
-            end(PROGRAM, 1, str(error))
+        return conclude(settings, model, data, trainer, outcome)
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
@@ -484,7 +367,11 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
             return dry_run(settings, build_model)
         join_ranks(get_device(), settings.dist_timeout)
         with saving_alone(settings.save_folder, settings.autoresume), process_switches(settings):
-            return train_and_record(settings, callbacks)
+            files = find_model(settings.model_name, settings.pretrained)
+            data = build_data(settings, files)
+            if settings.loader_only:
+                return measure_loader(settings, data)
+            return train(settings, files, data, callbacks)
 
 
 if __name__ == '__main__':

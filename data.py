@@ -24,6 +24,7 @@ from inputs.images import FLIP, decode_image, decode_whole_image, normalize_imag
 from inputs.shards import LATENTS, index_hash, read_index
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from inputs.verified_stream import VerifiedDataset
+from models.loading import ModelFiles
 from settings.train import SD2_BASE
 
 MOST_STAND_INS = 1000  # samples that may be bad in a row
@@ -321,3 +322,12 @@ def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, tokenizer: T
                         collate_fn=partial(collate_held_out, collate=make_batch))
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
+
+
+def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
+    """The tokenizer of --tokenizer. Raises ValueError if there is none, or if the text encoder lacks its tokens."""
+    tokenizer = build_tokenizer(name)
+    if tokenizer.get_vocab_size() > files.vocab_size:
+        raise ValueError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '
+                         f'{files.vocab_size} of the text encoder of --model_name {files.name}')
+    return tokenizer

@@ -6,6 +6,7 @@ of its exchange of gradients, and every microbatch of a run that searches is syn
 import copy
 import gc
 import re
+import sys
 
 import torch
 from composer.core import DataSpec, get_precision_context
@@ -15,7 +16,9 @@ from fitting.memory import ADAM_MOMENTS, has_buckets
 from inputs.captions import CAPTION_LENGTH
 from inputs.errors import is_out_of_memory
 from inputs.shards import LATENTS
+from inputs.words import counted
 from models.diffusion_model import DiffusionModel
+from settings.train import Train
 
 SPARE_SHARE = 1 / 32  # of a GPU's memory: the allocator cuts it up a little differently in a long run
 BUCKET_BYTES = 32 * 2 ** 20  # more than DistributedDataParallel sends at once, which is 25 MiB
@@ -23,6 +26,19 @@ BUCKET_BYTES = 32 * 2 ** 20  # more than DistributedDataParallel sends at once, 
 # What CUDA's libraries say where their handles and workspaces find no memory, and kernels that cannot count so many
 # elements; not of one image, where there is room for all of it
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
+
+
+def find_microbatch(settings: Train, model: DiffusionModel, data: DataSpec) -> int:
+    """Images that go through the model at once: as asked for, or found. Raises ValueError if not even one fits."""
+    if not settings.searches_microbatch:
+        return settings.device_train_microbatch_size
+    share = settings.batch_size // dist.get_world_size()
+    microbatch = largest_microbatch(model, data, share, settings.precision, settings.use_ema)
+    model.range_was_checked = False  # of blank images; the first batch of the run is still to be looked at
+    if dist.get_global_rank() == 0:
+        found = f'{counted(microbatch, "image")} at once: the largest power of two that fits'
+        print(found, file=sys.stderr, flush=True)
+    return microbatch
 
 
 def sizes_to_try(share: int) -> list[int]:

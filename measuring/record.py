@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from composer.core import DataSpec
 from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
@@ -20,7 +21,7 @@ from inputs.errors import DataError
 from inputs.words import counted
 from measuring.caution import doubt, remedy
 from settings.costs import days_to_train, gpu_hours
-from measuring.measurement import EXCLUDED
+from measuring.measurement import EXCLUDED, loader_figures
 from measuring.tracing import PROFILED
 from settings.versions import git_commit, package_versions
 from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
@@ -212,3 +213,14 @@ def keep(record: dict, text: str, path: str, save_state: Callable[[], None] | No
             with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
                 print(text, last_line, sep='\n', flush=True)
     return record
+
+
+def measure_loader(settings: Train, data: DataSpec) -> dict:
+    """The record of --loader_only, which is also kept and printed."""
+    record = training_settings(settings, data.dataloader.dataset.latents) | {'status': 'complete'}
+    record |= loader_figures(data, settings.warmup_batches, settings.measure_batches)
+    text = f'loader {record["loader_images_per_sec"]:.4g} images/s'
+    caution = caution_sentence(record)
+    if caution:
+        text += f'\ncaution: {caution}'
+    return keep(record, text, settings.results)

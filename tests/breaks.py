@@ -55,7 +55,7 @@ BREAKS = {
         'tests/training/test_checkpoints.py'),
     'a_checkpoint_is_not_atomic': Break(
         'a run that is killed while it saves leaves half a checkpoint under its name', 'training/checkpoints.py',
-        {'unfinished = Path(path).with_name(UNFINISHED.format(Path(path).name))': 'unfinished = Path(path)'},
+        {"unfinished = Path(path).with_name(f'.{os.path.basename(path)}.unfinished')": 'unfinished = Path(path)'},
         'tests/training/test_checkpoints.py'),
     'images_are_not_scaled': Break(
         'the model is given images from 0 to 1', 'inputs/images.py', {'/ 127.5 - 1': '/ 255'}, 'tests/test_data.py'),

@@ -9,7 +9,6 @@ from composer import Trainer
 import benchmark
 from benchmark import StableDiffusion, main
 from data import SyntheticImageCaptionDataset, build_loader
-from measuring.measurement import Measurement
 from models.loading import find_model
 from tests.runs import TINY, check_record, settings_of
 
@@ -133,9 +132,8 @@ def test_a_run_on_real_shards_reads_jpegs_with_workers(results, shards):
 
 def test_the_optimizer_holds_the_unet_alone(results):
     settings = settings_of('--use_synth_data', *TINY, '--results', str(results))
-    model = StableDiffusion('tiny', 64)
     data = benchmark.build_data(settings, find_model('tiny'))
-    trainer = benchmark.build_trainer(settings, model, data, [Measurement(1, 3), benchmark.Safeguard(17)], [])
+    model, trainer = benchmark.build_run(settings, data, benchmark.StopAtSignal())
     [group] = trainer.state.optimizers[0].param_groups
     assert {id(p) for p in group['params']} == {id(p) for p in model.unet.parameters()}
     assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)

@@ -73,10 +73,7 @@ def test_one_update_is_the_formula_in_float64():
 
 @pytest.mark.parametrize('arguments, smoothing, every, first', [
     ({}, 2 ** (-1 / 1000), 1, 0),
-    ({'half_life': '2ba'}, 2 ** (-1 / 2), 1, 0),
-    ({'smoothing': 0.7}, 0.7, 1, 0),
     ({'half_life': '4ba', 'update_interval': '2ba'}, 2 ** (-2 / 4), 2, 0),
-    ({'smoothing': 0.7, 'ema_start': '3ba'}, 0.7, 1, 2),
     ({'smoothing': 0.7, 'ema_start': '0.5dur'}, 0.7, 1, 2),
     ({'half_life': '1ep'}, 0.5, 4, 3),
 ])
@@ -84,14 +81,9 @@ def test_training_keeps_the_average_of_a_plain_loop(arguments, smoothing, every,
     ema, model = EMA(**arguments), Line()
     history = train(ema, model, '8ba' if 'ep' in str(arguments) else '6ba').history
     expected = average_of(history, smoothing, every, first)
-    average = ema.ema_model.named_parameters_dict['layer.weight']
-    torch.testing.assert_close(average.double(), expected, atol=1e-6, rtol=0)
-
-
-def test_only_trainable_parameters_are_copied():
-    ema, model = EMA(), Line()
-    train(ema, model)
-    assert set(ema.ema_model.named_parameters_dict) == {'layer.weight', 'layer.bias'}
+    averages = ema.ema_model.named_parameters_dict
+    assert set(averages) == {'layer.weight', 'layer.bias'}, 'the frozen ones never move'
+    torch.testing.assert_close(averages['layer.weight'].double(), expected, atol=1e-6, rtol=0)
 
 
 def test_evaluation_sees_the_average_and_training_the_live_weights():

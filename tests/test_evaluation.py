@@ -193,7 +193,7 @@ def test_what_cannot_be_evaluated_is_one_line(source, flags, words, shards, mome
 def test_a_last_batch_that_is_smaller_than_the_microbatch_is_not_warned_of(held_out, shards):
     settings = settings_of('--remote', shards, '--eval_remote', held_out, *TINY)
     files = find_model('tiny')
-    samples = benchmark.open_held_out(held_out, files, image_size=64, seed=17, latents=False)
+    samples = benchmark.open_held_out(settings, files, latents=False)
     loader = benchmark.build_evaluator(settings, files, samples, 4).dataloader
     [_, last] = loader.dataloader
     assert len(last['caption']) == 3

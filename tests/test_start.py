@@ -22,13 +22,13 @@ def test_a_run_finds_its_model_once_and_gives_it_memory_once(monkeypatch, capfd)
             super().__init__(*args, **kwargs)
             devices.append(next(self.parameters()).device.type)
 
-    def stop(*_):
+    def stop(**_):
         raise ValueError('enough')
 
     find = benchmark.find_model
     monkeypatch.setattr(benchmark, 'find_model', lambda *args: found.append(args) or find(*args))
     monkeypatch.setattr(benchmark, 'StableDiffusion', Built)
-    monkeypatch.setattr(benchmark, 'build_trainer', stop)
+    monkeypatch.setattr(benchmark, 'Trainer', stop)
     assert 'enough' in one_error_line(['--use_synth_data', *TINY, '--results', os.devnull], capfd)
     assert found == [('tiny', False)]
     assert devices == ['meta', 'cpu']
@@ -41,7 +41,7 @@ def test_images_need_no_hash_of_the_vae(monkeypatch, shards, model_folder):
     settings = settings_of(*flags)
     files = find_model(model_folder, pretrained=True)
     assert benchmark.build_data(settings, files).dataloader.dataset.latents is False
-    assert len(benchmark.open_held_out(settings.eval_remote, files, 64, 17, latents=False)) == 24
+    assert len(benchmark.open_held_out(settings, files, latents=False)) == 24
 
 
 @pytest.mark.parametrize('version, variable', [

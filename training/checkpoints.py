@@ -30,7 +30,6 @@ from training.signals import SIGNALS
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
 LOCK = '.lock'  # in a --save_folder
-UNFINISHED = '.{}.unfinished'  # the name of a file while it is written
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
 LONGEST_ARCHIVE_END = 1 << 17  # bytes at an archive's end, by which it is known; its comment is at most 64 KiB
 PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints beside tensors and Python's own types
@@ -40,9 +39,9 @@ PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints be
 def written_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """A file that takes the name `path` when the context ends and all of it is on the disk; else nothing is left of it.
 
-    What a killed process leaves of it, the next one that writes this file writes over.
+    What a killed process leaves of it is `.NAME.unfinished`, which the next one that writes it writes over.
     """
-    unfinished = Path(path).with_name(UNFINISHED.format(Path(path).name))
+    unfinished = Path(path).with_name(f'.{os.path.basename(path)}.unfinished')
     try:
         with open(unfinished, 'wb') as file:
             yield file

@@ -1,10 +1,18 @@
-"""What a run says, and its record knows, of its evaluations."""
+"""The evaluation of a run on samples that are held out, and what it says and its record knows of it."""
 import math
 import sys
 
-from composer import Callback
+from composer import Callback, Evaluator
 from composer.utils import dist
 from tqdm import tqdm
+
+from data import StreamingLAIONDataset, build_fitting_tokenizer, build_held_out_loader
+from inputs.held_out import HeldOutSamples
+from inputs.places import number_of_samples
+from inputs.shards import read_index, require_columns, require_same_origin
+from models.latents import origin_of_latents
+from models.loading import ModelFiles
+from settings.train import Train
 
 LABEL = 'eval'  # of Composer's Evaluator; its loss is logged as metrics/eval/MeanSquaredError
 METRIC = 'MeanSquaredError'
@@ -35,3 +43,39 @@ class Evaluations(Callback):
     def figures(self) -> dict:
         """The record's part."""
         return {'evaluations': self.count, 'eval_loss': self.loss, 'eval_batch': self.batch}
+
+
+def open_held_out(settings: Train, files: ModelFiles, latents: bool) -> HeldOutSamples | None:
+    """The samples of --eval_remote; None without the flag. Raises ValueError if they do not fit the model.
+
+    Args:
+        settings: of the run.
+        files: of the model.
+        latents: whether the training is on latents, so that its model has no VAE.
+    """
+    remote = settings.eval_remote
+    if not remote:
+        return None
+    flag = '--eval_remote'
+    index = read_index(remote, flag)
+    require_columns(remote, index, flag)
+    if 'latents' in index:
+        require_same_origin(remote, index, origin_of_latents(files, settings.image_size), flag)
+    elif latents:
+        raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
+    if number_of_samples(index) == 0:
+        raise ValueError(f'{flag} {remote} holds no samples')
+    images = StreamingLAIONDataset(remote, image_size=settings.image_size, index=index, batch_size=1)
+    timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
+    return HeldOutSamples(images, settings.image_size, timesteps, settings.seed)
+
+
+def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None,
+                    microbatch: int) -> Evaluator | None:
+    """The evaluation on these samples, in batches of the run's microbatch; None without samples."""
+    if held_out is None:
+        return None
+    tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
+    loader = build_held_out_loader(held_out, microbatch, tokenizer, settings.max_bad_samples)
+    return Evaluator(label=LABEL, dataloader=loader, eval_interval=settings.eval_interval,
+                     device_eval_microbatch_size=microbatch)

@@ -7,6 +7,7 @@ from composer import Callback, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
+from inputs.errors import DataError, one_line
 from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches, whole_epochs
@@ -15,6 +16,7 @@ from measuring.tracing import PROFILED, where_to_look
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
 from settings.train import Train
+from training.checkpoints import tensors_alone_are_loaded
 from training.evaluation import Evaluations
 from training.failures import reason
 from training.loggers import log_record
@@ -23,7 +25,7 @@ from training.safeguard import Safeguard
 from training.signals import StopAtSignal
 
 
-class RunFailed(Exception):
+class RunFailed(DataError):
     """A training ended early, or its record is lost; the text is for the user."""
 
 
@@ -38,6 +40,10 @@ def say_what_is_built(settings: Train) -> None:
 def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> None:
     """On rank 0: what is resumed or started from, or that nothing will be kept."""
     if dist.get_global_rank():
+        return
+    if is_over(state):
+        print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: nothing left '
+              'to do')
         return
     if settings.load_weights and not checkpoint:
         print(f'starting from the weights of {settings.load_weights}')
@@ -55,6 +61,20 @@ def is_over(state: State) -> bool:
     if batches is not None:  # at the end of the last batch, Composer's epoch is not yet over
         return state.timestamp.batch.value >= batches
     return state.timestamp >= state.max_duration
+
+
+@contextlib.contextmanager
+def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
+    """A context in which Composer's Trainer loads a checkpoint of --save_folder. Raises ValueError if it does not fit.
+    """
+    try:
+        with tensors_alone_are_loaded(checkpoint):
+            yield
+    except (RuntimeError, KeyError, ValueError) as error:
+        if not checkpoint:
+            raise
+        raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error)[:300]}); '
+                         'resume with the flags it was made with') from None
 
 
 def callback_of(trainer: Trainer, kind: type[Callback]) -> Callback:

@@ -4,12 +4,18 @@ import torch
 from composer import Callback
 from composer.core import Precision
 from composer.utils import dist
+from torch.utils.data import Dataset
 
 from inputs.verified_stream import VerifiedDataset
+from measuring.record import redacted
+from settings.train import Train
 
 DATASET = 'dataset'  # among the flags of a checkpoint: the hash of the index of its --remote
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
 GRADIENT_NORM = 'l2_norm/grad/global'  # as Composer's OptimizerMonitor calls it
+SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
+                  'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay', 'clip_grad_norm',
+                  'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
 
 
 class NonFiniteStep(Exception):
@@ -114,3 +120,12 @@ class Safeguard(Callback):
                                  f'index was {value}, and is {now} now; give the old one, or a new --save_folder with '
                                  '--load_weights')
             raise ValueError(f'--{flag} was {value}, and is {now} now')
+
+
+def flags_to_keep(settings: Train, dataset: Dataset) -> dict:
+    """What must be the same when the run resumes, without passwords: flags, and of a dataset the hash of its index."""
+    flags = {flag: getattr(settings, flag) for flag in SAME_ON_RESUME}
+    if settings.remote:
+        flags['remote'] = redacted(settings.remote)
+        flags[DATASET] = dataset.index_hash
+    return flags

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from composer import Algorithm, Callback
+from composer import Callback
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
@@ -14,6 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from tqdm import tqdm
 
+from ema import EMA
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
 from inputs.text_files import read_prompts
@@ -42,23 +43,23 @@ class Sampling(Callback):
         files: of the model.
         measurement: of the run, which counts the seconds apart.
         stop: of the run.
-        ema: the algorithm that keeps the average; None where there is none.
     """
 
     def __init__(self, settings: Train, model: DiffusionModel, files: ModelFiles, measurement: Measurement,
-                 stop: StopAtSignal, ema: Algorithm | None):
+                 stop: StopAtSignal):
         self.settings = settings
         self.model = model
         self.files = files
         self.measurement = measurement
         self.stop = stop
-        self.ema = ema
+        self.ema: EMA | None = None  # the algorithm that keeps the average, where there is one
         self.prompts = read_prompts(settings.sample_prompts)
         self._is_due = create_interval_scheduler(settings.sample_interval)
         self._last_batch = None  # that was drawn after
         self._painter: Painter | None = None  # on rank 0, from the start of the training on
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        self.ema = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
         if dist.get_global_rank() == 0:
             self._painter = Painter(self.settings, self.model, self.files, self.prompts)
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from composer.utils import dist, get_file
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
@@ -16,7 +17,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from inputs.captions import pipeline_tokenizer
 from inputs.errors import one_line
 from models.diffusion_model import DiffusionModel
-from models.loading import build_vae, find_model
+from models.loading import build_vae, find_model, load_weights
 from models.sampling import build_pipeline
 from training.checkpoints import load_checkpoint, newest_checkpoint
 from training.ranks import on_rank_0
@@ -171,10 +172,7 @@ def unet_folder(path: str) -> Path | None:
 
 def weights_of_folder(folder: Path, model: DiffusionModel, place: str) -> dict[str, torch.Tensor]:
     """The weights of the UNet in a folder of diffusers. Raises ValueError if it has none, or computes another thing."""
-    try:
-        unet = UNet2DConditionModel.from_pretrained(folder, use_safetensors=True)
-    except Exception as error:  # diffusers and safetensors raise many kinds for files that are not there or damaged
-        raise ValueError(f'{place} holds no UNet that diffusers loads ({one_line(error)[:200]})') from None
+    unet = load_weights(UNet2DConditionModel, folder, place)
     for key, ours in model.unet.config.items():
         theirs = unet.config.get(key)
         if not key.startswith('_') and key not in OF_NO_WEIGHT and theirs != ours:
@@ -211,9 +209,7 @@ def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def trained_pipeline(trained: Trained, place: str, model_name: str | None = None, tokenizer: str | None = None,
                      pretrained: bool = False, live: bool = False) -> StableDiffusionPipeline:
-    """The pipeline of a checkpoint, on the CPU, to be saved.
-
-    What is no weight, such as the text encoder's positions, is only there when it is loaded again.
+    """The pipeline of a checkpoint, on the CPU.
 
     Args:
         trained: what the checkpoint holds; its tensors in float32 are not copied.
@@ -227,7 +223,7 @@ def trained_pipeline(trained: Trained, place: str, model_name: str | None = None
     """
     name = model_name or trained.flags.get('model_name')
     if name is None:
-        raise ValueError(f'{place} does not say what model it is of; give --model_name')
+        raise ValueError(f'{place} does not say what model it is of; give --model_name of export.py')
     files = find_model(name, pretrained and trained.vae is None)
     unet_config = dict(files.configs['unet'])
     if 'image_size' in trained.flags:
@@ -251,11 +247,11 @@ def trained_pipeline(trained: Trained, place: str, model_name: str | None = None
 
 
 def with_weights(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """The module that `make` gives, made without memory, with `weights` in float32 for its parameters.
+    """The module that `make` gives, its parameters made without memory, with `weights` in float32 in their place.
 
     Raises RuntimeError if they do not fit.
     """
-    with torch.device('meta'):
+    with init_empty_weights(include_buffers=False):  # positions of tokens are buffers, and no weights
         module = make()
     module.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     return module.requires_grad_(False).eval()

@@ -206,11 +206,13 @@ def searching_rank(out: Path, microbatch_size: int | str) -> None:
         return model
 
     benchmark.build_model = build_limited_model
-    run = benchmark.build_run(settings, benchmark.build_data(settings, find_model('tiny')))
-    sizes = list(tried[0])
-    assert benchmark.train(run) == {'status': 'complete'}
-    torch.save({'tried': sizes, 'microbatch': run.trainer.state.device_train_microbatch_size,
-                'weights': {name: weight.detach() for name, weight in run.model.unet.named_parameters()}},
+    data = benchmark.build_data(settings, find_model('tiny'))
+    with benchmark.StopAtSignal() as stop:
+        model, trainer = benchmark.build_run(settings, data, stop)
+        sizes = list(tried[0])
+        trainer.fit()
+    torch.save({'tried': sizes, 'microbatch': trainer.state.device_train_microbatch_size,
+                'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()}},
                out / f'{microbatch_size}-rank{rank}.pt')
 
 

@@ -56,10 +56,10 @@ def main(out: str | Path, *argv: str) -> None:
     model.unet.double()
     data = benchmark.build_data(settings, find_model(settings.model_name))
     witness = Witness()
-    trainer = benchmark.build_trainer(settings, model, data,
-                                      [benchmark.Measurement(1, 2), benchmark.Safeguard(17), witness],
-                                      benchmark.build_algorithms(settings))
-    trainer.fit()
+    benchmark.build_model = lambda *_: model
+    with benchmark.StopAtSignal() as stop:
+        _, trainer = benchmark.build_run(settings, data, stop, callbacks=[witness])
+        trainer.fit()
     [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
     torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},
                 'average': ema.ema_model.named_parameters_dict, 'captions': witness.captions,

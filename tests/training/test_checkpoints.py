@@ -16,7 +16,7 @@ from tests.forks import living_child
 from tests.runs import TINY, assert_same_training, error_line, one_error_line
 from tests.samples import Hostile, good, write_shards
 from training import Safeguard, WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
-from training.checkpoints import UNFINISHED, written_whole
+from training.checkpoints import written_whole
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
@@ -67,7 +67,7 @@ def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, res
     assert 'a disk is full' in line and json.loads(results.read_text())['status'] == 'failed'
     kept = tmp_path / 'out' / 'disk' / 'kept'
     [first] = checkpoints_in(str(kept))
-    assert not list(kept.glob('*unfinished'))
+    assert not list(kept.glob('.*.unfinished'))
     assert load_checkpoint(first)['state']['timestamp']['Timestamp']['batch'] == 1
     record = main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(kept),
                    '--autoresume', '--results', str(results)])  # with room again
@@ -77,7 +77,7 @@ def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, res
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     path = tmp_path / 'x'
     path.write_text('before')
-    (tmp_path / UNFINISHED.format('x')).write_text('of a run that was killed, and longer')
+    (tmp_path / '.x.unfinished').write_text('of a run that was killed, and longer')
     with pytest.raises(SystemExit), written_whole(path) as file:
         file.write(b'half')
         file.flush()
