@@ -126,6 +126,7 @@ class VerifiedDataset(StreamingDataset):
 
     Raises ValueError if `cache_limit` is no size, or there is no cache that it could bound.
     """
+    failure = None  # the exception of a background thread
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
                  download_retry: int = 2, download_timeout: float = 120, **kwargs):
@@ -147,6 +148,8 @@ class VerifiedDataset(StreamingDataset):
         Without this: a sample that is asked for by its number comes from a shard that nobody has looked at.
         Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.
         """
+        if self.failure is not None:
+            raise self.failure
         shard_id, _ = self.spanner[sample_id]
         while self._shard_states[shard_id] != _ShardState.LOCAL:
             self.prepare_shard(shard_id)
@@ -166,12 +169,13 @@ class VerifiedDataset(StreamingDataset):
             raise
 
     def on_exception(self, future) -> None:
-        """Leave what a background thread could not have to `get_item`, which tries once more and says why not.
+        """Keep why a background thread failed, for `get_item` to raise at the next sample.
 
         Without this: the epoch ends early and quietly, and a short run looks whole.
         Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
         """
         if future.exception():
+            self.failure = future.exception()
             self._iterator.on_exit()  # for the thread that failed
 
     def _ready_thread(self, it) -> None:
