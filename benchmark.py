@@ -373,7 +373,8 @@ def find_microbatch(settings: Train, model: StableDiffusion, data: DataSpec) -> 
     microbatch = largest_microbatch(model, data, share, settings.precision, settings.use_ema)
     model.range_was_checked = False  # of blank images; the first batch of the run is still to be looked at
     if dist.get_global_rank() == 0:
-        print(f'{counted(microbatch, "image")} at once: the largest power of two that fits', file=sys.stderr, flush=True)
+        found = f'{counted(microbatch, "image")} at once: the largest power of two that fits'
+        print(found, file=sys.stderr, flush=True)
     return microbatch
 
 
