@@ -68,8 +68,8 @@ RUNGS = [
     Rung('1.3 to 1.5 times as fast as the same on images, by arithmetic without the VAE', [*LATENTS, *BEST], 'search'),
     Rung('most of what the compiler gives, without its minutes', [*IMAGES, *EAGER]),
     Rung('the recipe of the published 16 images/s on an A100', [*IMAGES, *ORIGINAL], 4),
-    Rung('-10 to +10 %: the group norm of torch 2.7 answers in channels first on a GPU, the next convolution copies '
-         'back: 4,918 launches for a microbatch with channels_last, 4,651 without',
+    Rung('-10 to +10 %: the group norm of torch 2.7 answers in channels first on a GPU, and the next convolution '
+         'copies back: 4,918 launches for a microbatch with channels_last, 4,651 without',
          [*IMAGES, *PLAIN, '--no-channels_last']),
     Rung('2 to 5 %', [*IMAGES, *PLAIN, '--attention', 'cudnn']),
     Rung('the same as the defaults on an A100, where flash comes first', [*IMAGES, *PLAIN, '--attention', 'flash']),
