@@ -3,7 +3,6 @@ import json
 import os
 import shutil
 import signal
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from inputs.shards import LATENTS
 from models.latents import origin_of_latents
 from models.loading import find_model
 from tests.forked_runs import run_ranks
-from tests.runs import TINY, assert_same_training, final_state, one_error_line, settings_of
+from tests.runs import TINY, assert_same_training, final_state, one_error_line
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 from training.checkpoints import checkpoints, load_checkpoint
 
@@ -208,7 +207,7 @@ def test_ranks_leave_an_evaluation_together(server, held_out, tmp_path):
     (['--use_synth_data'], ['--eval_interval', '2ba'], '--eval_interval 2ba needs --eval_remote'),
     (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '2sp'], '--eval_interval: 2sp is not a time'),
     (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '0ba'], '--eval_interval: 0ba is not a time'),
-    (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere is no folder'),
+    (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere holds no index.json'),
     (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'LATENTS'], 'latents with image_size 64'),
     (['--use_synth_latents'], ['--eval_remote', 'SHARDS'], 'holds images, and the training is on latents'),
 ])
@@ -227,16 +226,3 @@ def test_an_evaluation_that_fails_is_warned_of_and_the_training_stays_the_same(s
     assert record['status'] == 'complete' and record['evaluations'] == 0
     assert capfd.readouterr().err.count('failed (ZeroDivisionError: division by zero); the training goes on') == 2
     assert_same_training(small_training.kept, tmp_path / 'kept')
-
-
-def test_a_last_batch_that_is_smaller_than_the_microbatch_is_not_warned_of(held_out, shards):
-    settings = settings_of('--remote', shards, '--eval_remote', held_out, *TINY)
-    files = find_model('tiny')
-    samples = benchmark.open_held_out(held_out, files, image_size=64, seed=17, latents=False)
-    loader = benchmark.build_evaluator(settings, files, samples, 4).dataloader
-    [_, last] = loader.dataloader
-    assert len(last['caption']) == 3
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        assert loader.split_batch(last, 4) == [last]
-    assert [len(microbatch['caption']) for microbatch in loader.split_batch(last, 2)] == [2, 1]
