@@ -3,7 +3,6 @@ import json
 import os
 import shutil
 import signal
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from inputs.captions import build_tokenizer
 from inputs.shards import LATENTS
 from models.latents import origin_of_latents
 from models.loading import find_model
-from tests.runs import TINY, assert_same_training, one_error_line, settings_of
+from tests.runs import TINY, assert_same_training, one_error_line
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 from training import checkpoints_in, load_checkpoint
 
@@ -179,7 +178,7 @@ def test_a_signal_within_an_evaluation_ends_the_run_after_the_next_batch_with_th
     (['--use_synth_data'], ['--eval_interval', '2ba'], '--eval_interval 2ba needs --eval_remote'),
     (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '2sp'], '--eval_interval: 2sp is not a time'),
     (['--use_synth_data'], ['--eval_remote', 'SHARDS', '--eval_interval', '0ba'], '--eval_interval: 0ba is not a time'),
-    (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere is no folder'),
+    (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere holds no index.json'),
     (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'LATENTS'], 'latents with image_size 64'),
     (['--use_synth_latents'], ['--eval_remote', 'SHARDS'], 'holds images, and the training is on latents'),
 ])
@@ -188,16 +187,3 @@ def test_what_cannot_be_evaluated_is_one_line(source, flags, words, shards, mome
     argv = [places.get(argument, argument) for argument in [*TINY, *source, *flags]]
     line = one_error_line([*argv, '--results', results], capfd)
     assert words in line and '--eval_' in line
-
-
-def test_a_last_batch_that_is_smaller_than_the_microbatch_is_not_warned_of(held_out, shards):
-    settings = settings_of('--remote', shards, '--eval_remote', held_out, *TINY)
-    files = find_model('tiny')
-    samples = benchmark.open_held_out(settings, files, latents=False)
-    loader = benchmark.build_evaluator(settings, files, samples, 4).dataloader
-    [_, last] = loader.dataloader
-    assert len(last['caption']) == 3
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        assert loader.split_batch(last, 4) == [last]
-    assert [len(microbatch['caption']) for microbatch in loader.split_batch(last, 2)] == [2, 1]
