@@ -198,7 +198,7 @@ def test_launchers_are_called_as_composer_takes_it():
             for part in [command, *words_of(command)]:  # a word may be a command for another shell
                 if part.startswith('composer ') and '.py' in part:
                     parsed = _get_parser().parse_args(words_of(part)[1:])
-                    assert parsed.training_script == 'benchmark.py', part
+                    assert parsed.training_script in ('benchmark.py', 'evaluate.py'), part
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
