@@ -39,11 +39,17 @@ from data import (
     normalize,
 )
 from ema import EMA
-from fitting.dry_run import dry_run
-from fitting.fake_step import has_no_values
-from fitting.memory import build_outline, refuse_too_little_memory
-from fitting.microbatch import largest_microbatch
-from fitting.switches import apply_switches, gradients_in_buckets, process_switches, switch_callbacks
+from fitting import (
+    apply_switches,
+    build_outline,
+    dry_run,
+    gradients_in_buckets,
+    has_no_values,
+    largest_microbatch,
+    process_switches,
+    refuse_too_little_memory,
+    switch_callbacks,
+)
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
 from inputs.held_out import NOISE, TIMESTEP, HeldOutSamples

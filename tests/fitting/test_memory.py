@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import benchmark
-from fitting import memory
+import fitting.memory as memory
 from fitting.memory import GIB, build_outline, lasting_bytes, memory_of_host, refuse_too_little_memory
 from models.loading import find_model
 from tests.runs import one_error_line, settings_of

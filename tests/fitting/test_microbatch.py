@@ -10,7 +10,7 @@ from composer.utils import dist, get_device
 
 import benchmark
 from benchmark import StableDiffusion, build_data, main
-from fitting import microbatch
+import fitting.microbatch as microbatch
 from fitting.microbatch import is_too_large, largest_microbatch, sizes_to_try
 from models.loading import find_model
 from settings.here import on_this_machine
