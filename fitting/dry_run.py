@@ -16,10 +16,10 @@ from fitting.memory import GIB, build_outline, has_buckets, lasting_bytes
 from fitting.microbatch import sizes_to_try
 from inputs.shards import read_index, require_columns
 from inputs.words import counted
-from settings.costs import days_to_train, gpu_hours
 from models.diffusion_model import DiffusionModel
 from models.loading import find_model
 from models.peaks import PEAKS, peak_of
+from settings.costs import days_to_train, gpu_hours
 from settings.train import Train
 
 CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one

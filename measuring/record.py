@@ -19,11 +19,11 @@ from composer.utils.collect_env import get_cpu_model
 from inputs.errors import DataError
 from inputs.words import counted
 from measuring.caution import doubt, remedy
-from settings.costs import days_to_train, gpu_hours
 from measuring.measurement import EXCLUDED
 from measuring.tracing import PROFILED
-from settings.versions import git_commit, package_versions
+from settings.costs import days_to_train, gpu_hours
 from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
+from settings.versions import git_commit, package_versions
 
 # such as ;AccountKey=... in a connection string of Azure
 SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
