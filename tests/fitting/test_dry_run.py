@@ -110,7 +110,7 @@ def test_in_float32_nothing_is_said_of_speed():
 
 @pytest.mark.parametrize('flags, words', [
     (['--dry_run', '7'], '--batch_size 64 does not divide over 7 devices'),
-    (['--dry_run', '--remote', '/nowhere'], '--remote /nowhere is no folder'),
+    (['--dry_run', '--remote', '/nowhere'], '--remote /nowhere holds no index.json'),
 ])
 def test_flags_that_cannot_run_are_refused_in_one_line(flags, words, capfd):
     assert words in one_error_line([*TINY, *flags], capfd)
