@@ -11,4 +11,4 @@ def test_one_of_a_thing_is_no_plural():
 
 def test_a_dry_run_of_one_gpu_and_one_image_speaks_of_one():
     settings = settings_of('--dry_run', '1', '--batch_size', '1', '--model_name', 'tiny')
-    assert title(settings, latents=False).endswith('; 1 image a step on 1 GPU')
+    assert title(settings, latents=False).endswith('; 1 image a step on each of 1 GPU')
