@@ -334,7 +334,7 @@ def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(server,
     assert line.startswith('benchmark.py: error: the run failed at batch')
     assert 'a shard, s3://bucket/many/' in line and 'could not be read' in line
     record = json.loads(results.read_text())
-    assert run.exitcode == 2 and record['status'] == 'failed' and record['error'] in line
+    assert run.exitcode == 1 and record['status'] == 'failed' and record['error'] in line
 
 
 @pytest.mark.long
