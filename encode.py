@@ -21,247 +21,401 @@ if __name__ == '__main__':
 import dataclasses
 import hashlib
 import json
+import os
+import platform
 import shlex
 import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from torch.utils.data import DataLoader, Dataset
 
 from data import BadSamples, refuse_many_bad_samples
-from fitting.compiling import compile_mode
-from inputs.errors import DataError
-from inputs.places import number_of_samples
-from inputs.shards import index_hash, read_index, require_columns
+from fitting.compiling import compile_in_place, compile_mode
+from inputs.errors import DataError, is_out_of_memory
+from inputs.images import decode_image, normalize_images, stack_images
+from inputs.places import is_address, number_of_samples
+from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index, require_columns
 from inputs.stores import streaming_address
+from inputs.verified_stream import Shards, open_shards
 from inputs.words import counted
 from measuring.caution import doubt
 from measuring.record import UNMEASURED, circumstances, keep, redacted
 from models.flops import flops_of_latents, utilization
-from models.latents import origin_of_latents
-from models.loading import find_model
-from parts.claims import SKIPPED, DoneAlready, claim, finished_parts, release, samples_of_finished
-from parts.devices import is_to_be_on_gpu, workers_on_devices
-from parts.encoding import EncodingSettings
-from parts.engine import Part, make_parts
-from parts.local_workers import LocalWorkers
-from parts.merge import Merged, merge_parts
-from parts.output import Output, open_output
-from parts.progress import progress_bar
-from parts.ray_workers import RayWorkers
-from parts.workers import make_encoder
+from models.latents import origin_of_latents, vae_moments
+from models.loading import ModelFiles, build_vae, find_model
+from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, write_index
+from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
 from settings.here import encoding_here
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
+ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
 
 
-class Progress:
-    """What the workers have said so far.
+class Samples(Dataset):
+    """The samples of shards by (shard, number in it) and without stand-ins: a bad one is its reason."""
+
+    def __init__(self, shards: Shards, image_size: int):
+        self.shards = shards
+        self.image_size = image_size
+
+    def __getitem__(self, place: tuple[int, int]) -> dict:
+        shard, number = place
+        try:
+            columns = self.shards.readers[shard][number]
+            if not columns['caption'].strip():
+                raise ValueError('no caption')
+            image = decode_image(columns['jpg'], self.image_size)  # uint8 (3, H, H)
+        except UnicodeDecodeError:
+            return {'shard': shard, 'bad': (number, 'the caption is not UTF-8')}
+        except ValueError as error:
+            return {'shard': shard, 'bad': (number, str(error))}
+        return {'shard': shard, 'number': number, 'image': image, 'caption': columns['caption']}
+
+    def collate(self, samples: list[dict]) -> dict:
+        """`image` uint8 (B, 3, H, H) of the good samples, their `caption` and `number`, the `bad` ones, and `shard`."""
+        good = [sample for sample in samples if 'image' in sample]
+        batch = {name: [sample[name] for sample in good] for name in ('caption', 'number', 'image')}
+        if good:
+            batch['image'] = stack_images(batch['image'], self.image_size)
+        batch['bad'] = [sample['bad'] for sample in samples if 'bad' in sample]
+        batch['shard'] = samples[0]['shard']
+        return batch
+
+
+class BatchesOfShards:
+    """The samples of some shards in batches, none of which is of two shards. The next shard is fetched meanwhile."""
+
+    def __init__(self, shards: Shards, numbers: list[int], batch_size: int):
+        self.shards = shards
+        self.numbers = numbers
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        with ThreadPoolExecutor(1) as fetcher:
+            fetched = fetcher.submit(self.shards.fetch, self.numbers[0])
+            for shard, following in zip(self.numbers, [*self.numbers[1:], None], strict=True):
+                samples = len(fetched.result())
+                if following is not None:
+                    fetched = fetcher.submit(self.shards.fetch, following)
+                for start in range(0, samples, self.batch_size):
+                    yield [(shard, number) for number in range(start, min(start + self.batch_size, samples))]
+
+
+class Encoder:
+    """What a process keeps from call to call: the VAE, and how fast it was.
 
     Args:
-        max_bad_samples: the share that may be bad before the run ends.
+        settings: of the encoding.
+        index: the hash of the images' index.json, which must be the same on every machine.
+        gpu: its number; None: the processor.
     """
 
-    def __init__(self, max_bad_samples: float):
-        self.samples = 0  # that were encoded
-        self.bad_samples = BadSamples(max_bad_samples)
-        self.workers: dict[str, dict] = {}  # the figures of each, by its name
+    def __init__(self, settings: Encode, index: str, gpu: int | None):
+        self.settings = settings
+        self.name = uuid.uuid4().hex
+        self.device = torch.device('cpu')
+        if gpu is not None:
+            self.device = torch.device('cuda', gpu)
+            torch.cuda.set_device(self.device)
+        self.index = read_index(settings.remote)
+        if index_hash(self.index) != index:
+            raise DataError(f'--remote {settings.remote} is not the same on every machine; use a shared one or a store')
+        samples = (shard['samples'] for shard in self.index['shards'])
+        self.first_numbers = [0, *accumulate(samples)]  # of the shards' samples
+        self.vae = self.build_vae()
+        self.clock = [(0, time.perf_counter())]  # images so far, and when, at the start and after each batch
 
-    def add(self, made: dict) -> int:
-        """What a worker says of a part; returns the samples that were read. Raises DataError if too many are bad."""
-        read = made['samples'] + len(made['bad'])
-        self.samples += made['samples']
-        self.workers[made['worker']['name']] = made['worker']
-        self.bad_samples({'read': read, 'bad_samples': made['bad'], 'caption': ()})
-        return read
+    def build_vae(self) -> AutoencoderKL:
+        """The VAE on its device, its random weights drawn from the seed, with its switches."""
+        settings = self.settings
+        torch.manual_seed(settings.seed)
+        with self.device:
+            vae = build_vae(find_model(settings.model_name, settings.pretrained), settings.encoder_precision)
+        vae = vae.to(self.device)
+        if settings.channels_last:
+            vae.to(memory_format=torch.channels_last)
+        if settings.compile:
+            compile_in_place([vae.encoder], compile_mode(settings.compile))
+        return vae
+
+    def encode(self, output: Output, parts: list[Part], shards: Shards) -> list[dict]:
+        """Encode a part after the other; returns the samples and the bad ones of each.
+
+        A part's index keeps its bad samples, each with its number among all samples.
+        """
+        settings = self.settings
+        samples = Samples(shards, settings.image_size)
+        numbers = [number for part in parts for number in part.files]
+        loader = DataLoader(samples, batch_sampler=BatchesOfShards(shards, numbers, settings.batch_size),
+                            collate_fn=samples.collate, num_workers=settings.num_workers,
+                            pin_memory=self.device.type == 'cuda')
+        batches = iter(loader)
+        batch = next(batches, None)
+        made = []
+        for part in parts:
+            [number] = part.files
+            writer = PartWriter(output, part.name, latent_columns(settings.image_size))
+            stored = 0
+            bad = []
+            while batch is not None and batch['shard'] == number:
+                for moments, caption in zip(self.moments_of(batch), batch['caption'], strict=True):
+                    writer.write({LATENTS: moments, 'caption': caption})
+                stored += len(batch['caption'])
+                bad += [(self.first_numbers[number] + sample, reason) for sample, reason in batch['bad']]
+                self.clock.append((self.clock[-1][0] + len(batch['caption']), time.perf_counter()))
+                batch = next(batches, None)
+            source = self.index['shards'][number]['raw_data']['basename']
+            writer.finish({'source': source, 'key': sample, 'reason': reason} for sample, reason in bad)
+            if settings.local is None or settings.cache_limit:
+                shards.drop(number)
+            made.append({'samples': stored, 'bad': bad})
+        return made
+
+    @torch.no_grad()
+    def moments_of(self, batch: dict) -> list[np.ndarray]:
+        """The moments of each of a batch's good images, float16 (8, H/8, W/8).
+
+        Raises DataError if they do not fit into memory, or one is not finite.
+        """
+        if not batch['number']:
+            return []
+        images = normalize_images(batch['image'].to(self.device, non_blocking=True), self.settings.image_size)
+        if self.settings.compile:  # a compiled encoder is compiled anew for each number of images
+            missing = self.settings.batch_size - len(images)
+            images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
+        try:
+            moments = vae_moments(self.vae, images)[:len(batch['number'])].half().cpu()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DataError(f'out of memory at --batch_size {self.settings.batch_size}; use a smaller one') from None
+        for number, of_image in zip(batch['number'], moments, strict=True):
+            if not of_image.isfinite().all():
+                raise DataError(f'sample {self.first_numbers[batch["shard"]] + number} has moments that are not finite '
+                                f'in float16, with --encoder_precision {self.settings.encoder_precision}; try another, '
+                                'or leave that image out')
+        return list(moments.numpy())
+
+    def figures(self) -> dict:
+        """What is known of this process's speed so far: `measured` images in `measured_batches` and in `seconds`, after
+        its warm-up; a single batch is measured with the start of the loader."""
+        start = min(self.settings.warmup_batches, max(0, len(self.clock) - 2))
+        device = None  # the name of a processor takes a second to find out
+        if self.device.type == 'cuda':
+            device = torch.cuda.get_device_name(self.device)
+        return {'name': self.name, 'machine': platform.node(), 'device': device,
+                'measured': self.clock[-1][0] - self.clock[start][0],
+                'measured_batches': len(self.clock) - 1 - start,
+                'seconds': self.clock[-1][1] - self.clock[start][1]}
 
 
-def read_image_index(flags: Encode) -> dict:
+encoders: dict[tuple, Encoder] = {}  # of this process, by what it was made from
+
+
+def encode_parts(settings: Encode, output: Output, index: str, parts: list[Part], gpu: int | None = None) -> dict:
+    """Encode shards of images: what a worker does.
+
+    Args:
+        settings: of the encoding.
+        output: where to.
+        index: the hash of the images' index.json.
+        parts: each of the number of a shard.
+        gpu: number of the worker's GPU; None: it works on the processor.
+
+    Returns the figures of this process, and the samples and bad samples of each part.
+    """
+    output.require_begun()
+    made_from = settings, index, gpu
+    if made_from not in encoders:
+        encoders[made_from] = Encoder(*made_from)
+    encoder = encoders[made_from]
+    with tempfile.TemporaryDirectory(prefix='shards-') as copies:
+        folder = settings.local
+        if folder is None and is_address(settings.remote):
+            folder = copies
+        made = encoder.encode(output, parts, open_shards(settings.remote, folder, encoder.index))
+    return {'worker': encoder.figures(), 'made': made}
+
+
+def latent_columns(image_size: int) -> dict[str, str]:
+    """Names and MDS types."""
+    return LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{image_size // 8},{image_size // 8}'}
+
+
+def read_image_index(settings: Encode) -> dict:
     """The index.json of --remote. Raises ValueError if it holds no images and captions."""
-    index = read_index(flags.remote)
-    require_columns(flags.remote, index)
+    index = read_index(settings.remote)
+    require_columns(settings.remote, index)
     if 'latents' in index:
-        raise ValueError(f'--remote {flags.remote} holds latents already')
+        raise ValueError(f'--remote {settings.remote} holds latents already')
     return index
 
 
-def claim_output(flags: Encode, output: Output, origin: dict, index: dict) -> list[int]:
-    """Claim OUT for these latents of these images; the numbers of the shards that no earlier run has encoded.
+def origin_with_weights(files: ModelFiles, settings: Encode) -> dict:
+    """What latents depend on, and of random weights also what they are drawn from."""
+    origin = origin_of_latents(files, settings.image_size)
+    if not files.pretrained:
+        config = json.dumps(files.configs['vae'], sort_keys=True).encode()
+        origin |= {'vae_config_sha256': hashlib.sha256(config).hexdigest(), 'vae_seed': settings.seed}
+    return origin
 
-    Raises DoneAlready if that was all of them, and ValueError if OUT is of something else.
+
+def whole_name(name: str | None) -> str | None:
+    """The name by which any process finds a folder; another name as it is."""
+    return os.path.abspath(name) if name and os.path.isdir(name) else name
+
+
+def open_workers(settings: Encode, output: Output, index: dict, most: int) -> LocalWorkers | RayWorkers:
+    """The processes that encode: one for each GPU, or one on the processor; at `most` so many."""
+    names = {flag: whole_name(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
+    do = partial(encode_parts, dataclasses.replace(settings, **names), output, index_hash(index))
+    if settings.ray:
+        return RayWorkers(do, settings.ray, for_gpus=True)
+    return LocalWorkers(do, min(max(1, torch.cuda.device_count()), most), on_gpus=torch.cuda.is_available())
+
+
+def encode_missing(settings: Encode, output: Output, index: dict, missing: list[Part]) -> tuple[list[dict], int]:
+    """Encode what no earlier run has encoded; returns the figures of each process, and how many work at once.
+
+    Raises DataError if it cannot go on, or too many samples are bad.
     """
-    source = hashlib.sha256(json.dumps(index['shards'], sort_keys=True).encode()).hexdigest()
-    contents = origin | {'encoder_precision': flags.encoder_precision, 'source_sha256': source}
-    num_shards = len(index['shards'])
-    done = set()
-    if claim(output, {'program': PROGRAM, **contents}):
-        samples = samples_of_finished(output)
-        if samples is not None:
-            raise DoneAlready(samples)
-        done = finished_parts(output, num_shards)
-    return [shard for shard in range(num_shards) if shard not in done]
-
-
-def settings_of(flags: Encode, index: dict) -> EncodingSettings:
-    """What the workers need to know."""
-    return EncodingSettings(
-        remote=flags.remote,
-        index_hash=index_hash(index),
-        local=flags.local,
-        keep_copies=flags.local is not None and not flags.cache_limit,
-        model_name=flags.model_name,
-        pretrained=flags.pretrained,
-        image_size=flags.image_size,
-        batch_size=flags.batch_size,
-        num_workers=flags.num_workers,
-        precision=flags.encoder_precision,
-        channels_last=flags.channels_last,
-        compile=bool(flags.compile),
-        compile_mode=compile_mode(flags.compile),
-        seed=flags.seed,
-        warmup_batches=flags.warmup_batches,
-        on_gpu=is_to_be_on_gpu(flags.ray),
-    )
-
-
-def open_workers(flags: Encode, output: Output, index: dict, num_parts: int) -> LocalWorkers | RayWorkers:
-    """The processes that encode: one for each GPU."""
-    make = partial(make_encoder, output, settings_of(flags, index))
-    return workers_on_devices(make, 'parts.encoding', flags.ray, num_parts)
-
-
-def encode_missing(flags: Encode, output: Output, index: dict, missing: list[int]) -> Progress:
-    """Encode what no earlier run has encoded."""
-    progress = Progress(flags.max_bad_samples)
-    shards = index['shards']
-    parts = (Part(number, [shards[number]['raw_data']['basename']]) for number in missing)
+    bad_samples = BadSamples(settings.max_bad_samples)
+    figures = {}  # by the name of a process
+    devices = 0
     total = number_of_samples(index)
-    to_do = sum(shards[number]['samples'] for number in missing)
-    print(f'encoding {counted(to_do, "image")} of {redacted(flags.remote)}', file=sys.stderr, flush=True)
-    with (open_workers(flags, output, index, len(missing)) as workers,
+    to_do = sum(index['shards'][number]['samples'] for part in missing for number in part.files)
+    print(f'encoding {counted(to_do, "image")} of {redacted(settings.remote)}', file=sys.stderr, flush=True)
+    at_once = ON_RAY_AT_ONCE if settings.ray else SHARDS_AT_ONCE
+    with (open_workers(settings, output, index, len(missing)) as workers,
           progress_bar(total, ' images', total - to_do) as bar):
-        for made in make_parts(workers, parts, SHARDS_AT_ONCE):
-            bar.update(progress.add(made))
-    return progress
+        for answer in work(workers, missing, output.is_done, at_once):
+            figures[answer['worker']['name']] = answer['worker']
+            devices = min(len(figures), workers.places())  # a successor of a process is on the same device
+            for made in answer['made']:
+                read = made['samples'] + len(made['bad'])
+                bad_samples({'read': read, 'bad_samples': made['bad'], 'caption': ()})
+                bar.update(read)
+    return list(figures.values()), devices
 
 
-def refuse_bad_dataset(flags: Encode, num_samples: int, merged: Merged) -> None:
+def refuse_bad_dataset(settings: Encode, num_samples: int, joined: Joined) -> None:
     """Raises DataError if too many samples are bad, over all runs that have encoded a part of them."""
     try:
-        refuse_many_bad_samples(num_samples - merged.samples, num_samples, flags.max_bad_samples)
+        refuse_many_bad_samples(num_samples - joined.samples, num_samples, settings.max_bad_samples)
     except DataError as error:
-        raise DataError(f'{error}; they are listed in {flags.out}/{SKIPPED}') from None
+        raise DataError(f'{error}; they are listed in {settings.out}/{SKIPPED}') from None
+    if joined.samples == 0:
+        raise DataError('not one image could be encoded')
 
 
-def encoding_record(flags: Encode, progress: Progress, merged: Merged, num_samples: int,
-                flops_per_image: int) -> dict:
-    """The record of an encoding: throughput over all workers, and what is stored for an image.
+def encoding_record(settings: Encode, figures: list[dict], devices: int, stored: dict, flops_per_image: int) -> dict:
+    """The record of an encoding: throughput over all devices, and what is stored for an image.
 
-    `samples` are those of this run; `stored_samples` and `bad_samples` are of all runs that have made OUT.
+    Args:
+        settings: of the encoding.
+        figures: of each process.
+        devices: that have worked at once.
+        stored: the entries that say what this run has encoded, and what is stored by all runs that have made OUT.
+        flops_per_image: of the VAE.
     """
-    workers = list(progress.workers.values())
-    seconds = max((worker['seconds'] for worker in workers), default=0)
-    record = circumstances('encode', dataclasses.asdict(flags), ENCODING_FLAGS) | {
+    record = circumstances('encode', dataclasses.asdict(settings), ENCODING_FLAGS) | {
         'dataset': 'streaming',
-        'status': 'complete',
-        'images_per_sec': None,  # where all was there already
+        'status': UNMEASURED,
+        'images_per_sec': None,
         'images_per_sec_per_device': None,
-        'samples': progress.samples,
-        'stored_samples': merged.samples,
-        'bytes_per_image': merged.bytes / merged.samples,
-        'bad_samples': num_samples - merged.samples,
+        **stored,
     }
-    if workers:
-        record['num_devices'] = len(workers)
-        record['num_nodes'] = len({worker['machine'] for worker in workers})
-        record['channels_last'] = workers[0]['channels_last']
-        if workers[0]['device']:
-            record |= {'device': workers[0]['device'], 'device_type': 'cuda'}
-    if seconds:
-        images_per_sec = sum(worker['measured'] for worker in workers) / seconds
-        record['images_per_sec'] = images_per_sec
-        record['images_per_sec_per_device'] = images_per_sec / len(workers)
-        record['measured_batches'] = min(worker['measured_batches'] for worker in workers)
-        record |= utilization(images_per_sec / len(workers), flops_per_image, flags.encoder_precision,
-                              record['device'])
-    else:
-        record['status'] = UNMEASURED
-    return record
+    seconds = sum(worker['seconds'] for worker in figures)
+    if not seconds:  # all was there already
+        return record
+    record |= {'status': 'complete', 'num_devices': devices,
+               'num_nodes': len({worker['machine'] for worker in figures})}
+    if figures[0]['device']:
+        record |= {'device': figures[0]['device'], 'device_type': 'cuda'}
+    speed = sum(worker['measured'] for worker in figures) / seconds
+    record |= {'images_per_sec': speed * devices, 'images_per_sec_per_device': speed,
+               'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices}
+    return record | utilization(speed, flops_per_image, settings.encoder_precision, record['device'])
 
 
-def summary(record: dict, flags: Encode) -> str:
+def summary(record: dict, settings: Encode) -> str:
     """The record for people, and the command that trains on what was encoded."""
     speed = ''
     if record['images_per_sec']:
         speed = f', {record["images_per_sec"]:,.4g} images/s'
     caution = ''
     if doubt(record):
-        caution = (f'caution         {doubt(record)} of a worker, too few to rely on its images/s; encode more images, '
+        caution = (f'caution         {doubt(record)} of a device, too few to rely on its images/s; encode more images, '
                    'or use a smaller --batch_size\n')
     skipped = ''
     if record['bad_samples']:
         bad = counted(record['bad_samples'], 'bad sample')
-        skipped = f'skipped         {bad}; listed in {flags.out}/{SKIPPED}\n'
+        skipped = f'skipped         {bad}; listed in {settings.out}/{SKIPPED}\n'
     encoded = counted(record['samples'], 'image')
     return (f'encoded         {encoded}{speed}; {record["stored_samples"]:,} stored, '
             f'{record["bytes_per_image"]:,.0f} bytes each\n{caution}{skipped}'
-            f'{next_command(record["stored_samples"], flags)}')
+            f'{next_command(settings)}')
 
 
-def next_command(samples: int, flags: Encode) -> str:
+def next_command(settings: Encode) -> str:
     """The command that trains on what was encoded."""
-    model = ['--model_name', flags.model_name, '--image_size', str(flags.image_size)]
-    if flags.pretrained:
-        model.append('--pretrained')
-    command = ['composer', 'benchmark.py', '--remote', streaming_address(flags.out), '--use_ema', *model]
+    command = ['composer', 'benchmark.py', '--remote', streaming_address(settings.out), '--use_ema', '--model_name',
+               settings.model_name, '--image_size', str(settings.image_size)]
+    if settings.pretrained:
+        command.append('--pretrained')
     return f'next            {shlex.join(command)}'
 
 
-def print_done_already(samples: int, flags: Encode) -> None:
-    """That an earlier run has done all, and what to do next."""
-    print(f'done already: --out {flags.out} holds {counted(samples, "sample")} of this --remote, made with these flags')
-    print(next_command(samples, flags))
-
-
-def encode(flags: Encode) -> dict:
-    """Encode what is missing, and merge; returns the record. Raises DoneAlready if nothing is missing."""
-    files = find_model(flags.model_name, flags.pretrained)
-    origin = origin_of_latents(files, flags.image_size)
-    index = read_image_index(flags)
-    output = open_output(flags.out, '--out')
-    with output.in_use():
-        progress, merged = encode_and_merge(flags, output, origin, index)
-    record = encoding_record(flags, progress, merged, number_of_samples(index),
-                             flops_of_latents(files.configs['vae'], flags.image_size))
-    return keep(record, summary(record, flags), flags.results)
-
-
-def encode_and_merge(flags: Encode, output: Output, origin: dict, index: dict) -> tuple[Progress, Merged]:
-    """Encode what is missing, and make a dataset of it.
-
-    Raises DoneAlready if OUT is one, and DataError if not one image could be encoded, or too many could not.
-    """
-    missing = claim_output(flags, output, origin, index)
-    progress = Progress(flags.max_bad_samples)
-    if missing:
-        progress = encode_missing(flags, output, index, missing)
-    merged = merge_parts(output, len(index['shards']), {'latents': origin},
-                         check=partial(refuse_bad_dataset, flags, number_of_samples(index)))
-    if not merged.samples:
-        release(output, len(index['shards']), PROGRAM)
-        raise DataError('not one image could be encoded')
-    return progress, merged
+def encode(settings: Encode) -> dict | None:
+    """Encode what is missing, and make a dataset of it; returns the record, or None if nothing was missing."""
+    files = find_model(settings.model_name, settings.pretrained)
+    origin = origin_with_weights(files, settings)
+    index = read_image_index(settings)
+    facts = {'encoder_precision': settings.encoder_precision, **origin}
+    parts = [Part(part_name(facts, shard), [number]) for number, shard in enumerate(index['shards'])]
+    output = Output(settings.out, '--out')
+    figures = []
+    devices = 0
+    with output.begun({'program': PROGRAM, 'remote': whole_name(settings.remote), **facts}):
+        there = output.parts()
+        missing = [part for part in parts if not there.get(part.name)]
+        if missing:
+            figures, devices = encode_missing(settings, output, index, missing)
+        joined = join_parts(output, [part.name for part in parts])
+        refuse_bad_dataset(settings, number_of_samples(index), joined)
+        is_new = write_index(output, joined, latents=origin)
+    if not is_new:
+        print(f'done already: --out {settings.out} holds {counted(joined.samples, "sample")}, all of this --remote')
+        print(next_command(settings))
+        return None
+    stored = {
+        'samples': sum(joined.samples_of[part.name] for part in missing),  # of this run
+        'stored_samples': joined.samples,  # of all runs that have made OUT
+        'bytes_per_image': joined.bytes / joined.samples,
+        'bad_samples': number_of_samples(index) - joined.samples,
+    }
+    flops_per_image = flops_of_latents(files.configs['vae'], settings.image_size)
+    record = encoding_record(settings, figures, devices, stored, flops_per_image)
+    return keep(record, summary(record, settings), settings.results)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
     """Encode; returns the record, or None where an earlier run has done all."""
     leave_to_first_process()
-    flags = parse(Encode, __doc__, argv, PROGRAM)
-    stays = f'what is encoded stays in --out {flags.out}, and the same command, started again, goes on from there'
+    settings = parse(Encode, __doc__, argv, PROGRAM)
+    stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):
-        flags = encoding_here(flags)
-        try:
-            return encode(flags)
-        except DoneAlready as done:
-            print_done_already(done.samples, flags)
-            return None
+        return encode(encoding_here(settings))
 
 
 if __name__ == '__main__':

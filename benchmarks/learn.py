@@ -39,9 +39,7 @@ from inputs.shards import LATENT_COLUMNS, LATENTS
 from measuring.record import append
 from models.latents import origin_of_latents
 from models.loading import BUILT_IN, find_model
-from parts.merge import merge_parts
-from parts.output import open_output
-from parts.writer import PartWriter
+from parts.output import Output, PartWriter, join_parts, write_index
 from report import main as report
 from training import checkpoints_in, read_trained, trained_pipeline
 
@@ -99,8 +97,9 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
     """Shards with the moments of the captions' pictures, as encode.py writes them, so many samples of all."""
     size = image_size // 8
     columns = LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{size},{size}'}
-    output = open_output(str(folder), 'OUT')
-    part = PartWriter(output, 0, columns)
+    folder.mkdir(parents=True, exist_ok=True)
+    output = Output(str(folder), 'OUT')
+    part = PartWriter(output, 'all', columns)
     for index in range(samples):
         caption = captions[index % len(captions)]
         moments = np.zeros((8, size, size), np.float16)  # mean and log variance
@@ -108,7 +107,8 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
         moments[4:] = 2 * math.log(jitter / SCALE)
         part.write({LATENTS: moments, 'caption': caption})
     part.finish()
-    merge_parts(output, 1, {'latents': origin_of_latents(find_model(str(model), pretrained=True), image_size)})
+    origin = origin_of_latents(find_model(str(model), pretrained=True), image_size)
+    write_index(output, join_parts(output, ['all']), latents=origin)
 
 
 def draw(pipeline_folder: Path, captions: list[str], each: int, guidance: float = GUIDANCE) -> np.ndarray:

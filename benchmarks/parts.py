@@ -23,11 +23,9 @@ from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from inputs.places import CLAIM
+from inputs.places import INDEX
 from inputs.shards import read_index
-from parts.claims import claim, finished_parts, part_index
-from parts.merge import merge_parts
-from parts.output import open_output
+from parts.output import Output, join_parts, part_name, write_index
 from tests.local_s3 import environment
 from tests.runs import free_port, wait_until
 
@@ -37,24 +35,27 @@ ONE_BY_ONE = 200  # parts that are read as encode.py once read all
 OUT = 's3://bucket/laion'
 
 
+def names_of(num_parts: int) -> list[str]:
+    return [part_name(number) for number in range(num_parts)]
+
+
 def part_text(number: int) -> str:
     """The index of a part of one shard of 3,000 images, as convert.py writes it."""
-    shard = {'samples': 3000, 'raw_data': {'basename': f'{number:06}/shard.00000.mds', 'bytes': 60_000_000,
+    shard = {'samples': 3000, 'raw_data': {'basename': 'shard.00000.mds', 'bytes': 60_000_000,
                                            'hashes': {'xxh64': f'{number:016x}'}},
              'zip_data': None, 'version': 2, 'format': 'mds', 'compression': None, 'hashes': ['xxh64'],
              'size_limit': 1 << 26, 'column_names': ['caption', 'jpg'], 'column_encodings': ['str', 'bytes'],
              'column_sizes': [None, None]}
-    return json.dumps({'shards': [shard], 'skipped': [], 'damaged': []})
+    return json.dumps({'version': 2, 'shards': [shard], 'skipped': []})
 
 
 def fill(server: str, num_parts: int) -> None:
-    """Put a claim and the parts into the store, without its delay."""
+    """Put the parts into the store, without its delay."""
     connection = http.client.HTTPConnection(server)
-    connection.request('PUT', f'/bucket/laion/{CLAIM}', json.dumps({'program': 'convert.py'}))
-    connection.getresponse().read()
-    for number in range(num_parts):
-        connection.request('PUT', f'/bucket/laion/{part_index(number)}', part_text(number))
-        connection.getresponse().read()
+    for number, part in enumerate(names_of(num_parts)):
+        for name, content in (('shard.00000.mds', ''), (INDEX, part_text(number))):
+            connection.request('PUT', f'/bucket/laion/{part}/{name}', content)
+            connection.getresponse().read()
 
 
 def measure(server: str, what: Callable[[], None]) -> tuple[int, float, float]:
@@ -82,19 +83,19 @@ def run_and_measure(what: Callable[[], None], results: multiprocessing.Queue) ->
 
 
 def read_one_by_one() -> None:
-    output = open_output(OUT, 'OUT')
-    for number in range(ONE_BY_ONE):
-        output.read(part_index(number))
+    output = Output(OUT, 'OUT')
+    for part in names_of(ONE_BY_ONE):
+        output.read(f'{part}/{INDEX}')
 
 
 def look_what_is_done(num_parts: int) -> None:
-    output = open_output(OUT, 'OUT')
-    claim(output, {'program': 'convert.py'})
-    assert finished_parts(output, num_parts) == set(range(num_parts))
+    assert set(Output(OUT, 'OUT').parts()) == set(names_of(num_parts))
 
 
 def merge(num_parts: int) -> None:
-    assert merge_parts(open_output(OUT, 'OUT'), num_parts, {}).samples == 3000 * num_parts
+    output = Output(OUT, 'OUT')
+    joined = join_parts(output, names_of(num_parts))
+    assert joined.samples == 3000 * num_parts and write_index(output, joined)
 
 
 def open_dataset(num_parts: int) -> None:

@@ -1,22 +1,38 @@
-"""OUT: the folder or the object store in which a dataset is made, part by part; what is in it says parts/claims.py."""
+"""OUT: a folder or an object store in which a dataset is made, part by part.
+
+OUT/claim.json says by which program and settings it is made, and is there before anything else. A part is a folder in
+OUT; its name is a hash of what it is made of. The index.json of a part is written when its shards are all there, so
+that a part is done once it has one, and what a killed worker left is written over with the same. OUT/index.json, which
+makes a dataset of the parts, comes last.
+"""
 import contextlib
+import hashlib
+import json
 import os
-import secrets
-import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import LocalStore, ObjectStore
+from streaming import MDSWriter
 
 from inputs.errors import DataError
-from inputs.places import CLAIM, hold_others_files, is_address, occupied_error
+from inputs.places import CLAIM, INDEX, is_address
 from inputs.run_lock import give_lock_back, take_lock
-from inputs.stores import answer_of, open_store, store_error, streaming_address
+from inputs.stores import open_store, parse_address, store_error
 
-ATTEMPTS = 3  # workers that may die of a part before the run ends
-LOCK = f'{CLAIM}.lock'  # in a folder, while a run works in it
+LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
+SKIPPED = 'skipped.jsonl'  # what was left out, and why
+DAMAGED = 'cut short or damaged'  # how the reason begins for which a file was not read to its end
+LAYOUT = 2  # of OUT; in that of earlier versions parts had numbers
+READERS = 64  # of part indexes, at once
+SHARD_BYTES = 1 << 26  # the most that a shard takes: Streaming's own default
 
 
 class Output:
@@ -25,285 +41,258 @@ class Output:
     Args:
         out: as the user gave it.
         flag: what errors call it.
+
+    Raises ValueError if it has no name, or is an address that cannot be written to.
     """
 
     def __init__(self, out: str, flag: str):
-        self.out = out
-        if not out.endswith('://'):
-            self.out = out.rstrip('/') or out
+        if not out.strip():
+            raise ValueError(f'{flag} is empty; give a new folder, or an address in a store')
         self.flag = flag
-
-    @property
-    def place(self) -> str:
-        """As errors call it."""
-        return f'{self.flag} {self.out}'
-
-    @property
-    def reading_place(self) -> str:
-        """By which Streaming reads what lies here."""
-        return streaming_address(self.out)
-
-
-class FolderOutput(Output):
-    """A folder. Every file reaches the disk before it gets its name."""
-
-    def __init__(self, out: str, flag: str):
-        super().__init__(out, flag)
-        self.folder = Path(os.path.realpath(out))
-
-    @property
-    def reading_place(self) -> str:
-        return str(self.folder)
-
-    def require_new_or_begun(self) -> None:
-        """Raises ValueError if OUT is no folder, or holds files and no claim of ours."""
-        if os.path.lexists(self.folder) and not self.folder.is_dir():
-            raise ValueError(f'{self.place} is not a folder; give a new one')
-        with self._reaching(), contextlib.suppress(FileNotFoundError):
-            if hold_others_files(os.listdir(self.folder)):
-                raise occupied_error(self.place)
+        self.place = f'{flag} {out}'  # as errors call it
+        self.is_folder = not is_address(out)
+        self.out = os.path.realpath(out) if self.is_folder else out.rstrip('/')
+        if not self.is_folder:
+            parse_address(out, flag)
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """A context in which no other run works in OUT, as far as its file system has locks.
+    def begun(self, settings: dict) -> Iterator[None]:
+        """A context in which this run makes OUT, and in a folder no other does.
 
-        Raises ValueError if another run works in it, or it holds files and no claim of ours.
+        In a store two runs of the same settings may work at once: both write the same.
+
+        Args:
+            settings: that its samples depend on, which JSON can hold; `program` is the name of the one that makes it.
+
+        Raises ValueError if OUT holds somebody's files, was begun with other settings, or another run works in it.
         """
-        self.require_new_or_begun()
+        with contextlib.ExitStack() as stack:
+            if self.is_folder:
+                stack.enter_context(self._locked())
+            self._claim(json.loads(json.dumps({'layout': LAYOUT, **settings})))
+            yield
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
         with self._reaching():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            descriptor = take_lock(self.folder / LOCK, self.place)
+            if os.path.lexists(self.out) and not os.path.isdir(self.out):
+                raise ValueError(f'{self.place} is not a folder; give a new one')
+            os.makedirs(self.out, exist_ok=True)
+            names = {*os.listdir(self.out)} - {LOCK}
+            if names and CLAIM not in names:
+                raise ValueError(f'{self.place} already holds something; give a new folder')
+            path = Path(self.out, LOCK)
+            lock = take_lock(path, self.place)
         try:
             yield
         finally:
-            with self._reaching():
-                give_lock_back(self.folder / LOCK, descriptor)
+            give_lock_back(path, lock)
 
-    def create(self, name: str, content: bytes) -> bool:
-        """Write a file if there is none of that name; returns whether there was none."""
-        unfinished = self._unfinished(name, secrets.randbelow(10 ** 12))  # that no other run has
-        with self._reaching():
-            unfinished.parent.mkdir(parents=True, exist_ok=True)
-            write_through(unfinished, content)
-            try:
-                link_or_copy(unfinished, self.folder / name)
-                return True
-            except FileExistsError:
-                return False
-            finally:
-                unfinished.unlink(missing_ok=True)
-
-    def write_first(self, name: str, content: bytes, attempt: int = 0) -> None:
-        """A file that no other run writes: this one has OUT to itself."""
-        self.write(name, content, attempt)
-
-    def write(self, name: str, content: bytes | BinaryIO, attempt: int = 0) -> None:
-        """A file that appears whole, in the place of an earlier one.
-
-        Args:
-            name: below OUT.
-            content: of the file.
-            attempt: of the worker that writes it, from 0. One that was taken for dead may still write.
-        """
-        unfinished = self._unfinished(name, attempt)
-        with self._reaching():
-            unfinished.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                write_through(unfinished, content)
-                unfinished.replace(self.folder / name)
-            except BaseException:
-                unfinished.unlink(missing_ok=True)
-                raise
-
-    def read(self, name: str) -> bytes | None:
-        """The content of a file; None if there is none."""
-        with self._reaching():
-            path = self.folder / name
-            if path.exists() and not path.is_file():
-                raise DataError(f'{name} of {self.place} is no file, but a folder, a pipe or a device; remove it')
-            try:
-                return path.read_bytes()
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-
-    def names(self) -> Iterator[str]:
-        """The names of all that lies in OUT itself, files and folders."""
-        return self.names_in('.')
-
-    def names_in(self, folder: str) -> Iterator[str]:
-        """The names of the files in a folder of OUT."""
-        with self._reaching(), contextlib.suppress(FileNotFoundError), os.scandir(self.folder / folder) as entries:
-            for entry in entries:
-                yield entry.name
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files that a run of the same claim has written; those that are not there do not matter."""
-        with self._reaching():
-            for name in names:
-                (self.folder / name).unlink(missing_ok=True)
-
-    def remove_unfinished(self, name: str, attempt: int) -> None:
-        """Remove what workers that were killed left of a file, which the worker of `attempt` has written since."""
-        others = set(range(ATTEMPTS)) - {attempt}
-        self.remove(self._unfinished(name, other).relative_to(self.folder) for other in others)
-
-    def remove_folder(self, folder: str) -> None:
-        """Remove a folder of OUT that is empty; one that holds files, whosever they are, stays."""
-        with contextlib.suppress(OSError):
-            (self.folder / folder).rmdir()
-
-    def _unfinished(self, name: str, attempt: int = 0) -> Path:
-        return self.folder / f'{name}.tmp{attempt}'
-
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        """Raises DataError, in one line, for what a file system raises."""
+    def _claim(self, settings: dict) -> None:
+        """Say in OUT what it is made of. Raises ValueError if it is made of something else."""
+        held = self.read(CLAIM)
+        if held is None:
+            if not self.is_folder and any(name != CLAIM for name in self.names()):
+                raise ValueError(f'{self.place} already holds something; give a new folder')
+            if self._create(CLAIM, json.dumps(settings).encode()):
+                return
+            held = self.read(CLAIM)  # another run was faster
         try:
-            yield
-        except OSError as error:
-            raise DataError(f'{self.place} cannot be written or read: {error.strerror or error}') from error
+            begun = dict(json.loads(held))
+        except (ValueError, TypeError):
+            raise ValueError(f'{self.place} holds a {CLAIM} that is damaged; give a new folder') from None
+        for key in ('program', *settings, *begun):
+            if begun.get(key) != settings.get(key):
+                raise ValueError(f'{self.place} was begun {difference(key, begun, settings)}; give a new folder')
 
-
-class StoreOutput(Output):
-    """A folder of an object store, which shows a file only when it is whole, and to which a client is made when it is
-    first needed, in each process its own."""
-
-    def __init__(self, out: str, flag: str):
-        super().__init__(out, flag)
-        self._store = None
-        self._process = None  # that made the client
-        self._key('')  # a ValueError now, not in a worker
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {'_store': None, '_process': None}
-
-    def _key(self, name: str) -> str:
-        """The key of a file, with the client of this process at hand."""
-        if self._process != os.getpid():
-            self._store, self._prefix = open_store(self.out, self.flag)
-            self._process = os.getpid()
-        return '/'.join(filter(None, (self._prefix, name)))
-
-    def require_new_or_begun(self) -> None:
-        """Raises ValueError if there are objects and no claim of ours, or the store cannot be reached."""
-        try:
-            is_free = answer_of(self._is_new_or_begun, f'asking for {self.place}')
-        except DataError as error:
-            raise ValueError(str(error)) from None
-        if not is_free:
-            raise occupied_error(self.place)
-
-    def _is_new_or_begun(self) -> bool:
-        holds_files = next(self._listed(''), None) is not None
-        return not holds_files or self.read(CLAIM) is not None
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """A context in which this run works in OUT. A store has no locks; see `write_first`.
-
-        Raises ValueError if OUT holds objects and no claim of ours, or the store cannot be reached.
-        """
-        self.require_new_or_begun()
-        yield
-
-    def create(self, name: str, content: bytes) -> bool:
-        """Write a file if there is none of that name, as the store itself decides; returns whether there was none."""
+    def _create(self, name: str, content: bytes) -> bool:
+        """Write a file if there is none of that name, as a store itself decides; returns whether there was none."""
+        if self.is_folder:  # which nobody else writes to
+            self.write(name, content)
+            return True
         with self._reaching():
             try:
-                obstore.put(self._store_of(name), self._key(name), content, mode='create')
+                obstore.put(*self._at(name), content, mode='create')
                 return True
             except AlreadyExistsError:
                 return False
 
-    def write_first(self, name: str, content: bytes, attempt: int = 0) -> None:
-        """A file that stays as it is where it is there already: another run of the same claim has been faster, and may
-        have gone on from it."""
-        self.create(name, content)
-
-    def write(self, name: str, content: bytes | BinaryIO, attempt: int = 0) -> None:
+    def write(self, name: str, content: bytes | BinaryIO) -> None:
         """A file that appears whole, in the place of an earlier one."""
         with self._reaching():
-            obstore.put(self._store_of(name), self._key(name), content)
+            obstore.put(*self._at(name), content)
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if there is none."""
         with self._reaching():
             try:
-                return obstore.get(self._store_of(name), self._key(name)).bytes().to_bytes()
+                return obstore.get(*self._at(name)).bytes().to_bytes()
             except FileNotFoundError:
                 return None
 
     def names(self) -> Iterator[str]:
-        """The names of all that lies in OUT, with their folders: 1000 a request."""
-        for key in self._listed(''):
-            yield key.removeprefix(self._key('')).lstrip('/')
-
-    def names_in(self, folder: str) -> Iterator[str]:
-        """The names of the files in a folder of OUT: 1000 a request."""
-        for key in self._listed(f'{folder}/'):
-            yield key.rpartition('/')[2]
-
-    def _listed(self, folder: str) -> Iterator[str]:
+        """The names of all files in OUT and its folders; of a store 1000 a request."""
         with self._reaching():
-            prefix = self._key(folder)
-            for chunk in obstore.list(self._store, prefix=prefix.rstrip('/') + '/' if prefix else None):
-                for entry in chunk:
-                    yield entry['path']
+            store, key = self._at('')
+            for page in obstore.list(store, key or None):
+                for entry in page:
+                    yield entry['path'].removeprefix(key).lstrip('/')
 
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove files that a run of the same claim has written; those that are not there do not matter."""
-        with self._reaching():
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    # some stores refuse to delete what is not there
-                    obstore.head(self._store_of(name), self._key(name))
-                    obstore.delete(self._store, self._key(name))
+    def is_done(self, part: str) -> bool:
+        """Whether the part of that name is there."""
+        return self.read(f'{part}/{INDEX}') is not None
 
-    def remove_unfinished(self, name: str, attempt: int) -> None:
-        """Nothing: a store has nothing unfinished."""
+    def parts(self) -> dict[str, bool]:
+        """The names of all folders in OUT, and whether each is a part that is done."""
+        found = {}
+        for name in self.names():
+            folder, _, rest = name.partition('/')
+            if rest:
+                found[folder] = found.get(folder, False) or rest == INDEX
+        return found
 
-    def remove_folder(self, folder: str) -> None:
-        """Nothing: a store has no folders."""
+    def require_begun(self) -> None:
+        """Raises DataError if a worker does not see the OUT that the command has begun."""
+        if self.read(CLAIM) is None:
+            raise DataError(f'{self.place} is not the same folder on every machine; use a shared one or a store')
 
-    def _store_of(self, name: str):
-        self._key(name)
-        return self._store
+    def _at(self, name: str) -> tuple[ObjectStore, str]:
+        """The client and the key of a file."""
+        if self.is_folder:
+            return LocalStore(self.out), name
+        store, key = open_store(self.out, self.flag)
+        return store, f'{key}/{name}'.strip('/')
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Raises DataError, in one line, for what a store's client raises."""
+        """Raises DataError, in one line, for what a store or a disk raises."""
         try:
             yield
         except (BaseError, OSError) as error:
-            raise DataError(store_error(error, self.place)) from error
+            raise DataError(store_error(error, self.place)) from None
 
 
-def write_through(path: Path, content: bytes | BinaryIO) -> None:
-    """A file that is on the disk when this returns."""
-    with open(path, 'wb') as file:
-        if isinstance(content, bytes):
-            file.write(content)
-        else:
-            shutil.copyfileobj(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+def difference(key: str, begun: dict, now: dict) -> str:
+    """How OUT was begun otherwise than this run would."""
+    if key == 'layout':
+        return f'by another version of {now["program"]}'
+    values = [' '.join(str(settings.get(key)).split())[:200] for settings in (begun, now)]
+    if key == 'program':
+        return f'by {values[0]}, not by {values[1]}'
+    return f'with {key} {values[0]}, not {values[1]}'
 
 
-def link_or_copy(path: Path, name: Path) -> None:
-    """Give a file a second name. Raises FileExistsError if there is a file of that name."""
-    try:
-        os.link(path, name)  # appears whole
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        with open(name, 'xb') as file:
-            file.write(path.read_bytes())
+def part_name(*facts) -> str:
+    """The name of a part by what it is made of: all that JSON can hold."""
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
-def open_output(out: str, flag: str) -> FolderOutput | StoreOutput:
-    """The place that a dataset is made in. Raises ValueError if it has no name, or is of a store that is not known."""
-    if not out.strip():
-        raise ValueError(f'{flag} is empty; give a new folder, or an address in a store')
-    if is_address(out):
-        return StoreOutput(out, flag)
-    return FolderOutput(out, flag)
+class PartWriter(MDSWriter):
+    """Writes one part with Streaming's writer. Each shard goes to OUT as soon as it is full.
+
+    Args:
+        output: where to.
+        part: its name.
+        columns: names and MDS types.
+        shard_bytes: the most that a shard takes.
+    """
+
+    def __init__(self, output: Output, part: str, columns: dict[str, str], shard_bytes: int = SHARD_BYTES):
+        with tempfile.TemporaryDirectory() as unused:  # Streaming wants a folder, and would empty that of the part
+            super().__init__(columns=columns, out=unused, hashes=['xxh64'], size_limit=shard_bytes)
+        self.output = output
+        self.part = part
+        self.sender = ThreadPoolExecutor(1)
+        self.sent: Future | None = None  # the last shard
+
+    def flush_shard(self) -> None:
+        """Send the samples that were written since the last shard as the next one."""
+        name, _ = self._name_next_shard()
+        content = self.encode_joint_shard()
+        self.shards.append({'samples': len(self.new_samples), 'raw_data': self._hash(content, name), 'zip_data': None,
+                            **self.get_config()})
+        self.wait_until_sent()
+        self.sent = self.sender.submit(self.output.write, f'{self.part}/{name}', content)
+
+    def wait_until_sent(self) -> None:
+        """Raises what went wrong with the last shard."""
+        if self.sent is not None:
+            self.sent.result()
+
+    def finish(self, skipped: Iterable[dict] = ()) -> None:
+        """Send the last samples, and then say that the part is whole. `skipped` is what was left out of it."""
+        if self.new_samples:
+            self.flush_shard()
+            self._reset_cache()
+        self.wait_until_sent()
+        self.sender.shutdown()
+        index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped)}
+        self.output.write(f'{self.part}/{INDEX}', json.dumps(index).encode())
+
+
+@dataclass
+class Joined:
+    """What all parts together hold."""
+    shards: list[str] = field(default_factory=list)  # their entries in the index, as JSON
+    samples: int = 0
+    samples_of: dict[str, int] = field(default_factory=dict)  # each part
+    bytes: int = 0  # of the shards
+    skipped: Counter = field(default_factory=Counter)  # what was left out, by kind of reason
+    damaged: list[dict] = field(default_factory=list)  # the lines of files that could not be read to their end
+
+
+def join_parts(output: Output, parts: Iterable[str], left_out: Iterable[dict] = ()) -> Joined:
+    """Read what the parts of OUT hold, and list in OUT/skipped.jsonl what was left out, if anything was.
+
+    Args:
+        output: in which all parts are done.
+        parts: their names, in the order of the dataset.
+        left_out: more lines for the list: each has a `reason`, which begins with its kind, before a colon.
+
+    Raises DataError if a part is not there or damaged.
+    """
+    joined = Joined()
+    with tempfile.TemporaryFile() as skipped:
+        def list_skipped(lines: Iterable[dict]) -> None:
+            for line in lines:
+                skipped.write(json.dumps(line).encode() + b'\n')
+                joined.skipped[line['reason'].partition(':')[0]] += 1
+                if line['reason'].startswith(DAMAGED):
+                    joined.damaged.append(line)
+        list_skipped(left_out)
+        for part, index in read_parts(output, list(parts)):
+            joined.samples_of[part] = sum(shard['samples'] for shard in index['shards'])
+            joined.samples += joined.samples_of[part]
+            for shard in index['shards']:
+                shard['raw_data']['basename'] = f'{part}/{shard["raw_data"]["basename"]}'
+                joined.shards.append(json.dumps(shard))
+                joined.bytes += shard['raw_data']['bytes']
+            list_skipped(index['skipped'])
+        skipped.seek(0)
+        if joined.skipped or output.read(SKIPPED) is not None:
+            output.write(SKIPPED, skipped)
+    return joined
+
+
+def read_parts(output: Output, parts: list[str]) -> Iterator[tuple[str, dict]]:
+    """The name and the index of each part, many read at once. Raises DataError if one is not there or damaged."""
+    def read(part: str) -> tuple[str, dict]:
+        try:
+            return part, json.loads(output.read(f'{part}/{INDEX}'))
+        except (ValueError, TypeError):
+            raise DataError(f'{part}/{INDEX} of {output.place} is gone or damaged; remove the folder {part}, and run '
+                            'the same command again') from None
+
+    with ThreadPoolExecutor(READERS) as readers:
+        for start in range(0, len(parts), READERS):  # few are held at once
+            yield from readers.map(read, parts[start:start + READERS])
+
+
+def write_index(output: Output, joined: Joined, **about) -> bool:
+    """Write OUT/index.json with `about` in it, unless it is there as it should be; returns whether it was not."""
+    beginning = json.dumps({'version': 2, **about}).removesuffix('}')
+    index = f'{beginning}, "shards": [{", ".join(joined.shards)}]}}'.encode()
+    if output.read(INDEX) == index:
+        return False
+    output.write(INDEX, index)
+    return True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from settings.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Phase
-from settings.flags import count, flag, number, positional, positive, seed
+from settings.flags import count, flag, number, positional, positive, seed, share
 from settings.train import Encoders, Model, Results, Samples, Seed, Warmup, check_image_size
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
@@ -44,11 +44,11 @@ class Convert(Cluster):
     source: tuple[str, ...] = positional('tars, folders of tars or of images, or globs; or tars in an object store '
                                          '(s3://bucket/tars/)')
     out: str = positional('new folder, or an address in an object store (s3://, gs://, az://)')
-    held_out: int | None = flag(
-        None, 'keep N samples, drawn by --seed, out of OUT, and write them to OUT-held-out, for --eval_remote of '
-        'benchmark.py', kind=count, metavar='N')
-    seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds, but for '
-                     'those at the edge', kind=seed)
+    held_out: float | None = flag(
+        None, 'keep this share of the samples, drawn by --seed, out of OUT, and write them to OUT-held-out, for '
+        '--eval_remote of benchmark.py', kind=share, metavar='SHARE')
+    seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
+                     kind=seed)
     num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)', kind=count)
     size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', kind=shard_size, metavar='SIZE')
 

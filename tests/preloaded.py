@@ -5,9 +5,10 @@ from multiprocessing import reduction
 
 from composer.utils.collect_env import get_composer_env_dict
 
+import convert  # noqa: F401
+import encode  # noqa: F401
 import evaluate  # noqa: F401
 from measuring.record import processor_name
-from parts import conversion, encoding  # noqa: F401
 from tests import forked_runs  # noqa: F401
 
 processor_name()

@@ -20,7 +20,6 @@ from settings.flags import parse
 from settings.here import encoding_here
 from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
-from parts.merge import Merged
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
 from tests.parts.commands import start_logged, workers_of
@@ -55,19 +54,19 @@ def latents(tmp_path_factory, shards, model_folder) -> str:
 
 
 @pytest.mark.parametrize('batches, doubtful', [(5, True), (20, False)])
-def test_a_speed_of_few_batches_is_said_to_be_of_few_and_the_record_keeps_their_number(batches, doubtful):
-    worker = {'name': 'a', 'machine': 'b', 'device': None, 'channels_last': False, 'measured': 160, 'seconds': 2.0}
-    others = worker | {'name': 'c', 'measured_batches': 50}
-    progress = encode.Progress(0.01)
-    progress.samples = 1
-    progress.workers = {'a': worker | {'measured_batches': batches}, 'c': others}
-    flags = encoding_here(parse(Encode, '', ['--remote', 'x', '--out', 'y', '--model_name', 'tiny', '--image_size',
-                                             '64', '--num_workers', '0']))
-    record = encode.encoding_record(flags, progress, Merged(samples=1, bytes=8), 1, 1)
-    assert record['measured_batches'] == batches and record['images_per_sec'] == 160
-    text = encode.summary(record, flags)
+def test_a_speed_of_few_batches_is_said_to_be_of_few_and_a_killed_worker_and_its_successor_are_one_device(batches,
+                                                                                                          doubtful):
+    worker = {'name': 'a', 'machine': 'b', 'device': None, 'measured': 80, 'measured_batches': batches, 'seconds': 1.0}
+    workers = [worker | {'name': name} for name in 'abcd']
+    settings = encoding_here(parse(Encode, '', ['--remote', 'x', '--out', 'y', '--model_name', 'tiny', '--image_size',
+                                                '64', '--num_workers', '0']))
+    stored = {'samples': 1, 'stored_samples': 1, 'bytes_per_image': 8, 'bad_samples': 0}
+    record = encode.encoding_record(settings, workers, 2, stored, 1)
+    assert (record['num_devices'], record['measured_batches']) == (2, 2 * batches)
+    assert (record['images_per_sec'], record['images_per_sec_per_device']) == (160, 80)
+    text = encode.summary(record, settings)
     assert text.startswith('encoded         1 image, 160 images/s; 1 stored')
-    assert (f'caution         only {batches} measured batches of a worker' in text) == doubtful
+    assert (f'caution         only {2 * batches} measured batches of a device' in text) == doubtful
 
 
 def test_every_sample_is_encoded_once_in_the_order_of_the_images(latents, shards):
@@ -106,7 +105,7 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
 @pytest.mark.long
 @pytest.mark.parametrize('victim', ['command', 'worker'])
 def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_path, monkeypatch, shards, latents,
-                                                                  model_folder, victim, capfd):
+                                                                  model_folder, victim):
     out, log = tmp_path / 'latents', tmp_path / 'log'
     with local_s3(monkeypatch) as store:
         for path in Path(shards).iterdir():
@@ -115,39 +114,33 @@ def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_pa
                 '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
         store.delay = 0.3
         command = start_logged(server, encode.main, log, argv)
-        wait_until(lambda: list(out.glob('parts/*.json')))
-        done = {path: path.stat().st_mtime_ns for part in out.glob('parts/*.json')
-                for path in [part, *out.glob(f'{part.stem}/*')]}
+        wait_until(lambda: list(out.glob('*/index.json')))
+        done = {path: path.stat().st_mtime_ns for part in out.glob('*/index.json') for path in part.parent.iterdir()}
         os.kill(command.pid if victim == 'command' else workers_of(log)[0], signal.SIGKILL)
         command.join(300)
         store.delay = 0
         if victim == 'command':
             assert command.exitcode == -signal.SIGKILL and not (out / 'index.json').exists()
-            words = f'--remote {out} is not finished: encode.py has begun it'
-            assert words in refusal(capfd, benchmark.main, ['--remote', str(out), *TINY])
-            record = encode.main(argv)
-            assert record['samples'] < 24 == record['stored_samples']
-        else:
-            assert command.exitcode == 0, log.read_text()
-    if victim == 'command':  # a worker's parts are given away together
-        assert done and all(path.stat().st_mtime_ns == time for path, time in done.items())
-    assert files_of(out) == files_of(Path(latents))
+            assert encode.main(argv)['samples'] < 24
+    record = json.loads((tmp_path / 'results.jsonl').read_text())
+    assert record['stored_samples'] == 24 and record['num_devices'] == 1, log.read_text()
+    assert done and all(path.stat().st_mtime_ns == time for path, time in done.items())
+    of_latents, of_out = ({name: content for name, content in files_of(Path(folder)).items() if '#' not in name}
+                          for folder in (latents, out))
+    assert of_out.pop('claim.json') != of_latents.pop('claim.json')  # which names --remote
+    assert of_out == of_latents
 
 
-def test_a_shard_without_a_good_sample_is_done_once_and_for_all(tmp_path, model_folder, monkeypatch, capfd):
-    samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(10)]
-    shards = write_shards(tmp_path / 'shards', samples, size_limit=6000)
-    sizes = [shard['samples'] for shard in json.loads(Path(shards, 'index.json').read_text())['shards']]
-    for index in range(sizes[0], sizes[0] + sizes[1]):
-        samples[index]['caption'] = ''
-    shards = write_shards(tmp_path / 'emptied', samples, size_limit=6000)
-    out = tmp_path / 'latents'
-    monkeypatch.setattr(encode, 'merge_parts', lambda *args, **kwargs: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        encode_shards(shards, out, model_folder)
-    monkeypatch.undo()
-    assert encode_shards(shards, out, model_folder)['samples'] == 0
-    assert captions(out) == [sample['caption'] for sample in samples if sample['caption']]
+def test_images_that_were_added_to_a_dataset_are_encoded_and_no_others(tmp_path, model_folder):
+    samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(12)]
+    images, out = tmp_path / 'images', tmp_path / 'latents'
+    write_shards(images, samples[:9], size_limit=6000)
+    assert encode_shards(images, out, model_folder)['samples'] == 9
+    shutil.rmtree(images)
+    write_shards(images, samples, size_limit=6000)
+    record = encode_shards(images, out, model_folder)
+    assert record['samples'] < 9 and record['stored_samples'] == 12
+    assert captions(out) == [str(index) for index in range(12)]
 
 
 def test_bad_samples_are_left_out_and_counted(tmp_path, model_folder, capfd):
@@ -168,14 +161,13 @@ def test_bad_samples_are_left_out_and_counted(tmp_path, model_folder, capfd):
 def test_bad_samples_of_an_earlier_run_are_judged_listed_and_counted_as_well(tmp_path, model_folder, capfd):
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index) if index > 4 else ''} for index in range(10)]
     shards = write_shards(tmp_path / 'shards', samples, size_limit=6000)
-    out = tmp_path / 'latents'
+    out = tmp_path / 'out'
     few = ['--max_bad_samples', '0.1']
-    for _ in range(2):  # the second encodes the shards that the first has not come to
-        assert '--max_bad_samples 0.1' in refusal(capfd, encode_shards, shards, out, model_folder, *few)
-        assert not (out / 'index.json').exists()
-    line = refusal(capfd, encode_shards, shards, out, model_folder, *few)
+    for _ in range(3):  # each encodes shards that those before have not come to
+        line = refusal(capfd, encode_shards, shards, out, model_folder, *few)
+        assert '--max_bad_samples 0.1' in line and not (out / 'index.json').exists()
     assert '5 of 10 samples are bad' in line and f'they are listed in {out}/skipped.jsonl' in line
-    assert len((out / 'skipped.jsonl').read_text().splitlines()) == 5 and not (out / 'index.json').exists()
+    assert len((out / 'skipped.jsonl').read_text().splitlines()) == 5
     record = encode_shards(shards, out, model_folder, '--max_bad_samples', '1')
     assert (record['samples'], record['stored_samples'], record['bad_samples']) == (0, 5, 5)
 
@@ -190,30 +182,32 @@ def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp
     assert 'sample 0 has moments that are not finite in float16' in line
 
 
-def test_a_folder_of_somebodys_files_is_refused_and_stays_as_it_is(tmp_path, shards, model_folder, capfd):
-    home = tmp_path / 'home'
-    for name in ('000000/shard.00000.mds', 'index.json', 'notes.txt'):
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).write_text('mine')
-    for out in (home, home / '000000' / '..', ''):
-        line = refusal(capfd, encode.main, [*SMALL, '--remote', shards, '--out', str(out), '--model_name', model_folder,
-                                            '--pretrained', '--results', str(tmp_path / 'results.jsonl')])
-        assert '--out' in line and ('already holds something' in line or out == ''), line
-    assert {path.read_text() for path in home.rglob('*') if path.is_file()} == {'mine'}
-    assert len(list(home.rglob('*'))) == 4
-
-
 def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_named(latents, shards, model_folder,
-                                                                                   capfd):
-    before = {path: path.stat().st_mtime_ns for path in Path(latents).rglob('*')}
+                                                                                   tmp_path, capfd):
+    before = {path: path.stat().st_mtime_ns for path in Path(latents).rglob('*') if path.suffix != '.lock'}
     capfd.readouterr()
     assert encode_shards(shards, latents, model_folder) is None  # and so status 0
     said, command = capfd.readouterr().out.splitlines()
-    assert said == f'done already: --out {latents} holds 24 samples of this --remote, made with these flags'
+    assert said == f'done already: --out {latents} holds 24 samples, all of this --remote'
     assert command.startswith(f'next            composer benchmark.py --remote {latents} --use_ema')
-    assert 'already holds a dataset, which was made with --image_size 64, not with --image_size 32; give' in refusal(
+    assert 'was begun with image_size 64, not 32; give a new folder' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
-    assert {path: path.stat().st_mtime_ns for path in Path(latents).rglob('*')} == before
+    assert 'was begun by convert.py, not by encode.py' in refusal(
+        capfd, encode_shards, shards, of_another_program(tmp_path / 'other'), model_folder)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def of_another_program(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / 'claim.json').write_text('{"program": "convert.py"}')
+    return folder
+
+
+def test_latents_of_random_weights_are_not_gone_on_with_by_other_weights(shards, tmp_path, capfd):
+    argv = [*SMALL, '--remote', shards, '--out', str(tmp_path / 'out'), '--model_name', 'tiny', '--results',
+            str(tmp_path / 'results.jsonl')]
+    assert encode.main([*argv, '--seed', '1'])['samples'] == 24
+    assert 'was begun with vae_seed 1, not 2' in refusal(capfd, encode.main, [*argv, '--seed', '2'])
 
 
 def changed(model_folder, folder: Path, part: str) -> Path:
@@ -239,9 +233,9 @@ def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, s
     assert 'vae_sha256' in refusal(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
     (begun := tmp_path / 'begun').mkdir()
     shutil.copy(Path(latents, 'claim.json'), begun)
-    assert 'begun with another VAE of' in refusal(capfd, encode_shards, shards, begun, tmp_path / 'weights')
+    assert 'was begun with vae_sha256' in refusal(capfd, encode_shards, shards, begun, tmp_path / 'weights')
     others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(index)), 'caption': 'x'} for index in range(9)])
-    assert 'was begun with another --remote' in refusal(capfd, encode_shards, others, begun, model_folder)
+    assert 'was begun with remote' in refusal(capfd, encode_shards, others, begun, model_folder)
     assert 'holds latents already' in refusal(capfd, encode_shards, latents, tmp_path / 'twice', model_folder)
 
 

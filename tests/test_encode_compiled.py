@@ -10,12 +10,9 @@ from settings.commands import Encode
 from settings.flags import parse
 from settings.here import encoding_here
 from data import StreamingLAIONDataset
-from inputs.shards import read_index
-from parts.claims import claim
-from parts.encoding import Encoder
-from parts.engine import Part
-from parts.merge import merge_parts
-from parts.output import open_output
+from inputs.shards import index_hash, read_index
+from parts.output import Output, join_parts, write_index
+from parts.work import Part
 from tests.samples import write_shards
 
 
@@ -42,11 +39,11 @@ def encoded_moments(remote: str, out, model_folder: str, *flags: str) -> list[np
                                          '0', *flags])
     flags = encoding_here(args)
     index = read_index(remote)
-    output = open_output(str(out), '--out')
-    claim(output, {'program': 'encode.py'})
-    encoder = Encoder(output, encode.settings_of(flags, index), 0)
-    encoder([Part(number, []) for number in range(len(index['shards']))])
-    merge_parts(output, len(index['shards']), {'latents': {}})
+    output = Output(str(out), '--out')
+    parts = [Part(str(number), [number]) for number in range(len(index['shards']))]
+    with output.begun({'program': 'encode.py'}):
+        encode.encode_parts(flags, output, index_hash(index), parts)
+        write_index(output, join_parts(output, [part.name for part in parts]), latents={})
     stored = StreamingLAIONDataset(str(out), image_size=64, batch_size=1)
     return [stored[index]['moments'].numpy() for index in range(stored.num_samples)]
 

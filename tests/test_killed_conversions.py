@@ -1,20 +1,16 @@
 """Conversions whose command or workers are killed at any moment end as undisturbed ones do."""
-import contextlib
-import multiprocessing
 import os
 import random
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 import convert
+from parts.work import LocalWorkers
 from settings.commands import Convert
 from settings.flags import parse
-from parts.output import open_output
 from tests.local_s3 import LocalS3, local_s3
 from tests.parts.commands import convert_program, start_logged, workers_of
 from tests.runs import files_of, wait_until
@@ -32,19 +28,17 @@ def put_tars(store: LocalS3, folder: Path) -> None:
 
 
 def contents(out: str, store: LocalS3) -> dict[str, bytes]:
-    """All that OUT holds."""
+    """All that OUT holds, but for files that were being written when their process was killed."""
     if out.startswith('s3://bucket/'):
         prefix = out.removeprefix('s3://bucket/') + '/'
         return {key.removeprefix(prefix): content for key, content in list(store.objects.items())
                 if key.startswith(prefix)}
-    return files_of(Path(out))
+    return {name: content for name, content in files_of(Path(out)).items() if '#' not in name}
 
 
 def finished(out: str, store: LocalS3) -> int:
     """How many parts are done."""
-    if out.startswith('s3://bucket/'):
-        return sum(key.startswith(out.removeprefix('s3://bucket/') + '/parts/') for key in list(store.objects))
-    return len(list(Path(out, 'parts').glob('*.json')))
+    return sum(name.endswith('/index.json') for name in contents(out, store))
 
 
 @pytest.fixture
@@ -60,36 +54,26 @@ def undisturbed(request, tmp_path, monkeypatch):
         yield store, root, argv, expected
 
 
-def workers_here() -> list[psutil.Process]:
-    """The workers of this process, whose server forks those of other tests as well."""
-    found = []
-    for child in list(multiprocessing.process._children):  # active_children() would take their ends from who waits
-        with contextlib.suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(child.pid))
-    return found
-
-
-def kill_a_worker(before: set[int], is_time: Callable[[], bool]) -> None:
-    """Kill a worker that was not there before, when it is time."""
-    def new_workers() -> list[psutil.Process]:
-        return [worker for worker in workers_here() if worker.pid not in before]
-    wait_until(lambda: new_workers() and is_time())
-    random.Random(17).choice(new_workers()).kill()
-
-
 @pytest.mark.parametrize('undisturbed, done', [
     ('folder', 3), pytest.param('s3', 0, marks=pytest.mark.long)], indirect=['undisturbed'])
-def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undisturbed, done):
+def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undisturbed, done, monkeypatch, capfd):
     store, root, argv, expected = undisturbed
     out = f'{root}/out'
     store.delay = 0.1
-    before = {worker.pid for worker in workers_here()}
-    args = parse(Convert, '', [*argv, out])
-    conversion = threading.Thread(target=convert.convert, args=(args, open_output(out, 'OUT')))
+    pools = []
+    ended = LocalWorkers.ended
+
+    def noted(workers, calls):
+        pools.append(workers.pool)
+        return ended(workers, calls)
+    monkeypatch.setattr(LocalWorkers, 'ended', noted)
+    conversion = threading.Thread(target=convert.convert, args=(parse(Convert, '', [*argv, out]),))
     conversion.start()
-    kill_a_worker(before, lambda: finished(out, store) >= done)
+    wait_until(lambda: pools and finished(out, store) >= done)
+    os.kill(random.Random(17).choice([*pools[-1]._processes]), signal.SIGKILL)
     conversion.join(300)
     assert contents(out, store) == expected
+    assert 'was lost; what it was at is made again' in capfd.readouterr().err
 
 
 @pytest.mark.long

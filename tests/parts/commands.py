@@ -1,4 +1,5 @@
-"""Commands as processes of tests: they end with their own exit status, and print where they are told."""
+"""Commands as processes of tests: they end with their own exit status, print where they are told, and note the
+processes that work for them."""
 import os
 import sys
 from collections.abc import Callable
@@ -6,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import convert
-from parts.local_workers import LocalWorkers
+from parts.work import LocalWorkers
 from tests import process_server
 
 
@@ -33,28 +34,22 @@ def become_logged(server_address: str, program: Callable[[list[str]], object], l
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in (1, 2):
         os.dup2(output, number)
-    note_workers(file_of_workers(log))
+    note_workers(log.with_name(f'{log.name}-workers'))
     program(argv)
 
 
-def file_of_workers(log: Path) -> Path:
-    return log.with_name(f'{log.name}-workers')
-
-
 def note_workers(file: Path) -> None:
-    """From here on write the number of each worker that this process starts to `file`."""
-    start = LocalWorkers.start
+    """From here on keep the numbers of the processes that work for this one in `file`."""
+    call = LocalWorkers.call
 
-    def noted_start(self: LocalWorkers) -> tuple:
-        worker = start(self)
-        process, *_ = worker
-        with open(file, 'a') as numbers:
-            print(process.pid, file=numbers)
-        return worker
-    LocalWorkers.start = noted_start
+    def noted_call(self: LocalWorkers, parts: list):
+        answer = call(self, parts)
+        file.write_text(' '.join(map(str, self.pool._processes)))
+        return answer
+    LocalWorkers.call = noted_call
 
 
 def workers_of(log: Path) -> list[int]:
-    """The numbers of the processes that the command that prints to `log` has started as its workers."""
-    file = file_of_workers(log)
-    return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
+    """The numbers of the processes that work for the command that prints to `log`."""
+    file = log.with_name(f'{log.name}-workers')
+    return [int(number) for number in file.read_text().split()] if file.exists() else []

@@ -1,0 +1,95 @@
+"""Every part is made once, whatever workers die; what kills each of them is named, and none outlives its command."""
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from inputs.errors import DataError
+from parts.work import LocalWorkers, Part, work
+from tests.parts.commands import start_logged, workers_of
+from tests.runs import wait_until
+
+
+def make(folder: Path, seconds: float, fatal: dict[str, int], parts: list[Part], gpu: int | None = None) -> list[str]:
+    """Make a file for each part, slowly; die of some as often as they say."""
+    for part in parts:
+        with open(folder / f'{part.name}-begun', 'a') as notes:
+            print(os.getpid(), gpu, file=notes)
+        time.sleep(seconds)
+        if len(begun(folder, part.name)) <= fatal.get(part.name, 0):
+            os.kill(os.getpid(), signal.SIGKILL)
+        (folder / part.name).write_text('made')
+    return [part.name for part in parts]
+
+
+def begun(folder: Path, name: str) -> list[str]:
+    """A line for each time that a part was begun."""
+    return (folder / f'{name}-begun').read_text().splitlines()
+
+
+def run(folder: Path, number: int, at_once: int = 1, seconds: float = 0.0, fatal: dict | None = None,
+        do=make, on_gpus: bool = False) -> list[str]:
+    """Have so many parts made by two workers; the names of those that were answered."""
+    parts = [Part(str(index), [f'{index}.tar']) for index in range(number)]
+    with LocalWorkers(partial(do, folder, seconds, fatal or {}), 2, on_gpus) as workers:
+        answers = list(work(workers, parts, lambda name: (folder / name).exists(), at_once))
+    return [name for names in answers for name in names]
+
+
+def refuse(*args) -> None:
+    raise DataError('a disk\nis full')
+
+
+def fail(*args) -> None:
+    return 1 / 0
+
+
+def test_every_part_is_made_once_by_two_workers(server, tmp_path):
+    assert sorted(run(tmp_path, 9, seconds=0.05)) == [str(index) for index in range(9)]
+    lines = [begun(tmp_path, str(index)) for index in range(9)]
+    assert {len(line) for line in lines} == {1} and len({line[0] for line in lines}) == 2
+
+
+def test_what_died_workers_were_at_is_made_again_and_what_was_done_is_not(server, tmp_path, capfd):
+    run(tmp_path, 8, at_once=4, seconds=0.05, fatal={'1': 2})
+    assert all((tmp_path / str(index)).exists() for index in range(8))
+    assert len(begun(tmp_path, '1')) == 3 and len(begun(tmp_path, '0')) == 1
+    assert 'was lost; what it was at is made again: 1.tar' in capfd.readouterr().err
+
+
+def test_a_part_that_three_workers_die_of_is_named_and_no_other(server, tmp_path):
+    with pytest.raises(DataError, match='3 workers were killed, each while it was at 2.tar, often for lack of memory'):
+        run(tmp_path, 6, at_once=6, fatal={'2': 9})
+    assert len(begun(tmp_path, '2')) == 3
+
+
+def test_what_a_worker_raises_is_raised(server, tmp_path):
+    with pytest.raises(DataError, match='a disk\nis full'):
+        run(tmp_path, 3, do=refuse)
+    with pytest.raises(ZeroDivisionError) as error:
+        run(tmp_path, 3, do=fail)
+    assert 'return 1 / 0' in str(error.value.__cause__)  # where in the worker
+
+
+@pytest.mark.long
+def test_each_worker_is_told_a_gpu_of_its_own(tmp_path):
+    run(tmp_path, 4, seconds=0.5, on_gpus=True)
+    assert {line.split()[1] for index in range(4) for line in begun(tmp_path, str(index))} == {'0', '1'}
+
+
+def start_and_wait(folder: Path) -> None:
+    run(folder, 2, seconds=60)
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_their_command_however_that_comes(server, tmp_path, number):
+    log = tmp_path / 'log'
+    command = start_logged(server, start_and_wait, log, tmp_path)
+    wait_until(lambda: (tmp_path / '0-begun').exists() and len(workers_of(log)) == 2)
+    os.kill(command.pid, number)
+    command.join(30)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers_of(log)))
