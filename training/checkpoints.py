@@ -62,14 +62,13 @@ def saving_alone(folder: str | None, autoresume: bool) -> Iterator[None]:
     if folder is None:
         yield
         return
-    is_store = '://' in folder
-    lock = FileLock(Path('' if is_store else folder, LOCK))
+    lock = None if '://' in folder else FileLock(Path(folder, LOCK))
 
     def take() -> None:
         if not autoresume and any(not os.path.basename(name).startswith('.') for name in names_in(folder)):
             raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on '
                              'from there')
-        if is_store:
+        if lock is None:
             return
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -83,7 +82,8 @@ def saving_alone(folder: str | None, autoresume: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
 
 
 def names_in(place: str, flag: str = '--save_folder') -> list[str]:
