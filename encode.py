@@ -176,7 +176,7 @@ class Encoder:
                 batch = next(batches, None)
             source = self.index['shards'][number]['raw_data']['basename']
             writer.finish({'source': source, 'key': sample, 'reason': reason} for sample, reason in bad)
-            if settings.local is None or settings.cache_limit:
+            if settings.local is None:
                 shards.drop(number)
             made.append({'samples': stored, 'bad': bad})
         return made

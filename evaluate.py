@@ -55,7 +55,7 @@ from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_cl
 from models.loading import hash_of_weights
 from models.sampling import SAMPLER, decode, load_pipeline, seeded
 from settings.here import best_precision
-from training import join_ranks, on_rank_0, read_trained, trained_pipeline, wait_at_most, written_whole
+from training import join_ranks, leave_ranks, on_rank_0, read_trained, trained_pipeline, wait_at_most, written_whole
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 MADE_BY = 'evaluation.json'  # in --out: what its pictures depend on
@@ -405,3 +405,4 @@ def main(argv: list[str] | None = None) -> dict:
 
 if __name__ == '__main__':
     main()
+    leave_ranks()

@@ -440,7 +440,7 @@ def hours_until(evaluation: dict, trainings: list[dict]) -> float:
     for training in reversed(trainings):
         if 'images_per_sec' not in training or training.get('device_type') == 'cpu':
             continue
-        in_both = flags.keys() & training.keys()
+        in_both = (flags.keys() & training.keys()) - {'dataset'}  # of a checkpoint it is the hash of an index
         is_same = 'batch_size' in in_both and all(flags[key] == training[key] for key in in_both)
         if is_same and training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf):
             return gpu_hours(training['images_per_sec'], training['num_devices'], evaluation['images_seen'])

@@ -1,7 +1,4 @@
-"""Files of text, a prompt or a caption on each line.
-
-Nothing here needs a library, so that commands can ask before their imports.
-"""
+"""Files of text, a prompt or a caption on each line."""
 from pathlib import Path
 
 from inputs.words import counted

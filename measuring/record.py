@@ -9,7 +9,7 @@ import re
 import shlex
 import string
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -191,11 +191,11 @@ def append(line: str, path: str) -> None:
         raise DataError(f'--results {path} could not be written: {error.strerror}; see the record above') from None
 
 
-def keep(record: dict, text: str, path: str, save_state: Callable[[], None] | None = None) -> dict:
-    """On rank 0: append the record to `path`, call `save_state`, then print `text` and, last, the record.
+def keep(record: dict, text: str, path: str) -> dict:
+    """On rank 0: append the record to `path`, then print `text` and, last, the record.
 
-    On a terminal, where the record would bury the text, its last line says where the record is instead. Each is done
-    also where the one before it fails. Raises DataError if the record could not be kept.
+    On a terminal, where the record would bury the text, its last line says where the record is instead. It is printed
+    also where it cannot be kept, for which DataError is raised.
     """
     if dist.get_global_rank() != 0:
         return record
@@ -206,12 +206,8 @@ def keep(record: dict, text: str, path: str, save_state: Callable[[], None] | No
         if sys.stdout.isatty():
             last_line = f'{"record":<15} appended to {path}'
     finally:
-        try:
-            if save_state:
-                save_state()
-        finally:
-            with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
-                print(text, last_line, sep='\n', flush=True)
+        with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
+            print(text, last_line, sep='\n', flush=True)
     return record
 
 

@@ -290,7 +290,8 @@ def test_a_loader_is_shown_in_times_the_fastest_model_on_the_same_devices(printe
         ('H200', '32,000.0', '', "40.0 times the model's 800.0"), ('H100', '32,000.0', '', 'no model measured there')]
 
 
-# Encoding once. Of an image it takes 8 / 4000 = 0.002 GPU-seconds in the median; a training takes 0.016 on it, and 0.008 on latents.
+# Encoding once. Of an image it takes 8 / 4000 = 0.002 GPU-seconds in the median; a training takes 0.016 on it, and
+# 0.008 on latents.
 
 @pytest.mark.parametrize('speed, note', [
     (1000, 'encoding once pays from 0.25 epochs on, without the price of storage'),
@@ -413,8 +414,9 @@ def test_neither_torch_nor_matplotlib_is_imported_for_a_table():
 
 # Scores of evaluate.py
 
-FLAGS = {'model_name': 'sd2', 'image_size': 512, 'batch_size': 2048, 'seed': 17, 'learning_rate': 1e-4}
-TRAINING = FLAGS | {'images_per_sec': 400.0, 'trained_batches': 2000}
+FLAGS = {'model_name': 'sd2', 'image_size': 512, 'dataset': '5e1f', 'batch_size': 2048, 'seed': 17,
+         'learning_rate': 1e-4}
+TRAINING = FLAGS | {'dataset': 'streaming', 'images_per_sec': 400.0, 'trained_batches': 2000}
 EVALUATION = {
     'stage': 'evaluate', 'model': 'kept/ep0-ba1000-rank0.pt', 'data': 'coco.txt', 'samples': 30000, 'steps': 50,
     'weights': 'averaged', 'trained_batches': 1000, 'images_seen': 2_048_000,

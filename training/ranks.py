@@ -24,8 +24,8 @@ def join_ranks(device, timeout: int) -> None:
         dist.initialize_dist(device, timeout)
     except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
         place = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
-        raise ValueError(f'--dist_timeout {timeout}: the {dist.get_world_size()} processes of this run did not meet at '
-                         f'{place} ({one_line(error)[:200]}); check that every node runs, and can reach it') from None
+        raise ValueError(f'the {dist.get_world_size()} processes of this run did not meet at {place} within {timeout} '
+                         f'seconds ({one_line(error)[:200]}); check that every node runs, and can reach it') from None
 
 
 def wait_at_most(seconds: int) -> None:

@@ -114,8 +114,21 @@ def test_a_folder_that_may_not_be_opened_is_listed(tmp_path):
 
 
 def test_neighbours_are_joined_up_to_the_size_of_a_part():
-    files = [File(str(size), size) for size in (3, 3, 9, 1, 2)]
-    assert [[file.size for file in part] for part in join_neighbours(files, 6)] == [[3, 3], [9], [1, 2]]
+    files = [File(f'{number:04}.jpg', 1 + number % 7) for number in range(2000)]
+    parts = join_neighbours(files, 100)
+    assert [file for part in parts for file in part] == files
+    sizes = [sum(file.size for file in part) for part in parts]
+    assert max(sizes) <= 100 and sum(sizes) / len(sizes) > 40
+    assert join_neighbours([File('a.tar', 300), File('b.tar', 200)], 100) == [[File('a.tar', 300)],
+                                                                              [File('b.tar', 200)]]
+
+
+def test_a_new_file_changes_the_parts_around_it_alone():
+    files = [File(f'{number:04}.jpg', 1 + number % 7) for number in range(2000)]
+    before = join_neighbours(files, 100)
+    files.insert(500, File('0499b.jpg', 3))
+    after = join_neighbours(files, 100)
+    assert len([part for part in after if part not in before]) < 10 < len(after) / 5
 
 
 def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
