@@ -167,13 +167,17 @@ class Encoder:
             writer = PartWriter(output, part.name, latent_columns(settings.image_size))
             stored = 0
             bad = []
-            while batch is not None and batch['shard'] == number:
-                for moments, caption in zip(self.moments_of(batch), batch['caption'], strict=True):
-                    writer.write({LATENTS: moments, 'caption': caption})
-                stored += len(batch['caption'])
-                bad += [(self.first_numbers[number] + sample, reason) for sample, reason in batch['bad']]
-                self.clock.append((self.clock[-1][0] + len(batch['caption']), time.perf_counter()))
-                batch = next(batches, None)
+            with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
+                written = pen.submit(list)
+                while batch is not None and batch['shard'] == number:
+                    moments = self.moments_of(batch)
+                    written.result()
+                    written = pen.submit(write_latents, writer, moments, batch['caption'])
+                    stored += len(batch['caption'])
+                    bad += [(self.first_numbers[number] + sample, reason) for sample, reason in batch['bad']]
+                    self.clock.append((self.clock[-1][0] + len(batch['caption']), time.perf_counter()))
+                    batch = next(batches, None)
+                written.result()
             source = self.index['shards'][number]['raw_data']['basename']
             writer.finish({'source': source, 'key': sample, 'reason': reason} for sample, reason in bad)
             if settings.local is None:
@@ -217,6 +221,12 @@ class Encoder:
                 'measured': self.clock[-1][0] - self.clock[start][0],
                 'measured_batches': len(self.clock) - 1 - start,
                 'seconds': self.clock[-1][1] - self.clock[start][1]}
+
+
+def write_latents(writer: PartWriter, moments: list[np.ndarray], captions: list[str]) -> None:
+    """Write the samples of a batch."""
+    for of_image, caption in zip(moments, captions, strict=True):
+        writer.write({LATENTS: of_image, 'caption': caption})
 
 
 encoders: dict[tuple, Encoder] = {}  # of this process, by what it was made from

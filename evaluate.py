@@ -54,7 +54,7 @@ from measuring.record import circumstances, keep, redacted
 from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from models.loading import hash_of_weights
 from models.sampling import SAMPLER, decode, load_pipeline, seeded
-from settings.here import best_precision
+from settings.here import best_precision, refuse_more_ranks_than_gpus
 from training import join_ranks, leave_ranks, on_rank_0, read_trained, trained_pipeline, wait_at_most, written_whole
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
@@ -270,14 +270,18 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
     """Draw the pictures that are not there yet; returns how many, and the speed after each process's first batch."""
     batches = missing_batches(settings)
     ends = []  # of batches, in seconds
+    saved = []  # pictures of the batch before, while this one is drawn
     with ThreadPoolExecutor() as savers:  # to compress a picture takes long
         for guidance, numbers in shown(batches, 'drawing', len(batches)):
             drawing = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
                                width=image_size, num_inference_steps=settings.steps, output_type='latent',
                                generator=seeded(settings.seed * SEEDS_APART + number for number in numbers))
             paths = [path_of(settings, guidance, number) for number in numbers]
-            list(savers.map(save_picture, decode(pipeline, drawing.images), paths))
+            pictures = decode(pipeline, drawing.images)
+            list(saved)  # waits for them, and raises what went wrong
+            saved = savers.map(save_picture, pictures, paths)
             ends.append(time.perf_counter())
+        list(saved)
     drawn = [len(numbers) for _, numbers in batches]
     rate = sum(drawn[1:]) / (ends[-1] - ends[0]) if len(ends) > 1 else None
     of_ranks = dist.all_gather_object((sum(drawn), rate))
@@ -358,6 +362,7 @@ def in_words(score: float | None) -> str:
 
 def evaluate(settings: Evaluate) -> dict:
     """Draw what is missing, and judge it; returns the record."""
+    refuse_more_ranks_than_gpus()
     join_ranks(get_device(None), SECONDS_TO_MEET)
     wait_at_most(SECONDS_FOR_THE_SLOWEST)
     device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')

@@ -58,22 +58,29 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
     waiting = deque(parts)
     at_work = {}  # the parts of each call
     deaths = Counter()  # of workers, by the name of the part that each was at
+    suspects = set()  # names of parts, of one of which several workers died together: they are made one by one
     while waiting or at_work:
-        places = workers.places()
+        places = 1 if suspects else workers.places()
         while waiting and len(at_work) < places:
-            number = min(at_once, 1 + len(waiting) // (2 * places))  # fewer towards the end
+            number = 1 if suspects else min(at_once, 1 + len(waiting) // (2 * places))  # fewer towards the end
             given = [waiting.popleft() for _ in range(number)]
             at_work[workers.call(given)] = given
+        died = []  # the first part of each call that was not made
         for call in workers.ended(list(at_work)):
             given = at_work.pop(call)
             try:
                 yield workers.result(call)
+                suspects.difference_update(part.name for part in given)
             except WorkerDied:
                 left = [part for part in given if not is_done(part.name)]
                 waiting.extendleft(reversed(left))
-                if left:  # they are made one after the other
-                    deaths[left[0].name] += 1
-                    say_death(left[0], deaths[left[0].name])
+                died += left[:1]  # they are made one after the other
+        if len(died) == 1:
+            deaths[died[0].name] += 1
+            say_death(died[0], deaths[died[0].name])
+        elif died:
+            print('workers were lost; what they were at is made again, one part after the other', file=sys.stderr)
+            suspects.update(part.name for part in died)
 
 
 def say_death(part: Part, deaths: int) -> None:

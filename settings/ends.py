@@ -32,7 +32,7 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         program: name of the command.
         what_stays: of its work, and how to go on; it stands behind what ends with 1, 130 or 143.
     """
-    from inputs.errors import DataError, one_line
+    from inputs.errors import DataError, is_out_of_memory, one_line
     behind = what_stays and f'; {what_stays}'
     before = signal.signal(signal.SIGTERM, raise_terminated)
     try:
@@ -41,6 +41,10 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         end(program, 2, one_line(error))
     except (DataError, OSError, ImportError) as error:
         end(program, 1, one_line(error) + behind)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        end(program, 1, f'out of memory ({one_line(error)[:200]}); use a smaller --batch_size{behind}')
     except Terminated:
         end(program, 143, f'ended by SIGTERM{behind}')
     except KeyboardInterrupt:

@@ -35,7 +35,7 @@ def on_this_machine(settings: Train) -> Train:
         'device_train_microbatch_size': 'auto' if is_for_gpus else settings.batch_size // devices,
         'channels_last': is_for_gpus,
         'compile_blocks': compiles_by_blocks(settings, devices),
-        'num_workers': default_workers() if settings.remote else 0,
+        'num_workers': default_workers(dist.get_local_world_size()) if settings.remote else 0,
         'ema_half_life': '1000ba' if settings.use_ema else None,
         'save_interval': '1ep' if settings.save_folder else None,
         'eval_interval': '1000ba' if settings.eval_remote else None,
@@ -47,15 +47,30 @@ def on_this_machine(settings: Train) -> Train:
     return with_length(settings)
 
 
+def agreed(settings: Train) -> Train:
+    """Once the ranks have met: as many loader processes on each as the host with the fewest cores has by default.
+
+    Ranks whose loaders differ would train and measure for different numbers of batches.
+    """
+    mine = (settings.num_workers, settings.measure_batches or 0, settings.max_duration)
+    num_workers, measure_batches, max_duration = min(dist.all_gather_object(mine))
+    return dataclasses.replace(settings, num_workers=num_workers, measure_batches=measure_batches or None,
+                               max_duration=max_duration)
+
+
 def encoding_here(settings: Encode) -> Encode:
     """The settings of an encoding with each flag filled in."""
     has_gpu = torch.cuda.is_available()
     if settings.compile:
         refuse_missing_headers()
+    if settings.ray and settings.encoder_precision is None and not has_gpu:
+        raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
+                         'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
     settings = dataclasses.replace(read_local_in_place(settings),
                                    num_workers_by_default=settings.num_workers is None)
     return with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
-                                    'channels_last': has_gpu, 'num_workers': default_workers()})
+                                    'channels_last': has_gpu or settings.ray is not None,
+                                    'num_workers': default_workers(max(1, torch.cuda.device_count()))})
 
 
 def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
@@ -90,9 +105,9 @@ def compiles_by_blocks(settings: Train, devices: int) -> bool:
     return devices > 1 and settings.compile not in (False, 'reduce-overhead')
 
 
-def default_workers() -> int:
-    """Loader processes of a device: as many as its share of the cores."""
-    cores = len(os.sched_getaffinity(0)) // dist.get_local_world_size()
+def default_workers(devices: int) -> int:
+    """Loader processes of each of the machine's devices: as many as its share of the cores."""
+    cores = len(os.sched_getaffinity(0)) // devices
     return max(1, min(MOST_WORKERS, cores))
 
 

@@ -10,7 +10,7 @@ from settings.commands import Encode, Report
 from settings.costs import Phase
 from settings.ends import one_line_errors
 from settings.flags import parse
-from settings.here import encoding_here
+from settings.here import agreed, encoding_here
 from settings.train import Train
 from tests.runs import TINY, settings_of
 
@@ -124,6 +124,26 @@ def test_a_length_that_is_given_is_trained_and_all_of_it_after_the_warm_up_measu
 def test_intervals_have_defaults_where_there_is_something_to_do(tmp_path):
     here = settings_of(*SYNTHETIC, '--save_folder', tmp_path / 'x')
     assert (here.save_interval, here.eval_interval, here.sample_interval) == ('1ep', None, None)
+
+
+def test_ranks_whose_hosts_differ_take_the_fewest_loader_processes_and_one_length(monkeypatch):
+    ranks = [(8, 80, '99ba'), (6, 60, '75ba')]
+    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: ranks)
+    for workers, measured, duration in ranks:
+        mine = settings_of(*SYNTHETIC, '--num_workers', workers, '--measure_batches', measured, '--max_duration',
+                           duration)
+        together = agreed(mine)
+        assert (together.num_workers, together.measure_batches, together.max_duration) == (6, 60, '75ba')
+
+
+def test_the_devices_that_encode_share_the_cores_and_a_clusters_precision_is_not_guessed(as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr('os.sched_getaffinity', lambda process: range(16))
+    flags = ['--remote', 'shards', '--out', 'x']
+    as_on_a_gpu(count=0)
+    with pytest.raises(ValueError, match='--ray auto needs --encoder_precision'):
+        encoding_here(parse(Encode, '', [*flags, '--ray', 'auto']))
+    as_on_a_gpu(count=8)
+    assert encoding_here(parse(Encode, '', flags)).num_workers == 2
 
 
 def test_a_local_without_a_remote_is_the_data():
