@@ -115,7 +115,6 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
     from matplotlib.ticker import EngFormatter
     named = [key for key in line_keys if rows[key].nunique() > 1]
     for number, (_, points) in enumerate(rows.groupby(line_keys, dropna=False)):
-        points = points.sort_values(['guidance', 'images_seen'])
         label = ', '.join(words_of(key, points[key].iloc[0]) for key in named)
         axes.plot(points[across], points[up], marker='o', markersize=4, label=label, color=COLORS[number % len(COLORS)])
     if across == 'clip_score':  # of the last line, whose scales are those of the others in most cases

@@ -270,15 +270,16 @@ def test_nothing_is_worked_out_from_records_in_doubt(printed, refused, write):
 
 
 def test_compare_has_a_row_a_record_what_differs_and_the_speed_over_the_first(printed, write):
-    runs = [{'compile': compiled, 'use_ema': True, 'images_per_sec': speed, 'date': f'2026-11-2{day}T10:00:00+00:00',
-             'git_commit': commit} for day, compiled, speed, commit in (
-                 (0, False, 800.0, 'a' * 40), (1, True, 1000.0, 'b' * 40 + '-dirty'), (2, True, 1000.0, 'b' * 40))]
-    text = printed(write(*runs), '--compare')
+    same = {'use_ema': True, 'cudnn_benchmark': False}
+    runs = [{'compile': False, 'date': '2026-11-20T10:00:00+00:00', 'git_commit': 'a' * 40},
+            {'compile': True, 'date': '2026-11-21T10:00:00+00:00', 'git_commit': 'b' * 40, 'images_per_sec': 1000.0},
+            {'compile': True, 'date': '2026-11-22T10:00:00+00:00', 'git_commit': 'b' * 40 + '-dirty'}]
+    text = printed(write(*(same | run for run in runs)), '--compare')
     [table] = tables(text)
     assert columns(table, 'compile', 'date', 'git_commit', 'over first') == [
-        ('no', '2026-11-20 10:00:00', 'aaaaaaaa', '1.00 x'), ('yes', '2026-11-21 10:00:00', 'bbbbbbbb-dirty', '1.25 x'),
-        ('yes', '2026-11-22 10:00:00', 'bbbbbbbb', '1.25 x')]
-    assert 'use_ema' not in table[0] and 'use_ema yes' in text.splitlines()[0]
+        ('no', '2026-11-20 10:00:00', 'aaaaaaaa', '1.00 x'), ('yes', '2026-11-21 10:00:00', 'bbbbbbbb', '1.25 x'),
+        ('yes', '2026-11-22 10:00:00', 'bbbbbbbb-dirty', '1.00 x')]
+    assert 'use_ema' not in table[0] and 'use_ema yes' in text.splitlines()[0] and 'cudnn_benchmark' not in text
 
 
 def test_a_loader_is_shown_in_times_the_fastest_model_on_the_same_devices(printed, write):
