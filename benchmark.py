@@ -243,6 +243,10 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     if samples < settings.batch_size:
         raise ValueError(f'--remote {settings.remote} holds {counted(samples, "sample")}, fewer than --batch_size '
                          f'{settings.batch_size}; use a smaller batch')
+    left_out = samples % settings.batch_size
+    if left_out and not settings.loader_only and dist.get_global_rank() == 0:
+        print(f'each epoch leaves out {left_out} of {counted(samples, "sample")}, others each time: less than a batch',
+              file=sys.stderr)
     if settings.random_flip and 'latents' in index:
         raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)

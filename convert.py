@@ -38,6 +38,7 @@ from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_n
 from parts.sources import find_files, join_neighbours
 from parts.tars import make_sample, read_samples
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
+from settings.train import BATCH_SIZE
 
 
 def held_out_beside(out: str) -> str:
@@ -134,7 +135,7 @@ def convert(settings: Convert) -> int:
     files, left_out = find_files(settings.source, places)
     if not files:
         found = [f'{line["source"]}: {line["reason"]}' for line in left_out] or ['it holds neither tars nor images']
-        raise DataError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {found[0]}')
+        raise ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {found[0]}')
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
              'seed': settings.seed if settings.held_out else None}
     parts = [Part(part_name(facts, of_part), of_part) for of_part in join_neighbours(files, settings.size_limit)]
@@ -168,7 +169,7 @@ def convert_and_join(settings: Convert, outputs: list[Output], parts: list[Part]
         print_summary(joined, held_out, settings)
     else:
         print(f'done already: OUT {settings.out} holds {counted(joined.samples, "sample")}, all of this SOURCE')
-    print_next(held_out, settings)
+    print_next(joined, held_out, settings)
     return 1 if joined.damaged else 0
 
 
@@ -204,9 +205,11 @@ def print_summary(joined: Joined, held_out: Joined | None, settings: Convert) ->
         print(f'skipped    {what_was_skipped(joined, held_out, settings)}')
 
 
-def print_next(held_out: Joined | None, settings: Convert) -> None:
+def print_next(joined: Joined, held_out: Joined | None, settings: Convert) -> None:
     """The command that trains on what was converted."""
     command = ['composer', 'benchmark.py', '--remote', streaming_address(settings.out), '--use_ema']
+    if joined.samples < BATCH_SIZE:
+        command += ['--batch_size', str(1 << (joined.samples.bit_length() - 1))]
     if held_out and held_out.samples:
         command += ['--eval_remote', streaming_address(held_out_beside(settings.out))]
     print(f'next       {shlex.join(command)}')

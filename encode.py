@@ -56,6 +56,7 @@ from models.loading import ModelFiles, build_vae, find_model
 from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, write_index
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
 from settings.here import encoding_here
+from settings.train import BATCH_SIZE
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
@@ -142,7 +143,8 @@ class Encoder:
         with self.device:
             vae = build_vae(find_model(settings.model_name, settings.pretrained), settings.encoder_precision)
         vae = vae.to(self.device)
-        if settings.channels_last:
+        has_gpu = self.device.type == 'cuda'
+        if settings.channels_last or settings.channels_last is None and has_gpu:
             vae.to(memory_format=torch.channels_last)
         if settings.compile:
             compile_in_place([vae.encoder], compile_mode(settings.compile))
@@ -374,15 +376,17 @@ def summary(record: dict, settings: Encode) -> str:
     encoded = counted(record['samples'], 'image')
     return (f'encoded         {encoded}{speed}; {record["stored_samples"]:,} stored, '
             f'{record["bytes_per_image"]:,.0f} bytes each\n{caution}{skipped}'
-            f'{next_command(settings)}')
+            f'{next_command(record["stored_samples"], settings)}')
 
 
-def next_command(settings: Encode) -> str:
+def next_command(samples: int, settings: Encode) -> str:
     """The command that trains on what was encoded."""
     command = ['composer', 'benchmark.py', '--remote', streaming_address(settings.out), '--use_ema', '--model_name',
                settings.model_name, '--image_size', str(settings.image_size)]
     if settings.pretrained:
         command.append('--pretrained')
+    if samples < BATCH_SIZE:
+        command += ['--batch_size', str(1 << (samples.bit_length() - 1))]
     return f'next            {shlex.join(command)}'
 
 
@@ -406,7 +410,7 @@ def encode(settings: Encode) -> dict | None:
         is_new = write_index(output, joined, latents=origin)
     if not is_new:
         print(f'done already: --out {settings.out} holds {counted(joined.samples, "sample")}, all of this --remote')
-        print(next_command(settings))
+        print(next_command(joined.samples, settings))
         return None
     stored = {
         'samples': sum(joined.samples_of[part.name] for part in missing),  # of this run

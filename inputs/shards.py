@@ -25,7 +25,7 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     try:
         index = json.loads(fetch_index(remote))
     except FileNotFoundError:
-        raise ValueError(f'{place} holds no {INDEX}, so no whole MDS dataset; check the name, or end what makes it: '
+        raise ValueError(f'{place} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
                          'convert.py and encode.py write that file last') from None
     except Exception as error:  # every storage client has its own
         raise ValueError(f'{place} has no {INDEX} that can be read ({type(error).__name__}: {one_line(error)[:200]})'

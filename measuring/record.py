@@ -136,10 +136,12 @@ def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -
     """
     if not record['images_per_sec']:
         end = 'over' if record['status'] == UNMEASURED else record['status']
-        return f'no batch was measured: the run was {end} within --warmup_batches {record["warmup_batches"]}'
+        return f'no batch was measured: the run was {end} before the clock started'
     values = record | {'caution': caution_sentence(record), 'on_waiting': ''}
     if record['data_wait_fraction'] > MUCH_WAITING:
-        values['on_waiting'] = '; more --num_workers, smaller images or latents (encode.py) shorten it'
+        values['on_waiting'] = '; more --num_workers shorten it'
+        if record['encoders'] == 'in_loop':
+            values['on_waiting'] = '; more --num_workers, smaller images or latents (encode.py) shorten it'
     for key in ('trained_epochs', 'first_batch'):
         values[key] = record[key] or None
     for name in EXCLUDED:

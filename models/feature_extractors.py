@@ -1,4 +1,5 @@
 """The networks that pictures are judged by, as torchmetrics takes them: InceptionV3 for FID, and CLIP for its score."""
+import os
 from functools import partial
 
 import torch
@@ -37,12 +38,15 @@ def load_inception(path: str) -> Inception:
 
     Raises ValueError if the file is not there, or holds something else.
     """
+    remedy = f'fetch it: curl -L -o inception.pth {INCEPTION_WEIGHTS}'
+    if not os.path.isfile(path):
+        raise ValueError(f'--inception {path} is not there; {remedy}')
     try:
         torch.load(path, map_location='cpu', weights_only=True)  # torch-fidelity would run what is in the user's file
         return Inception(NAME, [LAYER], feature_extractor_weights_path=path)
     except Exception:  # of nearly any kind, for what is no file of tensors, and of no use to the reader
-        raise ValueError(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; fetch it: "
-                         f'curl -L -o inception.pth {INCEPTION_WEIGHTS}') from None
+        raise ValueError(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; {remedy}"
+                         ) from None
 
 
 class Clip(CLIPModel):
@@ -64,11 +68,14 @@ def load_clip(folder: str) -> CLIPScore:
 
     A caption that is longer than the model takes is cut before its last token, where torchmetrics would cut that off.
     """
+    remedy = f'fetch one: hf download {CLIP_MODEL} --local-dir clip'
+    if not os.path.isdir(folder):
+        raise ValueError(f'--clip {folder} is no folder; {remedy}')
     try:
         model = load_weights(Clip, folder, f'--clip {folder}')
         processor = CLIPProcessor.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for files that are not there or damaged
         raise ValueError(f'--clip {folder} is no folder with a CLIP model and its processor ({one_line(error)[:300]}); '
-                         f'fetch one: hf download {CLIP_MODEL} --local-dir clip') from None
+                         f'{remedy}') from None
     most = model.config.text_config.max_position_embeddings
     return CLIPScore(lambda: (model, partial(processor, truncation=True, max_length=most)))

@@ -103,7 +103,8 @@ class Output:
             raise ValueError(f'{self.place} holds a {CLAIM} that is damaged; give a new folder') from None
         for key in ('program', *settings, *begun):
             if begun.get(key) != settings.get(key):
-                raise ValueError(f'{self.place} was begun {difference(key, begun, settings)}; give a new folder')
+                raise ValueError(f'{self.place} was begun {difference(key, begun, settings)}; give the same flags as '
+                                 'then, or a new folder')
 
     def _create(self, name: str, content: bytes) -> bool:
         """Write a file if there is none of that name, as a store itself decides; returns whether there was none."""
@@ -176,10 +177,10 @@ def difference(key: str, begun: dict, now: dict) -> str:
     """How OUT was begun otherwise than this run would."""
     if key == 'layout':
         return f'by another version of {now["program"]}'
-    values = [' '.join(str(settings.get(key)).split())[:200] for settings in (begun, now)]
+    values = [' '.join(str(settings.get(key) or 'nothing').split())[:200] for settings in (begun, now)]
     if key == 'program':
         return f'by {values[0]}, not by {values[1]}'
-    return f'with {key} {values[0]}, not {values[1]}'
+    return f'with {key} {values[0]}, and this command has {values[1]}'
 
 
 def part_name(*facts) -> str:

@@ -69,7 +69,7 @@ def encoding_here(settings: Encode) -> Encode:
     settings = dataclasses.replace(read_local_in_place(settings),
                                    num_workers_by_default=settings.num_workers is None)
     return with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
-                                    'channels_last': has_gpu or settings.ray is not None,
+                                    'channels_last': None if settings.ray else has_gpu,  # each worker knows
                                     'num_workers': default_workers(max(1, torch.cuda.device_count()))})
 
 

@@ -12,6 +12,7 @@ from settings.flags import amount, count, flag, positive, seed, share, whole_num
 
 TINY = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
+BATCH_SIZE = 2048  # of the published benchmark
 ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention
 TIME = '([1-9][0-9]{0,14})(ba|ep|sp)|(0?[.][0-9]+|1)(dur)'  # 5000 batches, epochs or samples, or a share of the run
 
@@ -65,7 +66,7 @@ class TrainingSamples:
     cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)')
     use_synth_data: bool = flag(False, 'train on random images that cost nothing to load')
     use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had made them')
-    batch_size: int = flag(2048, 'images in a step, over all devices', kind=count)
+    batch_size: int = flag(BATCH_SIZE, 'images in a step, over all devices', kind=count)
     tokenizer: str | None = flag(None, "folder or hub name (default: CLIP's own, from the package open_clip_torch)")
     random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn anew in each epoch')
     caption_drop: float = flag(0.0, 'share of the captions that the empty one replaces, such as 0.1, so that images '

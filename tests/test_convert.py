@@ -184,7 +184,7 @@ def test_bad_arguments_are_one_line_and_status_2(tars, tmp_path, capsys):
     out = tmp_path / 'out'
     for status, words, *argv in (
             (2, 'missing does not exist', tmp_path / 'missing', out),
-            (1, f'nothing to convert in SOURCE {tars}: {tars}: it is OUT', tars, tars),
+            (2, f'nothing to convert in SOURCE {tars}: {tars}: it is OUT', tars, tars),
             (2, f'OUT {tars} already holds something', tars / '00000.tar', tars),
             (2, 'is not a folder', tars, tars / '00000.tar'),
             (1, 'Not a directory', tars, tars / '00000.tar/below'),
@@ -200,7 +200,7 @@ def test_bad_arguments_are_one_line_and_status_2(tars, tmp_path, capsys):
 
 def test_nothing_to_convert_is_one_line_and_the_same_command_goes_on_when_that_is_put_right(tmp_path, capsys):
     (tmp_path / 'empty').mkdir()
-    assert failing_status(tmp_path / 'empty', tmp_path / 'out') == 1
+    assert failing_status(tmp_path / 'empty', tmp_path / 'out') == 2
     assert f'nothing to convert in SOURCE {tmp_path}/empty: it holds neither tars nor images' in error_line(capsys)
     write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a', 'b.jpg': shaded(1)})
     out = tmp_path / 'out'
@@ -242,12 +242,12 @@ def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp
     assert convert.main([str(tars), str(out)]) == 0
     assert capsys.readouterr().out.startswith(f'done already: OUT {out} holds {len(ALL_SAMPLES)} samples, all of')
     assert failing_status(tars, out, '--size_limit', '1kb') == 2
-    assert f'OUT {out} was begun with size_limit 67108864, not 1024; give a new folder' in error_line(capsys)
+    assert f'OUT {out} was begun with size_limit 67108864, and this command has 1024; give' in error_line(capsys)
     assert failing_status(tmp_path, out) == 2
-    assert f"was begun with source ['{tars}'], not ['{tmp_path}']" in error_line(capsys)
+    assert f"was begun with source ['{tars}'], and this command has ['{tmp_path}']" in error_line(capsys)
     (out / 'claim.json').write_text('{"program": "convert.py", "source": "3 files of 40,960 bytes"}')  # as it once was
     assert failing_status(tars, out) == 2
-    assert 'was begun by another version of convert.py; give a new folder' in error_line(capsys)
+    assert 'was begun by another version of convert.py; give ' in error_line(capsys)
     (out / 'claim.json').unlink()
     assert failing_status(tars, out) == 2
     assert {path: time for path, time in times(tmp_path).items()} | before == before

@@ -190,7 +190,7 @@ def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_nam
     said, command = capfd.readouterr().out.splitlines()
     assert said == f'done already: --out {latents} holds 24 samples, all of this --remote'
     assert command.startswith(f'next            composer benchmark.py --remote {latents} --use_ema')
-    assert 'was begun with image_size 64, not 32; give a new folder' in refusal(
+    assert 'was begun with image_size 64, and this command has 32; give' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
     assert 'was begun by convert.py, not by encode.py' in refusal(
         capfd, encode_shards, shards, of_another_program(tmp_path / 'other'), model_folder)
@@ -207,7 +207,7 @@ def test_latents_of_random_weights_are_not_gone_on_with_by_other_weights(shards,
     argv = [*SMALL, '--remote', shards, '--out', str(tmp_path / 'out'), '--model_name', 'tiny', '--results',
             str(tmp_path / 'results.jsonl')]
     assert encode.main([*argv, '--seed', '1'])['samples'] == 24
-    assert 'was begun with vae_seed 1, not 2' in refusal(capfd, encode.main, [*argv, '--seed', '2'])
+    assert 'was begun with vae_seed 1, and this command has 2' in refusal(capfd, encode.main, [*argv, '--seed', '2'])
 
 
 def changed(model_folder, folder: Path, part: str) -> Path:

@@ -50,6 +50,7 @@ class Progress(Callback):
     def fit_start(self, state: State, logger) -> None:
         self._total = total_batches(state)
         self._line_batch = state.timestamp.batch.value
+        self._line_sample = state.timestamp.sample.value
         self._line_time = self._training_time()
         self._next_line = time.monotonic() + self.seconds_to_first_line
         if dist.get_global_rank() == 0 and sys.stderr.isatty():
@@ -78,10 +79,11 @@ class Progress(Callback):
         """On rank 0: batch, loss, speed and time left."""
         batch = state.timestamp.batch.value
         training_time = self._training_time()
-        batches_per_second = (batch - self._line_batch) / (training_time - self._line_time)
-        samples = state.timestamp.sample.value - state.previous_timestamp.sample.value  # of a batch
+        seconds = training_time - self._line_time
+        batches_per_second = (batch - self._line_batch) / seconds
+        images = state.timestamp.sample.value - self._line_sample
         place = f'batch {batch}'
-        parts = [self._loss(state), f'{batches_per_second * samples:.4g} images/s']
+        parts = [self._loss(state), f'{images / seconds:.4g} images/s']
         if self._total is not None:
             place += f' of {self._total}'
             if batch < self._total:
@@ -92,6 +94,7 @@ class Progress(Callback):
         self._next_line = time.monotonic() + self.seconds_between_lines
         self._line_time = training_time
         self._line_batch = batch
+        self._line_sample = state.timestamp.sample.value
 
     def _training_time(self) -> float:
         """Seconds that this process has spent on batches until now, from some moment before its first."""

@@ -1,6 +1,7 @@
 """How a training begins, ends and is recorded."""
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 
 from composer import Callback, Trainer
@@ -23,6 +24,10 @@ from training.loggers import log_record
 from training.progress import Progress, batches_in_words
 from training.safeguard import Safeguard
 from training.signals import StopAtSignal
+
+
+# what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
+COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
 
 
 class RunFailed(DataError):
@@ -89,7 +94,10 @@ def noting_how_it_ends(trainer: Trainer) -> Iterator[dict[str, str]]:
     """
     outcome = {'status': 'complete'}
     try:
-        yield outcome
+        with warnings.catch_warnings():
+            for words in COMPOSERS_WARNINGS:
+                warnings.filterwarnings('ignore', words)
+            yield outcome
     except Exception as error:
         microbatch_flag = f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}'
         outcome |= {'status': 'failed', 'error': redacted(reason(error, microbatch_flag))}

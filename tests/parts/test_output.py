@@ -73,14 +73,15 @@ def test_a_part_is_done_once_it_has_its_index_and_a_damaged_one_is_named(output)
 def test_other_settings_another_program_and_a_damaged_claim_are_refused(output):
     begin(output)
     before = output.read(CLAIM)
-    for settings, words in (({'size_limit': 2}, 'with size_limit 1, not 2'), ({'seed': 3}, 'with seed None, not 3'),
+    for settings, words in (({'size_limit': 2}, 'with size_limit 1, and this command has 2'),
+                            ({'seed': 3}, 'with seed nothing, and this command has 3'),
                             ({'program': 'encode.py'}, 'by convert.py, not by encode.py')):
-        with pytest.raises(ValueError, match=f'^OUT .* was begun {words}; give a new folder$'):
+        with pytest.raises(ValueError, match=f'^OUT .* was begun {words}; give the same flags as then, or a new folder$'):
             begin(output, **settings)
     begin(output, seed=None)
     assert output.read(CLAIM) == before
     output.write(CLAIM, b'{"program": "convert.py", "source": "3 files", "size_limit": 1}')  # as it once was
-    with pytest.raises(ValueError, match='was begun by another version of convert.py; give a new folder'):
+    with pytest.raises(ValueError, match='was begun by another version of convert.py; give '):
         begin(output)
     output.write(CLAIM, b'{"program"')
     with pytest.raises(ValueError, match='claim.json that is damaged'):
