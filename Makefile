@@ -26,7 +26,7 @@ help:  ## Print this list.
 smoke: $(VENV)/installed  ## A first measurement: SD2 base on every GPU, by two recipes; or the tiny model on a CPU.
 	@python benchmarks/smoke.py
 
-test: $(VENV)/installed  ## ruff, and all tests but the long ones: four minutes on two cores.
+test: $(VENV)/installed  ## ruff, and all tests but the long ones: two minutes on two cores.
 	ruff check .
 	python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests
 
@@ -39,7 +39,7 @@ bench: $(VENV)/installed  ## Ratios on the CPU: loader, conversion, EMA, a full 
 	python benchmarks/ema.py
 	python benchmarks/step.py
 
-learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; ten minutes on two cores.
+learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; four minutes on two cores.
 	python benchmarks/learn.py $(OUTPUT)/learned.png
 
 report: $(VENV)/installed  ## The table and the figure of the published benchmark.
