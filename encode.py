@@ -143,8 +143,10 @@ class Encoder:
         with self.device:
             vae = build_vae(find_model(settings.model_name, settings.pretrained), settings.encoder_precision)
         vae = vae.to(self.device)
-        has_gpu = self.device.type == 'cuda'
-        if settings.channels_last or settings.channels_last is None and has_gpu:
+        channels_last = settings.channels_last
+        if channels_last is None:  # on a cluster each worker decides for its device
+            channels_last = self.device.type == 'cuda'
+        if channels_last:
             vae.to(memory_format=torch.channels_last)
         if settings.compile:
             compile_in_place([vae.encoder], compile_mode(settings.compile))
@@ -170,16 +172,18 @@ class Encoder:
             stored = 0
             bad = []
             with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
-                written = pen.submit(list)
+                written = None  # the batch before
                 while batch is not None and batch['shard'] == number:
                     moments = self.moments_of(batch)
-                    written.result()
+                    if written is not None:
+                        written.result()
                     written = pen.submit(write_latents, writer, moments, batch['caption'])
                     stored += len(batch['caption'])
                     bad += [(self.first_numbers[number] + sample, reason) for sample, reason in batch['bad']]
                     self.clock.append((self.clock[-1][0] + len(batch['caption']), time.perf_counter()))
                     batch = next(batches, None)
-                written.result()
+                if written is not None:
+                    written.result()
             source = self.index['shards'][number]['raw_data']['basename']
             writer.finish({'source': source, 'key': sample, 'reason': reason} for sample, reason in bad)
             if settings.local is None:
