@@ -39,9 +39,9 @@ BREAKS = {
         'tests/test_ema.py'),
     'ema_before_the_step': Break(
         'the average takes the weights of before the optimizer step', 'ema.py',
-        {'self.update_event = Event.BATCH_END if': 'self.update_event = Event.AFTER_TRAIN_BATCH if',
+        {'if event == self.update_event:': 'if event == Event.AFTER_TRAIN_BATCH:',
          'if event in (Event.BATCH_END, Event.EPOCH_END):': 'if event in (Event.AFTER_TRAIN_BATCH, Event.EPOCH_END):'},
-        'tests/test_ema_as_composers.py'),
+        'tests/test_ema.py'),
     'noise_is_the_same_in_each_batch': Break(
         'each batch draws the noise and timesteps of the first', 'training/safeguard.py',
         {'(self.seed, state.timestamp.batch.value, dist.get_global_rank())': '(self.seed, dist.get_global_rank())'},

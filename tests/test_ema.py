@@ -1,26 +1,36 @@
-"""The average against a plain loop in float64, through swaps, checkpoints and exports."""
+"""The average against Composer's own and a plain loop in float64, through evaluations, swaps and checkpoints."""
 import copy
+import itertools
 
 import pytest
 import torch
-from composer import ComposerModel, Trainer
+from composer import Callback, ComposerModel, Trainer
+from composer.algorithms.ema import ema as composers
 from torch.utils.data import DataLoader, TensorDataset
 
 from ema import EMA, ShadowModel, compute_ema
 
+AVERAGES = [{'half_life': '2ba'}, {'half_life': '1000ba'}, {'half_life': '1ep'}, {'half_life': '2ep'},
+            {'half_life': None, 'smoothing': 0.7}]
+STARTS = ['0.0dur', '0.3dur', '0.5dur', '0ba', '3ba', '5ba', '1ep', '2ep']
+INTERVALS = [None, '1ba', '2ba', '3ba', '5ba', '1ep', '2ep']
 
-class Line(ComposerModel):
-    """Two layers, one of them frozen."""
+
+class Net(ComposerModel):
+    """Layers that train and one that does not, with buffers of floats and of whole numbers."""
 
     def __init__(self):
         super().__init__()
-        self.frozen, self.layer = torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 1)
-        self.seen: list[torch.Tensor] = []  # weights at each evaluation
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.layer = torch.nn.Linear(4, 1)
+        self.register_buffer('position_ids', torch.arange(200), persistent=False)
+        self.seen: list[torch.Tensor] = []  # weights in each batch of an evaluation or a prediction
 
     def forward(self, batch):
         if not self.training:
             self.seen.append(self.layer.weight.detach().clone())
-        return self.layer(self.frozen(batch[0]))
+        return self.layer(self.norm(self.frozen(batch[0])))
 
     def loss(self, outputs, batch):
         return torch.nn.functional.mse_loss(outputs, batch[1])
@@ -29,150 +39,216 @@ class Line(ComposerModel):
         return self(batch)
 
 
+def seeded_net(seed: int = 1) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
 def loader() -> DataLoader:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(16, 4, generator=generator)
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
 
 
-def train(ema: EMA, model: Line, max_duration: str = '6ba', **options) -> Trainer:
+class Recorder(Callback):
+    """The live weights after each batch."""
+
+    def __init__(self):
+        self.weights: list[torch.Tensor] = []
+
+    def batch_end(self, state, logger):
+        self.weights.append(state.model.layer.weight.detach().clone())
+
+
+def train(model: Net, algorithms, max_duration: str = '12ba', callbacks=(), **options) -> Trainer:
     """Train on the CPU; `trainer.history` holds the live weights after every batch."""
-    from composer import Callback
-    history = []
-
-    class Recorder(Callback):
-        def batch_end(self, state, logger):
-            history.append(model.layer.weight.detach().clone())
-
-    trainer = Trainer(model=model, train_dataloader=loader(), max_duration=max_duration, algorithms=[ema],
-                      optimizers=torch.optim.SGD(model.layer.parameters(), lr=0.1), callbacks=[Recorder()],
-                      progress_bar=False, device='cpu', seed=3, **options)
+    recorder = Recorder()
+    trainer = Trainer(model=model, train_dataloader=loader(), max_duration=max_duration, algorithms=algorithms, seed=3,
+                      optimizers=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[recorder, *callbacks],
+                      progress_bar=False, device='cpu', **options)
     trainer.fit()
-    trainer.history = history
+    trainer.history = recorder.weights
     return trainer
 
 
-def average_of(history: list[torch.Tensor], smoothing: float, every: int = 1, first: int = 0) -> torch.Tensor:
+def average_of(history: list[torch.Tensor], smoothing: float, first: int = 0) -> torch.Tensor:
     """A plain loop in float64, which starts as a copy of the weights of batch `first`."""
     average = history[first].double()
-    for index, weight in enumerate(history):
-        if index > first and (index + 1) % every == 0:
-            average = smoothing * average + (1 - smoothing) * weight.double()
+    for weight in history[first + 1:]:
+        average = smoothing * average + (1 - smoothing) * weight.double()
     return average
 
 
-def test_one_update_is_the_formula_in_float64():
-    model, other = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-    shadow = ShadowModel(model)
-    expected = {name: 0.9 * p.double() + (1 - 0.9) * dict(other.named_parameters())[name].double()
-                for name, p in model.named_parameters()}
-    compute_ema(other, shadow, 0.9)
-    for name, average in shadow.named_parameters():
-        torch.testing.assert_close(average.double(), expected[name].detach(), atol=1e-6, rtol=0)
+def tensors(shadow) -> dict[str, torch.Tensor]:
+    return dict(shadow.named_parameters()) | dict(shadow.named_buffers())
 
 
-@pytest.mark.parametrize('arguments, smoothing, every, first', [
-    ({}, 2 ** (-1 / 1000), 1, 0),
-    ({'half_life': '4ba', 'update_interval': '2ba'}, 2 ** (-2 / 4), 2, 0),
-    ({'smoothing': 0.7, 'ema_start': '0.5dur'}, 0.7, 1, 2),
-    ({'half_life': '1ep'}, 0.5, 4, 3),
-])
-def test_training_keeps_the_average_of_a_plain_loop(arguments, smoothing, every, first):
-    ema, model = EMA(**arguments), Line()
-    history = train(ema, model, '8ba' if 'ep' in str(arguments) else '6ba').history
-    expected = average_of(history, smoothing, every, first)
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Equal but for whole numbers, which Composer averages as well, so that rounding makes the position 29 a 28."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        if name == 'position_ids':
+            assert torch.equal(ours[name], torch.arange(200))
+        elif tensor.is_floating_point():
+            torch.testing.assert_close(ours[name], tensor, atol=1e-6, rtol=0, msg=lambda text, n=name: f'{n}: {text}')
+
+
+class Comparison(Callback):
+    """After every batch and every epoch both algorithms have the same average."""
+
+    def __init__(self, ours: EMA, theirs: composers.EMA):
+        self.ours = ours
+        self.theirs = theirs
+        self.compared = 0
+
+    def batch_end(self, state, logger):
+        assert self.ours.ema_started == self.theirs.ema_started, state.timestamp
+        if self.theirs.ema_started:
+            assert_same(tensors(self.ours.ema_model), tensors(self.theirs.ema_model))
+            self.compared += 1
+
+    epoch_end = batch_end
+
+
+def fits(average: dict, interval: str | None) -> bool:
+    """Whether Composer takes both: it wants the unit of a half-life, and an interval beside a smoothing."""
+    if average['half_life'] is None:
+        return interval is not None
+    return interval is None or interval[-2:] == average['half_life'][-2:]
+
+
+@pytest.mark.parametrize('start', [
+    start if start in ('0.3dur', '3ba') else pytest.param(start, marks=pytest.mark.long) for start in STARTS])
+def test_every_combination_of_arguments_averages_as_composers(start):
+    chosen = [{**average, 'update_interval': interval}
+              for average, interval in itertools.product(AVERAGES, INTERVALS) if fits(average, interval)]
+    assert len(chosen) > 15
+    for arguments in chosen:
+        ours, theirs = EMA(**arguments, ema_start=start), composers.EMA(**arguments, ema_start=start)
+        comparison = Comparison(ours, theirs)
+        train(seeded_net(), [ours, theirs], callbacks=[comparison])
+        assert comparison.compared > 2, arguments
+
+
+@pytest.mark.parametrize('arguments, smoothing, first', [
+    ({}, 2 ** (-1 / 1000), 0), ({'smoothing': 0.7, 'ema_start': '0.5dur'}, 0.7, 5)])
+def test_training_keeps_the_average_of_a_plain_loop(arguments, smoothing, first):
+    ema = EMA(**arguments)
+    history = train(seeded_net(), [ema]).history
     averages = ema.ema_model.named_parameters_dict
-    assert set(averages) == {'layer.weight', 'layer.bias'}, 'the frozen ones never move'
+    assert 'frozen.weight' not in averages, 'the frozen ones never move'
+    expected = average_of(history, smoothing, first)
     torch.testing.assert_close(averages['layer.weight'].double(), expected, atol=1e-6, rtol=0)
 
 
-def test_evaluation_sees_the_average_and_training_the_live_weights():
-    plain, model = Line(), Line()
-    model.load_state_dict(plain.state_dict())
-    without = train(EMA(ema_start='100ba'), plain)
-    ema = EMA(smoothing=0.5)
-    trainer = train(ema, model, eval_dataloader=loader(), eval_interval='2ba')
+@pytest.mark.parametrize('smoothing', [0, 0.5, 0.99, 1])
+def test_two_modules_average_as_composers(smoothing):
+    model, ours = seeded_net(1), seeded_net(2)
+    theirs = copy.deepcopy(ours)
+    compute_ema(model, ours, smoothing)
+    composers.compute_ema(model, theirs, smoothing)
+    assert_same(tensors(ours), tensors(theirs))
+
+
+def test_evaluation_and_prediction_see_the_average_and_training_the_live_weights():
+    plain, model = seeded_net(), seeded_net()
+    without = train(plain, [])
+    trainer = train(model, [EMA(smoothing=0.5)], eval_dataloader=loader(), eval_interval='2ba')
     for live, expected in zip(trainer.history, without.history, strict=True):
         torch.testing.assert_close(live, expected, atol=0, rtol=0)  # evaluations leave the training alone
-    for batches, seen in zip((2, 4, 6), model.seen[::4], strict=True):  # 4 batches an evaluation
-        torch.testing.assert_close(seen.double(), average_of(trainer.history[:batches], 0.5), atol=1e-6, rtol=0)
-
-
-def test_prediction_runs_on_the_average():
-    ema, model = EMA(smoothing=0.5), Line()
-    trainer = train(ema, model)
-    model.seen.clear()
+    evaluated = model.seen[::4]  # of 4 batches each
     trainer.predict(loader())
-    torch.testing.assert_close(model.seen[0].double(), average_of(trainer.history, 0.5), atol=1e-6, rtol=0)
+    for batches, seen in zip((2, 4, 6, 8, 10, 12, 12), [*evaluated, model.seen[-1]], strict=True):
+        torch.testing.assert_close(seen.double(), average_of(trainer.history[:batches], 0.5), atol=1e-6, rtol=0)
     torch.testing.assert_close(model.layer.weight, trainer.history[-1], atol=0, rtol=0)
 
 
-def test_a_checkpoint_resumes_the_average_to_the_bit(tmp_path):
-    whole_ema, whole = EMA(smoothing=0.8), Line()
-    start = copy.deepcopy(whole.state_dict())
-    train(whole_ema, whole, '7ba')
-
-    first = Line()
-    first.load_state_dict(start)
-    train(EMA(smoothing=0.8), first, '3ba', save_folder=str(tmp_path), save_interval='3ba', save_filename='half.pt')
-    ema, model = EMA(smoothing=0.8), Line()
-    train(ema, model, '7ba', load_path=str(tmp_path / 'half.pt'))
-    assert torch.equal(model.layer.weight, whole.layer.weight)
-    for name, average in whole_ema.ema_model.named_parameters_dict.items():
-        assert torch.equal(ema.ema_model.named_parameters_dict[name], average)
+def resumed(tmp_path, before: composers.EMA, after: composers.EMA) -> Net:
+    """The model of a training that one algorithm has begun and the other goes on with."""
+    train(seeded_net(), [before], '6ba', save_folder=str(tmp_path), save_interval='6ba', save_filename='half.pt')
+    model = seeded_net(7)
+    train(model, [after], load_path=str(tmp_path / 'half.pt'))
+    return model
 
 
-def test_a_checkpoint_of_another_model_is_told_by_name():
+@pytest.mark.parametrize('start', ['0ba', '9ba'])
+def test_a_checkpoint_resumes_the_average_to_the_bit_and_one_of_composers_as_if_it_had_been_ours(tmp_path, start):
+    arguments = {'half_life': '4ba', 'ema_start': start}
+    whole, ours, from_composers = EMA(**arguments), EMA(**arguments), EMA(**arguments)
+    whole_model = seeded_net()
+    train(whole_model, [whole])
+    model = resumed(tmp_path / 'ours', EMA(**arguments), ours)
+    for name, average in tensors(whole.ema_model).items():
+        assert torch.equal(tensors(ours.ema_model)[name], average), name
+    assert torch.equal(model.layer.weight, whole_model.layer.weight)
+    model = resumed(tmp_path / 'composers', composers.EMA(**arguments), from_composers)
+    assert_same(tensors(from_composers.ema_model), tensors(whole.ema_model))
+    assert_same(dict(model.named_parameters()), dict(whole_model.named_parameters()))
+
+
+def test_our_state_goes_into_composers_ema(tmp_path):
+    whole, theirs = composers.EMA('4ba'), composers.EMA('4ba')
+    train(seeded_net(), [whole])
+    resumed(tmp_path, EMA('4ba'), theirs)
+    assert_same(tensors(theirs.ema_model), tensors(whole.ema_model))
+
+
+def test_names_of_several_devices_are_those_of_one():
+    ema, loaded = EMA('4ba'), EMA('4ba')
+    train(seeded_net(), [ema], '6ba')
+    state = copy.deepcopy(ema.state_dict())
+    for kind, averages in state['ema_model'].items():
+        state['ema_model'][kind] = {f'module.{name}': tensor for name, tensor in averages.items()}
+    loaded.load_state_dict(state)
+    view = loaded.get_ema_model(seeded_net(5))
+    assert torch.equal(view.layer.weight, ema.ema_model.named_parameters_dict['layer.weight'])
+
+
+def test_tensors_pair_by_name_and_a_mismatch_is_told_by_name():
     ema = EMA()
     averages = {'named_parameters_dict': {'layer.weight': torch.zeros(2, 2)}, 'named_buffers_dict': {}}
     ema.load_state_dict({'ema_model': averages, 'ema_started': True})
     with pytest.raises(ValueError, match='layer.bias'):
-        train(ema, Line())
-
-
-def test_tensors_pair_by_name_and_a_mismatch_fails():
-    shadow = ShadowModel(torch.nn.Linear(3, 3, bias=False))
-    with pytest.raises(ValueError, match='first weight'):
-        compute_ema(torch.nn.Linear(3, 4, bias=False), shadow, 0.9)
+        train(seeded_net(), [ema])
+    for average_of in (ShadowModel, copy.deepcopy):
+        with pytest.raises(ValueError, match='first weight'):
+            compute_ema(torch.nn.Linear(3, 4, bias=False), average_of(torch.nn.Linear(3, 3, bias=False)), 0.9)
 
 
 def test_the_view_shares_memory_with_the_average_and_the_frozen_parts():
-    ema, model = EMA(smoothing=0.5), Line()
-    history = train(ema, model).history
+    ema, model = EMA(smoothing=0.5), seeded_net()
+    with pytest.raises(ValueError, match='no average'):
+        ema.get_ema_model(model)
+    history = train(model, [ema]).history
     view = ema.get_ema_model(model)
     assert view.layer.weight.data_ptr() == ema.ema_model.named_parameters_dict['layer.weight'].data_ptr()
     assert view.frozen.weight.data_ptr() == model.frozen.weight.data_ptr()
     assert torch.equal(model.layer.weight, history[-1]) and not torch.equal(view.layer.weight, model.layer.weight)
 
 
-def test_there_is_no_average_before_the_first_update():
-    with pytest.raises(ValueError, match='no average'):
-        EMA().get_ema_model(Line())
+def test_a_swap_exchanges_the_storage_and_the_average_starts_in_place():
+    ema, model = EMA(smoothing=0.5), seeded_net()
+    ema.ema_model = ShadowModel(model)
+    pointers = {tensor.data_ptr() for tensor in ema.ema_model.parameters()}
+    train(model, [ema])
+    assert {tensor.data_ptr() for tensor in ema.ema_model.parameters()} == pointers
+    live = {parameter.data_ptr() for parameter in model.parameters() if parameter.requires_grad}
+    ema._swap(model)
+    assert {tensor.data_ptr() for tensor in ema.ema_model.parameters()} == live
+    assert pointers < {parameter.data_ptr() for parameter in model.parameters()}
 
 
-@pytest.mark.parametrize('arguments', [
-    {'half_life': '10ba', 'smoothing': 0.9}, {'half_life': '10ba', 'update_interval': '1ep'}, {'half_life': '0ba'},
-    {'half_life': '10tok'}, {'update_interval': '0ba'}, {'smoothing': 1.0}, {'smoothing': -0.1}, {'half_life': 'long'},
-])
-def test_arguments_that_make_no_sense_are_value_errors(arguments):
-    with pytest.raises(ValueError):
-        EMA(**arguments)
-
-
-
-def test_an_average_is_put_back_into_a_model_by_one_call_also_from_its_state():
-    model = Line()
+def test_a_shadow_lists_its_tensors_as_composers_and_is_put_into_a_model_by_one_call_also_from_its_state():
+    model = seeded_net()
     shadow = ShadowModel(model)
+    assert_same(tensors(shadow), tensors(composers.EMAParameters(model)))
+    assert len(shadow.parameters()) == 4 and len(shadow.buffers()) == len(list(model.buffers()))
     for average in shadow.parameters():
         average.add_(1)
     expected = {name: average.clone() for name, average in shadow.named_parameters()}
-    for source in (shadow, ShadowModel(model, copy.deepcopy(shadow.state_dict()))):
-        other = Line()
-        frozen = other.frozen.weight.clone()
-        source.copy_to(other)
-        assert all(torch.equal(parameter, expected[name]) for name, parameter in other.named_parameters()
-                   if parameter.requires_grad)
-        assert torch.equal(other.frozen.weight, frozen) and other.layer.weight.requires_grad
-        assert other.layer.weight.data_ptr() != dict(source.named_parameters())['layer.weight'].data_ptr()
-    with pytest.raises(ValueError, match='differ in'):
-        shadow.copy_to(torch.nn.Linear(4, 1))
+    for source in (shadow, ShadowModel(model, copy.deepcopy(vars(shadow)))):
+        other = seeded_net(5)
+        source.transfer_ema_params(other)
+        for name, average in expected.items():
+            assert torch.equal(other.get_parameter(name), average)
+            assert other.get_parameter(name).data_ptr() != source.named_parameters_dict[name].data_ptr()
+        assert torch.equal(other.frozen.weight, seeded_net(5).frozen.weight)
