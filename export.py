@@ -44,11 +44,8 @@ def new_folder(out: str) -> Iterator[str]:
 def warn_of_random_decoder(flags: Export, trained: Trained) -> None:
     """Say where the pipeline has a VAE that cannot decode."""
     if trained.vae is None and not flags.pretrained:
-        remedy = 'give --model_name FOLDER --pretrained for the one that encoded'
-        if flags.model_name == 'tiny' or trained.flags.get('model_name') == 'tiny':
-            remedy = 'tiny has no other; what draws is trained with --model_name FOLDER --pretrained'
         print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random one in its '
-              f'place cannot decode; {remedy}', file=sys.stderr)
+              'place cannot decode; give --model_name FOLDER --pretrained for the one that encoded', file=sys.stderr)
 
 
 def warn_of_young_average(flags: Export, trained: Trained) -> None:

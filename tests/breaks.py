@@ -80,7 +80,7 @@ BREAKS = {
         {"content, mode='create')": "content, mode='overwrite')"}, 'tests/parts/test_output.py'),
     'caption_drop_ignores_its_share': Break(
         'half of the captions are left out, whatever --caption_drop says', 'training/augmentation.py',
-        {'device_batch) < self.share)': 'device_batch) < 0.5)'}, 'tests/training/test_augmentation.py'),
+        {'device_batch] < self.share)': 'device_batch] < 0.5)'}, 'tests/training/test_augmentation.py'),
     'a_file_is_dropped_in_silence': Break(
         'a file that cannot be converted is not listed in skipped.jsonl', 'parts/sources.py',
         {"self.leave_out(path, f'not an image, a caption or a tar: {why_not_read(suffix)}')": 'pass'},

@@ -3,7 +3,6 @@ import contextlib
 import io
 import os
 import re
-import shutil
 import signal
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from benchmark import main
 from export import main as export
 from inputs.captions import build_tokenizer
 from tests.runs import TINY
-from tests.samples import Hostile
 from training import load_checkpoint
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
@@ -120,7 +118,7 @@ def test_the_pipeline_tokenizes_as_training_does(exported_latents, tokenizer, re
 
 def test_a_run_on_latents_takes_the_vae_of_the_model_folder(exported_latents, latent_checkpoints, model_folder):
     of_random = exported_latents[None]
-    assert 'cannot decode; tiny has no other; what draws is trained with --model_name FOLDER' in of_random.errors
+    assert 'cannot decode; give --model_name FOLDER --pretrained' in of_random.errors
     assert of_random.errors.count('\n') == 2 and of_random.errors.startswith(f'reading {latent_checkpoints}')
     assert 'live (there is no average)' in of_random.output
     pretrained = exported_latents[model_folder]
@@ -137,38 +135,13 @@ def test_an_exported_model_is_trained_further(exported, tmp_path):
     assert record['status'] == 'complete' and 0 < record['loss'] < 5
 
 
-@pytest.mark.long
-def test_a_checkpoint_in_s3_is_exported(s3, latent_checkpoints, tmp_path):
-    for key in ('runs/1/ep0-ba4-rank0.pt', 'runs/1/deeper/ep0-ba9-rank0.pt'):
-        s3.client.upload_file(f'{latent_checkpoints}/ep0-ba4-rank0.pt', 'bucket', key)
-    live = load_checkpoint(f'{latent_checkpoints}/ep0-ba4-rank0.pt')['state']['model']
-    for index, name in enumerate(('s3://bucket/runs/1', 's3://bucket/runs/1/ep0-ba4-rank0.pt')):
-        export([name, str(tmp_path / str(index))])
-        for name, parameter in loaded(tmp_path / str(index)).unet.named_parameters():
-            assert torch.equal(parameter, live[f'unet.{name}'])
-
-
-def test_the_newest_whole_checkpoint_is_taken_and_the_cut_one_stays(checkpoints, tmp_path, capfd):
-    kept = tmp_path / 'kept'
-    shutil.copytree(checkpoints, kept, symlinks=True)
-    newest = kept / 'ep0-ba4-rank0.pt'
-    newest.write_bytes(newest.read_bytes()[:1000])
-    export([str(kept), str(tmp_path / 'out')])
-    assert 'after 2 batches' in capfd.readouterr().out and newest.exists()
-
-
 def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(checkpoints, tmp_path, capfd):
     out, empty, other = tmp_path / 'out', tmp_path / 'empty', tmp_path / 'other.pt'
     empty.mkdir()
     assert 'holds no whole checkpoint' in refused([empty, out], capfd)
-    assert 'is not there, or holds no' in refused([tmp_path / 'nothing', out], capfd)
-    torch.save({'weights': torch.zeros(2)}, other)
-    assert 'is no checkpoint of a training' in refused([other, out], capfd)
-    other.write_bytes(b'half')
-    assert 'is no checkpoint of a training' in refused([other, out], capfd)
-    trace = tmp_path / 'ran'
-    torch.save({'state': Hostile(trace)}, other)
-    assert 'could run code' in refused([other, out], capfd) and not trace.exists()
+    torch.save({'state': {'model': {'weights': torch.zeros(2)}}}, other)
+    assert 'give --model_name' in refused([other, out], capfd)
+    assert 'is not the model of' in refused([other, out, '--model_name', 'tiny'], capfd)
     assert 'is not the model of' in refused([checkpoints, out, '--model_name',
                                              'stabilityai/stable-diffusion-2-base'], capfd)
     assert 'already exists' in refused([checkpoints, empty], capfd)

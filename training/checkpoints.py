@@ -19,11 +19,11 @@ from composer.core import State
 from composer.loggers import Logger
 from composer.utils import checkpoint as composer_checkpoint
 from composer.utils import maybe_create_object_store_from_uri, parse_uri
-from filelock import FileLock, Timeout
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 
 from inputs.errors import one_line
+from inputs.run_lock import take_lock
 from training.ranks import on_rank_0
 from training.signals import SIGNALS
 
@@ -59,31 +59,21 @@ def saving_alone(folder: str | None, autoresume: bool) -> Iterator[None]:
 
     Raises ValueError on all ranks if another run does, or if there are files that this one does not resume.
     """
-    if folder is None:
+    with contextlib.ExitStack() as at_the_end:
+        if folder is not None:
+            on_rank_0(partial(take_folder, folder, autoresume, at_the_end))
         yield
-        return
-    lock = None if '://' in folder else FileLock(Path(folder, LOCK))
 
-    def take() -> None:
-        if not autoresume and any(not os.path.basename(name).startswith('.') for name in names_in(folder)):
-            raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on '
-                             'from there')
-        if lock is None:
-            return
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=SECONDS_FOR_LOCK)
-        except Timeout:
-            raise ValueError(f'--save_folder {folder} is in use by another run; wait until that has ended') from None
-        except OSError as error:
-            raise ValueError(f'--save_folder {folder} cannot be written: {error.strerror}; name another') from None
 
-    on_rank_0(take)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.release()
+def take_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
+    """The same, on this rank; `at_the_end` gives the folder back."""
+    if not autoresume and any(not os.path.basename(name).startswith('.') for name in names_in(folder)):
+        raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
+                         'there')
+    if '://' not in folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        lock = take_lock(Path(folder, LOCK), f'--save_folder {folder}', SECONDS_FOR_LOCK)
+        at_the_end.callback(lock.release)
 
 
 def names_in(place: str, flag: str = '--save_folder') -> list[str]:
@@ -202,7 +192,7 @@ class WholeCheckpoints(CheckpointSaver):
         super().__init__(folder, NAME, remote_file_name, latest_remote_file_name=None, save_interval=save_interval,
                          overwrite=True,  # files newer than the one resumed from, which a killed run left
                          num_checkpoints_to_keep=to_keep,
-                         ignore_keys=['rng'])  # Safeguard seeds every batch
+                         ignore_keys=leave_out)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over those of the run that is resumed, by their names: its folder may have another name now."""
@@ -229,6 +219,13 @@ class WholeCheckpoints(CheckpointSaver):
     def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
         while len(self.saved_checkpoints) > self.num_checkpoints_to_keep:
             Path(self.saved_checkpoints.pop(0)).unlink(missing_ok=True)
+
+
+def leave_out(state_dict: dict[str, Any]) -> None:
+    """Take out of what Composer saves what a resume has no use for."""
+    del state_dict['rng']  # Safeguard seeds every batch
+    if not any(state_dict['state']['scaler'].values()):  # as on a CPU; on a GPU a GradScaler refuses to load none
+        del state_dict['state']['scaler']
 
 
 def write_whole(state_dict: dict[str, Any], filename: str) -> None:

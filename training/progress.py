@@ -10,8 +10,7 @@ from tqdm import tqdm
 
 from measuring.measurement import Measurement, total_batches
 
-SECONDS_TO_FIRST_LINE = 10
-SECONDS_BETWEEN_LINES = 60
+SECONDS_BETWEEN_LINES = 30  # in a log; a run that is shorter leaves only its last line
 
 
 def batches_in_words(state: State) -> str:
@@ -32,27 +31,20 @@ class Progress(Callback):
 
     Args:
         measurement: of the run, which knows how long these took; it comes before this among the callbacks.
-        seconds_to_first_line: in a log; a run that is shorter leaves only its last line.
-        seconds_between_lines: after that.
     """
 
-    def __init__(self, measurement: Measurement, seconds_to_first_line: float = SECONDS_TO_FIRST_LINE,
-                 seconds_between_lines: float = SECONDS_BETWEEN_LINES):
+    def __init__(self, measurement: Measurement):
         self.measurement = measurement
-        self.seconds_to_first_line = seconds_to_first_line
-        self.seconds_between_lines = seconds_between_lines
         self.bar: tqdm | None = None
         self._total: int | None = None  # batches
         self._next_line = 0.0  # when it is due, by the clock
         self._line_time = 0.0  # seconds on batches alone, when the last one was printed
         self._line_batch = 0
+        self._line_sample = 0
 
     def fit_start(self, state: State, logger) -> None:
         self._total = total_batches(state)
-        self._line_batch = state.timestamp.batch.value
-        self._line_sample = state.timestamp.sample.value
-        self._line_time = self._training_time()
-        self._next_line = time.monotonic() + self.seconds_to_first_line
+        self._begin_line(state)
         if dist.get_global_rank() == 0 and sys.stderr.isatty():
             columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say
             self.bar = tqdm(total=self._total, initial=self._line_batch, unit=' batches', ncols=columns)
@@ -78,8 +70,7 @@ class Progress(Callback):
     def _print_line(self, state: State) -> None:
         """On rank 0: batch, loss, speed and time left."""
         batch = state.timestamp.batch.value
-        training_time = self._training_time()
-        seconds = training_time - self._line_time
+        seconds = self._training_time() - self._line_time
         batches_per_second = (batch - self._line_batch) / seconds
         images = state.timestamp.sample.value - self._line_sample
         place = f'batch {batch}'
@@ -91,9 +82,13 @@ class Progress(Callback):
                 parts.append(f'{tqdm.format_interval(seconds_left)} left')
         if dist.get_global_rank() == 0:
             print(f'{place}: {", ".join(filter(None, parts))}', file=sys.stderr, flush=True)
-        self._next_line = time.monotonic() + self.seconds_between_lines
-        self._line_time = training_time
-        self._line_batch = batch
+        self._begin_line(state)
+
+    def _begin_line(self, state: State) -> None:
+        """The next line says what happens from here on."""
+        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+        self._line_time = self._training_time()
+        self._line_batch = state.timestamp.batch.value
         self._line_sample = state.timestamp.sample.value
 
     def _training_time(self) -> float:

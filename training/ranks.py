@@ -46,12 +46,15 @@ def leave_ranks() -> None:
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """What `function()` returns on rank 0, for all ranks. Its ValueError is raised on all: none is left waiting."""
+    """What `function()` returns on rank 0, for all ranks.
+
+    Raises ValueError on all, so that none is left waiting, if it raises that or OSError.
+    """
     value, message = None, None
     if dist.get_global_rank() == 0:
         try:
             value = function()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             message = one_line(error)
     value, message = dist.all_gather_object((value, message))[0]
     if message is not None:

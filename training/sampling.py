@@ -3,15 +3,15 @@ import math
 import sys
 from pathlib import Path
 
-import numpy as np
 import torch
 from composer import Callback
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
-from diffusers.utils import make_image_grid
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+from torchvision.utils import make_grid
 from tqdm import tqdm
 
 from ema import EMA
@@ -52,16 +52,19 @@ class Sampling(Callback):
         self.files = files
         self.measurement = measurement
         self.stop = stop
-        self.ema: EMA | None = None  # the algorithm that keeps the average, where there is one
         self.prompts = read_prompts(settings.sample_prompts)
         self._is_due = create_interval_scheduler(settings.sample_interval)
         self._last_batch = None  # that was drawn after
-        self._painter: Painter | None = None  # on rank 0, from the start of the training on
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self.ema = next((algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)), None)
         if dist.get_global_rank() == 0:
-            self._painter = Painter(self.settings, self.model, self.files, self.prompts)
+            device = next(self.model.unet.parameters()).device
+            captions = build_tokenizer(self.settings.tokenizer).encode_batch(['', *self.prompts])
+            self._tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
+            self._noise = noise_of(len(self.prompts), self.settings.seed, self.model.image_size // 8).to(device)
+            self._vae = self.model.vae
+            if self._vae is None:
+                self._vae = build_vae(self.files, self.settings.encoder_precision).to(device)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         self._draw_if_due(Event.BATCH_CHECKPOINT, state, logger)
@@ -77,71 +80,43 @@ class Sampling(Callback):
         with self.measurement.excluded('sampling'):  # for all ranks, until the last of them is through
             if dist.get_global_rank() == 0:
                 try:
-                    self._draw_and_keep(batch, state.device_train_microbatch_size, logger)
+                    self._draw_and_keep(state, logger)
                 except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
                     tqdm.write(f'warning: nothing was drawn at batch {batch} ({type(error).__name__}: '
                                f'{one_line(error)[:200]}); the training goes on', file=sys.stderr)
 
-    def _draw_and_keep(self, batch: int, microbatch: int, logger: Logger) -> None:
+    def _draw_and_keep(self, state: State, logger: Logger) -> None:
         """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
         unet, kind = self.model.unet, 'live'
-        if self.ema is not None and self.ema.ema_started:
-            unet, kind = self.ema.get_ema_model(self.model).unet, 'averaged'
-        grid = grid_of(self._painter.draw(unet, microbatch))
+        for algorithm in state.algorithms:
+            if isinstance(algorithm, EMA) and algorithm.ema_started:
+                unet, kind = algorithm.get_ema_model(self.model).unet, 'averaged'
+        pictures = [pil_to_tensor(picture) for picture in self.draw(unet, state.device_train_microbatch_size)]
+        columns = math.ceil(math.sqrt(len(pictures)))
+        grid = make_grid(pictures, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
         text = PngInfo()
         for key, value in (('prompts', '\n'.join(self.prompts)), ('weights', kind), ('guidance', GUIDANCE),
                            ('steps', STEPS)):
             text.add_itxt(key, str(value))
         folder = Path(self.settings.sample_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(folder / f'ba{batch}.png') as file:
-            grid.save(file, 'PNG', pnginfo=text)
-        logger.log_images(np.array(grid), 'samples', channels_last=True, use_table=False)
-
-
-def grid_of(pictures: list[Image.Image]) -> Image.Image:
-    """The pictures, which have one size, in rows that make about a square; what is left of the last row is white."""
-    columns = math.ceil(math.sqrt(len(pictures)))
-    rows = math.ceil(len(pictures) / columns)
-    empty = Image.new('RGB', pictures[0].size, 'white')
-    filled = [*pictures, *[empty] * (rows * columns - len(pictures))]
-    return make_image_grid(filled, rows, columns)
-
-
-class Painter:
-    """Draws a picture of each prompt, each time from the same noise.
-
-    Args:
-        settings: of the run.
-        model: whose text encoder, scheduler and VAE it draws with.
-        files: of the model; their VAE stands in where the model has none.
-        prompts: to draw.
-    """
-
-    def __init__(self, settings: Train, model: DiffusionModel, files: ModelFiles, prompts: list[str]):
-        device = next(model.unet.parameters()).device
-        captions = build_tokenizer(settings.tokenizer).encode_batch(['', *prompts])
-        self.model = model
-        self.precision = settings.precision
-        self.tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
-        self.noise = noise_of(len(prompts), settings.seed, model.image_size // 8).to(device)
-        self.vae = model.vae
-        if self.vae is None:
-            self.vae = build_vae(files, settings.encoder_precision).to(device)
+        with written_whole(folder / f'ba{state.timestamp.batch.value}.png') as file:
+            to_pil_image(grid).save(file, 'PNG', pnginfo=text)
+        logger.log_images(grid.numpy(), 'samples', use_table=False)
 
     def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
         """The pictures, with no more at once in the UNet than in training, where gradients come on top."""
         at_once = max(1, microbatch // 2)  # each is there with its caption and without
-        pipeline = build_pipeline(unet, self.vae, self.model.scheduler.config)
+        pipeline = build_pipeline(unet, self._vae, self.model.scheduler.config)
         pictures = []
         was_training = unet.training
         unet.eval()
         try:
             with torch.compiler.set_stance('force_eager'):  # as it stands, not as it is compiled
-                for noise, tokens in zip(self.noise.split(at_once), self.tokens[1:].split(at_once), strict=True):
-                    with get_precision_context(self.precision):
+                for noise, tokens in zip(self._noise.split(at_once), self._tokens[1:].split(at_once), strict=True):
+                    with get_precision_context(self.settings.precision):
                         text = self.model.text_states(tokens)
-                        empty_text = self.model.text_states(self.tokens[:1])
+                        empty_text = self.model.text_states(self._tokens[:1])
                         latents = denoise(pipeline, noise, text, empty_text, STEPS, GUIDANCE)
                     pictures += decode(pipeline, latents)
         finally:

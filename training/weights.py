@@ -23,7 +23,6 @@ from training.checkpoints import load_checkpoint, newest_checkpoint
 from training.ranks import on_rank_0
 
 PIXELS_PER_LATENT = 8  # along each side
-OF_NO_WEIGHT = ('sample_size', 'upcast_attention')  # entries of a UNet's configuration that weights do not depend on
 
 
 @dataclass
@@ -70,14 +69,10 @@ def read_trained(place: str, flag: str) -> Trained:
                          'of a run')
     with fetched(name, flag) as path:
         try:
-            state = load_checkpoint(path, mmap=True)['state']
-            trained = trained_of(state)
+            return trained_of(load_checkpoint(path, mmap=True)['state'])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
             raise ValueError(f'{flag} {place}: {name} is no checkpoint of a training ({one_line(error)[:400]}); use '
                              'another') from None
-    if not trained.live or not trained.text_encoder:
-        raise ValueError(f'{flag} {place} holds no UNet with a text encoder; give a checkpoint of benchmark.py')
-    return trained
 
 
 def names_a_checkpoint(place: str) -> bool:
@@ -171,13 +166,8 @@ def unet_folder(path: str) -> Path | None:
 
 
 def weights_of_folder(folder: Path, model: DiffusionModel, place: str) -> dict[str, torch.Tensor]:
-    """The weights of the UNet in a folder of diffusers. Raises ValueError if it has none, or computes another thing."""
+    """The weights of the UNet in a folder of diffusers. Raises ValueError if it has none, or predicts another thing."""
     unet = load_weights(UNet2DConditionModel, folder, place)
-    for key, ours in model.unet.config.items():
-        theirs = unet.config.get(key)
-        if not key.startswith('_') and key not in OF_NO_WEIGHT and theirs != ours:
-            raise ValueError(f'{place} has a UNet with {key} {theirs}, and that of --model_name has {ours}; give the '
-                             '--model_name that it is of')
     scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
     if scheduler.is_file():
         predicts = json.loads(scheduler.read_text()).get('prediction_type', 'epsilon')
@@ -190,10 +180,10 @@ def weights_of_folder(folder: Path, model: DiffusionModel, place: str) -> dict[s
 def require_same_encoders(trained: Trained, model: DiffusionModel, place: str) -> None:
     """Raises ValueError if the UNet was trained with another VAE or text encoder than `model`, in any precision."""
     for part in ('vae', 'text_encoder'):
+        theirs = getattr(trained, part)
         module = getattr(model, part)
-        if module is None:  # latents need no VAE
+        if theirs is None or module is None:  # latents need no VAE
             continue
-        theirs = getattr(trained, part) or {}
         for name, ours in module.state_dict().items():
             if name in theirs and not nearly_equal(theirs[name], ours):
                 raise ValueError(f'{place} was trained with another {part}; give the --model_name, the --pretrained '

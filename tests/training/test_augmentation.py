@@ -11,7 +11,7 @@ from benchmark import main
 from data import normalize
 from inputs.images import FLIP
 from models.loading import find_model
-from tests.runs import TINY, one_error_line, settings_of
+from tests.runs import TINY, settings_of
 from training import CaptionDrop, RandomFlip, augmentation
 
 EMPTY = torch.arange(77)
@@ -107,8 +107,3 @@ def test_the_model_is_given_the_mirrored_images_microbatch_by_microbatch(results
     assert drawn.any() and not drawn.all()
     plain[drawn] = plain[drawn].flip(3)
     assert torch.equal(torch.cat(seen), plain)
-
-
-def test_latents_are_not_mirrored(capfd):
-    line = one_error_line(['--use_synth_latents', *TINY, '--random_flip'], capfd)
-    assert '--random_flip mirrors images' in line

@@ -15,7 +15,7 @@ from tests.forked_runs import RUN, on_small_disk, run, traced
 from tests.forks import living_child
 from tests.runs import TINY, assert_same_training, error_line, one_error_line
 from tests.samples import Hostile, good, write_shards
-from training import Safeguard, WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
+from training import WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
 from training.checkpoints import written_whole
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
@@ -206,9 +206,7 @@ def test_a_newest_checkpoint_that_is_cut_is_passed_over_and_stays(kept, capfd, s
         assert cut.read_bytes() == content
 
 
-@pytest.mark.parametrize('target, words', [
-    ('ep0-ba2000-rank0.pt', 'Too many levels of symbolic links'), ('/proc/self/mem', 'Invalid argument'),
-    ('/nowhere', 'No such file'), ('/', 'Is a directory')])
+@pytest.mark.parametrize('target, words', [('/proc/self/mem', 'Invalid argument'), ('/nowhere', 'No such file')])
 def test_a_newest_checkpoint_that_cannot_be_read_ends_the_run_and_everything_stays(kept, target, words):
     unreadable = kept / 'ep0-ba2000-rank0.pt'
     unreadable.symlink_to(target)
@@ -225,24 +223,23 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path):
         newest_checkpoint(str(tmp_path / 'loop'))
 
 
-def test_a_resume_with_another_flag_or_a_dataset_that_was_made_anew_is_refused():
-    kept = Safeguard(17, flags={'batch_size': 4, 'dataset': 'abc'}).state_dict()
-    Safeguard(17, flags={'batch_size': 4, 'dataset': 'abc'}).load_state_dict(kept)
-    with pytest.raises(ValueError, match='--batch_size was 4, and is 8 now'):
-        Safeguard(17, flags={'batch_size': 8, 'dataset': 'abc'}).load_state_dict(kept)
-    with pytest.raises(ValueError, match='the dataset of --remote was made anew'):
-        Safeguard(17, flags={'batch_size': 4, 'dataset': 'abd'}).load_state_dict(kept)
-
-
-@pytest.mark.long
-def test_a_run_on_a_dataset_that_was_made_anew_is_refused(tmp_path, results, capfd):
+def test_a_resume_with_another_flag_or_a_dataset_that_was_made_anew_is_refused(tmp_path, results, capfd):
     shards = tmp_path / 'shards'
     argv = ['--remote', write_shards(shards, [good(index) for index in range(8)]), *TINY, '--max_duration', '2ba',
-            '--save_folder', tmp_path / 'kept', '--autoresume', '--results', results, '--num_workers', '0']
-    main([str(argument) for argument in argv])
+            '--save_folder', str(tmp_path / 'kept'), '--autoresume', '--results', str(results), '--num_workers', '0']
+    main(argv)
+    assert '--batch_size was 4, and is 8 now' in one_error_line([*argv, '--batch_size', '8'], capfd)
     shutil.rmtree(shards)
     write_shards(shards, [good(index) for index in range(1, 9)])
     assert 'the dataset of --remote was made anew' in one_error_line([*argv, '--max_duration', '3ba'], capfd)
+
+
+def test_a_run_on_a_cpu_is_resumed_on_a_gpu(tmp_path, smallest_model, results, monkeypatch):
+    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--save_folder', str(tmp_path / 'kept'),
+            '--autoresume', '--results', str(results), '--max_duration']
+    main([*argv, '2ba'])
+    monkeypatch.setattr(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: False)  # as its GradScaler asks
+    assert main([*argv, '4ba'])['first_batch'] == 2
 
 
 def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(tmp_path, monkeypatch):

@@ -2,21 +2,19 @@
 import re
 import sys
 import time
-from functools import partial
 
 import pytest
 
-import benchmark
 from benchmark import main
 from measuring.measurement import Measurement
 from tests.runs import TINY
-from training import Progress
+from training import progress
 
 
 @pytest.fixture
 def every_batch(monkeypatch):
     """A log with a line for each batch."""
-    monkeypatch.setattr(benchmark, 'Progress', partial(Progress, seconds_to_first_line=0, seconds_between_lines=0))
+    monkeypatch.setattr(progress, 'SECONDS_BETWEEN_LINES', 0)
 
 
 def test_a_log_says_batch_loss_time_left_and_the_speed_without_what_is_beside_the_batches(every_batch, monkeypatch,

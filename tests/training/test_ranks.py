@@ -70,18 +70,6 @@ def test_two_processes_make_one_record_of_both(results, shards, server):
     assert json.loads(line)['num_devices'] == 2 and line in log.read_text()
 
 
-@pytest.mark.long
-def test_two_nodes_of_two_ranks_leave_one_record(tmp_path, server):
-    results = tmp_path / 'results.jsonl'
-    logs = [tmp_path / f'log{rank}' for rank in range(4)]
-    argv = ['--use_synth_data', *TINY, '--results', str(results)]
-    codes = run_ranks(server, logs, benchmark.main, [(argv,)] * 4, nodes=2)
-    assert codes == [0] * 4, [log.read_text() for log in logs]
-    [line] = results.read_text().splitlines()
-    assert (json.loads(line)['num_devices'], json.loads(line)['num_nodes']) == (4, 2)
-    assert [line in log.read_text() for log in logs] == [True, False, False, False]
-
-
 def become_node(folder: Path, argv: list[str]) -> None:
     """In a process of its own: a node, as far as it has /dev/shm, temporary files and a cache of its own."""
     os.environ['TMPDIR'] = tempfile.tempdir = tempfile.mkdtemp(dir=folder)

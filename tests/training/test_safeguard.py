@@ -81,6 +81,16 @@ def test_a_nan_gradient_of_a_finite_loss_ends_the_run_before_it_is_learned(argv,
     assert len(witness.weights) == 2 and witness.weights[-1].isfinite().all()
 
 
+def test_a_gradient_that_is_too_large_to_measure_ends_a_clipped_run(argv, results, capfd):
+    class Huge(Callback):
+        def after_backward(self, state, logger):
+            if state.timestamp.batch.value == 2:
+                state.model.unet.conv_in.bias.grad[:2] = 3e38
+
+    line = failed([*argv, '--clip_grad_norm', '1'], results, capfd, [Huge()])
+    assert 'a gradient of batch 3 is not finite' in line
+
+
 @pytest.mark.parametrize('what', ['loss', 'gradient'])
 def test_on_nan_skip_leaves_the_step_out_and_counts_it(argv, results, loss_of_batch_3_is, what):
     if what == 'loss':

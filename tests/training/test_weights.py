@@ -129,18 +129,14 @@ def bad_places(first_phase: Path, folder: Path, model_folder: str) -> dict[str, 
     torch.save(checkpoint, folder / 'less.pt')
     checkpoint['state']['model'] |= {'unet.conv_in.bias': bias, 'unet.foreign': bias}
     torch.save(checkpoint, folder / 'more.pt')
-    unet = fresh_model().unet
-    unet.register_to_config(norm_num_groups=16)
-    unet.save_pretrained(folder / 'groups')
-    unet.register_to_config(norm_num_groups=32)
-    unet.save_pretrained(folder / 'pickled', safe_serialization=False)
+    fresh_model().unet.save_pretrained(folder / 'pickled', safe_serialization=False)
     return {str(folder / 'nowhere'): ['is not there'], str(folder / 'empty'): ['holds no whole checkpoint'],
             str(folder / 'hostile.pt'): ['could run code'],
             str(folder / 'other.pt'): ['is no checkpoint of a training'],
             str(folder / 'half.pt'): ['is no checkpoint of a training'],
             str(folder / 'less.pt'): ['another UNet', 'conv_in.bias'],
             str(folder / 'more.pt'): ['another UNet', 'foreign'],
-            str(folder / 'groups'): ['norm_num_groups 16'], str(folder / 'pickled'): ['holds no UNet'],
+            str(folder / 'pickled'): ['holds no UNet'],
             model_folder: ['predicts v_prediction', 'epsilon']}
 
 
