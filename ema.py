@@ -95,9 +95,8 @@ def compute_ema(model: torch.nn.Module, ema_model: torch.nn.Module | ShadowModel
 class EMA(composers.EMA):
     """Trains on the live weights, evaluates and predicts on their exponential moving average.
 
-    Arguments, state and updates are those of Composer's EMA. That one needs `update_interval` beside `smoothing`, saves
-    the averages in the place of the weights, fails to save before the average has started, and predicts on the live
-    weights.
+    Arguments, state and updates are those of Composer's EMA. That one needs `update_interval` beside `smoothing`,
+    predicts on the live weights, saves the averages in their place, and needs more memory for an update.
 
     Args:
         half_life: time after which today's weights count half, in batches ('1000ba') or epochs ('2ep').
@@ -117,6 +116,7 @@ class EMA(composers.EMA):
         else:
             update_interval = update_interval or '1ba'
         super().__init__(half_life, smoothing, ema_start, update_interval)
+        self.ema_model = composers.EMAParameters(None)  # until the model is there
 
     def __repr__(self) -> str:  # Composer keeps it in checkpoints
         return f'EMA(smoothing={self.smoothing}, ema_start={self.ema_start}, update_interval={self.update_interval})'
@@ -166,9 +166,9 @@ class EMA(composers.EMA):
         return copy.deepcopy(unwrapped(model), memo=shared)
 
     def _ensure_shadow(self, model: torch.nn.Module) -> None:
-        """Make the shadow, of the model or of what Composer has loaded, on the model's device and by its names."""
+        """Make the shadow, of the model or of what was loaded, on the model's device and by its names."""
         if not isinstance(self.ema_model, ShadowModel):
-            self.ema_model = ShadowModel(model, self.ema_model and vars(self.ema_model))
+            self.ema_model = ShadowModel(model, vars(self.ema_model) if self.ema_started else None)
 
     def _swap(self, model: torch.nn.Module) -> None:
         """Exchange the averages with the live weights by their storage: nothing is copied."""

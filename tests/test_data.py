@@ -39,13 +39,6 @@ def test_a_batch_of_mixed_sizes_is_brought_to_the_training_size():
     assert (alone - mixed).abs().max() < 1.01 / 127.5
 
 
-def test_normalize_scales_bytes_to_minus_one_to_one_and_upsamples():
-    image = torch.tensor([0, 255, 51], dtype=torch.uint8).view(1, 3, 1, 1).expand(1, 3, 8, 8)
-    out = normalize({'image': image, 'caption': 'kept'}, 16)
-    assert out['image'].shape == (1, 3, 16, 16) and out['caption'] == 'kept'
-    torch.testing.assert_close(out['image'][0, :, 5, 5], torch.tensor([-1.0, 1.0, -0.6]))
-
-
 def test_normalize_agrees_with_torch_interpolation_in_float64():
     image = torch.randint(256, (2, 3, 16, 16), dtype=torch.uint8)
     reference = F.interpolate(image.double(), size=(64, 64), mode='bilinear', align_corners=False) / 127.5 - 1
@@ -108,14 +101,6 @@ def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_pa
     errors = capfd.readouterr().err
     for index, reason in ((3, 'not a known format'), (17, 'decompression bomb'), (18, 'no caption')):
         assert errors.count(f'bad sample {index} is left out: ') == 1 and reason in errors
-
-
-def test_the_stand_in_is_the_next_good_sample(tmp_path):
-    samples = [good(index) for index in range(6)]
-    samples[4]['jpg'] = samples[5]['jpg'] = b''
-    dataset = StreamingLAIONDataset(write_shards(tmp_path / 'shards', samples), batch_size=1)
-    found = dataset.good_sample(4)
-    assert found['caption'] == 'picture 0' and [index for index, _ in found['bad']] == [4, 5]
 
 
 def test_too_many_bad_samples_end_the_run(tmp_path, results, capfd):

@@ -218,6 +218,7 @@ def test_the_view_shares_memory_with_the_average_and_the_frozen_parts():
     ema, model = EMA(smoothing=0.5), seeded_net()
     with pytest.raises(ValueError, match='no average'):
         ema.get_ema_model(model)
+    assert ema.state_dict()['ema_model'] == {'named_parameters_dict': {}, 'named_buffers_dict': {}}
     history = train(model, [ema]).history
     view = ema.get_ema_model(model)
     assert view.layer.weight.data_ptr() == ema.ema_model.named_parameters_dict['layer.weight'].data_ptr()

@@ -26,8 +26,6 @@ def reason(error: Exception, batch_flag: str) -> str:
     if type(error).__name__ == 'FailOnRecompileLimitHit':
         return (f'--compile: a part of the model was compiled {torch._dynamo.config.recompile_limit} times and would '
                 'run uncompiled from here on; use --no-compile')
-    if 'Failed to find C compiler' in text:
-        return '--compile needs a C compiler, and this machine has none; install gcc, or use --no-compile'
     if disk_is_full(error):
         return 'a disk is full: free some of it, or keep less with --save_num_checkpoints_to_keep'
     traceback.print_exc()

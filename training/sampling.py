@@ -95,9 +95,8 @@ class Sampling(Callback):
         columns = math.ceil(math.sqrt(len(pictures)))
         grid = make_grid(pictures, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
         text = PngInfo()
-        for key, value in (('prompts', '\n'.join(self.prompts)), ('weights', kind), ('guidance', GUIDANCE),
-                           ('steps', STEPS)):
-            text.add_itxt(key, str(value))
+        text.add_itxt('prompts', '\n'.join(self.prompts))
+        text.add_itxt('weights', kind)
         folder = Path(self.settings.sample_folder)
         folder.mkdir(parents=True, exist_ok=True)
         with written_whole(folder / f'ba{state.timestamp.batch.value}.png') as file:

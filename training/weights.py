@@ -56,14 +56,12 @@ def read_trained(place: str, flag: str) -> Trained:
     this together.
 
     Args:
-        place: path or URI.
+        place: path or URI; what ends with .pt is a checkpoint, and all else a folder of them.
         flag: what errors call it.
 
     Raises ValueError if there is no such checkpoint, or it cannot be read or trusted.
     """
-    name = place
-    if not on_rank_0(partial(names_a_checkpoint, place)):
-        name = newest_checkpoint(place, flag)
+    name = place if place.endswith('.pt') else newest_checkpoint(place, flag)
     if name is None:
         raise ValueError(f'{flag} {place} is not there, or holds no whole checkpoint; give one, or the --save_folder '
                          'of a run')
@@ -73,11 +71,6 @@ def read_trained(place: str, flag: str) -> Trained:
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
             raise ValueError(f'{flag} {place}: {name} is no checkpoint of a training ({one_line(error)[:400]}); use '
                              'another') from None
-
-
-def names_a_checkpoint(place: str) -> bool:
-    """Whether a path or URI names a checkpoint, and not a folder of them."""
-    return place.endswith('.pt') if '://' in place else os.path.isfile(place)
 
 
 def trained_of(state: dict) -> Trained:
