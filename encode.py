@@ -41,10 +41,10 @@ from diffusers import AutoencoderKL
 from torch.utils.data import DataLoader, Dataset
 
 from fitting.compiling import compile_in_place, compile_mode
-from inputs.errors import DataError, is_out_of_memory
+from inputs.errors import DataError
 from inputs.images import decode_image, normalize_images, stack_images
 from inputs.places import is_address, number_of_samples
-from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index, require_columns
+from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_image_index, read_index
 from inputs.stores import streaming_address
 from inputs.verified_stream import Shards, open_shards
 from inputs.words import counted
@@ -76,9 +76,7 @@ class Samples(Dataset):
             if not columns['caption'].strip():
                 raise ValueError('no caption')
             image = decode_image(columns['jpg'], self.image_size)  # uint8 (3, H, H)
-        except UnicodeDecodeError:
-            return {'shard': shard, 'bad': (number, 'the caption is not UTF-8')}
-        except ValueError as error:
+        except ValueError as error:  # also of a caption that is not UTF-8
             return {'shard': shard, 'bad': (number, str(error))}
         return {'shard': shard, 'number': number, 'image': image, 'caption': columns['caption']}
 
@@ -167,7 +165,7 @@ class Encoder:
         writing = []
         with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
             for batch in batches:
-                writing.append(pen.submit(write_latents, writer, self.moments_of(batch), batch['caption']))
+                writing.append(pen.submit(write_batch, writer, self.moments_of(batch), batch['caption']))
                 stored += len(batch['caption'])
                 for number, reason in batch['bad']:
                     skipped.append({'source': source, 'key': self.first_numbers[shard] + number, 'reason': reason})
@@ -181,7 +179,7 @@ class Encoder:
     def moments_of(self, batch: dict) -> list[np.ndarray]:
         """The moments of each of a batch's good images, float16 (8, H/8, W/8).
 
-        Raises DataError if they do not fit into memory, or one is not finite.
+        Raises DataError if one is not finite.
         """
         if not batch['number']:
             return []
@@ -189,12 +187,7 @@ class Encoder:
         if self.settings.compile:  # a compiled encoder is compiled anew for each number of images
             missing = self.settings.batch_size - len(images)
             images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
-        try:
-            moments = vae_moments(self.vae, images)[:len(batch['number'])].half().cpu()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise DataError(f'out of memory at --batch_size {self.settings.batch_size}; use a smaller one') from None
+        moments = vae_moments(self.vae, images)[:len(batch['number'])].half().cpu()
         for number, of_image in zip(batch['number'], moments, strict=True):
             if not of_image.isfinite().all():
                 raise DataError(f'sample {self.first_numbers[batch["shard"]] + number} has moments that are not finite '
@@ -215,7 +208,7 @@ class Encoder:
                 'seconds': self.clock[-1][1] - self.clock[start][1]}
 
 
-def write_latents(writer: PartWriter, moments: list[np.ndarray], captions: list[str]) -> None:
+def write_batch(writer: PartWriter, moments: list[np.ndarray], captions: list[str]) -> None:
     """Write the samples of a batch."""
     for of_image, caption in zip(moments, captions, strict=True):
         writer.write({LATENTS: of_image, 'caption': caption})
@@ -252,15 +245,6 @@ def encode_parts(settings: Encode, output: Output, index: str, parts: list[Part]
 def latent_columns(image_size: int) -> dict[str, str]:
     """Names and MDS types."""
     return LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{image_size // 8},{image_size // 8}'}
-
-
-def read_image_index(settings: Encode) -> dict:
-    """The index.json of --remote. Raises ValueError if it holds no images and captions."""
-    index = read_index(settings.remote)
-    require_columns(settings.remote, index)
-    if 'latents' in index:
-        raise ValueError(f'--remote {settings.remote} holds latents already')
-    return index
 
 
 def origin_with_weights(files: ModelFiles, settings: Encode) -> dict:
@@ -356,7 +340,7 @@ def encode(settings: Encode) -> dict | None:
     """Encode what is missing, and make a dataset of it; returns the record, or None if nothing was missing."""
     files = find_model(settings.model_name, settings.pretrained)
     origin = origin_with_weights(files, settings)
-    index = read_image_index(settings)
+    index = read_image_index(settings.remote)
     facts = {'encoder_precision': settings.encoder_precision, **origin}
     parts = [Part(part_name(facts, shard), [number]) for number, shard in enumerate(index['shards'])]
     output = Output(settings.out, '--out')

@@ -44,7 +44,7 @@ from tqdm import tqdm
 from inputs.errors import DataError
 from inputs.images import decode_image, resize
 from inputs.places import number_of_samples
-from inputs.shards import index_hash, read_index, require_columns
+from inputs.shards import index_hash, read_image_index
 from inputs.verified_stream import open_shards
 from inputs.words import counted
 from measuring.record import circumstances, keep, redacted
@@ -106,11 +106,8 @@ def load_model(place: str) -> tuple[StableDiffusionPipeline, dict]:
 
 
 def read_data(settings: Evaluate) -> dict:
-    """The index of DATA. Raises ValueError if it is not there, holds no images, or too few."""
-    index = read_index(settings.data, 'DATA')
-    require_columns(settings.data, index, 'DATA')
-    if 'latents' in index:
-        raise ValueError(f'DATA {settings.data} holds latents; give the images that they were made of')
+    """The index.json of DATA. Raises ValueError if it holds no images with captions, or too few."""
+    index = read_image_index(settings.data, 'DATA')
     number = number_of_samples(index)
     if number < settings.samples:
         raise ValueError(f'DATA {settings.data} holds {counted(number, "sample")}, fewer than --samples '

@@ -122,7 +122,8 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
         axes.set_yscale('log')
     if across == 'images_seen':
         axes.xaxis.set_major_formatter(EngFormatter())
-    axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)  # below the panel
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)  # below the panel
     axes.spines[['top', 'right']].set_visible(False)
 
 

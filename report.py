@@ -213,13 +213,12 @@ def speed_row(record: dict) -> dict:
     row['num_devices'] = record['num_devices']
     row['images_per_sec'] = float(record.get(speed, math.nan))
     row['on_cpu'] = record.get('device_type') == 'cpu'
-    row['doubt'] = doubt(record) if speed in record else ''
     row['notes'] = ''
     if row['status'] != 'complete':
         reason = f'{row["status"]}: {words(record.get("error"))}'
         row['notes'] = textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
-    elif row['doubt']:
-        row['notes'] = f'not reliable: {row["doubt"]}'
+    elif doubt(record):
+        row['notes'] = f'not reliable: {doubt(record)}'
     row['is_reliable'] = not row['notes']
     if row['is_reliable'] and row['extrapolated'] != 'no':
         row['notes'] = 'extrapolated by its source'
