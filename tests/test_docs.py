@@ -274,7 +274,7 @@ def missing_inputs(words: list[str]) -> list[str]:
     args = vars(PARSERS[words[1]].parse_args(words[2:]))
     read = []
     for name in ('records', 'source', 'checkpoint', 'remote', 'eval_remote', 'load_weights', 'sample_prompts', 'model',
-                 'data', 'inception', 'clip', 'reference'):
+                 'data', 'inception', 'clip'):
         value = args.get(name) or []
         read += [value] if isinstance(value, str) else value
     return [path for path in read if not os.path.exists(path)]
@@ -308,7 +308,7 @@ def test_what_can_run_here_runs(page, folder, server):
 
 def test_git_ignores_what_the_commands_of_the_documents_write_into_a_clone():
     text = ''.join(path.read_text() for path in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))])
-    flags = 'save_folder|out|figure|csv|quality|profile|reference|sample_folder|tensorboard'
+    flags = 'save_folder|out|figure|csv|quality|profile|sample_folder|tensorboard'
     written = set(re.findall(rf'--(?:{flags}) ([a-z][a-z0-9.-]*)(?=[\s`])', text))
     written |= set(re.findall(r'export\.py \S+ ([a-z][a-z0-9.-]*)\s', text))
     assert {'phase-1', 'judged', 'table.csv', 'my-model'} <= written
