@@ -19,7 +19,7 @@ from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
-from tests.parts.commands import start_logged, workers_of
+from tests.parts.commands import start, workers_of
 from tests.runs import ROOT, TINY, error_line, files_of, wait_until
 from tests.samples import encoded, picture, write_sample_tar, write_shards
 
@@ -85,8 +85,8 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize('victim', ['command', 'worker'])
-def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_path, monkeypatch, shards, latents,
-                                                                  model_folder, victim):
+def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(tmp_path, monkeypatch, shards, latents, model_folder,
+                                                                  victim):
     out, log = tmp_path / 'latents', tmp_path / 'log'
     with local_s3(monkeypatch) as store:
         for path in Path(shards).iterdir():
@@ -94,14 +94,14 @@ def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(server, tmp_pa
         argv = [*SMALL, '--remote', 's3://bucket/images', '--out', str(out), '--model_name', model_folder,
                 '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
         store.delay = 0.3
-        command = start_logged(server, encode.main, log, argv)
+        command = start(log, 'encode.py', *argv)
         wait_until(lambda: list(out.glob('*/index.json')))
         done = {path: path.stat().st_mtime_ns for part in out.glob('*/index.json') for path in part.parent.iterdir()}
-        os.kill(command.pid if victim == 'command' else workers_of(log)[0], signal.SIGKILL)
-        command.join(300)
+        os.kill(command.pid if victim == 'command' else workers_of(command)[0], signal.SIGKILL)
+        command.wait(300)
         store.delay = 0
         if victim == 'command':
-            assert command.exitcode == -signal.SIGKILL and not (out / 'index.json').exists()
+            assert command.returncode == -signal.SIGKILL and not (out / 'index.json').exists()
             assert encode.main(argv)['samples'] < 24
     record = json.loads((tmp_path / 'results.jsonl').read_text())
     assert record['stored_samples'] == 24 and record['num_devices'] == 1, log.read_text()

@@ -5,9 +5,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,9 +13,8 @@ import pytest
 from composer import Callback
 
 from benchmark import main
-from tests import forked_launcher
 from tests.forks import status_of_child
-from tests.runs import ROOT, TINY, assert_same_training, wait_until
+from tests.runs import TINY, assert_same_training, start_launcher, wait_until
 from tests.samples import good, write_shards
 from training import StopAtSignal, checkpoints_in, load_checkpoint
 
@@ -82,10 +79,10 @@ def arguments_of_two_ranks(results, *flags) -> list[str]:
             '--results', str(results), *flags]
 
 
-def wait_until_it_trains(log: Path, has_ended: Callable[[], bool]) -> None:
+def wait_until_it_trains(log: Path, run: subprocess.Popen) -> None:
     """Until the run that prints to `log` has trained for some batches."""
     while not re.search(r'^batch ([6-9]|\d\d+) of 100001', log.read_text(), re.MULTILINE):
-        assert not has_ended(), log.read_text()
+        assert run.poll() is None, log.read_text()
         time.sleep(0.05)
 
 
@@ -99,12 +96,12 @@ def group_is_gone(group: int) -> bool:
 
 
 @pytest.mark.long
-def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results, server):
+def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results):
     log = results.with_name('log')
-    run = forked_launcher.start(server, log, arguments_of_two_ranks(results))
-    wait_until_it_trains(log, lambda: run.exitcode is not None)
+    run = start_launcher(log, arguments_of_two_ranks(results))
+    wait_until_it_trains(log, run)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
-    run.join(300)
+    run.wait(300)
     wait_until(lambda: group_is_gone(run.pid))
     record = json.loads(results.read_text())
     assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
@@ -113,15 +110,12 @@ def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results,
 
 @pytest.mark.long
 def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
-    """A real launcher, and real ranks."""
     log, folder = results.with_name('log'), results.with_name('checkpoints')
     arguments = arguments_of_two_ranks(results, '--use_ema', '--save_folder', str(folder))
-    with open(log, 'w') as file:
-        run = subprocess.Popen([sys.executable, '-m', 'composer.cli.launcher', *arguments], cwd=ROOT, stdout=file,
-                               stderr=file, start_new_session=True, env=os.environ | {'PYTHONPATH': str(ROOT)})
-    wait_until_it_trains(log, lambda: run.poll() is not None)
-    os.kill(run.pid, signal.SIGTERM)  # to it alone, which passes it on to its ranks
-    run.wait(timeout=300)
+    run = start_launcher(log, arguments)
+    wait_until_it_trains(log, run)
+    run.terminate()  # it alone, which passes it on to its ranks
+    run.wait(300)
     wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
     record = json.loads(results.read_text())
     [checkpoint] = checkpoints_in(folder)
