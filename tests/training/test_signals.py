@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,6 @@ import pytest
 from composer import Callback
 
 from benchmark import main
-from tests import forked_launcher
 from tests.forks import status_of_child
 from tests.runs import ROOT, TINY, assert_same_training, wait_until
 from tests.samples import good, write_shards
@@ -76,16 +74,10 @@ def test_a_run_leaves_the_signals_as_they_were(plain_run):
     assert plain_run.signals_after == plain_run.signals_before
 
 
-def arguments_of_two_ranks(results, *flags) -> list[str]:
-    """Those of the launcher, for a run that goes on until it is ended."""
-    return ['-n', '2', 'tests/training/talking_run.py', '--use_synth_data', *TINY, '--measure_batches', '100000',
-            '--results', str(results), *flags]
-
-
-def wait_until_it_trains(log: Path, has_ended: Callable[[], bool]) -> None:
+def wait_until_it_trains(log: Path, run: subprocess.Popen) -> None:
     """Until the run that prints to `log` has trained for some batches."""
     while not re.search(r'^batch ([6-9]|\d\d+) of 100001', log.read_text(), re.MULTILINE):
-        assert not has_ended(), log.read_text()
+        assert run.poll() is None, log.read_text()
         time.sleep(0.05)
 
 
@@ -99,36 +91,24 @@ def group_is_gone(group: int) -> bool:
 
 
 @pytest.mark.long
-def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results, server):
-    log = results.with_name('log')
-    run = forked_launcher.start(server, log, arguments_of_two_ranks(results))
-    wait_until_it_trains(log, lambda: run.exitcode is not None)
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
-    run.join(300)
-    wait_until(lambda: group_is_gone(run.pid))
-    record = json.loads(results.read_text())
-    assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
-    assert f'after batch {record["trained_batches"]}; without --save_folder nothing was saved' in log.read_text()
-
-
-@pytest.mark.long
-def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
+@pytest.mark.parametrize('send, number', [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
+                         ids=['Ctrl-C, which comes to every process', 'SIGTERM to the launcher, which passes it on'])
+def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_go_on_from(results, send, number):
     """A real launcher, and real ranks."""
     log, folder = results.with_name('log'), results.with_name('checkpoints')
-    arguments = arguments_of_two_ranks(results, '--use_ema', '--save_folder', str(folder))
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(folder), '--results', str(results)]
     with open(log, 'w') as file:
-        run = subprocess.Popen([sys.executable, '-m', 'composer.cli.launcher', *arguments], cwd=ROOT, stdout=file,
-                               stderr=file, start_new_session=True, env=os.environ | {'PYTHONPATH': str(ROOT)})
-    wait_until_it_trains(log, lambda: run.poll() is not None)
-    os.kill(run.pid, signal.SIGTERM)  # to it alone, which passes it on to its ranks
+        run = subprocess.Popen([sys.executable, '-m', 'composer.cli.launcher', '-n', '2',
+                                'tests/training/talking_run.py', *argv, '--measure_batches', '100000'],
+                               cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+                               env=os.environ | {'PYTHONPATH': str(ROOT)})
+    wait_until_it_trains(log, run)
+    send(run.pid, number)
     run.wait(timeout=300)
     wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
     record = json.loads(results.read_text())
     [checkpoint] = checkpoints_in(folder)
     done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']
-    assert (record['status'], record['trained_batches']) == ('interrupted', done)
-    argv = ['--use_synth_data', '--use_ema', *TINY, '--max_duration', f'{done + 3}ba', '--save_folder', str(folder)]
-    resumed = main([*argv, '--autoresume', '--results', str(results)])
+    assert (record['status'], record['trained_batches']) == ('interrupted', done) and record['images_per_sec'] > 0
+    resumed = main([*argv, '--max_duration', f'{done + 3}ba', '--autoresume'])
     assert (resumed['status'], resumed['first_batch'], resumed['measured_batches']) == ('complete', done, 2)
-
-
