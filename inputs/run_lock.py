@@ -4,17 +4,16 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 
-def take_lock(path: Path, place: str, seconds: float = 0) -> FileLock:
+def take_lock(path: Path, place: str) -> FileLock:
     """The lock `path`, for `give_lock_back`. It goes with the process, however that ends; the file may stay.
 
     Args:
         path: in a folder that is there.
         place: what errors call the folder.
-        seconds: that another process has to let go of it.
 
     Raises ValueError if another process has it, and OSError if the folder cannot be written.
     """
-    lock = FileLock(path, timeout=seconds, thread_local=False)
+    lock = FileLock(path, timeout=0, thread_local=False)
     try:
         lock.acquire()
     except Timeout:

@@ -19,11 +19,11 @@ from composer.core import State
 from composer.loggers import Logger
 from composer.utils import checkpoint as composer_checkpoint
 from composer.utils import maybe_create_object_store_from_uri, parse_uri
+from filelock import FileLock, Timeout
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 
 from inputs.errors import one_line
-from inputs.run_lock import take_lock
 from training.ranks import on_rank_0
 from training.signals import SIGNALS
 
@@ -72,8 +72,11 @@ def take_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack)
                          'there')
     if '://' not in folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        lock = take_lock(Path(folder, LOCK), f'--save_folder {folder}', SECONDS_FOR_LOCK)
-        at_the_end.callback(lock.release)
+        lock = FileLock(Path(folder, LOCK))
+        try:
+            at_the_end.enter_context(lock.acquire(timeout=SECONDS_FOR_LOCK))
+        except Timeout:
+            raise ValueError(f'--save_folder {folder} is in use by another run; wait until that has ended') from None
 
 
 def names_in(place: str, flag: str = '--save_folder') -> list[str]:

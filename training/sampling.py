@@ -8,6 +8,7 @@ from composer import Callback
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
+from diffusers import StableDiffusionPipeline
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
@@ -21,7 +22,7 @@ from inputs.text_files import read_prompts
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
-from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
+from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from settings.train import Train
 from training.checkpoints import written_whole
 from training.signals import StopAtSignal
@@ -60,8 +61,7 @@ class Sampling(Callback):
         if dist.get_global_rank() == 0:
             device = next(self.model.unet.parameters()).device
             captions = build_tokenizer(self.settings.tokenizer).encode_batch(['', *self.prompts])
-            self._tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
-            self._noise = noise_of(len(self.prompts), self.settings.seed, self.model.image_size // 8).to(device)
+            self._empty, *self._tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (77,) each
             self._vae = self.model.vae
             if self._vae is None:
                 self._vae = build_vae(self.files, self.settings.encoder_precision).to(device)
@@ -112,12 +112,20 @@ class Sampling(Callback):
         unet.eval()
         try:
             with torch.compiler.set_stance('force_eager'):  # as it stands, not as it is compiled
-                for noise, tokens in zip(self._noise.split(at_once), self._tokens[1:].split(at_once), strict=True):
-                    with get_precision_context(self.settings.precision):
-                        text = self.model.text_states(tokens)
-                        empty_text = self.model.text_states(self._tokens[:1])
-                        latents = denoise(pipeline, noise, text, empty_text, STEPS, GUIDANCE)
-                    pictures += decode(pipeline, latents)
+                for first in range(0, len(self._tokens), at_once):
+                    pictures += self._draw_some(pipeline, first, self._tokens[first:first + at_once])
         finally:
             unet.train(was_training)
         return pictures
+
+    def _draw_some(self, pipeline: StableDiffusionPipeline, first: int,
+                   tokens: list[torch.Tensor]) -> list[Image.Image]:
+        """The pictures of the prompts from number `first` on, of which `tokens` are, each int64 (77,)."""
+        side = self.model.image_size
+        with get_precision_context(self.settings.precision):
+            text = self.model.text_states(torch.stack(tokens))  # (B, 77, D)
+            empty_text = self.model.text_states(self._empty[None]).expand_as(text)
+            drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text, height=side, width=side,
+                             generator=seeded(self.settings.seed + first + index for index in range(len(tokens))),
+                             num_inference_steps=STEPS, guidance_scale=GUIDANCE, output_type='latent')
+        return decode(pipeline, drawn.images)

@@ -73,12 +73,6 @@ def test_a_run_leaves_the_signals_as_they_were(plain_run):
     assert plain_run.signals_after == plain_run.signals_before
 
 
-def arguments_of_two_ranks(results, *flags) -> list[str]:
-    """Those of the launcher, for a run that goes on until it is ended."""
-    return ['-n', '2', 'tests/training/talking_run.py', '--use_synth_data', *TINY, '--measure_batches', '100000',
-            '--results', str(results), *flags]
-
-
 def wait_until_it_trains(log: Path, run: subprocess.Popen) -> None:
     """Until the run that prints to `log` has trained for some batches."""
     while not re.search(r'^batch ([6-9]|\d\d+) of 100001', log.read_text(), re.MULTILINE):
@@ -96,33 +90,20 @@ def group_is_gone(group: int) -> bool:
 
 
 @pytest.mark.long
-def test_ctrl_c_under_the_launcher_leaves_a_record_of_what_was_measured(results):
-    log = results.with_name('log')
-    run = start_launcher(log, arguments_of_two_ranks(results))
-    wait_until_it_trains(log, run)
-    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
-    run.wait(300)
-    wait_until(lambda: group_is_gone(run.pid))
-    record = json.loads(results.read_text())
-    assert record['status'] == 'interrupted' and record['measured_batches'] >= 3 and record['images_per_sec'] > 0
-    assert f'after batch {record["trained_batches"]}; without --save_folder nothing was saved' in log.read_text()
-
-
-@pytest.mark.long
-def test_the_end_of_the_launcher_ends_the_run_with_a_record_and_a_checkpoint_to_go_on_from(results):
+@pytest.mark.parametrize('send, number', [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
+                         ids=['Ctrl-C, which comes to every process', 'SIGTERM to the launcher, which passes it on'])
+def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_go_on_from(results, send, number):
+    """A real launcher, and real ranks."""
     log, folder = results.with_name('log'), results.with_name('checkpoints')
-    arguments = arguments_of_two_ranks(results, '--use_ema', '--save_folder', str(folder))
-    run = start_launcher(log, arguments)
+    argv = ['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(folder), '--results', str(results)]
+    run = start_launcher(log, ['-n', '2', 'tests/training/talking_run.py', *argv, '--measure_batches', '100000'])
     wait_until_it_trains(log, run)
-    run.terminate()  # it alone, which passes it on to its ranks
-    run.wait(300)
+    send(run.pid, number)
+    run.wait(timeout=300)
     wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
     record = json.loads(results.read_text())
     [checkpoint] = checkpoints_in(folder)
     done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']
-    assert (record['status'], record['trained_batches']) == ('interrupted', done)
-    argv = ['--use_synth_data', '--use_ema', *TINY, '--max_duration', f'{done + 3}ba', '--save_folder', str(folder)]
-    resumed = main([*argv, '--autoresume', '--results', str(results)])
+    assert (record['status'], record['trained_batches']) == ('interrupted', done) and record['images_per_sec'] > 0
+    resumed = main([*argv, '--max_duration', f'{done + 3}ba', '--autoresume'])
     assert (resumed['status'], resumed['first_batch'], resumed['measured_batches']) == ('complete', done, 2)
-
-
