@@ -1,7 +1,7 @@
 """A small S3 server on loopback: as much as is needed to write, list and read, to break connections
 and to refuse.
 
-    python tests/local_s3.py PORT MILLISECONDS          # benchmarks/parts.py starts it with a delay for each request
+    python tests/local_s3.py PORT
 """
 import contextlib
 import http.server
@@ -83,12 +83,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(200, store.page(query))
         elif not key:
             store.count('head')
-            self.answer(200)
-        elif key == 'requests':  # how often each kind of request came since this was last asked
-            counts, store.counts = store.counts, Counter()
-            self.answer(200, repr(dict(counts)).encode())
-        elif key == 'delay':  # milliseconds of each request from here on
-            store.delay = float(next(iter(query))) / 1000
             self.answer(200)
         elif key in store.answers:
             self.answer(store.answers[key], b'<Error><Code>AccessDenied</Code></Error>')
@@ -262,7 +256,7 @@ def s3_process(monkeypatch) -> Iterator[subprocess.Popen]:
         port = listener.getsockname()[1]
     for name, value in environment(port).items():
         monkeypatch.setenv(name, value)
-    process = subprocess.Popen([sys.executable, __file__, str(port), '0'], stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, __file__, str(port)], stderr=subprocess.PIPE)
     try:
         process.client = client()
         assert process.stderr.readline() == b'listening\n'
@@ -279,6 +273,6 @@ def client():
 
 
 if __name__ == '__main__':
-    with LocalS3(int(sys.argv[1]), float(sys.argv[2]) / 1000) as server:
+    with LocalS3(int(sys.argv[1])) as server:
         print('listening', file=sys.stderr, flush=True)
         server.serve_forever()
