@@ -50,9 +50,7 @@ from inputs.held_out import NOISE, TIMESTEP
 from inputs.places import number_of_samples
 from inputs.shards import LATENTS, read_index, require_columns, require_same_origin
 from inputs.words import counted
-from measuring.measurement import Measurement
-from measuring.record import measure_loader, training_settings
-from measuring.tracing import build_profiler
+from measuring import Measurement, build_profiler, measure_loader, training_settings
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments

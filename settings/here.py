@@ -10,7 +10,7 @@ import torch
 from composer.utils import dist
 
 from inputs.timed_loader import queued_batches
-from measuring.caution import fewest_batches
+from settings.caution import fewest_batches
 from settings.commands import Encode
 from settings.costs import TRAINING_IMAGES
 from settings.train import ENCODER_PRECISIONS, TINY, Train, number_of_devices

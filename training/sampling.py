@@ -9,6 +9,7 @@ from composer import Callback
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
+from diffusers import StableDiffusionPipeline
 from diffusers.utils import make_image_grid
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -21,7 +22,7 @@ from inputs.text_files import read_prompts
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
-from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, denoise, noise_of
+from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from settings.train import Train
 from training.checkpoints import written_whole
 from training.signals import StopAtSignal
@@ -123,8 +124,8 @@ class Painter:
         captions = build_tokenizer(settings.tokenizer).encode_batch(['', *prompts])
         self.model = model
         self.precision = settings.precision
-        self.tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
-        self.noise = noise_of(len(prompts), settings.seed, model.image_size // 8).to(device)
+        self.seed = settings.seed
+        self.empty, *self.tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (77,) each
         self.vae = model.vae
         if self.vae is None:
             self.vae = build_vae(files, settings.encoder_precision).to(device)
@@ -138,12 +139,20 @@ class Painter:
         unet.eval()
         try:
             with torch.compiler.set_stance('force_eager'):  # as it stands, not as it is compiled
-                for noise, tokens in zip(self.noise.split(at_once), self.tokens[1:].split(at_once), strict=True):
-                    with get_precision_context(self.precision):
-                        text = self.model.text_states(tokens)
-                        empty_text = self.model.text_states(self.tokens[:1])
-                        latents = denoise(pipeline, noise, text, empty_text, STEPS, GUIDANCE)
-                    pictures += decode(pipeline, latents)
+                for first in range(0, len(self.tokens), at_once):
+                    pictures += self._draw_some(pipeline, first, self.tokens[first:first + at_once])
         finally:
             unet.train(was_training)
         return pictures
+
+    def _draw_some(self, pipeline: StableDiffusionPipeline, first: int,
+                   tokens: list[torch.Tensor]) -> list[Image.Image]:
+        """The pictures of the prompts from number `first` on, of which `tokens` are, each int64 (77,)."""
+        side = self.model.image_size
+        with get_precision_context(self.precision):
+            text = self.model.text_states(torch.stack(tokens))  # (B, 77, D)
+            empty_text = self.model.text_states(self.empty[None]).expand_as(text)
+            drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text, height=side, width=side,
+                             generator=seeded(range(self.seed + first, self.seed + first + len(tokens))),
+                             num_inference_steps=STEPS, guidance_scale=GUIDANCE, output_type='latent')
+        return decode(pipeline, drawn.images)
