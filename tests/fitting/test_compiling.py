@@ -37,10 +37,6 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     return given
 
 
-def batch_of(number: int, side: int = 64) -> dict[str, torch.Tensor]:
-    return {'image': torch.rand(number, 3, side, side) * 2 - 1, 'caption': torch.randint(49408, (number, 77))}
-
-
 def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiffusion:
     settings = settings_of('--use_synth_data', *TINY, *argv)
     torch.manual_seed(0)
@@ -49,23 +45,29 @@ def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiff
     return model
 
 
+def assert_same_step(wrapped: torch.nn.Module, model: StableDiffusion, expected: StableDiffusion, side: int) -> None:
+    """Loss and gradients of `model`, called as `wrapped`, are those of `expected`."""
+    losses = []
+    for each in (expected, wrapped):
+        torch.manual_seed(1)
+        batch = {'image': torch.rand(2, 3, side, side) * 2 - 1, 'caption': torch.randint(49408, (2, 77))}
+        loss = model.loss(each(batch), batch)
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(*losses)
+    for name, parameter in expected.unet.named_parameters():
+        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
 def test_ddp_does_not_cut_the_unet(graphs, smallest_with_attention, flags):
     expected = switched_model(*flags, name=smallest_with_attention, side=16)
     model = switched_model('--compile', *flags, name=smallest_with_attention, side=16)
-    losses = []
     with one_rank():
         wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
-        for each in (expected, wrapped):
-            torch.manual_seed(1)
-            loss = model.loss(each(batch_of(2, 16)), {})
-            loss.backward()
-            losses.append(loss)
+        assert_same_step(wrapped, model, expected, side=16)
     assert len(graphs) == 3  # the UNet, the VAE's encoder and the text encoder's layers
-    torch.testing.assert_close(*losses)
-    for name, parameter in expected.unet.named_parameters():
-        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
 
 
 def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capfd):
@@ -89,17 +91,9 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
 def test_blocks_of_one_kind_and_size_share_a_graph(graphs):
     expected = switched_model()
     model = switched_model('--compile', '--compile_blocks')
-    losses = []
-    for each in (expected, model):
-        torch.manual_seed(1)
-        loss = model.loss(each(batch_of(2)), {})
-        loss.backward()
-        losses.append(loss)
+    assert_same_step(model, model, expected, side=64)
     blocks = [module for module in model.unet.modules() if type(module) in UNET_BLOCKS]
     assert 2 < len(graphs) - 2 < len(blocks)  # two are the encoders'
-    torch.testing.assert_close(*losses)
-    for name, parameter in expected.unet.named_parameters():
-        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
 
 
 def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
