@@ -48,13 +48,13 @@ from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_image_index,
 from inputs.stores import streaming_address
 from inputs.verified_stream import Shards, open_shards
 from inputs.words import counted
-from measuring.caution import doubt
-from measuring.record import circumstances, keep, redacted
+from measuring import circumstances, keep, redacted
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents, vae_moments
 from models.loading import ModelFiles, build_vae, find_model
 from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, write_index
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
+from settings.caution import doubt
 from settings.here import encoding_here
 from settings.train import BATCH_SIZE
 

@@ -22,7 +22,7 @@ CONTAINERS_LIMIT = Path('/sys/fs/cgroup/memory.max')
 
 def build_outline(settings: Train, files: ModelFiles, latents: bool,
                   build_model: Callable[..., DiffusionModel]) -> DiffusionModel:
-    """The model of a run with its switches on the meta device: shapes and types alone. Random state stays as it is.
+    """The model of a run with its switches on the meta device: shapes and types alone.
 
     Args:
         settings: of the run.
@@ -33,8 +33,7 @@ def build_outline(settings: Train, files: ModelFiles, latents: bool,
     # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
     settings = dataclasses.replace(settings, attention='sdpa')
     files = dataclasses.replace(files, pretrained=False)
-    with torch.random.fork_rng(devices=[]):
-        return build_model(settings, latents, torch.device('meta'), files)
+    return build_model(settings, latents, torch.device('meta'), files)
 
 
 def lasting_bytes(settings: Train, model: DiffusionModel) -> dict[str, int]:

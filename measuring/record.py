@@ -19,7 +19,7 @@ from composer.utils.collect_env import get_cpu_model
 
 from inputs.errors import DataError
 from inputs.words import counted
-from measuring.caution import doubt, remedy
+from settings.caution import doubt, remedy
 from measuring.measurement import EXCLUDED, loader_figures
 from measuring.tracing import PROFILED
 from settings.costs import days_to_train, gpu_hours

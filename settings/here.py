@@ -10,7 +10,7 @@ import torch
 from composer.utils import dist
 
 from inputs.timed_loader import queued_batches
-from measuring.caution import fewest_batches
+from settings.caution import fewest_batches
 from settings.commands import Encode
 from settings.costs import TRAINING_IMAGES
 from settings.train import ENCODER_PRECISIONS, TINY, Train, number_of_devices
@@ -134,21 +134,18 @@ def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int)
     share = settings.batch_size // devices
     if settings.searches_microbatch and not is_for_gpus:
         raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {share}')
-    if settings.precision == 'fp32':
-        for flag in ('half_precision_norms', 'cast_weights_once'):
-            if getattr(settings, flag):
-                raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
+    if settings.half_precision_norms and settings.precision == 'fp32':
+        raise ValueError('--half_precision_norms does nothing in --precision fp32; leave it out')
     if settings.compile:
         refuse_missing_headers()
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != share:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          f'overwrite; use --device_train_microbatch_size {share}')
-    if 'cudnn' in settings.attention.split(',') and torch.cuda.is_available():
+    if settings.attention == 'cudnn' and torch.cuda.is_available():
         version = torch.backends.cudnn.version() or FAULTLESS_CUDNN
         if version < FAULTLESS_CUDNN:
-            raise ValueError(f'--attention {settings.attention} needs cuDNN 9.15.1 or newer, and torch '
-                             f'{torch.__version__} has {version}, whose attention has faults at lengths that no 128 '
-                             'divides; leave cudnn out')
+            raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
+                             f'{version}, whose attention has faults at lengths that no 128 divides; leave cudnn out')
 
 
 def refuse_missing_headers() -> None:

@@ -13,7 +13,6 @@ from settings.flags import amount, count, flag, positive, seed, share, whole_num
 TINY = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
-ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention
 TIME = '([1-9][0-9]{0,14})(ba|ep|sp)|(0?[.][0-9]+|1)(dur)'  # 5000 batches, epochs or samples, or a share of the run
 
 
@@ -38,14 +37,6 @@ def time_in(units: str, or_at_once: bool = False) -> Callable[[str], str]:
 def microbatch(text: str) -> int | Literal['auto']:
     """A kind of value: how many images go through the model at once, or auto."""
     return text if text == 'auto' else count(text)
-
-
-def attention_order(text: str) -> str:
-    """A kind of value: sdpa, xformers, or some of torch's kernels in an order of one's own, such as cudnn,flash."""
-    names = text.split(',')
-    if text in ('sdpa', 'xformers') or set(names) <= set(ATTENTION_BACKENDS) and len(set(names)) == len(names):
-        return text
-    raise argparse.ArgumentTypeError(f'{text} is not sdpa, xformers, or a list such as {",".join(ATTENTION_BACKENDS)}')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +116,12 @@ class Speed:
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32, which keeps 10 bits of the fraction '
         '(default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
-    attention: str = flag('sdpa', "sdpa, torch's attention; a list of its kernels in the order to try them in the "
-                          f'UNet, of {",".join(ATTENTION_BACKENDS)}, the others after them; or xformers, that of the '
-                          'package', kind=attention_order)
+    attention: Literal['sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'] = flag(
+        'sdpa', "sdpa, torch's attention; one of its kernels, to try first; or xformers, that of the package")
     gradient_checkpointing: bool = flag(False, 'less memory for about a third more arithmetic')
     fused_optimizer: bool = flag(True, 'AdamW in one kernel')
     half_precision_norms: bool = flag(False, "compute the norms of the UNet and of the VAE's encoder in the half "
                                       'precision of --precision instead of float32')
-    cast_weights_once: bool = flag(False, "cast the UNet's weights to half precision once for a batch instead of for "
-                                   'each microbatch')
     cudnn_benchmark: bool = flag(False, 'let cuDNN try its algorithms for each new shape and keep the fastest')
     compile_blocks: bool | None = flag(
         None, "with --compile: compile each kind of the UNet's blocks once instead of the whole UNet, for a shorter "
@@ -143,12 +131,6 @@ class Speed:
 
     def check(self) -> None:
         check_batch(self.batch_size, self.device_train_microbatch_size, number_of_devices(self))
-        if self.cast_weights_once and self.compile:
-            raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights '
-                             'themselves; leave one out')
-        if self.cast_weights_once and self.gradient_checkpointing:
-            raise ValueError('--cast_weights_once does nothing with --gradient_checkpointing, which computes in a '
-                             'thread that casts the weights anew; leave one out')
 
 
 def number_of_devices(settings: 'Train') -> int:
@@ -331,7 +313,7 @@ class Train(Samples, TrainingSamples, Model, Encoders, Speed, Warmup, Measuremen
 
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
 SWITCHES = ('channels_last', 'compile', 'attention', 'gradient_checkpointing', 'fused_optimizer',
-            'half_precision_norms', 'cast_weights_once', 'cudnn_benchmark', 'compile_blocks', 'allreduce_precision')
+            'half_precision_norms', 'cudnn_benchmark', 'compile_blocks', 'allreduce_precision')
 LOADER_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed')  # of its record
 TRAINING_FLAGS = (*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
                   *SWITCHES, 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
