@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 import obstore
+from filelock import FileLock, Timeout
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
 from inputs.errors import DataError
 from inputs.places import CLAIM, INDEX, is_address
-from inputs.run_lock import give_lock_back, take_lock
 from inputs.stores import open_store, parse_address, store_error
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
@@ -82,11 +82,16 @@ class Output:
             if names and CLAIM not in names:
                 raise ValueError(f'{self.place} already holds something; give a new folder')
             path = Path(self.out, LOCK)
-            lock = take_lock(path, self.place)
+            lock = FileLock(path, thread_local=False)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise ValueError(f'{self.place} is in use by another run; wait until that has ended') from None
         try:
             yield
         finally:
-            give_lock_back(path, lock)
+            path.unlink(missing_ok=True)
+            lock.release()
 
     def _claim(self, settings: dict) -> None:
         """Say in OUT what it is made of. Raises ValueError if it is made of something else."""

@@ -8,6 +8,7 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from inputs.errors import DataError, one_line
 from inputs.images import decode_image
@@ -71,11 +72,7 @@ def read_image(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
     """Yield (key, suffix, content) of an image file and of the captions beside it."""
     stem, suffix = split_name(file.name)
     for part in (suffix, *file.captions):
-        content = Unread('too large')
-        if os.path.getsize(stem + part) <= MAX_BYTES:
-            with open(stem + part, 'rb') as opened:
-                content = opened.read()
-        yield os.path.basename(stem), part, content
+        yield os.path.basename(stem), part, Path(stem + part).read_bytes()
 
 
 def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:

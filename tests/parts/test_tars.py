@@ -115,7 +115,7 @@ def test_what_is_no_sample_in_a_tar_has_a_reason(tmp_path, monkeypatch):
         except ValueError as reason:
             reasons[key] = str(reason)
     assert reasons == {
-        'inner': 'no image: .tar is packed; unpack it', 'l': 'no caption: a link in a tar is not followed',
+        'inner': 'no image: .tar is not read', 'l': 'no caption: a link in a tar is not followed',
         'a': 'no image: .heic needs a package (pip install pillow-heif)', 'b': 'no image: .mp4 is not read',
         'README': 'no image: a file without a suffix is not read', '._c': 'no image: it is hidden',
         '.Trash/d': 'no image: it is hidden'}
