@@ -42,8 +42,8 @@ from settings.train import BATCH_SIZE
 
 def held_out_beside(out: str) -> str:
     """Where the samples that are held out of OUT lie: beside it, OUT-held-out."""
-    if not is_address(out) and os.path.basename(out.rstrip('/')) in ('', '.', '..'):
-        out = os.path.realpath(out)
+    if not is_address(out):
+        out = os.path.abspath(out)
     return f'{out.rstrip("/")}-held-out'
 
 

@@ -37,22 +37,20 @@ def read_samples(file: File) -> Iterator[tuple[str | None, Fields]]:
     Raises DataError if the file cannot be read, as when a network file system is away: nothing can then be said of what
     it holds.
     """
-    damage = None
+    yield from group_by_key(whole_files(file))
 
-    def whole_files() -> Iterator[tuple[str, str, bytes | Unread]]:
-        nonlocal damage
-        read_files = read_tar if split_name(file.name)[1].lower() == '.tar' else read_image
-        try:
-            yield from read_files(file)
-        except (OSError, MemoryError) as error:
-            if getattr(error, 'errno', None) != errno.EINVAL:  # no place of a file is as far as a garbled header says
-                raise DataError(f'{file.name} cannot be read ({type(error).__name__}: {one_line(error)})') from None
-            damage = error
-        except Exception as error:  # a garbled header makes tarfile raise nearly anything
-            damage = error
-    yield from group_by_key(whole_files())
-    if damage is not None:
-        yield None, {DAMAGED: Unread(one_line(damage))}
+
+def whole_files(file: File) -> Iterator[tuple[str | None, str, bytes | Unread]]:
+    """Yield (key, suffix, content) of each file of a tar, or of an image file with its captions, up to any damage."""
+    read_files = read_tar if split_name(file.name)[1].lower() == '.tar' else read_image
+    try:
+        yield from read_files(file)
+    except (OSError, MemoryError) as error:
+        if getattr(error, 'errno', None) != errno.EINVAL:  # no place of a file is as far as a garbled header says
+            raise DataError(f'{file.name} cannot be read ({type(error).__name__}: {one_line(error)})') from None
+        yield None, DAMAGED, Unread(one_line(error))
+    except Exception as error:  # a garbled header makes tarfile raise nearly anything
+        yield None, DAMAGED, Unread(one_line(error))
 
 
 def group_by_key(files: Iterator[tuple[str, str, bytes | Unread]]) -> Iterator[tuple[str, Fields]]:

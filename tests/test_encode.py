@@ -192,7 +192,7 @@ def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_nam
     assert command.startswith(f'next            composer benchmark.py --remote {latents} --use_ema')
     assert 'was begun with image_size 64, and this command has 32; give' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
-    assert 'was begun by convert.py, not by encode.py' in refusal(
+    assert 'was begun with program convert.py, and this command has encode.py' in refusal(
         capfd, encode_shards, shards, of_another_program(tmp_path / 'other'), model_folder)
     assert {path: path.stat().st_mtime_ns for path in before} == before
 

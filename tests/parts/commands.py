@@ -44,7 +44,7 @@ def note_workers(file: Path) -> None:
 
     def noted_call(self: LocalWorkers, parts: list):
         answer = call(self, parts)
-        file.write_text(' '.join(map(str, self.pool._processes)))
+        file.write_text(' '.join(str(pid) for pool in self.pools.values() for pid in pool._processes))
         return answer
     LocalWorkers.call = noted_call
 

@@ -28,7 +28,7 @@ def tasks() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.name().startswith('ray::call_in_pro'):
+            if process.name().startswith('ray::call_on_clu'):
                 found.append(process)
     return found
 
