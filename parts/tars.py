@@ -99,10 +99,8 @@ def read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> b
     """The content of a file, or why it is not read."""
     if is_hidden(member.name):
         return Unread('it is hidden')
-    if member.issym() or member.islnk():
-        return Unread('a link in a tar is not followed')
     if not member.isreg():
-        return Unread('a pipe or device is not read')
+        return Unread('a link, a pipe or a device in a tar is not read')
     if not is_image(suffix) and suffix not in CAPTIONS:
         return Unread(why_not_read(suffix))
     if member.size > MAX_BYTES:
