@@ -128,12 +128,9 @@ def test_wild_captions_come_back_as_they_were(tmp_path):
     assert [caption for _, caption in read_back(tmp_path / 'out')] == captions
 
 
-@pytest.mark.parametrize('end', ['inside a file', 'between two files', 'at a garbled header'])
-def test_a_damaged_tar_leaves_a_dataset_of_the_rest_and_exit_status_1(tars, tmp_path, capsys, end):
-    whole, first = (tars / '00000.tar').read_bytes(), end_of_first_sample(tars / '00000.tar')
-    cut = {'inside a file': whole[:first + 1000], 'between two files': whole[:first],
-           'at a garbled header': whole[:first] + b'?' * 512 + whole[first + 512:]}[end]
-    (tars / '00000.tar').write_bytes(cut)
+def test_a_damaged_tar_leaves_a_dataset_of_the_rest_and_exit_status_1(tars, tmp_path, capsys):
+    whole = (tars / '00000.tar').read_bytes()
+    (tars / '00000.tar').write_bytes(whole[:end_of_first_sample(tars / '00000.tar') + 1000])
     (tars / '00003.tar').write_bytes(b'<html>404</html>' * 100)
     assert convert.main([str(tars), str(tmp_path / 'out')]) == 1
     assert read_back(tmp_path / 'out') == pairs(0) + ALL_SAMPLES[3:]
@@ -176,8 +173,6 @@ def test_bad_arguments_are_one_line_and_status_2(tars, tmp_path, capsys):
             (2, 'missing does not exist', tmp_path / 'missing', out),
             (2, f'OUT {tars} already holds something', tars, tars),
             (2, 'is not a folder', tars, tars / '00000.tar'),
-            (1, 'Not a directory', tars, tars / '00000.tar/below'),
-            (2, '0 is not a whole number above 0', tars, out, '--num_workers', 0),
             (2, 'OUT nowhere://bucket/out', tars, 'nowhere://bucket/out'),
             (2, 'OUT is empty', tars, ''),
             (2, '--size_limit', tars, out, '--size_limit', '4gb'),
