@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -26,6 +27,8 @@ from inputs.errors import DataError, one_line
 ATTEMPTS = 3  # workers that may die of a part before the run ends
 SECONDS_BETWEEN_LOOKS = 1.0  # at how many places a cluster has
 SECONDS_TO_CONNECT = 20
+OPEN_FILES = 256  # of the command itself
+OPEN_FILES_A_PROCESS = 8
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal
 ROOMS = ('fitting', 'inputs', 'models', 'parts', 'settings')  # what the machines of a cluster need of this program
 ROOT = Path(__file__).parent.parent
@@ -105,6 +108,7 @@ class LocalWorkers:
         self.on_gpus = on_gpus
         # A client of a store does not survive a fork, and CUDA not one of a process that has asked for its devices.
         self.context = multiprocessing.get_context('spawn' if on_gpus else 'forkserver')
+        allow_open_files(OPEN_FILES + OPEN_FILES_A_PROCESS * number)
         self.theirs, self.alive = self.context.Pipe(duplex=False)
         self.idle = list(range(number))  # numbers of processes, and of their GPUs
         self.pools = {}  # of a process each, by its number
@@ -152,6 +156,12 @@ class LocalWorkers:
         except BrokenProcessPool:
             self.pools.pop(number).shutdown()  # and the next call makes another
             raise WorkerDied from None
+
+
+def allow_open_files(number: int) -> None:
+    """Let this process open so many files, as far as it may: of 1024, a usual limit, 120 processes would take all."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(number, most)), most))
 
 
 def begin_process(alive: connection.Connection, environment: dict[str, str]) -> None:

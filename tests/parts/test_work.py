@@ -1,5 +1,6 @@
 """Every part is made once, whatever workers die; what kills each of them is named, and none outlives its command."""
 import os
+import resource
 import signal
 import time
 from functools import partial
@@ -64,7 +65,17 @@ def test_what_died_workers_were_at_is_made_again_and_what_was_done_is_not(server
 def test_a_part_that_three_workers_die_of_is_named_and_no_other(server, tmp_path):
     with pytest.raises(DataError, match='3 workers were killed, each while it was at 2.tar, often for lack of memory'):
         run(tmp_path, 6, at_once=6, fatal={'2': 9})
-    assert len(begun(tmp_path, '2')) == 3
+    assert len(begun(tmp_path, '2')) == 3 and (tmp_path / '0').exists() and (tmp_path / '1').exists()
+
+
+def test_a_usual_limit_of_open_files_is_raised_for_many_workers():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        LocalWorkers(make, 256)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(256 * 8, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_what_a_worker_raises_is_raised(server, tmp_path):
