@@ -45,7 +45,6 @@ from inputs.errors import DataError
 from inputs.images import decode_image, normalize_images, stack_images
 from inputs.places import is_address, number_of_samples
 from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_image_index, read_index
-from inputs.stores import streaming_address
 from inputs.verified_stream import Shards, open_shards
 from inputs.words import counted
 from measuring import circumstances, keep, redacted
@@ -327,7 +326,7 @@ def summary(record: dict, settings: Encode) -> str:
 
 def next_command(samples: int, settings: Encode) -> str:
     """The command that trains on what was encoded."""
-    command = ['composer', 'benchmark.py', '--remote', streaming_address(settings.out), '--use_ema', '--model_name',
+    command = ['composer', 'benchmark.py', '--remote', settings.out, '--use_ema', '--model_name',
                settings.model_name, '--image_size', str(settings.image_size)]
     if settings.pretrained:
         command.append('--pretrained')

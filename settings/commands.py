@@ -44,7 +44,7 @@ class Convert(Cluster):
     """conversion"""
     source: tuple[str, ...] = positional('tars, folders of tars or of images, or globs; or tars in an object store '
                                          '(s3://bucket/tars/)')
-    out: str = positional('new folder, or an address in an object store (s3://, gs://, az://)')
+    out: str = positional('new folder, or an address in an object store (s3://, gs://, azure://)')
     held_out: float | None = flag(
         None, 'keep this share of the samples, drawn by --seed, out of OUT, and write them to OUT-held-out, for '
         '--eval_remote of benchmark.py', kind=share, metavar='SHARE')
