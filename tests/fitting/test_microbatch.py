@@ -102,13 +102,6 @@ def test_the_search_leaves_weights_gradients_and_random_state_as_they_were(model
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_blank_images_of_a_search_do_not_stand_for_those_of_the_first_batch(model):
-    model.range_was_checked = True  # as a try leaves it on a GPU
-    settings = replace(arguments('--batch_size', '1'), device_train_microbatch_size='auto')
-    assert benchmark.find_microbatch(settings, model, build_data(settings, find_model('tiny'))) == 1
-    assert not model.range_was_checked
-
-
 @pytest.mark.parametrize('where', ['forward', 'backward'])
 def test_nothing_of_a_try_is_alive_when_the_next_begins(model, where):
     activations = []  # of each pass, its size and a reference
