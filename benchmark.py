@@ -45,6 +45,7 @@ from fitting import (
     process_switches,
     refuse_too_little_memory,
     switch_callbacks,
+    warn_of_a_slow_cpu,
 )
 from inputs.held_out import NOISE, TIMESTEP
 from inputs.places import number_of_samples
@@ -108,6 +109,7 @@ class StableDiffusion(DiffusionModel):
         self.scaling_factor = files.scaling_factor
         with torch.device('cpu'):  # its small tables go where they are used
             self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
+        self.noise_scheduler = self.scheduler  # as the original calls it
         self.prediction_type = self.scheduler.config.prediction_type
         if self.prediction_type not in ('epsilon', 'v_prediction'):
             raise ValueError(f'--model_name {model_name} has a scheduler with prediction_type {self.prediction_type}; '
@@ -117,11 +119,6 @@ class StableDiffusion(DiffusionModel):
         if not latents:
             self.vae = build_vae(files, encoder_precision)
         self.text_encoder = build_text_encoder(files, encoder_precision)
-
-    @property
-    def noise_scheduler(self) -> DDPMScheduler:
-        """The scheduler, by the name that the original gave it."""
-        return self.scheduler
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
         """Training mode for the UNet; the frozen encoders stay in eval mode."""
@@ -222,10 +219,6 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     if samples < settings.batch_size:
         raise ValueError(f'--remote {settings.remote} holds {counted(samples, "sample")}, fewer than --batch_size '
                          f'{settings.batch_size}; use a smaller batch')
-    left_out = samples % settings.batch_size
-    if left_out and not settings.loader_only and dist.get_global_rank() == 0:
-        print(f'each epoch leaves out {left_out} of {counted(samples, "sample")}, others each time: less than a batch',
-              file=sys.stderr)
     if settings.random_flip and 'latents' in index:
         raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
@@ -329,7 +322,8 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
             profiler=build_profiler(settings),
         )
     trainer.logger.log_hyperparameters(training_settings(settings, latents, microbatch))
-    _ = model.flops_per_image  # counted before the clock runs, since SpeedMonitor asks for it between two batches
+    flops_per_image = model.flops_per_image  # counted before the clock runs: SpeedMonitor asks between two batches
+    warn_of_a_slow_cpu(settings, sum(flops_per_image.values()))
     say_how_it_begins(settings, trainer.state, checkpoint)
     return model, trainer
 

@@ -14,7 +14,7 @@ from composer.utils import dist
 from measuring.gpu_monitor import GIB
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles
-from settings.train import Train
+from settings.train import TINY_COMMAND, Train
 
 ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 CONTAINERS_LIMIT = Path('/sys/fs/cgroup/memory.max')
@@ -80,8 +80,7 @@ def refuse_too_little_memory(settings: Train, outline: DiffusionModel) -> None:
     if total > there:
         items = ', '.join(f'{item} {size / GIB:.1f}' for item, size in needed.items())
         raise ValueError(f'--model_name {settings.model_name} needs at least {total / GIB:.1f} GiB of memory to train '
-                         f'({items}), and {place} has {there / GIB:.1f}; the tiny model runs here: python benchmark.py '
-                         '--use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4')
+                         f'({items}), and {place} has {there / GIB:.1f}; the tiny model runs here: {TINY_COMMAND}')
 
 
 def memory_of_host() -> int:

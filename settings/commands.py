@@ -59,7 +59,6 @@ class Encode(Samples, Model, Encoders, Warmup, Results, Seed, Cluster):
     """latents"""
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
     batch_size: int = flag(32, 'images at once on each device', kind=count)
-    num_workers_by_default: bool = False
 
     def check(self) -> None:
         if not (self.remote or self.local) or not self.out:

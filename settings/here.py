@@ -24,12 +24,10 @@ def on_this_machine(settings: Train) -> Train:
     refuse_more_ranks_than_gpus()
     devices = number_of_devices(settings)
     is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
-    settings = read_local_in_place(settings)
+    settings = with_local_in_place(settings)
     if settings.dry_run is not None:
         is_synthetic = not (settings.remote or settings.use_synth_latents)
         settings = dataclasses.replace(settings, dry_run=devices, use_synth_data=is_synthetic)
-    settings = dataclasses.replace(settings, only_measures=settings.max_duration is None,
-                                   num_workers_by_default=settings.num_workers is None)
     settings = with_defaults(settings, {
         'precision': best_precision(is_for_gpus),
         'device_train_microbatch_size': 'auto' if is_for_gpus else settings.batch_size // devices,
@@ -66,11 +64,11 @@ def encoding_here(settings: Encode) -> Encode:
     if settings.ray and settings.encoder_precision is None and not has_gpu:
         raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
-    settings = dataclasses.replace(read_local_in_place(settings),
-                                   num_workers_by_default=settings.num_workers is None)
-    return with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
-                                    'channels_last': None if settings.ray else has_gpu,  # each worker knows
-                                    'num_workers': default_workers(max(1, torch.cuda.device_count()))})
+    return with_defaults(with_local_in_place(settings), {
+        'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
+        'channels_last': None if settings.ray else has_gpu,  # each worker knows
+        'num_workers': default_workers(max(1, torch.cuda.device_count())),
+    })
 
 
 def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
@@ -79,8 +77,9 @@ def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
     return dataclasses.replace(settings, **missing)
 
 
-def read_local_in_place(settings: Train | Encode) -> Train | Encode:
-    """Where --local is the only place that is given, it is the data."""
+def with_local_in_place(settings: Train | Encode) -> Train | Encode:
+    """Where --local is the only place that is given, it is the data. Also notes whether --num_workers was given."""
+    settings = dataclasses.replace(settings, num_workers_by_default=settings.num_workers is None)
     is_synthetic = isinstance(settings, Train) and (settings.use_synth_data or settings.use_synth_latents)
     if settings.remote or is_synthetic:
         return settings

@@ -3,7 +3,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +13,7 @@ from settings.flags import amount, count, flag, positive, seed, share, whole_num
 TINY = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
+TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
 TIME = '([1-9][0-9]{0,14})(ba|ep|sp)|(0?[.][0-9]+|1)(dur)'  # 5000 batches, epochs or samples, or a share of the run
 
 
@@ -48,6 +49,7 @@ class Samples:
                              'folder is read in place); without --remote, the folder with the shards')
     num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
                                    kind=whole_number)
+    num_workers_by_default: bool = False  # no flag: whether the program chose their number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,8 @@ class Warmup:
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """measurement"""
-    results: str = flag('results.jsonl', 'file that the record is appended to')
+    results: str = flag('results.jsonl', 'file that the record is appended to, or - to print it as the last line of '
+                        'standard output instead', metavar='FILE')
 
     def check(self) -> None:
         """Raises ValueError if nothing can be appended there: it is said before the run, not after it."""
@@ -181,6 +184,8 @@ class Measurement:
         None, 'train nothing: say what memory each microbatch needs, which fits on which card, and how fast so many '
         'GPUs could be at most; needs no GPU (default: off; without a number, as many GPUs as the launcher starts '
         'processes)', kind=count, metavar='GPUS', bare=0)
+    gpu: str | None = flag(None, 'with --dry_run: the GPUs of this name, or of a part of it, such as H100 or A100-40GB '
+                           '(default: all whose peak is known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
     profile: str | None = flag(None, 'trace 3 batches after the warm-up and write them to this new folder, for '
                                'Perfetto and TensorBoard; no report counts the record of such a run', metavar='DIR')
@@ -292,29 +297,31 @@ class Cost:
 @dataclass(frozen=True, kw_only=True)
 class Train(Samples, TrainingSamples, Model, Encoders, Speed, Warmup, Measurement, Results, Seed, Training,
             Optimizer, EvaluationAndDrawing, Logging, Cost):
-    """All flags of benchmark.py. What is None here and has another default in --help, `settings/here.py` fills in.
-
-    Attributes:
-        num_workers_by_default: whether the program chose their number.
-        only_measures: --max_duration was not given, so that the run is as long as its measurement.
-    """
-    num_workers_by_default: bool = False
-    only_measures: bool = False
+    """All flags of benchmark.py. What is None here and has another default in --help, `settings/here.py` fills in."""
 
     @property
     def searches_microbatch(self) -> bool:
         return self.device_train_microbatch_size == 'auto'
 
     @property
+    def measures(self) -> bool:
+        """Whether a measurement was asked for: without --max_duration, or by --measure_batches."""
+        return self.measure_batches is not None
+
+    @property
     def keeps_nothing(self) -> bool:
         """Whether nothing stays of a training that was asked for."""
-        return not self.only_measures and not self.save_folder
+        return not self.measures and not self.save_folder
+
+
+def is_young(half_life: str | None, batches: int) -> bool:
+    """Whether an average is still near the weights that it started from; False where its half-life is in epochs."""
+    half_life = half_life or ''
+    return half_life.endswith('ba') and 4 * float(half_life.removesuffix('ba')) > batches
 
 
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
-SWITCHES = ('channels_last', 'compile', 'attention', 'gradient_checkpointing', 'fused_optimizer',
-            'half_precision_norms', 'cudnn_benchmark', 'compile_blocks', 'allreduce_precision')
+SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))
 LOADER_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed')  # of its record
-TRAINING_FLAGS = (*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  *SWITCHES, 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
-                  'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip', 'eval_interval')
+TRAINING_FLAGS = (*LOADER_FLAGS, *SWITCHES, *(field.name for field in fields(Optimizer)), 'max_duration',
+                  'measure_batches', 'caption_drop', 'random_flip', 'eval_interval', 'load_weights', 'eval_remote')

@@ -39,6 +39,11 @@ def test_bytes_that_reach_the_model_train_as_the_same_images_scaled():
     assert torch.equal(prediction, expected) and torch.equal(target, expected_target)
 
 
+def test_whole_numbers_of_another_type_are_no_images():
+    with pytest.raises(ValueError, match='images of torch.int64'):
+        StableDiffusion('tiny', image_size=64)(batch_of() | {'image': torch.full((2, 3, 64, 64), 9)})
+
+
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
 def test_the_loss_is_that_of_the_ddpm_papers_formula(prediction_type):
     model, batch = StableDiffusion('tiny', image_size=64), batch_of()
