@@ -1,9 +1,8 @@
-"""What a GPU does to numbers, on a CPU: its types under autocast, its loss scaling, DDP, and faults in gradients.
+"""What a GPU does to numbers, on a CPU: its types under autocast, its loss scaling, and DDP.
 
 `Dtypes` tells what was computed in which precision, whoever cast it. `composer_on_a_gpu` lets Composer's Trainer run
-with amp_bf16 and amp_fp16 on a CPU, with norms in float32 as CUDA's autocast has them. `one_rank` is for DDP. `Fault`
-spoils gradients in a backward pass. What they cannot show: TF32, the kernels of cuDNN and cuBLAS and their order of
-summation, and the memory of a GPU.
+with amp_bf16 and amp_fp16 on a CPU, with norms in float32 as CUDA's autocast has them. `one_rank` is for DDP. What they
+cannot show: TF32, the kernels of cuDNN and cuBLAS and their order of summation, and the memory of a GPU.
 """
 import contextlib
 import functools
@@ -74,32 +73,3 @@ def one_rank() -> Iterator[None]:
             yield
         finally:
             leave_ranks()
-
-
-class Fault:
-    """Spoils the gradient that leaves a module in some of its backward passes, as an overflow does.
-
-    Args:
-        module: one whose output is a tensor.
-        passes: the numbers of the backward passes to spoil, from 0.
-        value: that the gradient becomes, or an exception that is raised in its place.
-    """
-
-    def __init__(self, module: torch.nn.Module, passes: set[int], value: float | Exception = float('inf')):
-        self.passes = passes
-        self.value = value
-        self.count = 0
-        module.register_forward_hook(self._watch)
-
-    def _watch(self, module, inputs, output) -> None:
-        if output.requires_grad:
-            output.register_hook(self._spoil)
-
-    def _spoil(self, gradient: torch.Tensor) -> torch.Tensor:
-        number = self.count
-        self.count += 1
-        if number not in self.passes:
-            return gradient
-        if isinstance(self.value, Exception):
-            raise self.value
-        return torch.full_like(gradient, self.value)

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from benchmark import main
 from tests.forked_runs import RUN, on_small_disk, run, traced
-from tests.forks import living_child
 from tests.runs import TINY, assert_same_training, error_line, one_error_line
 from tests.samples import Hostile, good, write_shards
 from training import WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
@@ -242,18 +241,23 @@ def test_a_run_on_a_cpu_is_resumed_on_a_gpu(tmp_path, smallest_model, results, m
     assert main([*argv, '4ba'])['first_batch'] == 2
 
 
-def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(tmp_path, monkeypatch):
+def save_for_ever(folder: str, has_begun) -> None:
+    with saving_alone(folder, autoresume=True):
+        has_begun.set()
+        signal.pause()
+
+
+def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(server, tmp_path, monkeypatch):
     folder = str(tmp_path / 'kept')
     monkeypatch.setattr('training.checkpoints.SECONDS_FOR_LOCK', 0)
-
-    def save_for_ever(ready) -> None:
-        with saving_alone(folder, autoresume=True):
-            ready()
-            signal.pause()
-
-    with living_child(save_for_ever), pytest.raises(ValueError, match='kept is in use by another run'):
-        with saving_alone(folder, autoresume=False):
-            pass
+    has_begun = server.Event()
+    first = server.Process(target=save_for_ever, args=(folder, has_begun), daemon=True)
+    first.start()
+    has_begun.wait()
+    with pytest.raises(ValueError, match='kept is in use by another run'), saving_alone(folder, autoresume=False):
+        pass
+    first.kill()
+    first.join()
     with saving_alone(folder, autoresume=False), saving_alone(None, autoresume=False):  # the first was killed
         pass
 
