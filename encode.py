@@ -1,12 +1,12 @@
-"""Encode images once, so that training does not repeat the VAE's share of every step.
+"""Encode images once, so that the VAE, which computes the same in each epoch, is not in the training.
 
     python encode.py --remote s3://my-bucket/photos --out s3://my-bucket/photos-512 --model_name FOLDER --pretrained
     composer benchmark.py --remote s3://my-bucket/photos-512 --use_ema --model_name FOLDER --pretrained
 
 Each image shard becomes shards of its own, with the mean and the log variance of each image's latents (float16, so that
 training draws a latent anew each time) and the caption. Every GPU of this machine works, or with --ray every GPU of a
-Ray cluster. A run that was stopped, when started again with the same command, encodes only what is missing.
-OUT/index.json comes last.
+Ray cluster. What cannot be encoded is left out and listed in OUT/skipped.jsonl. A run that was stopped, when started
+again with the same command, encodes only what is missing. OUT/index.json comes last.
 """
 from settings.commands import ENCODING_FLAGS, Encode
 from settings.ends import leave_to_first_process, one_line_errors
@@ -31,7 +31,8 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -39,21 +40,20 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch.utils.data import DataLoader, Dataset
 
-from data import BadSamples, refuse_many_bad_samples
 from fitting.compiling import compile_in_place, compile_mode
-from inputs.errors import DataError, is_out_of_memory
+from inputs.errors import DataError
 from inputs.images import decode_image, normalize_images, stack_images
 from inputs.places import is_address, number_of_samples
-from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_index, require_columns
+from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_image_index, read_index
 from inputs.stores import streaming_address
 from inputs.verified_stream import Shards, open_shards
 from inputs.words import counted
 from measuring.caution import doubt
-from measuring.record import UNMEASURED, circumstances, keep, redacted
+from measuring.record import circumstances, keep, redacted
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents, vae_moments
 from models.loading import ModelFiles, build_vae, find_model
-from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, write_index
+from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, write_index
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
 from settings.here import encoding_here
 from settings.train import BATCH_SIZE
@@ -76,9 +76,7 @@ class Samples(Dataset):
             if not columns['caption'].strip():
                 raise ValueError('no caption')
             image = decode_image(columns['jpg'], self.image_size)  # uint8 (3, H, H)
-        except UnicodeDecodeError:
-            return {'shard': shard, 'bad': (number, 'the caption is not UTF-8')}
-        except ValueError as error:
+        except ValueError as error:  # also of a caption that is not UTF-8
             return {'shard': shard, 'bad': (number, str(error))}
         return {'shard': shard, 'number': number, 'image': image, 'caption': columns['caption']}
 
@@ -93,23 +91,15 @@ class Samples(Dataset):
         return batch
 
 
-class BatchesOfShards:
-    """The samples of some shards in batches, none of which is of two shards. The next shard is fetched meanwhile."""
+def batches_of_shards(shards: Shards, numbers: list[int], batch_size: int) -> Iterator[list[tuple[int, int]]]:
+    """The places in `Samples` of all samples of some shards, in batches, none of which is of two shards.
 
-    def __init__(self, shards: Shards, numbers: list[int], batch_size: int):
-        self.shards = shards
-        self.numbers = numbers
-        self.batch_size = batch_size
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        with ThreadPoolExecutor(1) as fetcher:
-            fetched = fetcher.submit(self.shards.fetch, self.numbers[0])
-            for shard, following in zip(self.numbers, [*self.numbers[1:], None], strict=True):
-                samples = len(fetched.result())
-                if following is not None:
-                    fetched = fetcher.submit(self.shards.fetch, following)
-                for start in range(0, samples, self.batch_size):
-                    yield [(shard, number) for number in range(start, min(start + self.batch_size, samples))]
+    The shards are fetched meanwhile, one after the other.
+    """
+    with ThreadPoolExecutor(1) as fetcher:
+        for shard, reader in zip(numbers, fetcher.map(shards.fetch, numbers), strict=True):
+            for start in range(0, len(reader), batch_size):
+                yield [(shard, number) for number in range(start, min(start + batch_size, len(reader)))]
 
 
 class Encoder:
@@ -153,49 +143,43 @@ class Encoder:
         return vae
 
     def encode(self, output: Output, parts: list[Part], shards: Shards) -> list[dict]:
-        """Encode a part after the other; returns the samples and the bad ones of each.
-
-        A part's index keeps its bad samples, each with its number among all samples.
-        """
+        """Encode a part after the other; returns how many of its samples were stored and how many were bad."""
         settings = self.settings
         samples = Samples(shards, settings.image_size)
-        numbers = [number for part in parts for number in part.files]
-        loader = DataLoader(samples, batch_sampler=BatchesOfShards(shards, numbers, settings.batch_size),
-                            collate_fn=samples.collate, num_workers=settings.num_workers,
-                            pin_memory=self.device.type == 'cuda')
-        batches = iter(loader)
-        batch = next(batches, None)
+        batches = batches_of_shards(shards, [number for part in parts for number in part.files], settings.batch_size)
+        loader = DataLoader(samples, batch_sampler=batches, collate_fn=samples.collate,
+                            num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda')
         made = []
-        for part in parts:
-            [number] = part.files
+        for part, (number, of_shard) in zip(parts, groupby(loader, itemgetter('shard')), strict=True):
             writer = PartWriter(output, part.name, latent_columns(settings.image_size))
-            stored = 0
-            bad = []
-            with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
-                written = None  # the batch before
-                while batch is not None and batch['shard'] == number:
-                    moments = self.moments_of(batch)
-                    if written is not None:
-                        written.result()
-                    written = pen.submit(write_latents, writer, moments, batch['caption'])
-                    stored += len(batch['caption'])
-                    bad += [(self.first_numbers[number] + sample, reason) for sample, reason in batch['bad']]
-                    self.clock.append((self.clock[-1][0] + len(batch['caption']), time.perf_counter()))
-                    batch = next(batches, None)
-                if written is not None:
-                    written.result()
-            source = self.index['shards'][number]['raw_data']['basename']
-            writer.finish({'source': source, 'key': sample, 'reason': reason} for sample, reason in bad)
+            made.append(self.encode_shard(number, of_shard, writer))
             if settings.local is None:
                 shards.drop(number)
-            made.append({'samples': stored, 'bad': bad})
         return made
+
+    def encode_shard(self, shard: int, batches: Iterator[dict], writer: PartWriter) -> dict:
+        """Encode the batches of a shard into a part, which lists the bad samples by their number among all."""
+        source = self.index['shards'][shard]['raw_data']['basename']
+        stored = 0
+        skipped = []
+        writing = []
+        with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
+            for batch in batches:
+                writing.append(pen.submit(write_batch, writer, self.moments_of(batch), batch['caption']))
+                stored += len(batch['caption'])
+                for number, reason in batch['bad']:
+                    skipped.append({'source': source, 'key': self.first_numbers[shard] + number, 'reason': reason})
+                self.clock.append((self.clock[-1][0] + len(batch['caption']), time.perf_counter()))
+        for written in writing:
+            written.result()
+        writer.finish(skipped)
+        return {'samples': stored, 'bad': len(skipped)}
 
     @torch.no_grad()
     def moments_of(self, batch: dict) -> list[np.ndarray]:
         """The moments of each of a batch's good images, float16 (8, H/8, W/8).
 
-        Raises DataError if they do not fit into memory, or one is not finite.
+        Raises DataError if one is not finite.
         """
         if not batch['number']:
             return []
@@ -203,12 +187,7 @@ class Encoder:
         if self.settings.compile:  # a compiled encoder is compiled anew for each number of images
             missing = self.settings.batch_size - len(images)
             images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
-        try:
-            moments = vae_moments(self.vae, images)[:len(batch['number'])].half().cpu()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise DataError(f'out of memory at --batch_size {self.settings.batch_size}; use a smaller one') from None
+        moments = vae_moments(self.vae, images)[:len(batch['number'])].half().cpu()
         for number, of_image in zip(batch['number'], moments, strict=True):
             if not of_image.isfinite().all():
                 raise DataError(f'sample {self.first_numbers[batch["shard"]] + number} has moments that are not finite '
@@ -229,7 +208,7 @@ class Encoder:
                 'seconds': self.clock[-1][1] - self.clock[start][1]}
 
 
-def write_latents(writer: PartWriter, moments: list[np.ndarray], captions: list[str]) -> None:
+def write_batch(writer: PartWriter, moments: list[np.ndarray], captions: list[str]) -> None:
     """Write the samples of a batch."""
     for of_image, caption in zip(moments, captions, strict=True):
         writer.write({LATENTS: of_image, 'caption': caption})
@@ -248,7 +227,7 @@ def encode_parts(settings: Encode, output: Output, index: str, parts: list[Part]
         parts: each of the number of a shard.
         gpu: number of the worker's GPU; None: it works on the processor.
 
-    Returns the figures of this process, and the samples and bad samples of each part.
+    Returns the figures of this process, and what `Encoder.encode` says of each part.
     """
     output.require_begun()
     made_from = settings, index, gpu
@@ -266,15 +245,6 @@ def encode_parts(settings: Encode, output: Output, index: str, parts: list[Part]
 def latent_columns(image_size: int) -> dict[str, str]:
     """Names and MDS types."""
     return LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{image_size // 8},{image_size // 8}'}
-
-
-def read_image_index(settings: Encode) -> dict:
-    """The index.json of --remote. Raises ValueError if it holds no images and captions."""
-    index = read_index(settings.remote)
-    require_columns(settings.remote, index)
-    if 'latents' in index:
-        raise ValueError(f'--remote {settings.remote} holds latents already')
-    return index
 
 
 def origin_with_weights(files: ModelFiles, settings: Encode) -> dict:
@@ -301,11 +271,7 @@ def open_workers(settings: Encode, output: Output, index: dict, most: int) -> Lo
 
 
 def encode_missing(settings: Encode, output: Output, index: dict, missing: list[Part]) -> tuple[list[dict], int]:
-    """Encode what no earlier run has encoded; returns the figures of each process, and how many work at once.
-
-    Raises DataError if it cannot go on, or too many samples are bad.
-    """
-    bad_samples = BadSamples(settings.max_bad_samples)
+    """Encode what no earlier run has encoded; returns the figures of each process, and how many work at once."""
     figures = {}  # by the name of a process
     devices = 0
     total = number_of_samples(index)
@@ -317,21 +283,8 @@ def encode_missing(settings: Encode, output: Output, index: dict, missing: list[
         for answer in work(workers, missing, output.is_done, at_once):
             figures[answer['worker']['name']] = answer['worker']
             devices = min(len(figures), workers.places())  # a successor of a process is on the same device
-            for made in answer['made']:
-                read = made['samples'] + len(made['bad'])
-                bad_samples({'read': read, 'bad_samples': made['bad'], 'caption': ()})
-                bar.update(read)
+            bar.update(sum(made['samples'] + made['bad'] for made in answer['made']))
     return list(figures.values()), devices
-
-
-def refuse_bad_dataset(settings: Encode, num_samples: int, joined: Joined) -> None:
-    """Raises DataError if too many samples are bad, over all runs that have encoded a part of them."""
-    try:
-        refuse_many_bad_samples(num_samples - joined.samples, num_samples, settings.max_bad_samples)
-    except DataError as error:
-        raise DataError(f'{error}; they are listed in {settings.out}/{SKIPPED}') from None
-    if joined.samples == 0:
-        raise DataError('not one image could be encoded')
 
 
 def encoding_record(settings: Encode, figures: list[dict], devices: int, stored: dict, flops_per_image: int) -> dict:
@@ -345,20 +298,11 @@ def encoding_record(settings: Encode, figures: list[dict], devices: int, stored:
         flops_per_image: of the VAE.
     """
     record = circumstances('encode', dataclasses.asdict(settings), ENCODING_FLAGS) | {
-        'dataset': 'streaming',
-        'status': UNMEASURED,
-        'images_per_sec': None,
-        'images_per_sec_per_device': None,
-        **stored,
-    }
-    seconds = sum(worker['seconds'] for worker in figures)
-    if not seconds:  # all was there already
-        return record
-    record |= {'status': 'complete', 'num_devices': devices,
-               'num_nodes': len({worker['machine'] for worker in figures})}
+        'dataset': 'streaming', 'status': 'complete', 'num_devices': devices,
+        'num_nodes': len({worker['machine'] for worker in figures}), **stored}
     if figures[0]['device']:
         record |= {'device': figures[0]['device'], 'device_type': 'cuda'}
-    speed = sum(worker['measured'] for worker in figures) / seconds
+    speed = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
     record |= {'images_per_sec': speed * devices, 'images_per_sec_per_device': speed,
                'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices}
     return record | utilization(speed, flops_per_image, settings.encoder_precision, record['device'])
@@ -366,9 +310,6 @@ def encoding_record(settings: Encode, figures: list[dict], devices: int, stored:
 
 def summary(record: dict, settings: Encode) -> str:
     """The record for people, and the command that trains on what was encoded."""
-    speed = ''
-    if record['images_per_sec']:
-        speed = f', {record["images_per_sec"]:,.4g} images/s'
     caution = ''
     if doubt(record):
         caution = (f'caution         {doubt(record)} of a device, too few to rely on its images/s; encode more images, '
@@ -377,9 +318,10 @@ def summary(record: dict, settings: Encode) -> str:
     if record['bad_samples']:
         bad = counted(record['bad_samples'], 'bad sample')
         skipped = f'skipped         {bad}; listed in {settings.out}/{SKIPPED}\n'
-    encoded = counted(record['samples'], 'image')
-    return (f'encoded         {encoded}{speed}; {record["stored_samples"]:,} stored, '
-            f'{record["bytes_per_image"]:,.0f} bytes each\n{caution}{skipped}'
+    encoded, stored = (counted(record[key], 'image') for key in ('samples', 'stored_samples'))
+    return (f'encoded         {encoded}, {record["images_per_sec"]:,.4g} images/s\n'
+            f'stored          {stored}, {record["bytes_per_image"]:,.0f} bytes each\n'
+            f'{caution}{skipped}'
             f'{next_command(record["stored_samples"], settings)}')
 
 
@@ -398,21 +340,20 @@ def encode(settings: Encode) -> dict | None:
     """Encode what is missing, and make a dataset of it; returns the record, or None if nothing was missing."""
     files = find_model(settings.model_name, settings.pretrained)
     origin = origin_with_weights(files, settings)
-    index = read_image_index(settings)
+    index = read_image_index(settings.remote)
     facts = {'encoder_precision': settings.encoder_precision, **origin}
     parts = [Part(part_name(facts, shard), [number]) for number, shard in enumerate(index['shards'])]
     output = Output(settings.out, '--out')
-    figures = []
-    devices = 0
     with output.begun({'program': PROGRAM, 'remote': whole_name(settings.remote), **facts}):
         there = output.parts()
         missing = [part for part in parts if not there.get(part.name)]
         if missing:
             figures, devices = encode_missing(settings, output, index, missing)
         joined = join_parts(output, [part.name for part in parts])
-        refuse_bad_dataset(settings, number_of_samples(index), joined)
-        is_new = write_index(output, joined, latents=origin)
-    if not is_new:
+        if joined.samples == 0:
+            raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')
+        write_index(output, joined, latents=origin)
+    if not missing:
         print(f'done already: --out {settings.out} holds {counted(joined.samples, "sample")}, all of this --remote')
         print(next_command(joined.samples, settings))
         return None

@@ -1,14 +1,13 @@
 """What a training is worth: draw thousands of captions, and score the pictures by FID and CLIP score.
 
     python evaluate.py checkpoints photos-mds-held-out --out judged --inception WEIGHTS.pth --clip CLIP
-    composer evaluate.py my-model captions.txt --reference coco.safetensors --guidance 1.5 3 5 8 --out judged-too \\
-        --inception WEIGHTS.pth --clip CLIP
+    composer evaluate.py my-model coco-mds --guidance 1.5 3 5 8 --out judged-too --inception WEIGHTS.pth --clip CLIP
 
 MODEL is a checkpoint of benchmark.py, the newest of a folder or an object store, or a pipeline folder of diffusers, as
-export.py writes them; DATA is shards of images with captions, or a text with a caption on each line. Launched as
-benchmark.py is, it draws on one GPU (python) or on several (composer, torchrun). The same command draws the same
-pictures; one that was stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and
-CLIP are yours, and an error says where to get them.
+export.py writes them; DATA is shards of images with captions, as convert.py writes them. Launched as benchmark.py is,
+it draws on one GPU (python) or on several (composer, torchrun). The same command draws the same pictures; one that was
+stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
+error says where to get them.
 """
 from settings.commands import EVALUATE_FLAGS, Evaluate
 from settings.ends import end_with_launcher, one_line_errors
@@ -19,9 +18,9 @@ PROGRAM = 'evaluate.py'
 if __name__ == '__main__':
     parse(Evaluate, __doc__)  # a mistake is answered before the imports, which take seconds
 
+import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import sys
@@ -37,8 +36,6 @@ import transformers.utils.logging
 from composer.utils import dist, get_device
 from diffusers import StableDiffusionPipeline
 from PIL import Image
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torchmetrics import Metric
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchvision.transforms.functional import pil_to_tensor
@@ -47,20 +44,18 @@ from tqdm import tqdm
 from inputs.errors import DataError
 from inputs.images import decode_image, resize
 from inputs.places import number_of_samples
-from inputs.shards import index_hash, read_index, require_columns
-from inputs.text_files import read_captions, refuse_too_few
+from inputs.shards import index_hash, read_image_index
 from inputs.verified_stream import open_shards
+from inputs.words import counted
 from measuring.record import circumstances, keep, redacted
 from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from models.loading import hash_of_weights
 from models.sampling import SAMPLER, decode, load_pipeline, seeded
+from parts.output import Output
 from settings.here import best_precision, refuse_more_ranks_than_gpus
-from training import join_ranks, leave_ranks, on_rank_0, read_trained, trained_pipeline, wait_at_most, written_whole
+from training import join_ranks, leave_ranks, on_rank_0, read_trained, trained_pipeline, wait_at_most
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
-MADE_BY = 'evaluation.json'  # in --out: what its pictures depend on
-ABOUT = 'made_of'  # in the metadata of a --reference
-REAL = 'real_'  # how the names of those states of FrechetInceptionDistance begin that a --reference holds
 AUTOCAST = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16, 'fp32': None}
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
 FEWEST_SAMPLES = 10_000  # with fewer, FID is biased upwards by much
@@ -110,87 +105,24 @@ def load_model(place: str) -> tuple[StableDiffusionPipeline, dict]:
     return pipeline, about
 
 
-def require_whole_noise(steps: int, timesteps: int) -> None:
-    """Raises ValueError if the sampler would leave out more than a tenth of the timesteps, the noisiest ones, as it can
-    where its steps do not divide them: it would begin with more noise than it takes there to be.
-    """
-    if steps > timesteps // 2 or steps * (timesteps // steps) < 0.9 * timesteps:
-        raise ValueError(f'--steps {steps}: the sampler would leave out the noisiest of the {timesteps} timesteps; use '
-                         'a divisor of them, such as 50')
-
-
-def read_data(settings: Evaluate) -> tuple[list[str] | None, dict | None, str]:
-    """Of DATA the captions, where it is a text, or the index, where it is shards, and a hash of the text or the index.
-
-    Raises ValueError if it is not there, or has too few captions.
-    """
-    if os.path.isfile(settings.data):
-        captions = read_captions(settings.data, settings.samples)
-        return captions, None, hashlib.sha256(Path(settings.data).read_bytes()).hexdigest()
-    index = read_index(settings.data, 'DATA')
-    require_columns(settings.data, index, 'DATA')
-    refuse_too_few(settings.data, number_of_samples(index), settings.samples, 'sample')
-    return None, index, index_hash(index)
-
-
-def begin(out: str, made_by: dict) -> None:
-    """Say in --out what its pictures depend on. Raises ValueError if it holds those of something else, or other files.
-    """
-    path = Path(out, MADE_BY)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        require_same(json.loads(path.read_text()), made_by, f'--out {out}', 'name another folder')
-        return
-    if any(path.parent.iterdir()):
-        raise ValueError(f'--out {out} holds files that evaluate.py has not written; name a new folder')
-    with written_whole(path) as file:
-        file.write(json.dumps(made_by, indent=1).encode())
-
-
-def require_same(theirs: dict, ours: dict, place: str, remedy: str) -> None:
-    """Raises ValueError if what was made at a place before was made with something else than `ours`."""
-    for key, value in ours.items():
-        if theirs.get(key) != value:
-            raise ValueError(f'{place} was made with {key} {theirs.get(key)}, and this command has {value}; {remedy}')
-
-
-def take_reference(path: str | None, fid: FrechetInceptionDistance, made_of: dict) -> int | None:
-    """Have the statistics of a --reference in `fid`; returns how many images they are of, None if there are none yet.
-
-    To be called on rank 0: torchmetrics adds up what the ranks have. Raises ValueError if they are of something else.
-    """
-    if path is None or not os.path.exists(path):
-        return None
-    try:
-        with safe_open(path, 'pt') as file:
-            theirs = json.loads(file.metadata()[ABOUT])
-            statistics = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, KeyError, TypeError, ValueError):
-        raise ValueError(f'--reference {path} was not made by evaluate.py; name another file, which is then made'
-                         ) from None
-    require_same(theirs, made_of, f'--reference {path}', 'name another file, which is then made')
-    for name, value in statistics.items():
-        setattr(fid, name, value.to(fid.device))
-    return int(fid.real_features_num_samples)
-
-
-def keep_reference(path: str, fid: FrechetInceptionDistance, made_of: dict) -> None:
-    """Write the statistics of the real images that all ranks together have seen. All ranks have to call this."""
-    with fid.sync_context():
-        statistics = {name: value.cpu() for name, value in fid.metric_state.items() if name.startswith(REAL)}
-    if dist.get_global_rank() == 0:
-        with written_whole(path) as file:
-            file.write(save(statistics, {ABOUT: json.dumps(made_of)}))
+def read_data(settings: Evaluate) -> dict:
+    """The index.json of DATA. Raises ValueError if it holds no images with captions, or too few."""
+    index = read_image_index(settings.data, 'DATA')
+    number = number_of_samples(index)
+    if number < settings.samples:
+        raise ValueError(f'DATA {settings.data} holds {counted(number, "sample")}, fewer than --samples '
+                         f'{settings.samples:,}; use --samples {number}, or give more')
+    return index
 
 
 def shown(steps: Iterable, doing: str, total: int) -> Iterable:
-    """The steps, with a bar of the first process's; not on a terminal, a line a minute."""
+    """The steps, with a bar for those of the first process; without a terminal it moves once a minute."""
     return tqdm(steps, doing, total, disable=dist.get_global_rank() > 0,
                 mininterval=0.1 if sys.stderr.isatty() else 60)
 
 
-def read_shards(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None) -> list[str]:
-    """All captions of the shards. Where `fid` is given, it has then seen this rank's share of their images.
+def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None) -> list[str]:
+    """The captions of DATA. `fid`, if it is asked for, has then seen its images: each process an equal number of them.
 
     Raises DataError if an image does not decode.
     """
@@ -212,37 +144,7 @@ def read_shards(settings: Evaluate, index: dict, image_size: int, fid: FrechetIn
         if len(images) == settings.batch_size or number == stop - 1:
             fid.update(torch.stack(images).to(fid.device), real=True)
             images.clear()
-    return [caption for share in dist.all_gather_object(captions) for caption in share]
-
-
-def look_at_data(settings: Evaluate, image_size: int, captions: list[str] | None, index: dict | None,
-                 fid: FrechetInceptionDistance | None, made_of: dict) -> tuple[list[str], int]:
-    """All captions, and how many real images `fid` compares with, whose statistics it then has.
-
-    Args:
-        settings: of the command line.
-        image_size: that real images are brought to, in pixels.
-        captions: of a text; None of shards.
-        index: of shards.
-        fid: None: it is not asked for.
-        made_of: what the statistics depend on.
-
-    Raises ValueError if there is nothing to compare with.
-    """
-    real_images = settings.samples
-    if fid is not None:
-        known = on_rank_0(partial(take_reference, settings.reference, fid, made_of))
-        if known is None and 'data_sha256' not in made_of:
-            raise ValueError(f'DATA {settings.data} holds no images, and FID compares with some; give a --reference '
-                             'FILE that was made with shards of images as DATA')
-        if known is not None:
-            real_images = known
-            fid = None
-    if index is not None:
-        captions = read_shards(settings, index, image_size, fid)
-    if fid is not None and settings.reference:
-        keep_reference(settings.reference, fid, made_of)
-    return captions, real_images
+    return [caption for of_rank in dist.all_gather_object(captions) for caption in of_rank]
 
 
 def path_of(settings: Evaluate, guidance: float, number: int) -> Path:
@@ -267,9 +169,9 @@ def missing_batches(settings: Evaluate) -> list[tuple[float, list[int]]]:
 
 def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions: list[str], image_size: int
                  ) -> dict[str, float | None]:
-    """Draw the pictures that are not there yet; returns how many, and the speed after each process's first batch."""
+    """Draw the pictures that are not there yet; returns how many, and the speed of that, its first batches included."""
     batches = missing_batches(settings)
-    ends = []  # of batches, in seconds
+    start = time.perf_counter()
     saved = []  # pictures of the batch before, while this one is drawn
     with ThreadPoolExecutor() as savers:  # to compress a picture takes long
         for guidance, numbers in shown(batches, 'drawing', len(batches)):
@@ -280,15 +182,12 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
             pictures = decode(pipeline, drawing.images)
             list(saved)  # waits for them, and raises what went wrong
             saved = savers.map(save_picture, pictures, paths)
-            ends.append(time.perf_counter())
         list(saved)
-    drawn = [len(numbers) for _, numbers in batches]
-    rate = sum(drawn[1:]) / (ends[-1] - ends[0]) if len(ends) > 1 else None
-    of_ranks = dist.all_gather_object((sum(drawn), rate))
-    rates = [rate for _, rate in of_ranks if rate]
-    return {'samples_drawn': sum(drawn for drawn, _ in of_ranks),
-            'images_per_sec': sum(rates) or None,
-            'images_per_sec_per_device': sum(rates) / len(rates) if rates else None}
+    mine = (sum(len(numbers) for _, numbers in batches), time.perf_counter() - start)
+    drawn, seconds = zip(*dist.all_gather_object(mine), strict=True)
+    rate = sum(drawn) / max(seconds) or None
+    return {'samples_drawn': sum(drawn), 'images_per_sec': rate,
+            'images_per_sec_per_device': rate and rate / dist.get_world_size()}
 
 
 def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.device) -> None:
@@ -349,8 +248,8 @@ def summary(record: dict) -> str:
     for score in record['scores']:
         lines.append(f'{score["guidance"]:<15g} {in_words(score["fid"]):>10} {in_words(score["clip_score"]):>12}')
     if record.get('fid_is_biased'):
-        lines.append(f'{"caution":<15} FID of {record["samples"]:,} pictures and {record["real_images"]:,} images is '
-                     f'too high: below {FEWEST_SAMPLES:,} it is biased, and compares only with the same number')
+        lines.append(f'{"caution":<15} FID of {record["samples"]:,} pictures is too high: below {FEWEST_SAMPLES:,} it '
+                     'is biased, and compares only with the same number')
     if record.get('fid_of_published_weights') is False:
         lines.append(f'{"caution":<15} the weights of --inception are not those of published FIDs')
     return '\n'.join(lines)
@@ -368,30 +267,26 @@ def evaluate(settings: Evaluate) -> dict:
     device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')
     judges, about_judges = load_judges(settings, device)
     pipeline, about_model = load_model(settings.model)
-    require_whole_noise(settings.steps, pipeline.scheduler.config.num_train_timesteps)
     image_size = settings.image_size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor
-
-    captions, index, data_sha256 = on_rank_0(partial(read_data, settings))
-    made_by = {'model_sha256': about_model['model_sha256'], 'data_sha256': data_sha256, 'image_size': image_size,
-               'steps': settings.steps, 'seed': settings.seed, 'precision': settings.precision}
-    on_rank_0(partial(begin, settings.out, made_by))
-    made_of = {'network': NETWORK, 'inception_sha256': about_judges['inception_sha256'],
-               'resize': f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'}
-    if index is not None and 'latents' not in index:
-        made_of['data_sha256'] = data_sha256
-    captions, real_images = look_at_data(settings, image_size, captions, index, judges.get('fid'), made_of)
-
-    to_device(pipeline, settings.precision, device)
-    drawn = draw_missing(settings, pipeline, captions, image_size)
-    scores = [scores_at(settings, guidance, captions, judges) for guidance in settings.guidance]
+    index = on_rank_0(partial(read_data, settings))
+    made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
+               'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
+               'precision': settings.precision}
+    with contextlib.ExitStack() as stack:
+        begun = Output(settings.out, '--out').begun(made_of)
+        on_rank_0(lambda: stack.enter_context(begun))
+        captions = read_samples(settings, index, image_size, judges.get('fid'))
+        to_device(pipeline, settings.precision, device)
+        drawn = draw_missing(settings, pipeline, captions, image_size)
+        scores = [scores_at(settings, guidance, captions, judges) for guidance in settings.guidance]
 
     values = dataclasses.asdict(settings) | about_model | {'image_size': image_size}
     record = circumstances('evaluate', values, EVALUATE_FLAGS) | about_model | about_judges | drawn | {
         'status': 'complete', 'model': redacted(settings.model), 'data': redacted(settings.data), 'sampler': SAMPLER,
         'scores': scores}
     if settings.inception:
-        record |= {'resize': made_of['resize'], 'real_images': real_images,
-                   'fid_is_biased': min(settings.samples, real_images) < FEWEST_SAMPLES}
+        record |= {'resize': f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}',
+                   'fid_is_biased': settings.samples < FEWEST_SAMPLES}
     return keep(record, summary(record), settings.results)
 
 

@@ -15,21 +15,16 @@ LABEL_CHARACTERS = 50  # of a line of a label
 CAPTION_CHARACTERS = 130
 TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'}
 SPAN_OF_LINEAR = 30  # more between the lowest and the highest score is drawn on a logarithmic axis
-MLPERF = {'fid': 90, 'clip_score': 15}  # where MLPerf Training's Stable Diffusion ends, by CLIP ViT-H-14
 PANEL_INCHES = 4.8
 PANEL_CHARACTERS = 60  # of a caption below a panel
 
 
 def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: str) -> None:
-    """Writes the picture of the trainings in a table of speeds, a bar for each row in the order of the table.
+    """Writes the picture of a table of trainings, a bar for each row in the order of the table.
 
     It shows days and efficiency where there is an efficiency, and else images per second. `caption` stands below.
-    Raises ValueError if there is no training.
     """
     from matplotlib.figure import Figure
-    rows = rows[rows['stage'] == 'train']
-    if rows.empty:
-        raise ValueError(f'--figure {path} draws trainings, and the records have none')
     titles = {'images_per_sec': 'images/s'}
     if 'scaling_efficiency' in rows and (rows['scaling_efficiency'].notna() & rows['days'].notna()).any():
         titles = {'days': f'days for {training_images:,} images', 'scaling_efficiency': 'efficiency'}
@@ -55,35 +50,35 @@ def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: st
 
 
 def label_of(row: pd.Series) -> str:
-    """The devices of a row, and what tells its setting from others."""
+    """The number of a run where it has one, its devices, and what tells its setting from others."""
     label = counted(row['num_devices'], 'CPU rank' if row['on_cpu'] else 'GPU')
+    if 'run' in row:
+        label = f'run {row["run"]}: {label}'
     if row['label']:
         label += f', {row["label"]}'
     return textwrap.fill(label, LABEL_CHARACTERS)
 
 
 def text_of(row: pd.Series, key: str) -> str:
-    """What stands behind a bar: its figure, or why there is none."""
+    """What stands behind a bar: its figure, and why that is no measured one."""
     if pd.isna(row[key]):
-        return '' if row['reliable'] else textwrap.shorten(row['notes'], 40, placeholder=' ...')
+        return textwrap.shorten(row['notes'], 40, placeholder=' ...')
     text = PANELS[key].format(row[key])
-    if row['doubt']:
-        text += ' *'
-    if row['status'] != 'complete':
-        text += f', {row["status"]}'
-    elif row['extrapolated'] == 'yes':
+    if row['extrapolated'] == 'yes':
         text += ', extrapolated'
+    elif not row['is_reliable']:
+        text += f', {row["notes"].partition(":")[0]}'
     return text
 
 
 def style_of(row: pd.Series) -> dict:
-    """Filled for what was measured, hollow for what is extrapolated, pale for a run that is not counted; a color for
+    """Filled for what was measured, hollow for what is extrapolated, pale for a run that is not reliable; a color for
     each setting."""
     color = COLORS[row['setting'] % len(COLORS)]
     style = {'facecolor': color, 'edgecolor': color}
     if row['extrapolated'] == 'yes':
         style['facecolor'] = 'none'
-    elif not row['reliable']:
+    elif not row['is_reliable']:
         style['alpha'] = 0.35
     return style
 
@@ -102,7 +97,8 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
     panels = [panel for panel in panels if len(rows.dropna(subset=panel[:2]))]
     if not panels:
         raise ValueError(f'--quality {path}: no evaluation has both scores, or the images of its training')
-    figure = Figure(figsize=(PANEL_INCHES * len(panels), PANEL_INCHES), layout='constrained')
+    most_lines = max(rows.groupby(keys, dropna=False).ngroups for _, _, keys in panels)  # each has one in a legend
+    figure = Figure(figsize=(PANEL_INCHES * len(panels), PANEL_INCHES + LINE_INCHES * most_lines), layout='constrained')
     caption = '; '.join(filter(None, [caption, *rows['notes'].unique()]))
     figure.supxlabel(textwrap.fill(caption, PANEL_CHARACTERS * len(panels)), x=0.01, ha='left', fontsize=9)
     for axes, (across, up, line_keys) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -111,20 +107,15 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
 
 
 def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[str]) -> None:
-    """One panel: a line for each value of `line_keys`, and MLPerf's lines where they are of use."""
+    """One panel: a line for each value of `line_keys`, and below it what each line is of."""
     from matplotlib.ticker import EngFormatter
     named = [key for key in line_keys if rows[key].nunique() > 1]
     for number, (_, points) in enumerate(rows.groupby(line_keys, dropna=False)):
-        label = ', '.join(words_of(key, points[key].iloc[0]) for key in named)
-        axes.plot(points[across], points[up], marker='o', markersize=4, label=label, color=COLORS[number % len(COLORS)])
-    if across == 'clip_score':  # of the last line, whose scales are those of the others in most cases
-        for _, point in points.iterrows():
-            axes.annotate(f'guidance {point["guidance"]:g}', (point[across], point[up]), xytext=(4, 4),
-                          textcoords='offset points', fontsize=8)
-    if has_use_for_mlperf(rows, up):
-        axes.axhline(MLPERF[up], color='0.45', linestyle='--', label=f'MLPerf ends at {MLPERF[up]}')
-    if has_use_for_mlperf(rows, across):
-        axes.axvline(MLPERF[across], color='0.45', linestyle='--', label=f'MLPerf ends at {MLPERF[across]}')
+        label = [words_of(key, points[key].iloc[0]) for key in named]
+        if 'guidance' not in line_keys:
+            label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
+        axes.plot(points[across], points[up], marker='o', markersize=4, label=', '.join(label),
+                  color=COLORS[number % len(COLORS)])
     axes.set_xlabel(TITLES[across])
     axes.set_ylabel(TITLES[up])
     if rows[up].max() > SPAN_OF_LINEAR * rows[up].min() > 0:
@@ -143,12 +134,3 @@ def words_of(key: str, value) -> str:
     if key == 'trained_batches':
         return f'batch {value:,.0f}'
     return textwrap.shorten(value, LABEL_CHARACTERS, placeholder=' ...')
-
-
-def has_use_for_mlperf(rows: pd.DataFrame, key: str) -> bool:
-    """Whether all scores are by the networks that MLPerf scores by, and its line is near them."""
-    if key == 'fid':
-        by_mlperf = rows['record'].map(lambda record: record.get('fid_of_published_weights') is True).all()
-    else:
-        by_mlperf = key in MLPERF and rows['clip'].str.contains('ViT-H-14').all()
-    return by_mlperf and rows[key].min() / 2 <= MLPERF[key] <= 2 * rows[key].max()

@@ -3,7 +3,7 @@
     python report.py results.jsonl                     # a row for each setting and number of GPUs that was measured
     python report.py published.csv --extrapolate 512 1024 --figure days.png --csv table.csv
     python report.py results.jsonl --phase 1126400000@256 --phase 1740800000@512  # as SD2 base was really trained
-    python report.py results.jsonl --compare           # a row a record, and its speed over the first's
+    python report.py results.jsonl --compare           # a row for each training, and its speed over the first's
     python report.py results.jsonl --quality quality.png # scores of evaluate.py, over guidance and over the training
 
 A record is a line of JSON as benchmark.py, encode.py or evaluate.py writes it, or a row of a CSV file with the same
@@ -23,6 +23,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from scipy.optimize import nnls
 
 from figures import draw_quality, draw_speeds
 from inputs.words import counted
-from measuring.caution import FEWEST_BATCHES, MUCH_DRIFT, QUEUES_IN_WINDOW, doubt
+from measuring.caution import doubt
 from settings.costs import TRAINING_IMAGES, days_to_train, gpu_hours
 from settings.train import Encoders, Speed
 from settings.versions import PACKAGES
@@ -51,7 +52,7 @@ COLUMNS = {  # key: heading, template and decimals in print; None: of a whole nu
     'images_per_sec': ('images/s', '{}', 1),
     'images_per_sec_per_device': ('images/s per {}', '{}', 2),
     'scaling_efficiency': ('efficiency', '{} %', 1),
-    'speed_over_first': ('over first', '{} x', 2),
+    'speed_over_first': ('over the first', '{} x', 2),
     'guidance': ('guidance', '{}', 1),
     'fid': ('FID', '{}', 2),
     'clip_score': ('CLIP score', '{}', 2),
@@ -61,15 +62,9 @@ COLUMNS = {  # key: heading, template and decimals in print; None: of a whole nu
     'gpu_hours': ('GPU-hours', '{}', 0),
     'cost_usd': ('cost', '${}', 0),
 }
-SPEEDS = ('images_per_sec', 'images_per_sec_per_device', 'scaling_efficiency', 'speed_over_first')
-FOR_US = ['record', 'setting', 'label', 'reliable', 'on_cpu']  # columns that are not for the CSV file
+FOR_US = ['record', 'setting', 'label', 'is_reliable', 'is_measured', 'on_cpu']  # columns that are not for the CSV file
 
-DOUBTFUL = (f'Figures marked * are not to be relied on: they are of fewer than {FEWEST_BATCHES} batches, or than '
-            f"{QUEUES_IN_WINDOW} times the loader's queue, or the speed changed by more than {100 * MUCH_DRIFT:g} % "
-            'within them. Nothing is worked out from them.')
 TINY = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
-ENCODING = ('Days, GPU-hours and cost of an encoding are those of as many images as are trained on '
-            '(--training_images), but it goes through each image only once.')
 FROM_SPEED = ('GPU-hours and cost of an evaluation are those of the images seen, at the images/s of the training in '
               'these records that has the same flags; what was trained before with other flags is not in them.')
 
@@ -88,6 +83,7 @@ def report(settings: Report) -> str:
     rows = [row for path in settings.records for row in read_records(path)]
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
+    require_what_flags_need(settings, records, evaluations)
     tables = []
     blocks = []
     if len(records):
@@ -95,10 +91,8 @@ def report(settings: Report) -> str:
         tables.append(speeds)
         keys = [*SETTINGS, 'num_nodes']
         if settings.compare:
-            keys += ['date', 'git_commit']
+            keys = ['run', *keys, 'date', 'git_commit']
         blocks += [in_common(speeds, keys), markdown(speeds, keys), *sentences]
-    elif settings.extrapolate or settings.phase or settings.figure:
-        raise ValueError('--extrapolate, --phase and --figure need records of a training, and there are none')
     if settings.phase:
         plans = plan_table(records, settings)
         tables.append(plans)
@@ -110,17 +104,27 @@ def report(settings: Report) -> str:
         blocks += [in_common(scores, EVALUATED), markdown(scores, EVALUATED)]
         if scores['gpu_hours'].notna().any():
             blocks.append(FROM_SPEED)
-    elif settings.quality:
-        raise ValueError('--quality needs records of evaluate.py, and there are none')
-
     if settings.csv:
         write_csv(settings.csv, pd.concat(tables))
     if settings.figure:
-        training_images = settings.training_images or TRAINING_IMAGES
-        draw_speeds(settings.figure, speeds, training_images, in_common(speeds, SETTINGS))
+        trained = speeds[speeds['stage'] == 'train']
+        draw_speeds(settings.figure, trained, settings.training_images or TRAINING_IMAGES, in_common(trained, SETTINGS))
     if settings.quality:
         draw_quality(settings.quality, scores, in_common(scores, EVALUATED))
+    written = [path for path in (settings.csv, settings.figure, settings.quality) if path]
+    if written:
+        blocks.append(f'Written: {", ".join(written)}')
     return '\n\n'.join(blocks)
+
+
+def require_what_flags_need(settings: Report, records: pd.DataFrame, evaluations: pd.DataFrame) -> None:
+    """Raises ValueError if there are no records of the kind that a flag needs."""
+    if records.empty or (records['stage'] != 'train').all():
+        for flag in ('compare', 'extrapolate', 'phase', 'figure'):
+            if getattr(settings, flag):
+                raise ValueError(f'--{flag} needs records of a training, and there are none')
+    if settings.quality and evaluations.empty:
+        raise ValueError('--quality needs records of evaluate.py, and there are none')
 
 
 def write_csv(path: str, rows: pd.DataFrame) -> None:
@@ -134,6 +138,8 @@ def read_records(path: str) -> list[dict]:
 
     Raises ValueError, which names file and line, for what is no record or cannot be calculated with.
     """
+    if not os.path.exists(path):
+        raise ValueError(f'{path} is not there; name a file of records')
     text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
     if path.lower().endswith('.csv'):
         reader = csv.DictReader(io.StringIO(text), restval='')
@@ -179,8 +185,8 @@ def rows_of(record: dict) -> list[dict]:
 def speed_row(record: dict) -> dict:
     """What the table needs of a record of speed: settings are text, '' where it does not state one.
 
-    A row is `reliable` where its run is complete, its source has not extrapolated it, and there is no `doubt` about it.
-    Raises ValueError if a number that is needed is missing or not positive.
+    A row `is_reliable` where its run is complete and there is no `doubt` about its speed, and `is_measured` where its
+    source has not extrapolated it either. Raises ValueError if a number that is needed is missing or not positive.
     """
     record = {'stage': 'train', 'status': 'complete', 'extrapolated': False} | record | record.get('versions', {})
     speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
@@ -195,6 +201,8 @@ def speed_row(record: dict) -> dict:
             raise ValueError(f'{key} {record[key]!r} is not a positive number')
 
     row = {key: words(record.get(key)) for key in (*SETTINGS, 'num_nodes', 'status', 'extrapolated')}
+    if record['stage'] == 'loader':
+        row['model_name'] = ''  # it has none
     encoders = words(record.get('encoders'))
     row['input'] = INPUTS.get(encoders, encoders)
     if record.get('num_workers_by_default') is True:  # it follows from the machine, and is no setting of the run
@@ -205,14 +213,16 @@ def speed_row(record: dict) -> dict:
     row['num_devices'] = record['num_devices']
     row['images_per_sec'] = float(record.get(speed, math.nan))
     row['on_cpu'] = record.get('device_type') == 'cpu'
-    row['doubt'] = doubt(record) if speed in record else ''
-    row['notes'] = row['doubt']
+    row['notes'] = ''
     if row['status'] != 'complete':
         reason = f'{row["status"]}: {words(record.get("error"))}'
         row['notes'] = textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
-    elif row['extrapolated'] != 'no':
+    elif doubt(record):
+        row['notes'] = f'not reliable: {doubt(record)}'
+    row['is_reliable'] = not row['notes']
+    if row['is_reliable'] and row['extrapolated'] != 'no':
         row['notes'] = 'extrapolated by its source'
-    row['reliable'] = not row['notes']
+    row['is_measured'] = not row['notes']
     row['record'] = record
     return row
 
@@ -248,48 +258,44 @@ def words(value) -> str:
 
 
 def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """A row for each setting and number of devices, or with --compare for each record, with all that follows from its
-    speed; and sentences on them."""
+    """A row for each setting and number of devices, or with --compare for each training, with all that follows from
+    its speed; and sentences on them."""
     rows = records.assign(label=labels(records), setting=records.groupby(SETTINGS, sort=False).ngroup())
     sentences = []
-    if not settings.compare:
+    if settings.compare:
+        rows = rows[rows['stage'] == 'train'].reset_index(drop=True)
+        rows['run'] = [str(number) for number in range(1, len(rows) + 1)]
+        rows['speed_over_first'] = over_first(rows, 'images_per_sec', ['model_name', 'image_size'])
+    else:
         rows = medians(rows)
         if settings.extrapolate:
             predicted, sentences = predictions(rows, settings.extrapolate)
             rows = pd.concat([rows, predicted])
         rows = rows.sort_values(['setting', 'num_devices'], kind='stable', ignore_index=True)
-    rows['notes'] = notes_of(rows)
+    rows['images_per_sec_per_device'] = rows['images_per_sec'] / rows['num_devices']
+    if not settings.compare:
+        several = rows.groupby('setting')['num_devices'].transform('nunique') > 1
+        rows['scaling_efficiency'] = over_first(rows, 'images_per_sec_per_device', ['setting']).where(several)
 
-    has_days = (rows['stage'] != 'loader') & (rows['status'] == 'complete') & (rows['doubt'] == '')
+    has_days = (rows['stage'] == 'train') & rows['is_reliable']
     if settings.training_images is None and (rows['model_name'] == 'tiny').any():
         has_days &= rows['model_name'] != 'tiny'
         sentences.append(TINY)
     days = days_to_train(rows['images_per_sec'], settings.training_images or TRAINING_IMAGES).where(has_days)
-    rows = with_costs(rows, days, settings.dollars_per_gpu_hour)
-    rows['images_per_sec_per_device'] = rows['images_per_sec'] / rows['num_devices']
-    if settings.compare:
-        rows['speed_over_first'] = over_first(rows, 'images_per_sec', 'stage')
-    else:
-        several = rows.groupby('setting')['num_devices'].transform('nunique') > 1
-        rows['scaling_efficiency'] = over_first(rows, 'images_per_sec_per_device', 'setting').where(several)
-    if (rows['stage'] == 'encode').any():
-        sentences.append(ENCODING)
-    if rows['doubt'].any():
-        sentences.append(DOUBTFUL)
-    return rows, sentences
+    return with_costs(rows, days, settings.dollars_per_gpu_hour), sentences
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
     """A row with the median of the reliable runs of each setting on so many devices and nodes, and one for each other
     record."""
     merged = []
-    for _, runs in rows[rows['reliable']].groupby(['setting', 'num_devices', 'num_nodes']):
+    for _, runs in rows[rows['is_measured']].groupby(['setting', 'num_devices', 'num_nodes']):
         speeds = runs['images_per_sec']
         row = runs.iloc[[0]].assign(images_per_sec=speeds.median())
         if len(runs) > 1:
             row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
         merged.append(row)
-    return pd.concat([*merged, rows[~rows['reliable']]])
+    return pd.concat([*merged, rows[~rows['is_measured']]])
 
 
 def with_costs(rows: pd.DataFrame, days: pd.Series, dollars_per_gpu_hour: float) -> pd.DataFrame:
@@ -298,10 +304,10 @@ def with_costs(rows: pd.DataFrame, days: pd.Series, dollars_per_gpu_hour: float)
     return rows.assign(days=days, gpu_hours=hours, cost_usd=hours * dollars_per_gpu_hour)
 
 
-def over_first(rows: pd.DataFrame, key: str, group: str) -> pd.Series:
-    """A figure of complete runs over that of the first reliable one of their group; NaN for others."""
-    first = rows[key].where(rows['reliable']).groupby(rows[group]).transform('first')  # that is not NaN
-    return (rows[key] / first).where(rows['status'] == 'complete')
+def over_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
+    """A figure of reliable rows over that of the first of them in the same group; NaN for others."""
+    figures = rows[key].where(rows['is_reliable'])
+    return figures / figures.groupby([rows[name] for name in group]).transform('first')
 
 
 def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
@@ -310,33 +316,35 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
     A number of GPUs that was measured on several numbers of nodes counts with the fewest. Raises ValueError if no
     setting allows a prediction.
     """
-    counts = np.array(sorted(set(counts)))
-    tables = []
+    counts = sorted(set(counts))
+    predicted = []
     sentences = []
-    for _, runs in rows[rows['reliable'] & (rows['stage'] == 'train')].groupby('setting'):
-        runs = runs.sort_values(['num_devices', 'num_nodes'], key=pd.to_numeric).drop_duplicates('num_devices')
+    trained = rows[rows['is_measured'] & (rows['stage'] == 'train')]
+    trained = trained.sort_values(['num_devices', 'num_nodes'], key=pd.to_numeric).drop_duplicates(
+        ['setting', 'num_devices'])
+    for _, runs in trained.groupby('setting'):
         first = runs.iloc[0]
         batch = int(first['batch_size'] or 1)  # a batch that is not stated cancels out, as long as it is fixed
-        if len(runs) < 3 or 1 < batch < max(counts):
+        if len(runs) < 3 or 1 < batch < counts[-1]:
             continue
         a, b = fit_step_seconds(runs['num_devices'], batch / runs['images_per_sec'])
-        notes = ['extrapolated'] * len(counts)
-        for index, images in enumerate(batch / counts):  # of a GPU
-            if batch > 1 and images < int(first['device_train_microbatch_size'] or 1):
-                notes[index] += f'; {images:.3g} images a GPU: a smaller microbatch'
-        tables.append(runs.iloc[[0] * len(counts)].assign(
-            num_devices=counts, num_nodes='', images_per_sec=batch / (a / counts + b), extrapolated='yes',
-            reliable=False, notes=notes))
+        for count in counts:
+            note = 'extrapolated'
+            if batch > 1 and batch / count < int(first['device_train_microbatch_size'] or 1):
+                note += f'; {batch / count:.3g} images a GPU: a smaller microbatch'
+            predicted.append(first.to_dict() | {
+                'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
+                'extrapolated': 'yes', 'is_measured': False, 'notes': note})
         residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
         worst = residuals.abs().argmax()
         sentences.append(
             f'{first["label"] or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
             f'{counted(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
             f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
-    if not tables:
-        raise ValueError(f'--extrapolate {max(counts)} needs trainings of one setting on three numbers of GPUs, '
-                         'complete and without a mark, and a batch of as many images as GPUs')
-    return pd.concat(tables), sentences
+    if not predicted:
+        raise ValueError(f'--extrapolate {counts[-1]} needs complete and reliable trainings of one setting on three '
+                         'numbers of GPUs, and a batch of as many images as GPUs')
+    return pd.DataFrame(predicted), sentences
 
 
 def fit_step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
@@ -351,57 +359,12 @@ def fit_step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> tuple[f
     return a, b
 
 
-def notes_of(rows: pd.DataFrame) -> list[str]:
-    """The notes of all rows; those of loaders and of trainings on latents say how they compare with other rows."""
-    reliable = rows[rows['reliable']]
-    notes = []
-    for _, row in rows.iterrows():
-        compared = ''
-        if row['reliable'] and row['stage'] == 'loader':
-            compared = loader_over_model(row, reliable)
-        elif row['reliable'] and row['input'] == 'latents':
-            compared = latents_over_images(row, reliable)
-        notes.append('; '.join(filter(None, [row['notes'], compared])))
-    return notes
-
-
-def agreeing(rows: pd.DataFrame, row: pd.Series, keys: Sequence[str]) -> pd.DataFrame:
-    """The rows that agree with one in some keys."""
-    return rows[(rows[list(keys)] == row[list(keys)]).all(axis='columns')]
-
-
-def loader_over_model(loader: pd.Series, rows: pd.DataFrame) -> str:
-    """How many times the speed of the fastest model on the same devices a loader's is."""
-    models = agreeing(rows[rows['stage'] == 'train'], loader, ('device', 'num_devices', 'image_size'))
-    if models.empty:
-        return 'no model measured there'
-    fastest = models['images_per_sec'].max()
-    return f"{loader['images_per_sec'] / fastest:,.1f} times the model's {fastest:,.1f}"
-
-
-def latents_over_images(latents: pd.Series, rows: pd.DataFrame) -> str:
-    """From how many epochs on a training on latents has saved the GPU time that encoding once took.
-
-    What it saves, it saves over the training on images that agrees with it in all but the microbatch.
-    """
-    keys = [key for key in SETTINGS if key not in ('input', 'device_train_microbatch_size')]
-    on_images = agreeing(rows[rows['input'] == 'images'], latents, [*keys, 'num_devices', 'num_nodes'])
-    encodings = agreeing(rows[rows['stage'] == 'encode'], latents, ('device', 'model_name', 'image_size'))
-    if on_images.empty or encodings.empty:
-        return ''
-    encoding = (encodings['num_devices'] / encodings['images_per_sec']).median()  # GPU-seconds of an image
-    saved = latents['num_devices'] * (1 / on_images['images_per_sec'].max() - 1 / latents['images_per_sec'])
-    if saved <= 0:
-        return 'encoding once never pays'
-    return f'encoding once pays from {encoding / saved:.3g} epochs on, without the price of storage'
-
-
 def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
     """A row for each setting and number of devices that was measured at the size of every phase of --phase.
 
     A phase takes the speed of the fastest run of its size, whatever the microbatch. Raises ValueError if there is none.
     """
-    trained = records[records['reliable'] & (records['stage'] == 'train')]
+    trained = records[records['is_measured'] & (records['stage'] == 'train')]
     keys = [key for key in SETTINGS if key not in ('image_size', 'device_train_microbatch_size')]
     sizes = [phase.size for phase in settings.phase]
     plans = []
@@ -455,8 +418,8 @@ def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
 
 
 def labels(rows: pd.DataFrame) -> list[str]:
-    """What tells the setting of each row from those of the others."""
-    keys = differing(rows, SETTINGS[1:])  # without the stage
+    """What tells the setting of each row from those of the other trainings."""
+    keys = differing(rows[rows['stage'] == 'train'], SETTINGS)
     return [', '.join(f'{key} {row[key]}' for key in keys if row[key]) for _, row in rows.iterrows()]
 
 
@@ -483,8 +446,6 @@ def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> str:
         if key not in rows:
             continue
         texts = [printed(key, value) for value in rows[key]]
-        if key in SPEEDS:
-            texts = [f'{text} *' if text and doubt else text for text, doubt in zip(texts, rows['doubt'], strict=True)]
         if not any(texts):
             continue
         heading, _, _ = COLUMNS.get(key, (key, '', 0))

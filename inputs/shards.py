@@ -38,6 +38,15 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     return index
 
 
+def read_image_index(remote: str, flag: str = '--remote') -> dict:
+    """The index.json of a dataset of images with captions. Raises ValueError if it is not there, or holds others."""
+    index = read_index(remote, flag)
+    require_columns(remote, index, flag)
+    if 'latents' in index:
+        raise ValueError(f'{flag} {remote} holds latents; give the images that they were made of')
+    return index
+
+
 def fetch_index(remote: str) -> bytes:
     """The bytes of a dataset's index.json. Raises FileNotFoundError, and whatever a storage client raises."""
     if os.path.isdir(remote):

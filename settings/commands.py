@@ -10,6 +10,7 @@ from settings.flags import count, flag, number, positional, positive, seed, shar
 from settings.train import Encoders, Model, Results, Samples, Seed, Warmup, check_image_size
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
+TIMESTEPS = 1000  # of Stable Diffusion's noise
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
 LARGEST_SHARD = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
@@ -88,16 +89,12 @@ class Evaluate(Results):
     """drawing and judging"""
     model: str = positional('a checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
                             'folder of diffusers, such as export.py writes')
-    data: str = positional('MDS shards of images with captions, a folder or an object store; or a text file with a '
-                           'caption on each line')
+    data: str = positional('MDS shards of images with captions, a folder or an object store')
     out: str | None = flag(None, 'new folder for the pictures; the same command goes on there (needed)')
     inception: str | None = flag(None, "weights of InceptionV3, torch-fidelity's weights-inception-2015-12-05-6726825d"
                                  '.pth (default: none, and no FID)', metavar='FILE')
     clip: str | None = flag(None, f'a CLIP model in the layout of transformers, such as {CLIP_MODEL} (default: none, '
                             'and no CLIP score)', metavar='FOLDER')
-    reference: str | None = flag(None, 'statistics of the real images: made of DATA where they are not there yet, and '
-                                 'used where they are (default: made of DATA each time)', metavar='FILE',
-                                 needs='inception')
     samples: int = flag(30_000, 'captions of DATA to draw, the first N, at each guidance scale', metavar='N',
                         kind=number(int, 2, 10 ** 9, 'a whole number above 1'))
     guidance: tuple[float, ...] = flag((7.5,), 'scales of classifier-free guidance, each of which draws all captions; '
@@ -117,6 +114,9 @@ class Evaluate(Results):
             raise ValueError('give --out, a folder of this machine for the pictures')
         if not self.inception and not self.clip:
             raise ValueError('give --inception for FID, --clip for the CLIP score, or both')
+        if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
+            raise ValueError(f'--steps {self.steps} is no divisor of the {TIMESTEPS} timesteps, so that the sampler '
+                             'would not begin at pure noise; use one below them, such as 50')
         if self.image_size is not None:
             check_image_size(self.image_size)
 
@@ -130,7 +130,8 @@ class Report:
     dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price of one GPU for an hour, in dollars', kind=positive)
     extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)', kind=count,
                                         metavar='GPUS')
-    compare: bool = flag(False, 'one row a record, with its speed relative to the first')
+    compare: bool = flag(False, 'a row for each training, numbered, with its speed over that of the first one of the '
+                         'same model and image size')
     phase: tuple[Phase, ...] = flag((), 'a phase of a plan: how many images to train on, and the side of each in '
                                     'pixels; the next phase stands behind it (default: no plan)', kind=phase,
                                     metavar='IMAGES@SIZE')

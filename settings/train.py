@@ -55,7 +55,6 @@ class Samples:
                               'them, or for a training latents as encode.py does')
     local: str | None = flag(None, 'folder that caches the shards (default: one for each remote; a remote that is a '
                              'folder is read in place); without --remote, the folder with the shards')
-    max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', kind=share)
     num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
                                    kind=whole_number)
 
@@ -64,6 +63,7 @@ class Samples:
 class TrainingSamples:
     """data"""
     cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)')
+    max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', kind=share)
     use_synth_data: bool = flag(False, 'train on random images that cost nothing to load')
     use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had made them')
     batch_size: int = flag(BATCH_SIZE, 'images in a step, over all devices', kind=count)

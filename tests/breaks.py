@@ -1,4 +1,4 @@
-"""Fifteen ways to break the product in a line or two, each of which the tests must notice.
+"""Twenty ways to break the product in a line or two, each of which the tests must notice.
 
     python tests/breaks.py                          # each alone in a copy, with the tests that are named for it here
     python tests/breaks.py ema_smoothing no_claims  # some of them
@@ -88,6 +88,23 @@ BREAKS = {
     'out_is_not_guarded': Break(
         'a run writes among the files of somebody else', 'parts/output.py',
         {'if names and CLAIM not in names:': 'if False:'}, 'tests/test_convert.py'),
+    'a_part_is_done_before_its_shards': Break(
+        'a conversion that is killed leaves parts that count as done without their last shard', 'parts/output.py',
+        {'        self.wait_until_sent()\n        self.sender.shutdown()\n': ''}, 'tests/parts/test_output.py'),
+    'settings_are_in_no_parts_name': Break(
+        'a part that was made with other settings is taken for done', 'parts/output.py',
+        {'json.dumps(facts).encode()': 'json.dumps(facts[1:]).encode()'}, 'tests/parts/test_output.py'),
+    'a_signal_saves_nothing': Break(
+        'a run that a signal ends leaves no checkpoint', 'training/checkpoints.py',
+        {'from composer.utils import ma': 'from composer.utils import create_interval_scheduler, ma',
+         'save_interval=save_interval,': 'save_interval=create_interval_scheduler(save_interval, False),'},
+        'tests/training/test_signals.py'),
+    'a_flag_is_not_filled_in': Break(
+        'checkpoints have no interval unless --save_interval is given', 'settings/here.py',
+        {"        'save_interval': '1ep' if settings.save_folder else None,\n": ''}, 'tests/settings/test_train.py'),
+    'pictures_are_drawn_again': Break(
+        'an evaluation that is started again draws what OUT holds already', 'evaluate.py',
+        {' if not path_of(settings, guidance, number).exists()]': ']'}, 'tests/test_evaluate.py'),
 }
 
 

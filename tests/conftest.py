@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,16 +19,8 @@ os.environ.update(TORCHINDUCTOR_COMPILE_THREADS='1', TORCHINDUCTOR_VEC_ISA_OK='0
 
 import pytest
 
-from tests import process_server
-
 # Fixtures import what they use: xdist's controller, which imports this file before it starts its workers, runs no test.
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node):
-    """xdist starts a worker."""
-    node.workerinput['process_server'] = process_server.start()
 
 
 def pytest_collection_finish():
@@ -176,10 +169,9 @@ def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
 @pytest.fixture
 def s3(monkeypatch):
     """An S3 server on loopback that takes signed requests alone, with a boto3 `client` of its bucket called bucket."""
-    from tests.local_s3 import client, local_s3
+    from tests.local_s3 import local_s3
     with local_s3(monkeypatch) as store:
         store.access_key = os.environ['AWS_ACCESS_KEY_ID']
-        store.client = client()
         yield store
 
 
@@ -199,10 +191,10 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.fixture(scope='session', autouse=True)
-def server(pytestconfig):
+def server():
     """Forks processes that have imported the program already, also the workers of the commands."""
-    if hasattr(pytestconfig, 'workerinput'):
-        process_server.join(pytestconfig.workerinput['process_server'])
-    else:
-        process_server.start()
-    return multiprocessing.get_context('forkserver')
+    os.environ['PYTHONPATH'] = str(Path(__file__).parent.parent)
+    context = multiprocessing.get_context('forkserver')
+    context.set_forkserver_preload(['tests.preloaded'])
+    forkserver.ensure_running()  # it imports beside the first tests
+    return context

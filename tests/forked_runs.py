@@ -18,17 +18,14 @@ import torch
 from composer import Callback
 
 import benchmark
-from tests import process_server
 from tests.runs import free_port
 
 RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
        '--max_duration', '12ba', '--autoresume']
 
 
-def become_rank(server_address: str, rank: int, ranks: int, nodes: int, port: int, log: Path, function: Callable,
-                arguments: tuple) -> None:
+def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, function: Callable, arguments: tuple) -> None:
     """In a process of its own: the environment that a launcher gives to a rank, its output to `log`, the call."""
-    process_server.join(server_address)
     local_ranks = ranks // nodes
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_ranks), NODE_RANK=str(rank // local_ranks),
                       WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(local_ranks), MASTER_ADDR='127.0.0.1',
@@ -41,14 +38,9 @@ def become_rank(server_address: str, rank: int, ranks: int, nodes: int, port: in
     function(*arguments)
 
 
-def become_program(server_address: str, folder: Path, disk: tuple[int, str] | None, environment: dict[str, str],
-                   function: Callable, argv: list[str]) -> None:
-    """In a process of its own: the call, in `folder`, which also gets what it prints and what its small disk held.
-
-    The workers that it starts are forked from the server as well, but where they must see its small disk.
-    """
-    if not disk:
-        process_server.join(server_address)
+def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict[str, str], function: Callable,
+                   argv: list[str]) -> None:
+    """In a process of its own: the call, in `folder`, which also gets what it prints and what its small disk held."""
     for name, number in (('out', 1), ('err', 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(environment)
@@ -104,7 +96,7 @@ def run_in_folder(server, folder: Path, function: Callable, argv: list, disk: tu
 def start_in_folder(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
                     **environment: str) -> BaseProcess:
     """The same, of which nobody waits for the end; it prints to `folder / 'out'` and `folder / 'err'`."""
-    arguments = (process_server.address(), folder, disk, environment, function, list(map(str, argv)))
+    arguments = (folder, disk, environment, function, list(map(str, argv)))
     process = server.Process(target=become_program, args=arguments)
     process.start()
     return process
@@ -143,7 +135,7 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
         log.touch()  # a rank can be killed before it opens its own
     processes = []
     for rank in range(ranks):
-        about_rank = (process_server.address(), rank, ranks, nodes, port, logs[rank], function, arguments[rank])
+        about_rank = (rank, ranks, nodes, port, logs[rank], function, arguments[rank])
         processes.append(server.Process(target=become_rank, args=about_rank))
         processes[rank].start()
     end = time.monotonic() + 600

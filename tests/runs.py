@@ -2,6 +2,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +108,13 @@ def assert_same_training(one: str | Path, other: str | Path) -> None:
 def files_of(folder: Path) -> dict[str, bytes]:
     """All files below a folder, by their names from there."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
+
+
+def start_launcher(log: Path, argv: list) -> subprocess.Popen:
+    """`composer ARGV` in a session of its own, printing to `log`."""
+    with open(log, 'w') as file:
+        return subprocess.Popen([sys.executable, '-m', 'composer.cli.launcher', *map(str, argv)], cwd=ROOT, stdout=file,
+                                stderr=file, start_new_session=True)
 
 
 def free_port() -> int:

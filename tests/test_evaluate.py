@@ -14,6 +14,7 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import CLIPModel, CLIPProcessor
 
 import evaluate
+from inputs.images import decode_image, resize
 from models.feature_extractors import load_clip
 from models.sampling import load_pipeline
 from tests.forked_runs import run_ranks
@@ -62,18 +63,6 @@ def pipeline(tmp_path_factory) -> str:
     return save_pipeline(tmp_path_factory.mktemp('pipeline') / 'pipeline')
 
 
-@pytest.fixture
-def text(tmp_path) -> Path:
-    """Six captions."""
-    path = tmp_path / 'captions.txt'
-    path.write_text(''.join(f'{caption}\n' for caption in captions(6)))
-    return path
-
-
-def captions(number: int) -> list[str]:
-    return [f'picture number {index}' for index in range(number)]
-
-
 def run(model, data, out: Path, *flags) -> dict:
     return evaluate.main(arguments(model, data, out, *flags))
 
@@ -101,12 +90,14 @@ def drawn_in(out: Path, guidance: float) -> torch.Tensor:
     return pixels_of(list((out / f'guidance-{guidance}').iterdir()))
 
 
-def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_numbers(tmp_path, pipeline, text, clip):
-    run(pipeline, text, tmp_path / 'out', *clip, '--guidance', 1, 4)
+def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_numbers(
+        tmp_path, pipeline, shards, samples, clip):
+    run(pipeline, shards, tmp_path / 'out', *clip, '--guidance', 1, 4)
     diffusers = StableDiffusionPipeline.from_pretrained(pipeline)
+    captions = [sample['caption'] for sample in samples[:4]]
     for guidance in (1.0, 4.0):
         noise = [torch.Generator().manual_seed(17_000_000 + number) for number in range(4)]
-        expected = diffusers(captions(4), generator=noise, num_inference_steps=STEPS, guidance_scale=guidance).images
+        expected = diffusers(captions, generator=noise, num_inference_steps=STEPS, guidance_scale=guidance).images
         expected = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in expected])
         assert (drawn_in(tmp_path / 'out', guidance).int() - expected.int()).abs().max() <= 1
 
@@ -127,8 +118,8 @@ def test_two_processes_with_other_batches_draw_the_same_pictures_and_give_the_sa
 
 
 def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undisturbed_one(
-        tmp_path, pipeline, text, clip, monkeypatch):
-    undisturbed = run(pipeline, text, tmp_path / 'undisturbed', *clip)
+        tmp_path, pipeline, shards, clip, monkeypatch):
+    undisturbed = run(pipeline, shards, tmp_path / 'undisturbed', *clip)
     out = tmp_path / 'out'
 
     def stop_at_the_third(picture, path: Path):
@@ -140,10 +131,10 @@ def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undistur
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, 'save_picture', stop_at_the_third)
         with pytest.raises(SystemExit):
-            run(pipeline, text, out, *clip)
+            run(pipeline, shards, out, *clip)
     times = {path: path.stat().st_mtime_ns for path in out.glob('*/*.png')}
     assert len(times) == 2
-    again = run(pipeline, text, out, *clip)
+    again = run(pipeline, shards, out, *clip)
     assert again['samples_drawn'] == 2 and again['scores'] == undisturbed['scores']
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
@@ -155,17 +146,17 @@ def test_more_samples_and_another_judge_draw_only_what_is_new(tmp_path, pipeline
     assert more['samples_drawn'] == 1 and more['scores'][0]['fid'] > 0 and more['scores'][0]['clip_score'] is None
 
 
-def test_pictures_of_other_settings_and_somebodys_files_are_refused(tmp_path, pipeline, text, clip, capfd):
-    run(pipeline, text, tmp_path / 'out', *clip)
+def test_pictures_of_other_settings_and_somebodys_files_are_refused(tmp_path, pipeline, shards, clip, capfd):
+    run(pipeline, shards, tmp_path / 'out', *clip)
     before = files_of(tmp_path / 'out')
-    line = refusal(capfd, pipeline, text, tmp_path / 'out', *clip, '--seed', 18)
-    assert 'out was made with seed 17, and this command has 18' in line
-    text.write_text('another\n' * 4)
-    assert 'out was made with data_sha256' in refusal(capfd, pipeline, text, tmp_path / 'out', *clip)
+    line = refusal(capfd, pipeline, shards, tmp_path / 'out', *clip, '--seed', 18)
+    assert 'out was begun with seed 17, and this command has 18' in line
+    others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(9)), 'caption': 'x'}] * 4)
+    assert 'out was begun with data_sha256' in refusal(capfd, pipeline, others, tmp_path / 'out', *clip)
     assert files_of(tmp_path / 'out') == before
     (tmp_path / 'mine').mkdir()
     (tmp_path / 'mine/holiday.png').touch()
-    assert 'holds files that evaluate.py has not written' in refusal(capfd, pipeline, text, tmp_path / 'mine', *clip)
+    assert 'already holds something' in refusal(capfd, pipeline, shards, tmp_path / 'mine', *clip)
     assert list((tmp_path / 'mine').iterdir()) == [tmp_path / 'mine/holiday.png']
 
 
@@ -179,27 +170,27 @@ def test_the_fid_is_that_of_torchmetrics_for_the_pictures_and_the_real_ones(
         metric.update(real, real=True)
         metric.update(drawn_in(tmp_path / 'out', score['guidance']), real=False)
         assert score['fid'] == pytest.approx(metric.compute().item(), rel=0.02)  # by another decoder and resize
-    assert (record['real_images'], record['fid_is_biased'], record['fid_of_published_weights']) == (4, True, False)
+    assert (record['fid_is_biased'], record['fid_of_published_weights']) == (True, False)
 
 
 @pytest.mark.long
-def test_the_fid_by_a_file_of_weights_is_that_of_torchmetrics_own_network(tmp_path, pipeline, shards):
+def test_the_fid_by_a_file_of_weights_is_that_of_torchmetrics_own_network(tmp_path, pipeline, shards, samples):
     weights = save_inception(tmp_path / 'inception.pth')
-    record = run(pipeline, shards, tmp_path / 'out', '--inception', weights, '--reference', tmp_path / 'reference')
+    record = run(pipeline, shards, tmp_path / 'out', '--inception', weights)
     parameters = inspect.signature(FrechetInceptionDistance).parameters
     without_antialias = {name: False for name in parameters if name == 'antialias'}  # new in torchmetrics 1.9
     metric = FrechetInceptionDistance(feature_extractor_weights_path=weights, **without_antialias)
+    metric.update(torch.stack([resize(decode_image(sample['jpg'], SIZE), SIZE) for sample in samples[:4]]), real=True)
     metric.update(drawn_in(tmp_path / 'out', 7.5), real=False)
-    for name, value in load_file(tmp_path / 'reference').items():
-        setattr(metric, name, value)
     assert record['scores'][0]['fid'] == pytest.approx(metric.compute().item(), rel=1e-4)
 
 
-def test_the_clip_score_is_that_of_transformers_by_hand(tmp_path, pipeline, text, clip):
-    record = run(pipeline, text, tmp_path / 'out', *clip, '--guidance', 1)
+def test_the_clip_score_is_that_of_transformers_by_hand(tmp_path, pipeline, shards, samples, clip):
+    record = run(pipeline, shards, tmp_path / 'out', *clip, '--guidance', 1)
     pictures = list(drawn_in(tmp_path / 'out', 1.0))
     model, processor = (kind.from_pretrained(clip[1]) for kind in (CLIPModel, CLIPProcessor))
-    inputs = processor(text=captions(4), images=pictures, return_tensors='pt', padding=True)
+    captions = [sample['caption'] for sample in samples[:4]]
+    inputs = processor(text=captions, images=pictures, return_tensors='pt', padding=True)
     with torch.no_grad():
         output = model(**inputs)  # embeddings of length 1
     by_hand = 100 * (output.image_embeds * output.text_embeds).sum(dim=1).mean().item()
@@ -216,25 +207,6 @@ def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(clip):
     assert scores[0] == pytest.approx(scores[1], rel=1e-5) and scores[0] != 0
 
 
-def test_statistics_of_real_images_are_made_once_and_used_for_a_text(
-        tmp_path, pipeline, shards, text, small_inception, capfd):
-    reference = tmp_path / 'reference'
-    first = run(pipeline, shards, tmp_path / 'first', *small_inception, '--reference', reference)
-    made = reference.read_bytes()
-    flags = [*small_inception, '--reference', reference]
-    of_text = run(pipeline, text, tmp_path / 'second', *flags)
-    assert of_text['scores'] == first['scores'] and of_text['real_images'] == 4
-    line = refusal(capfd, pipeline, text, tmp_path / 'third', *flags, '--image_size', 40)
-    assert 'reference was made with resize centre square, to 32 pixels' in line
-    others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(9)), 'caption': 'x'}] * 4)
-    assert 'was made with data_sha256' in refusal(capfd, pipeline, others, tmp_path / 'fourth', *flags)
-    assert reference.read_bytes() == made
-    reference.write_text('mine')
-    assert 'was not made by evaluate.py' in refusal(capfd, pipeline, text, tmp_path / 'fifth', *flags)
-    assert reference.read_text() == 'mine'
-    assert 'holds no images' in refusal(capfd, pipeline, text, tmp_path / 'sixth', *small_inception)
-
-
 def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pipeline, small_inception, capfd):
     good = {'jpg': encoded(picture(1)), 'caption': 'a cat'}
     broken = write_shards(tmp_path / 'broken', [good, good | {'jpg': b'no'}, good, good])
@@ -242,14 +214,14 @@ def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pip
     assert f'sample 1 of DATA {broken}' in line and 'leave that sample out' in line
 
 
-def test_the_record_is_kept_with_what_was_judged_and_by_what(tmp_path, pipeline, text, clip, capfd):
-    record = run(pipeline, text, tmp_path / 'out', *clip)
+def test_the_record_is_kept_with_what_was_judged_and_by_what(tmp_path, pipeline, shards, clip, capfd):
+    record = run(pipeline, shards, tmp_path / 'out', *clip)
     assert json.loads((tmp_path / 'results.jsonl').read_text()) == json.loads(json.dumps(record))
     assert (record['stage'], record['samples'], record['samples_drawn'], record['clip']) == ('evaluate', 4, 4, 'clip')
     assert record['images_per_sec'] == record['images_per_sec_per_device'] > 0 and record['batch_size'] == 2
-    again = run(pipeline, text, tmp_path / 'out', *clip)
+    again = run(pipeline, shards, tmp_path / 'out', *clip)
     assert (again['samples_drawn'], again['images_per_sec']) == (0, None)
-    summary = evaluate.summary(record | {'fid_is_biased': True, 'real_images': 4, 'fid_of_published_weights': False})
+    summary = evaluate.summary(record | {'fid_is_biased': True, 'fid_of_published_weights': False})
     assert 'too high: below 10,000 it is biased' in summary and 'not those of published FIDs' in summary
 
 
@@ -270,7 +242,7 @@ def write_checkpoint(path: Path, model: str, with_vae: bool = True) -> None:
 
 
 def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_far_it_was_trained(
-        tmp_path, pipeline, text, clip, capfd):
+        tmp_path, pipeline, shards, clip, capfd):
     kept = tmp_path / 'kept'
     kept.mkdir()
     shutil.copytree(pipeline, tmp_path / 'averaged')
@@ -281,26 +253,15 @@ def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_
             parameter += 0.1
     network.save_pretrained(unet)
     write_checkpoint(kept / 'ep0-ba7-rank0.pt', str(pipeline))
-    record = run(kept, text, tmp_path / 'out', *clip)
+    record = run(kept, shards, tmp_path / 'out', *clip)
     assert (record['trained_batches'], record['images_seen'], record['weights']) == (7, 28, 'averaged')
     assert record['training']['batch_size'] == 4 and record['model_name'] == 'tiny'
-    exported = run(tmp_path / 'averaged', text, tmp_path / 'exported', *clip)
+    exported = run(tmp_path / 'averaged', shards, tmp_path / 'exported', *clip)
     assert exported['model_sha256'] == record['model_sha256']
     assert files_of(tmp_path / 'exported') == files_of(tmp_path / 'out')
     write_checkpoint(kept / 'ep0-ba8-rank0.pt', pipeline, with_vae=False)
-    assert 'has no VAE to decode with' in refusal(capfd, kept, text, tmp_path / 'third', *clip)
-    assert 'holds no whole checkpoint' in refusal(capfd, tmp_path, text, tmp_path / 'third', *clip)
-
-
-@pytest.mark.parametrize('steps', [1000, 600, 201, 126])
-def test_steps_that_would_begin_within_the_noise_are_refused(steps):
-    with pytest.raises(ValueError, match=f'--steps {steps}: .* use a divisor'):
-        evaluate.require_whole_noise(steps, 1000)
-
-
-@pytest.mark.parametrize('steps', [1, 2, 25, 30, 50, 99, 250, 500])
-def test_steps_that_begin_at_noise_are_taken(steps):
-    evaluate.require_whole_noise(steps, 1000)
+    assert 'has no VAE to decode with' in refusal(capfd, kept, shards, tmp_path / 'third', *clip)
+    assert 'holds no whole checkpoint' in refusal(capfd, tmp_path, shards, tmp_path / 'third', *clip)
 
 
 def test_the_text_encoder_works_in_float32_and_the_unet_in_half_precision(pipeline):
@@ -314,24 +275,30 @@ def test_the_text_encoder_works_in_float32_and_the_unet_in_half_precision(pipeli
     assert types == {'text_encoder': torch.float32, 'unet': torch.bfloat16, 'vae': torch.float32}
 
 
-def test_a_picture_that_is_not_finite_is_not_judged(pipeline, text, clip, tmp_path, capfd):
+def test_a_picture_that_is_not_finite_is_not_judged(pipeline, shards, clip, tmp_path, capfd):
     broken = shutil.copytree(pipeline, tmp_path / 'broken')
     vae = load_pipeline(pipeline, 'MODEL').vae
     torch.nn.init.constant_(vae.decoder.conv_out.bias, torch.nan)
     vae.save_pretrained(broken / 'vae')
-    assert 'a picture that is not finite' in refusal(capfd, broken, text, tmp_path / 'out', *clip)
+    assert 'a picture that is not finite' in refusal(capfd, broken, shards, tmp_path / 'out', *clip)
 
 
-def test_a_score_that_is_not_finite_is_not_kept(pipeline, text, clip, tmp_path, capfd):
+def test_a_score_that_is_not_finite_is_not_kept(pipeline, shards, clip, tmp_path, capfd):
     broken = shutil.copytree(clip[1], tmp_path / 'broken')
     weights = load_file(broken / 'model.safetensors')
     weights['visual_projection.weight'][:] = torch.nan
     save_file(weights, broken / 'model.safetensors', {'format': 'pt'})
-    line = refusal(capfd, pipeline, text, tmp_path / 'out', '--clip', broken)
+    line = refusal(capfd, pipeline, shards, tmp_path / 'out', '--clip', broken)
     assert 'the clip_score at guidance 7.5 is nan' in line and not (tmp_path / 'results.jsonl').exists()
 
 
-def test_without_a_judge_or_a_folder_nothing_is_drawn(pipeline, text, clip, tmp_path, capfd):
-    assert 'give --inception for FID' in refusal(capfd, pipeline, text, tmp_path / 'out')
-    assert 'a folder of this machine' in refusal(capfd, pipeline, text, tmp_path / 'out', *clip, '--out', 's3://b/out')
-    assert 'fewer than --samples 7' in refusal(capfd, pipeline, text, tmp_path / 'out', *clip, '--samples', 7)
+def test_what_cannot_be_judged_is_one_line(pipeline, shards, clip, tmp_path, capfd):
+    out = tmp_path / 'out'
+    assert 'give --inception for FID' in refusal(capfd, pipeline, shards, out)
+    assert 'a folder of this machine' in refusal(capfd, pipeline, shards, out, *clip, '--out', 's3://b/out')
+    assert 'fewer than --samples 25' in refusal(capfd, pipeline, shards, out, *clip, '--samples', 25)
+    for steps in (30, 1000):
+        assert 'would not begin at pure noise' in refusal(capfd, pipeline, shards, out, *clip, '--steps', steps)
+    (tmp_path / 'captions.txt').write_text('a cat\n' * 4)
+    assert 'captions.txt' in refusal(capfd, pipeline, tmp_path / 'captions.txt', out, *clip)
+    assert not out.exists()

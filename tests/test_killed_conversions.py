@@ -12,7 +12,7 @@ from parts.work import LocalWorkers
 from settings.commands import Convert
 from settings.flags import parse
 from tests.local_s3 import LocalS3, local_s3
-from tests.parts.commands import convert_program, start_logged, workers_of
+from tests.parts.commands import start, workers_of
 from tests.runs import files_of, wait_until
 from tests.samples import sample_files, write_tar
 
@@ -78,16 +78,15 @@ def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undist
 
 @pytest.mark.long
 @pytest.mark.parametrize('undisturbed, done', [('folder', 0), ('s3', 2), ('folder', 5)], indirect=['undisturbed'])
-def test_a_conversion_that_is_killed_and_started_again_equals_one_that_never_was(undisturbed, server, tmp_path, done):
+def test_a_conversion_that_is_killed_and_started_again_equals_one_that_never_was(undisturbed, tmp_path, done):
     store, root, argv, expected = undisturbed
     out = f'{root}/out'
     log = tmp_path / 'log'
     store.delay = 0.1
-    command = start_logged(server, convert_program, log, [*argv, out])
-    wait_until(lambda: workers_of(log) and finished(out, store) >= done)
-    os.kill(command.pid, signal.SIGKILL)
-    command.join(300)
-    assert command.exitcode == -signal.SIGKILL and 'index.json' not in contents(out, store)
+    command = start(log, 'convert.py', *argv, out)
+    wait_until(lambda: workers_of(command) and finished(out, store) >= done)
+    command.kill()
+    assert command.wait(300) == -signal.SIGKILL and 'index.json' not in contents(out, store)
     store.delay = 0
     assert convert.main([*argv, out]) == 1
     assert contents(out, store) == expected, log.read_text()

@@ -9,8 +9,7 @@ import torch
 import benchmark
 from settings import allocator
 from settings.allocator import let_segments_grow
-from models.loading import ModelFiles, find_model
-from tests.runs import ROOT, TINY, one_error_line, settings_of
+from tests.runs import ROOT, TINY, one_error_line
 
 
 def test_a_run_finds_its_model_once_and_gives_it_memory_once(monkeypatch, capfd):
@@ -32,16 +31,6 @@ def test_a_run_finds_its_model_once_and_gives_it_memory_once(monkeypatch, capfd)
     assert 'enough' in one_error_line(['--use_synth_data', *TINY, '--results', os.devnull], capfd)
     assert found == [('tiny', False)]
     assert devices == ['meta', 'cpu']
-
-
-def test_images_need_no_hash_of_the_vae(monkeypatch, shards, model_folder):
-    monkeypatch.setattr(ModelFiles, 'vae_sha256', lambda self: pytest.fail('the VAE was hashed'))
-    flags = ['--remote', shards, '--eval_remote', f'{shards}/', '--num_workers', '0', *TINY, '--pretrained',
-             '--model_name', model_folder]
-    settings = settings_of(*flags)
-    files = find_model(model_folder, pretrained=True)
-    assert benchmark.build_data(settings, files).dataloader.dataset.latents is False
-    assert len(benchmark.open_held_out(settings, files, latents=False)) == 24
 
 
 @pytest.mark.parametrize('version, variable', [

@@ -55,6 +55,7 @@ def run_cells(argv: list[str]) -> None:
     import matplotlib.pyplot as plt
     os.chdir(NOTEBOOK.parent)
     subprocess.run = run_forked
+    multiprocessing.get_context('forkserver').set_forkserver_preload(['tests.preloaded'])
     plt.show = lambda: (print('a figure'), plt.close('all'))
     cells = {}
     exec('\n'.join(''.join(cell['source']) for cell in code_cells()), cells)

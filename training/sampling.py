@@ -61,7 +61,8 @@ class Sampling(Callback):
         if dist.get_global_rank() == 0:
             device = next(self.model.unet.parameters()).device
             captions = build_tokenizer(self.settings.tokenizer).encode_batch(['', *self.prompts])
-            self._empty, *self._tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (77,) each
+            tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
+            self._empty, *self._tokens = tokens
             self._vae = self.model.vae
             if self._vae is None:
                 self._vae = build_vae(self.files, self.settings.encoder_precision).to(device)

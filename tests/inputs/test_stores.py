@@ -70,7 +70,7 @@ def test_endpoint_region_and_keys_are_those_that_boto3_finds(tmp_path, monkeypat
 
 def test_without_credentials_requests_are_not_signed(monkeypatch):
     with local_s3(monkeypatch) as server:
-        server.put('a', b'1')
+        server.client.put_object(Bucket='bucket', Key='a', ACL='public-read')
         obstore.head(*open_store('s3://bucket/a', 'SOURCE'))
         _, headers = server.requests[-1]
         assert headers['Authorization'].startswith('AWS4-HMAC')
@@ -79,7 +79,7 @@ def test_without_credentials_requests_are_not_signed(monkeypatch):
         stores.client.cache_clear()
         obstore.head(*open_store('s3://bucket/a', 'SOURCE'))
         _, headers = server.requests[-1]
-        assert headers['Authorization'] is None
+        assert 'Authorization' not in headers
 
 
 def test_the_region_of_a_bucket_of_aws_is_asked_for(monkeypatch):

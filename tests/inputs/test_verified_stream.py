@@ -29,7 +29,7 @@ from inputs.verified_stream import (
     remove_what_nobody_holds,
 )
 from tests.forked_runs import RUN, run, run_ranks, start_in_folder, traced
-from tests.local_s3 import s3_process
+from tests.local_s3 import local_s3
 from tests.runs import TINY
 from tests.samples import encoded, good, picture, write_shards
 from training.ranks import join_ranks
@@ -320,16 +320,17 @@ def test_a_server_that_goes_away_ends_the_run_with_one_line_and_a_record(server,
                           size_limit=4000)
     folder = tmp_path / 'run'
     folder.mkdir()
-    with s3_process(monkeypatch) as store:
+    with local_s3(monkeypatch) as store:
         for file in Path(shards).iterdir():
-            store.client.upload_file(str(file), 'bucket', f'many/{file.name}')
+            store.put(f'many/{file.name}', file.read_bytes())
         argv = ['--remote', 's3://bucket/many', *TINY, '--max_duration', '2ep', '--local', tmp_path / 'cache',
                 '--results', results]
         run = start_in_folder(server, folder, main, argv, **os.environ)
         while len(list(tmp_path.glob('cache/*/*.mds'))) < 20:
             assert run.exitcode is None, (folder / 'err').read_text()
             time.sleep(0.02)
-    run.join(600)
+        store.is_gone = True
+        run.join(600)
     [line] = [line for line in (folder / 'err').read_text().splitlines() if 'error' in line.lower()]
     assert line.startswith('benchmark.py: error: the run failed at batch')
     assert 'a shard, s3://bucket/many/' in line and 'could not be read' in line

@@ -133,7 +133,7 @@ def test_a_disk_that_is_full_or_a_store_that_forbids_is_one_line(tmp_path, monke
     with local_s3(monkeypatch) as store:
         output = Output('s3://bucket/out', 'OUT')
         begin(output)
-        store.answers = {f'out/{CLAIM}': 403}
+        store.refusals = [(403, 'AccessDenied')]
         with pytest.raises(DataError, match='OUT s3://bucket/out: access is denied'):
             begin(output, size_limit=2)
 

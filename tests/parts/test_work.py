@@ -1,43 +1,13 @@
 """Every part is made once, whatever workers die; what kills each of them is named, and none outlives its command."""
-import os
 import signal
-import time
-from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
 
 from inputs.errors import DataError
-from parts.work import LocalWorkers, Part, work
-from tests.parts.commands import start_logged, workers_of
+from tests.parts.commands import start, workers_of
+from tests.parts.slow_work import begun, run
 from tests.runs import wait_until
-
-
-def make(folder: Path, seconds: float, fatal: dict[str, int], parts: list[Part], gpu: int | None = None) -> list[str]:
-    """Make a file for each part, slowly; die of some as often as they say."""
-    for part in parts:
-        with open(folder / f'{part.name}-begun', 'a') as notes:
-            print(os.getpid(), gpu, file=notes)
-        time.sleep(seconds)
-        if len(begun(folder, part.name)) <= fatal.get(part.name, 0):
-            os.kill(os.getpid(), signal.SIGKILL)
-        (folder / part.name).write_text('made')
-    return [part.name for part in parts]
-
-
-def begun(folder: Path, name: str) -> list[str]:
-    """A line for each time that a part was begun."""
-    return (folder / f'{name}-begun').read_text().splitlines()
-
-
-def run(folder: Path, number: int, at_once: int = 1, seconds: float = 0.0, fatal: dict | None = None,
-        do=make, on_gpus: bool = False) -> list[str]:
-    """Have so many parts made by two workers; the names of those that were answered."""
-    parts = [Part(str(index), [f'{index}.tar']) for index in range(number)]
-    with LocalWorkers(partial(do, folder, seconds, fatal or {}), 2, on_gpus) as workers:
-        answers = list(work(workers, parts, lambda name: (folder / name).exists(), at_once))
-    return [name for names in answers for name in names]
 
 
 def refuse(*args) -> None:
@@ -87,15 +57,11 @@ def test_each_worker_is_told_a_gpu_of_its_own(tmp_path):
     assert {line.split()[1] for index in range(4) for line in begun(tmp_path, str(index))} == {'0', '1'}
 
 
-def start_and_wait(folder: Path) -> None:
-    run(folder, 2, seconds=60)
-
-
 @pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_their_command_however_that_comes(server, tmp_path, number):
-    log = tmp_path / 'log'
-    command = start_logged(server, start_and_wait, log, tmp_path)
-    wait_until(lambda: (tmp_path / '0-begun').exists() and len(workers_of(log)) == 2)
-    os.kill(command.pid, number)
-    command.join(30)
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers_of(log)))
+def test_workers_end_with_their_command_however_that_comes(tmp_path, number):
+    command = start(tmp_path / 'log', '-m', 'tests.parts.slow_work', tmp_path)
+    wait_until(lambda: (tmp_path / '0-begun').exists() and len(workers_of(command)) == 2)
+    workers = workers_of(command)
+    command.send_signal(number)
+    command.wait(300)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import benchmark
-from tests import forked_launcher, runs
+from tests import runs
 from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
-from tests.runs import check_record, free_port
+from tests.runs import check_record, free_port, start_launcher
 from tests.training import rank_program
 
 TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
@@ -59,12 +59,11 @@ def test_only_the_last_microbatch_synchronises_gradients(trained):
 
 
 @pytest.mark.long
-def test_two_processes_make_one_record_of_both(results, shards, server):
+def test_two_processes_make_one_record_of_both(results, shards):
     log = results.with_name('log')
-    run = forked_launcher.start(server, log, ['-n', '2', 'benchmark.py', '--remote', shards, '--use_ema', *runs.TINY,
-                                              '--results', results])
-    run.join(600)
-    assert run.exitcode == 0, log.read_text()
+    run = start_launcher(log, ['-n', '2', 'benchmark.py', '--remote', shards, '--use_ema', *runs.TINY, '--results',
+                               results])
+    assert run.wait(600) == 0, log.read_text()
     [line] = results.read_text().splitlines()
     check_record(json.loads(line))
     assert json.loads(line)['num_devices'] == 2 and line in log.read_text()

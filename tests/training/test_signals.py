@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from composer import Callback
 
 from benchmark import main
 from tests.forks import status_of_child
-from tests.runs import ROOT, TINY, assert_same_training, wait_until
+from tests.runs import TINY, assert_same_training, start_launcher, wait_until
 from tests.samples import good, write_shards
 from training import StopAtSignal, checkpoints_in, load_checkpoint
 
@@ -94,17 +93,12 @@ def group_is_gone(group: int) -> bool:
 @pytest.mark.parametrize('send, number', [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
                          ids=['Ctrl-C, which comes to every process', 'SIGTERM to the launcher, which passes it on'])
 def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_go_on_from(results, send, number):
-    """A real launcher, and real ranks."""
     log, folder = results.with_name('log'), results.with_name('checkpoints')
     argv = ['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(folder), '--results', str(results)]
-    with open(log, 'w') as file:
-        run = subprocess.Popen([sys.executable, '-m', 'composer.cli.launcher', '-n', '2',
-                                'tests/training/talking_run.py', *argv, '--measure_batches', '100000'],
-                               cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
-                               env=os.environ | {'PYTHONPATH': str(ROOT)})
+    run = start_launcher(log, ['-n', '2', 'tests/training/talking_run.py', *argv, '--measure_batches', '100000'])
     wait_until_it_trains(log, run)
     send(run.pid, number)
-    run.wait(timeout=300)
+    run.wait(300)
     wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
     record = json.loads(results.read_text())
     [checkpoint] = checkpoints_in(folder)
