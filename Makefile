@@ -30,7 +30,7 @@ test: $(VENV)/installed  ## ruff, and all tests but the long ones: two minutes o
 	ruff check .
 	python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not long" tests
 
-test-long: $(VENV)/installed  ## The long proofs: kills at many moments, launchers, learning, compiled models, fuzzed inputs.
+test-long: $(VENV)/installed  ## The long proofs: kills at many moments, launchers, learning, compiled models.
 	python -m pytest -n 2 --dist worksteal -m long tests
 
 bench: $(VENV)/installed  ## Ratios on the CPU: loader, conversion, EMA, a full step; needs 22 GB and 7 minutes.

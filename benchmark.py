@@ -15,7 +15,6 @@ if __name__ == '__main__':
     let_segments_grow()
     parse(Train, __doc__)  # a mistake is answered before the imports, which take seconds
 
-import contextlib
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -43,18 +42,16 @@ from fitting import (
     dry_run,
     find_microbatch,
     gradients_in_buckets,
-    has_no_values,
     process_switches,
     refuse_too_little_memory,
     switch_callbacks,
+    warn_of_a_slow_cpu,
 )
 from inputs.held_out import NOISE, TIMESTEP
 from inputs.places import number_of_samples
 from inputs.shards import LATENTS, read_index, require_columns, require_same_origin
 from inputs.words import counted
-from measuring.measurement import Measurement
-from measuring.record import measure_loader, training_settings
-from measuring.tracing import build_profiler
+from measuring import Measurement, build_profiler, measure_loader, training_settings
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
@@ -88,8 +85,6 @@ from training import (
     say_what_is_built,
 )
 
-MOST_BRIGHTNESS = 1.5  # of images in [-1, 1] that a bicubic filter has resized; CLIP's own scaling goes to 2.1
-
 
 class StableDiffusion(DiffusionModel):
     """Stable Diffusion for training: the UNet learns, the VAE and the CLIP text encoder are frozen.
@@ -110,11 +105,11 @@ class StableDiffusion(DiffusionModel):
                  encoder_precision: str = 'fp32', latents: bool = False, files: ModelFiles | None = None):
         super().__init__()
         self.image_size = image_size
-        self.range_was_checked = False  # of the images
         files = files or find_model(model_name, pretrained)
         self.scaling_factor = files.scaling_factor
         with torch.device('cpu'):  # its small tables go where they are used
             self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
+        self.noise_scheduler = self.scheduler  # as the original calls it
         self.prediction_type = self.scheduler.config.prediction_type
         if self.prediction_type not in ('epsilon', 'v_prediction'):
             raise ValueError(f'--model_name {model_name} has a scheduler with prediction_type {self.prediction_type}; '
@@ -124,12 +119,6 @@ class StableDiffusion(DiffusionModel):
         if not latents:
             self.vae = build_vae(files, encoder_precision)
         self.text_encoder = build_text_encoder(files, encoder_precision)
-        self.encoders_attention = contextlib.nullcontext  # makes a context that the frozen encoders run in
-
-    @property
-    def noise_scheduler(self) -> DDPMScheduler:
-        """The scheduler, by the name that the original gave it."""
-        return self.scheduler
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
         """Training mode for the UNet; the frozen encoders stay in eval mode."""
@@ -144,7 +133,7 @@ class StableDiffusion(DiffusionModel):
         and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments` float16 (B, 8, H/8, W/8). In an
         evaluation the batch brings its draws along: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
 
-        Raises ValueError if the images are far outside [-1, 1], or whole numbers of another type.
+        Raises ValueError if the images are whole numbers of another type.
         """
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
         if NOISE in batch:
@@ -166,28 +155,15 @@ class StableDiffusion(DiffusionModel):
             moments = batch[LATENTS]
         else:
             image = normalize(batch)['image']  # (B, 3, H, W) in [-1, 1]
-            self.refuse_other_range(image)
-            with self.encoder_autocast(image.device.type), self.encoders_attention():
+            with self.encoder_autocast(image.device.type):
                 moments = vae_moments(self.vae, image)  # (B, 8, H/8, W/8)
         noise = batch[NOISE][:, :4] if NOISE in batch else None  # (B, 4, H/8, W/8)
         return draw_latents(moments, self.scaling_factor, noise), self.text_states(batch['caption'])
 
-    def refuse_other_range(self, image: torch.Tensor) -> None:
-        """Raises ValueError if images (B, 3, H, W) are far outside [-1, 1], as where they were scaled in another way.
-
-        On a GPU only the first batch is looked at: to look is to wait for the device.
-        """
-        if self.range_was_checked or has_no_values(image):
-            return
-        self.range_was_checked = image.device.type != 'cpu'
-        least, most = (float(bound) for bound in image.aminmax())
-        if not -MOST_BRIGHTNESS <= least <= most <= MOST_BRIGHTNESS:
-            raise ValueError(f'images have values from {least:g} to {most:g}; give floats in [-1, 1], or bytes (uint8)')
-
     @torch.no_grad()
     def text_states(self, caption: torch.Tensor) -> torch.Tensor:
         """States of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
-        with self.encoder_autocast(caption.device.type), self.encoders_attention():
+        with self.encoder_autocast(caption.device.type):
             return self.text_encoder(caption)[0].float()
 
     def encoder_autocast(self, device: str) -> torch.autocast:
@@ -243,10 +219,6 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     if samples < settings.batch_size:
         raise ValueError(f'--remote {settings.remote} holds {counted(samples, "sample")}, fewer than --batch_size '
                          f'{settings.batch_size}; use a smaller batch')
-    left_out = samples % settings.batch_size
-    if left_out and not settings.loader_only and dist.get_global_rank() == 0:
-        print(f'each epoch leaves out {left_out} of {counted(samples, "sample")}, others each time: less than a batch',
-              file=sys.stderr)
     if settings.random_flip and 'latents' in index:
         raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
@@ -350,7 +322,8 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
             profiler=build_profiler(settings),
         )
     trainer.logger.log_hyperparameters(training_settings(settings, latents, microbatch))
-    _ = model.flops_per_image  # counted before the clock runs, since SpeedMonitor asks for it between two batches
+    flops_per_image = model.flops_per_image  # counted before the clock runs: SpeedMonitor asks between two batches
+    warn_of_a_slow_cpu(settings, sum(flops_per_image.values()))
     say_how_it_begins(settings, trainer.state, checkpoint)
     return model, trainer
 

@@ -1,7 +1,7 @@
 """Turn images with captions into MDS shards, for `benchmark.py --remote`.
 
     python convert.py laion/ laion-mds                           # a folder of tars, as img2dataset writes them
-    python convert.py 'laion/000*.tar' s3://my-bucket/laion/mds  # a glob, to an object store (s3://, gs://, az://)
+    python convert.py 'laion/000*.tar' s3://my-bucket/laion/mds  # a glob, to an object store (s3://, gs://, azure://)
     python convert.py photos/ photos-mds --num_workers 8         # a folder of image files, a .txt beside each
     python convert.py s3://my-bucket/tars/ s3://my-bucket/mds --ray auto    # on all machines of a Ray cluster
     python convert.py photos/ photos-mds --held_out 0.01         # one in a hundred goes to photos-mds-held-out instead
@@ -32,7 +32,6 @@ import torch
 from inputs.errors import DataError, one_line
 from inputs.places import is_address
 from inputs.shards import MDS_COLUMNS
-from inputs.stores import streaming_address
 from inputs.words import counted
 from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, write_index
 from parts.sources import find_files, join_neighbours
@@ -43,8 +42,8 @@ from settings.train import BATCH_SIZE
 
 def held_out_beside(out: str) -> str:
     """Where the samples that are held out of OUT lie: beside it, OUT-held-out."""
-    if not is_address(out) and os.path.basename(out.rstrip('/')) in ('', '.', '..'):
-        out = os.path.realpath(out)
+    if not is_address(out):
+        out = os.path.abspath(out)
     return f'{out.rstrip("/")}-held-out'
 
 
@@ -207,11 +206,11 @@ def print_summary(joined: Joined, held_out: Joined | None, settings: Convert) ->
 
 def print_next(joined: Joined, held_out: Joined | None, settings: Convert) -> None:
     """The command that trains on what was converted."""
-    command = ['composer', 'benchmark.py', '--remote', streaming_address(settings.out), '--use_ema']
+    command = ['composer', 'benchmark.py', '--remote', settings.out, '--use_ema']
     if joined.samples < BATCH_SIZE:
         command += ['--batch_size', str(1 << (joined.samples.bit_length() - 1))]
     if held_out and held_out.samples:
-        command += ['--eval_remote', streaming_address(held_out_beside(settings.out))]
+        command += ['--eval_remote', held_out_beside(settings.out)]
     print(f'next       {shlex.join(command)}')
 
 

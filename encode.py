@@ -45,16 +45,15 @@ from inputs.errors import DataError
 from inputs.images import decode_image, normalize_images, stack_images
 from inputs.places import is_address, number_of_samples
 from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_image_index, read_index
-from inputs.stores import streaming_address
 from inputs.verified_stream import Shards, open_shards
 from inputs.words import counted
-from measuring.caution import doubt
-from measuring.record import circumstances, keep, redacted
+from measuring import circumstances, keep, redacted
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents, vae_moments
 from models.loading import ModelFiles, build_vae, find_model
 from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, write_index
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
+from settings.caution import doubt
 from settings.here import encoding_here
 from settings.train import BATCH_SIZE
 
@@ -327,7 +326,7 @@ def summary(record: dict, settings: Encode) -> str:
 
 def next_command(samples: int, settings: Encode) -> str:
     """The command that trains on what was encoded."""
-    command = ['composer', 'benchmark.py', '--remote', streaming_address(settings.out), '--use_ema', '--model_name',
+    command = ['composer', 'benchmark.py', '--remote', settings.out, '--use_ema', '--model_name',
                settings.model_name, '--image_size', str(settings.image_size)]
     if settings.pretrained:
         command.append('--pretrained')

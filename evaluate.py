@@ -47,7 +47,7 @@ from inputs.places import number_of_samples
 from inputs.shards import index_hash, read_image_index
 from inputs.verified_stream import open_shards
 from inputs.words import counted
-from measuring.record import circumstances, keep, redacted
+from measuring import circumstances, keep, redacted
 from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from models.loading import hash_of_weights
 from models.sampling import SAMPLER, decode, load_pipeline, seeded

@@ -10,6 +10,7 @@ scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OU
 from settings.commands import Export
 from settings.ends import one_line_errors
 from settings.flags import parse
+from settings.train import is_young
 
 PROGRAM = 'export.py'
 
@@ -51,9 +52,9 @@ def warn_of_random_decoder(flags: Export, trained: Trained) -> None:
 def warn_of_young_average(flags: Export, trained: Trained) -> None:
     """Say where the average is still near the weights that the training started from."""
     half_life = str(trained.flags.get('ema_half_life') or '')
-    if trained.averaged is None or flags.live or not trained.batch or not half_life.endswith('ba'):
+    if trained.averaged is None or flags.live or not trained.batch:
         return
-    if 4 * float(half_life.removesuffix('ba')) > trained.batch:
+    if is_young(half_life, trained.batch):
         print('warning: the average is still near the weights that the training started from, since '
               f'--ema_half_life was {half_life}, and the checkpoint is of batch {trained.batch:,}; --live exports the '
               'live weights', file=sys.stderr)

@@ -34,7 +34,7 @@ from scipy.optimize import nnls
 
 from figures import draw_quality, draw_speeds
 from inputs.words import counted
-from measuring.caution import doubt
+from settings.caution import doubt
 from settings.costs import TRAINING_IMAGES, days_to_train, gpu_hours
 from settings.train import Encoders, Speed
 from settings.versions import PACKAGES

@@ -1,6 +1,6 @@
 """Does it learn? Train by the real program in two phases, export, draw, and count the pictures that are right.
 
-    python benchmarks/learn.py pictures/learned.png    # ten minutes at most, on two cores
+    python benchmarks/learn.py pictures/learned.png    # about four minutes on two cores
 
 Each of 16 captions, such as "red top left", is a coloured patch in a place. A random VAE cannot decode, so the
 pictures are stored as latents whose first three channels are the colours, in shards as encode.py writes them. Two ranks
@@ -10,8 +10,7 @@ its caption names, and near to it as well. At last the checkpoints of both phase
 FID, as evaluate.py has it, of the features of a small network that is trained here. The last line is the result as
 JSON; the argument is the file for the pictures, beside which the course of FID is drawn, as learned-quality.png.
 
-docs/training.md has the result of two cores of an AMD EPYC, which took a little more than 4 minutes before the
-evaluations, one minute more.
+docs/training.md has the result of two cores of an AMD EPYC.
 """
 import json
 import math

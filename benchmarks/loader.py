@@ -23,12 +23,12 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from torchvision import transforms
 from transformers import CLIPTokenizer
 
+from benchmarks.photographs import photograph
 from data import StreamingLAIONDataset, build_loader
 from inputs.captions import build_tokenizer, clip_tokenizer
 from inputs.shards import MDS_COLUMNS
 
 IMAGE_SIZE = 512  # pixels to train at
-STORED_SIZE = 256  # pixels of the JPEGs
 BATCH_SIZE = 32
 NUM_SAMPLES = 512
 
@@ -49,19 +49,12 @@ class OriginalDataset(StreamingDataset):
 
 
 def write_photographs(folder: str) -> None:
-    """Random pictures with the detail of photographs: noise at every scale, the coarser the stronger."""
+    """Shards of photographs with captions of 14 words."""
     random = np.random.default_rng(0)
     words = 'a photo of the old red house by sea with two dogs and their small boat under grey sky'.split()
     with MDSWriter(out=folder, columns=MDS_COLUMNS) as writer:
         for _ in range(NUM_SAMPLES):
-            picture = np.zeros((STORED_SIZE, STORED_SIZE, 3))
-            for size in (4, 16, 64, 256):
-                noise = Image.fromarray(random.integers(0, 256, (size, size, 3), dtype=np.uint8))
-                picture += np.asarray(noise.resize((STORED_SIZE, STORED_SIZE), Image.BICUBIC), float) / size ** 0.5
-            picture = Image.fromarray(np.uint8((picture - picture.min()) * 255 / np.ptp(picture)))
-            buffer = io.BytesIO()
-            picture.save(buffer, 'JPEG', quality=88)
-            writer.write({'jpg': buffer.getvalue(), 'caption': ' '.join(random.choice(words, 14))})
+            writer.write({'jpg': photograph(random), 'caption': ' '.join(random.choice(words, 14))})
 
 
 def images_per_sec(loader) -> float:

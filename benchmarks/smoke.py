@@ -7,6 +7,7 @@ of the two. The original's microbatch of 4 takes 24 GiB; GPUs of less than 30 Gi
 Without a GPU: the tiny model on the CPU. Records are appended to results.jsonl.
 """
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -25,9 +26,7 @@ PROBE = ('import torch; gpus = torch.cuda.device_count(); '
 
 def commands(gpus: int, gib: float) -> dict[str, list[str]]:
     """The runs for so many GPUs of `gib` GiB, by name. One device needs no launcher, which would import all twice."""
-    launcher = [sys.executable]
-    if gpus > 1:
-        launcher = [sys.executable, '-m', 'composer.cli.launcher', '-n', str(gpus)]
+    launcher = ['composer', '-n', str(gpus)] if gpus > 1 else ['python']
     benchmark = [*launcher, 'benchmark.py', '--use_synth_data', '--use_ema', '--results', str(RESULTS)]
     if gpus == 0:
         return {'tiny': [*benchmark, *TINY]}
@@ -35,17 +34,6 @@ def commands(gpus: int, gib: float) -> dict[str, list[str]]:
     if gib < LEAST_GIB:
         flags += SMALLEST
     return {recipe: [*benchmark, f'@recipes/{recipe}.txt', *flags] for recipe in RECIPES}
-
-
-def as_typed(command: list[str]) -> str:
-    """A run's command as one types it in the environment."""
-    if 'composer.cli.launcher' in command:
-        return shlex.join(['composer', *command[3:]])
-    return shlex.join(['python', *command[1:]])
-
-
-def newest_record() -> dict:
-    return json.loads(RESULTS.read_text().splitlines()[-1])
 
 
 def comparison(speeds: dict[str, float], gib: float) -> str:
@@ -68,16 +56,17 @@ def gpus_here() -> tuple[int, float]:
 
 def main() -> int:
     """Run them one after the other; the exit code of the first that failed, or 0."""
+    os.environ['PATH'] = f'{Path(sys.executable).parent}:{os.environ["PATH"]}'  # this environment's python and composer
     gpus, gib = gpus_here()
     speeds = {}
     code = 0
     for name, command in commands(gpus, gib).items():
-        print(as_typed(command), flush=True)
+        print(shlex.join(command), flush=True)
         done = subprocess.run(command, cwd=ROOT)
         if done.returncode:
             code = code or done.returncode
         else:
-            speeds[name] = newest_record()['images_per_sec']
+            speeds[name] = json.loads(RESULTS.read_text().splitlines()[-1])['images_per_sec']
     if len(speeds) > 1:
         print(comparison(speeds, gib))
     print('To try a flag that is named above: source .venv/bin/activate, then repeat the command with that flag')

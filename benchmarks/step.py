@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 FLAGS = ['--use_synth_data', '--use_ema', '--image_size', '64', '--batch_size', '4', '--device_train_microbatch_size',
-         '2', '--precision', 'fp32', '--warmup_batches', '1', '--measure_batches', '3', '--results', '/dev/null']
+         '2', '--precision', 'fp32', '--warmup_batches', '1', '--measure_batches', '3', '--results', '-']
 
 
 def run(recipe: str) -> dict:

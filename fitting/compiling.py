@@ -26,10 +26,7 @@ def compile_in_place(modules: list[torch.nn.Module], mode: str | None = None) ->
     if hasattr(config, 'fail_on_recompile_limit_hit'):
         config.fail_on_recompile_limit_hit = True
     for module in modules:
-        if mode is None:
-            module.compile(dynamic=False)
-        else:
-            module.compile(dynamic=False, mode=mode)
+        module.compile(dynamic=False, mode=mode)
 
 
 def compile_blocks(model: torch.nn.Module, kinds: tuple[type, ...], mode: str | None = None) -> None:

@@ -4,6 +4,7 @@ Parameters and arithmetic are counted by torch, memory as fitting/fake_step.py d
 peaks (models/peaks.py) and the share of them that was reached elsewhere.
 """
 import dataclasses
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,20 +87,30 @@ def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
         settings: of the run.
         build_model: makes the model that the run would train.
 
-    Raises ValueError if the model or the remote is not there.
+    Raises ValueError if the model, the remote or a GPU of that name is not known.
     """
     if dist.get_global_rank() > 0:
         return {}
+    gpus = gpus_named(settings.gpu)
     latents = is_on_latents(settings)
     print('counting the memory of a step', file=sys.stderr, flush=True)
     given = estimate('as given', settings, latents, build_model)
     lighter = [estimate(*each, build_model) for each in with_less_memory(settings, latents)]
-    flops_per_image = sum(given.model.flops_per_image.values())
-    memory = memory_table(given).to_string(float_format='{:.2f}'.format)
     cards = f'{cards_table([given, *lighter]).to_string()}\n{ACCURACY}'
-    print(title(settings, latents), parts_table(given.model).to_string(), memory, cards,
-          speeds(settings, flops_per_image), sep='\n\n')
+    print(title(settings, latents), parts_table(given.model).to_string(),
+          memory_table(given).to_string(float_format='{:.2f}'.format), cards,
+          speeds(settings, sum(given.model.flops_per_image.values()), gpus), sep='\n\n')
     return {card: given.largest_microbatch(gib) for card, gib in CARDS.items()}
+
+
+def gpus_named(name: str | None) -> list[str]:
+    """The GPUs whose peak is known and whose names have all words of `name`; None: all. Raises ValueError if none has.
+    """
+    words = set(re.findall('[A-Z0-9]+', (name or '').upper()))
+    found = [gpu for gpu in PEAKS if words <= set(re.findall('[A-Z0-9]+', gpu.upper()))]
+    if not found:
+        raise ValueError(f'--gpu {name} is no GPU that is known here; give one of {", ".join(PEAKS)}')
+    return found
 
 
 def is_on_latents(settings: Train) -> bool:
@@ -114,20 +125,18 @@ def is_on_latents(settings: Train) -> bool:
 def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, bool]]:
     """The run with each thing that it has not and that takes less memory: in words, its settings, and whether it is on
     latents."""
-    found = []
-    if settings.encoder_precision == 'fp32':
-        found.append(('--encoder_precision bf16', dataclasses.replace(settings, encoder_precision='bf16'), latents))
-    if not settings.half_precision_norms and settings.precision != 'fp32':
-        found.append(('--half_precision_norms', dataclasses.replace(settings, half_precision_norms=True), latents))
-    if not settings.gradient_checkpointing:
-        found.append(('--gradient_checkpointing', dataclasses.replace(settings, gradient_checkpointing=True), latents))
+    half = settings.image_size // 16 * 8
+    changes = {
+        '--encoder_precision bf16': {'encoder_precision': 'bf16'},
+        '--half_precision_norms': {'half_precision_norms': settings.precision != 'fp32'},
+        '--gradient_checkpointing': {'gradient_checkpointing': True},
+        'without --use_ema': {'use_ema': False},
+        f'--image_size {half}': {'image_size': half if half >= 64 else settings.image_size},
+    }
+    runs = [(words, dataclasses.replace(settings, **change), latents) for words, change in changes.items()]
+    found = [run for run in runs if run[1] != settings]
     if not latents:
         found.append(('latents (encode.py)', settings, True))
-    if settings.use_ema:
-        found.append(('without --use_ema', dataclasses.replace(settings, use_ema=False), latents))
-    half = settings.image_size // 16 * 8
-    if half >= 64:
-        found.append((f'--image_size {half}', dataclasses.replace(settings, image_size=half), latents))
     return found
 
 
@@ -185,27 +194,25 @@ def cards_table(estimates: list[Estimate]) -> pd.DataFrame:
     return table.rename_axis(columns='largest microbatch on')
 
 
-def speeds(settings: Train, flops_per_image: int) -> str:
-    """Images/s on each card whose peak is known, at shares of it, and what the whole training would take."""
+def speeds(settings: Train, flops_per_image: int, gpus: list[str]) -> str:
+    """Images/s of each of these GPUs at shares of its peak, and what the whole training would take."""
     devices = settings.dry_run
     images = settings.training_images
     dollars = settings.dollars_per_gpu_hour
     shares = ' / '.join(f'{share:.0%}' for share in SHARES_OF_PEAK)
     rows = {}
-    for card in PEAKS:
-        peak = peak_of(card, settings.precision)
+    for gpu in gpus:
+        peak = peak_of(gpu, settings.precision)
         if peak is None:
             continue
         images_per_sec = [share * devices * peak * 1e12 / flops_per_image for share in SHARES_OF_PEAK]
-        rows[card] = {'TFLOP/s each': f'{peak:g}', f'images/s at {shares}': in_a_row(images_per_sec)}
+        rows[gpu] = {'peak TFLOP/s': f'{peak:g}', f'images/s at {shares} of it': in_a_row(images_per_sec)}
         if images:
-            rows[card]['days'] = in_a_row([days_to_train(speed, images) for speed in images_per_sec])
-            cost = [gpu_hours(speed, devices, images) * dollars for speed in images_per_sec]
-            rows[card]['dollars'] = in_a_row(cost, '$')
+            rows[gpu]['days'] = in_a_row([days_to_train(speed, images) for speed in images_per_sec])
+            rows[gpu]['dollars'] = in_a_row([gpu_hours(speed, devices, images) * dollars for speed in images_per_sec])
     if not rows:
         return f'No peak is known in {settings.precision}, so nothing is said of speed.'
-    table = pd.DataFrame.from_dict(rows, orient='index')
-    table = table.rename_axis(columns=f'of the peak of {counted(devices, "GPU")}')
+    table = pd.DataFrame.from_dict(rows, orient='index').rename_axis(columns=f'on {counted(devices, "GPU")}')
     text = f'{table.to_string()}\n{SPEEDS}'
     if images:
         text += (f'\nDays and dollars are for {images:,} images at ${dollars:g} a GPU-hour, one price for all cards '
@@ -213,6 +220,6 @@ def speeds(settings: Train, flops_per_image: int) -> str:
     return text
 
 
-def in_a_row(figures: list[float], sign: str = '') -> str:
+def in_a_row(figures: list[float]) -> str:
     """Figures with three significant digits, or whole."""
-    return ' / '.join(f'{sign}{figure:,.3g}' if figure < 100 else f'{sign}{figure:,.0f}' for figure in figures)
+    return ' / '.join(f'{figure:,.3g}' if figure < 100 else f'{figure:,.0f}' for figure in figures)

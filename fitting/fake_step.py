@@ -27,11 +27,6 @@ ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
 TRACED_IMAGES = 1009
 
 
-def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape alone."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
 @dataclass(frozen=True)
 class StepMemory:
     """Bytes that are alive at each operator of a step, beside the weights, as a function of the microbatch.

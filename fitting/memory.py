@@ -14,7 +14,7 @@ from composer.utils import dist
 from measuring.gpu_monitor import GIB
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles
-from settings.train import Train
+from settings.train import TINY_COMMAND, Train
 
 ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 CONTAINERS_LIMIT = Path('/sys/fs/cgroup/memory.max')
@@ -22,7 +22,7 @@ CONTAINERS_LIMIT = Path('/sys/fs/cgroup/memory.max')
 
 def build_outline(settings: Train, files: ModelFiles, latents: bool,
                   build_model: Callable[..., DiffusionModel]) -> DiffusionModel:
-    """The model of a run with its switches on the meta device: shapes and types alone. Random state stays as it is.
+    """The model of a run with its switches on the meta device: shapes and types alone.
 
     Args:
         settings: of the run.
@@ -33,8 +33,7 @@ def build_outline(settings: Train, files: ModelFiles, latents: bool,
     # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
     settings = dataclasses.replace(settings, attention='sdpa')
     files = dataclasses.replace(files, pretrained=False)
-    with torch.random.fork_rng(devices=[]):
-        return build_model(settings, latents, torch.device('meta'), files)
+    return build_model(settings, latents, torch.device('meta'), files)
 
 
 def lasting_bytes(settings: Train, model: DiffusionModel) -> dict[str, int]:
@@ -81,8 +80,7 @@ def refuse_too_little_memory(settings: Train, outline: DiffusionModel) -> None:
     if total > there:
         items = ', '.join(f'{item} {size / GIB:.1f}' for item, size in needed.items())
         raise ValueError(f'--model_name {settings.model_name} needs at least {total / GIB:.1f} GiB of memory to train '
-                         f'({items}), and {place} has {there / GIB:.1f}; the tiny model runs here: python benchmark.py '
-                         '--use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4')
+                         f'({items}), and {place} has {there / GIB:.1f}; the tiny model runs here: {TINY_COMMAND}')
 
 
 def memory_of_host() -> int:

@@ -34,7 +34,6 @@ def find_microbatch(settings: Train, model: DiffusionModel, data: DataSpec) -> i
         return settings.device_train_microbatch_size
     share = settings.batch_size // dist.get_world_size()
     microbatch = largest_microbatch(model, data, share, settings.precision, settings.use_ema)
-    model.range_was_checked = False  # of blank images; the first batch of the run is still to be looked at
     if dist.get_global_rank() == 0:
         found = f'{counted(microbatch, "image")} at once: the largest power of two that fits'
         print(found, file=sys.stderr, flush=True)

@@ -1,13 +1,12 @@
 """The switches that train the same model faster or in less memory: those of the model, and those of the process."""
 import contextlib
-import functools
 from collections.abc import Iterator
 
 import torch
 from composer import Callback
 from composer.core import State
 from composer.trainer import trainer
-from composer.utils import dist, get_device
+from composer.utils import dist
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -41,8 +40,6 @@ def apply_switches(model: DiffusionModel, settings: Train) -> None:
         switch_norms_to_half(model.unet)
         if model.vae is not None:
             switch_norms_to_half(model.vae.encoder)  # which has five times as many elements in its norms as the UNet
-    if orders_kernels(settings.attention):
-        model.encoders_attention = torchs_attention_order
     if settings.attention == 'xformers':
         try:
             for part in convolutional:
@@ -69,56 +66,17 @@ def compile_model(model: DiffusionModel, settings: Train) -> None:
     compile_in_place(whole, mode)
 
 
-@contextlib.contextmanager
-def process_switches(settings: Train) -> Iterator[None]:
-    """A context with the switches of the whole process: the order of attention's kernels, and cuDNN's search.
+def process_switches(settings: Train) -> contextlib.AbstractContextManager:
+    """Switch cuDNN's search on or off, and make a context in which torch tries the kernel of --attention first.
 
-    They stay on in backward passes too, where gradient checkpointing computes attention again, and must do so by the
-    same kernels. The frozen encoders leave the order alone, by `torchs_attention_order`.
+    The kernel comes first in backward passes too, where gradient checkpointing computes attention again. cuDNN's is the
+    last of the others: its version is checked for faults only where it is asked for.
     """
-    searched_before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = settings.cudnn_benchmark or searched_before
-    try:
-        with attention_order(settings.attention):
-            yield
-    finally:
-        torch.backends.cudnn.benchmark = searched_before
-
-
-def orders_kernels(attention: str) -> bool:
-    """Whether --attention is an order of torch's kernels."""
-    return attention not in ('sdpa', 'xformers')
-
-
-def attention_order(attention: str):
-    """A context in which torch tries its kernels of attention in the order of --attention, the others after them.
-
-    cuDNN's come last unless they are named: its version is checked for their faults only then.
-    """
-    if not orders_kernels(attention):
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    if settings.attention in ('sdpa', 'xformers'):
         return contextlib.nullcontext()
-    torchs_order()  # before it is changed
-    order = dict.fromkeys([*attention.split(','), *SDPA_BACKENDS])
+    order = dict.fromkeys([settings.attention, *SDPA_BACKENDS])
     return sdpa_kernel([SDPA_BACKENDS[name] for name in order], set_priority=True)
-
-
-@functools.cache
-def torchs_order() -> list[SDPBackend]:
-    """torch's own order of the kernels of attention, asked for once, before anyone changes it.
-
-    Newer torch settles it when attention first runs on a GPU, and puts cuDNN's first on some; so a tiny one runs here.
-    """
-    tiny = torch.ones(1, 1, 64, 64, dtype=torch.half, device=get_device()._device)
-    torch.nn.functional.scaled_dot_product_attention(tiny, tiny, tiny)
-    return [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
-
-
-def torchs_attention_order():
-    """A context in which torch tries its kernels in its own order: for the frozen encoders, whatever --attention says.
-
-    The text encoder attends 77 by 77 with a mask, for which kernels differ from those for the UNet in speed and faults.
-    """
-    return sdpa_kernel(torchs_order(), set_priority=True)
 
 
 @contextlib.contextmanager
@@ -146,30 +104,9 @@ def gradients_in_buckets(is_one_microbatch: bool) -> Iterator[None]:
 def switch_callbacks(settings: Train) -> list[Callback]:
     """What the switches do within a step."""
     callbacks = []
-    if settings.cast_weights_once:
-        callbacks.append(CastWeightsOnce())
     if settings.allreduce_precision == 'bf16':
         callbacks.append(AllReduceInBf16())
     return callbacks
-
-
-class CastWeightsOnce(Callback):
-    """Autocast's half-precision copies of the weights serve all microbatches of a batch.
-
-    Autocast keeps them until its outermost context ends, which otherwise is that of a microbatch. So there is one
-    around the batch, which is itself switched off: what runs between the microbatches, the backward passes above all,
-    is not cast. It ends before the optimizer changes the weights.
-    """
-
-    def __init__(self):
-        self._batch = contextlib.ExitStack()
-
-    def before_train_batch(self, state: State, logger) -> None:
-        device = next(state.model.parameters()).device.type
-        self._batch.enter_context(torch.autocast(device, enabled=False))
-
-    def after_train_batch(self, state: State, logger) -> None:
-        self._batch.close()
 
 
 class AllReduceInBf16(Callback):

@@ -1,9 +1,6 @@
 """What is wrong with data, and what errors of the libraries mean, in one line. Nothing here needs torch."""
 import re
 
-# of torch, where a process of a loader is gone
-ENDED_WORKER = r'DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)'
-
 # of torch and CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN where no algorithm's workspace fits
 OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
 
@@ -29,19 +26,12 @@ def unreadable_shard(error: BaseException, place: str | None = None) -> DataErro
 
 
 def ended_worker(error: BaseException) -> str | None:
-    """Of an error because a process of a loader is gone: which, why, and the remedy. None: it is another error."""
-    match = re.search(ENDED_WORKER, str(error.__cause__))  # which names the signal, where torch has been told
-    match = match or re.search(ENDED_WORKER, str(error))
-    if match is None:
-        return None
-    pids, signal = match.groups()
-    text = f'a loader process, pid {pids}, was killed'
-    if signal:
-        text += f' ({signal})'
-    if signal == 'Bus error':
-        return (f'{text}: the shared memory, /dev/shm, is full; make it larger (docker run --shm-size), or use fewer '
-                '--num_workers')
-    return f'{text}, as is done where memory runs out; use fewer --num_workers'
+    """Of an error because a process of a loader is gone: torch's words, and the remedy. None: it is another error."""
+    for raised in (error.__cause__, error):  # of which the first names the signal, where torch has been told
+        if 'DataLoader worker' in str(raised):
+            return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers where memory has run out, and a larger '
+                    '/dev/shm (docker run --shm-size) where that is full')
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,6 +13,6 @@ def local_folder(flag: str, name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # wrong names, missing repositories, no network, no access
-        raise ValueError(f'{flag} {name} is not a folder, and the hub gave nothing ({type(error).__name__}): check the '
-                         'name and the network, or give a local folder') from None
+    except Exception:  # wrong names, missing repositories, no network, no access
+        raise ValueError(f'{flag} {name} is no folder here, and the hub has no such repository or cannot be reached; '
+                         'check the name and the network') from None

@@ -4,10 +4,9 @@
     gs://BUCKET/KEY      GCS_KEY and GCS_SECRET (HMAC keys), else Google's default credentials, or none
     azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY
                          AZURE_ACCOUNT_ACCESS_KEY, else Azure's default credentials
-    az://CONTAINER/KEY   the same, in the account AZURE_ACCOUNT_NAME
 
-A training reads all of these again but az://, which Streaming 0.13.0 does not know: `streaming_address` has its other
-name. Of azure:// it takes the account from AZURE_ACCOUNT_NAME or else from the host, and the container from the path.
+A training reads all of these again. As Streaming does, the account of azure:// comes from AZURE_ACCOUNT_NAME or else
+from the host, and the container from the path.
 
 obstore's threads do not survive a fork: a process that has opened a store may start others by spawn or forkserver only.
 """
@@ -36,7 +35,7 @@ TIMEOUTS = {'connect_timeout': timedelta(seconds=20), 'timeout': timedelta(secon
 
 class Address(NamedTuple):
     """What an address is made of."""
-    scheme: str  # s3, gs or az
+    scheme: str  # s3, gs or azure
     account: str | None  # of Azure
     bucket: str  # or container
     key: str  # without a / at its ends; '' is the whole bucket
@@ -45,30 +44,18 @@ class Address(NamedTuple):
 def parse_address(address: str, flag: str) -> Address:
     """Raises ValueError if there is no client for such an address, or it names no bucket."""
     scheme, _, place = address.partition('://')
-    if scheme not in ('s3', 'gs', 'az', 'azure'):
-        raise ValueError(f'{flag} {address}: of stores, s3://, gs://, az:// and azure:// can be used; '
+    if scheme not in ('s3', 'gs', 'azure'):
+        raise ValueError(f'{flag} {address}: of stores, s3://, gs:// and azure:// can be used; '
                          'use an S3-compatible address with S3_ENDPOINT_URL')
     bucket, _, key = place.partition('/')
     account = None
-    if scheme in ('az', 'azure'):
-        account = os.environ.get('AZURE_ACCOUNT_NAME')
-        if scheme == 'azure':
-            account = account or bucket.partition('.')[0]
-            bucket, _, key = key.lstrip('/').partition('/')
-        if not account:
-            raise ValueError(f'{flag} {address} needs an account; set AZURE_ACCOUNT_NAME')
-        scheme = 'az'
+    if scheme == 'azure':
+        account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
+        bucket, _, key = key.lstrip('/').partition('/')
     if not bucket:
         raise ValueError(f'{flag} {address} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
                          f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
     return Address(scheme, account, bucket, key.strip('/'))
-
-
-def streaming_address(address: str) -> str:
-    """The name by which Streaming reads what lies at an address: another one only for az://."""
-    if not address.startswith('az://'):
-        return address
-    return f'azure://{os.environ.get("AZURE_ACCOUNT_NAME")}.{AZURE_HOST}/{address.removeprefix("az://")}'
 
 
 def open_store(address: str, flag: str) -> tuple[ObjectStore, str]:
@@ -78,7 +65,7 @@ def open_store(address: str, flag: str) -> tuple[ObjectStore, str]:
         address: one of those above.
         flag: what errors call it.
 
-    Raises ValueError if such a store cannot be reached, no bucket is named, or a profile or account is missing.
+    Raises ValueError if such a store cannot be reached, no bucket is named, or a profile is missing.
     """
     scheme, account, bucket, key = parse_address(address, flag)
     try:
@@ -91,7 +78,7 @@ def open_store(address: str, flag: str) -> tuple[ObjectStore, str]:
 @functools.cache
 def client(scheme: str, account: str | None, bucket: str, endpoint: str | None) -> ObjectStore:
     """obstore's client for a bucket; `endpoint` is that of an S3 server beside Amazon's."""
-    if scheme == 'az':
+    if scheme == 'azure':
         return azure_client(account, bucket)
     if scheme == 'gs':
         return google_client(bucket)
@@ -106,9 +93,7 @@ def s3_client(bucket: str, endpoint: str | None) -> S3Store:
     boto3_client = session.client('s3', endpoint_url=endpoint)
     endpoint = boto3_client.meta.endpoint_url  # which may also come from a profile
     settings = {'region': boto3_client.meta.region_name or 'us-east-1'}
-    if '.amazonaws.com' in endpoint:
-        settings['region'] = region_of(boto3_client, bucket) or settings['region']
-    else:
+    if '.amazonaws.com' not in endpoint:
         settings['aws_endpoint_url_s3'] = endpoint  # which goes before all that obstore itself finds
     if session.get_credentials() is None:
         settings['skip_signature'] = True
@@ -119,18 +104,6 @@ def s3_client(bucket: str, endpoint: str | None) -> S3Store:
         with open(os.environ['AWS_CA_BUNDLE'], 'rb') as file:
             options['root_certificate'] = file.read()
     return S3Store(bucket, virtual_hosted_style_request=False, client_options=options, retry_config=RETRIES, **settings)
-
-
-def region_of(boto3_client, bucket: str) -> str | None:
-    """Where AWS keeps a bucket; None if it does not say. boto3 goes where AWS sends it, obstore must know before."""
-    from botocore.exceptions import BotoCoreError, ClientError
-    try:
-        answer = boto3_client.head_bucket(Bucket=bucket)
-    except ClientError as error:
-        answer = error.response  # a refusal, too, says where
-    except BotoCoreError:
-        return None  # the first request will say what is wrong
-    return answer['ResponseMetadata']['HTTPHeaders'].get('x-amz-bucket-region')
 
 
 def google_client(bucket: str) -> ObjectStore:

@@ -5,26 +5,22 @@ Where Streaming 0.13.0 is made to do otherwise, a docstring says what goes wrong
 shows it. When Streaming mends one of these, its part here can be deleted.
 """
 import contextlib
-import glob
 import json
 import os
 import secrets
 import tempfile
 import time
 import uuid
-import weakref
 from collections.abc import Iterator
-from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
 import streaming.base.dataset
 from composer.utils import dist
-from filelock import FileLock, Timeout
 from streaming import Stream, StreamingDataset
 from streaming.base.compression import decompress
-from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN, TICK
+from streaming.base.constant import LOCALS, TICK
 from streaming.base.dataset import _ShardState
 from streaming.base.format import FileInfo, reader_from_json
 from streaming.base.format.mds.reader import MDSReader
@@ -37,10 +33,6 @@ from inputs.errors import DataError, unreadable_shard
 from inputs.places import INDEX
 from inputs.shards import index_hash
 
-FETCHED = '.fetched'  # in the name of a file that is on its way; storage clients add endings of their own
-SECONDS_OF_LEFTOVERS = 24 * 3600  # what nobody has written to for so long was left by a killed run
-SHARED_MEMORY = '/dev/shm'  # where Linux shows it
-OWNER = 'diffusion_benchmark_owner'  # the file that a run locks for as long as it uses the memory of a number
 NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes
 
 
@@ -75,7 +67,6 @@ class VerifiedStream(Stream):
         """
         if self.remote is None:
             return
-        remove_old_leftovers(self.local)
         if self.cache_limit and sum(shard.raw_data.bytes for shard in shards) > self.cache_limit:
             for shard in shards:
                 shard.evict()  # else what an earlier run has left would lie beside what this one counts
@@ -95,22 +86,18 @@ class VerifiedStream(Stream):
         return shard.raw_data.bytes
 
     def _fetch(self, shard: MDSReader) -> str | None:
-        """Download a shard under a name that no other run uses, and give it its own if it is good; else what is wrong.
-        """
-        path = path_of(shard)
-        fetched = Path(f'{path}.{uuid.uuid4().hex}{FETCHED}')
-        try:
+        """Download a shard to where no other run does, and give it its name if it is good; else what is wrong."""
+        path = Path(path_of(shard))
+        path.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
             file = shard.zip_data or shard.raw_data
-            self._download_file(file.basename, os.path.relpath(fetched, self.local))
+            fetched = Path(self._download_file(file.basename, os.path.join(folder, 'shard')))
             if shard.zip_data:
                 fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
             fault = fault_of_file(fetched, shard.raw_data)
             if fault is None:
                 os.replace(fetched, path)
             return fault
-        finally:
-            for leftover in glob.glob(f'{glob.escape(str(fetched))}*'):
-                os.unlink(leftover)
 
 
 class VerifiedDataset(StreamingDataset):
@@ -137,10 +124,8 @@ class VerifiedDataset(StreamingDataset):
         if cache_limit and stream.remote is None:
             raise ValueError(f'--cache_limit has no cache to bound: {stream.local} is read in place; give --local a '
                              'folder, or leave the limit out')
-        with own_shared_memory() as locks:
+        with own_shared_memory():
             super().__init__(streams=[stream], cache_limit=cache_limit, **kwargs)
-        for lock in locks:
-            weakref.finalize(self, lock.release)
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict:
         """A sample by its number, of a shard that was compared with index.json. Raises DataError if it cannot be had.
@@ -181,9 +166,10 @@ class VerifiedDataset(StreamingDataset):
     def _ready_thread(self, it) -> None:
         """Let samples be taken as soon as they are wanted: `get_item` waits for their shard.
 
-        Without this: it ends at a shard that cannot be had, and what comes after is waited for, for ever; and with a
-        small --cache_limit it waits for ever for a shard that was dropped before it was read.
-        Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
+        Without this: a shard that cannot be had, or that was dropped for a small --cache_limit before it was read (of
+        12 shards at once, where Streaming asks for 4), is waited for, for ever.
+        Tests: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason,
+        test_a_small_cache_serves_the_whole_dataset.
         """
         it.ready_index = it.total - 1  # at the total, Streaming would fetch nothing more in the background
         while it.yield_index < it.ready_index and not it.should_exit():
@@ -208,9 +194,6 @@ class Shards:
     def __init__(self, stream: VerifiedStream, readers: list[MDSReader]):
         self.stream = stream
         self.readers = readers
-
-    def __len__(self) -> int:
-        return len(self.readers)
 
     def fetch(self, number: int) -> MDSReader:
         """The reader of a shard, which is present and verified from now on. Raises DataError if it cannot be had.
@@ -270,7 +253,7 @@ def cache_folder(parent: str | None, index: dict) -> str:
     folder = Path(parent, index_hash(index)[:16])
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / INDEX).exists():
-        unfinished = folder / f'{INDEX}.{uuid.uuid4().hex}{FETCHED}'
+        unfinished = folder / f'{INDEX}.{uuid.uuid4().hex}'
         unfinished.write_text(json.dumps(index))
         os.replace(unfinished, folder / INDEX)
     return str(folder)
@@ -295,65 +278,26 @@ def fault_of_file(path: str | Path, expected: FileInfo) -> str | None:
     return None
 
 
-def remove_old_leftovers(folder: str) -> None:
-    """Remove what killed runs were fetching into a cache; a download that goes on is never that old."""
-    for path in Path(folder).rglob(f'*{FETCHED}*'):
-        with contextlib.suppress(FileNotFoundError):  # another run has just finished or removed it
-            if time.time() - path.stat().st_mtime > SECONDS_OF_LEFTOVERS:
-                path.unlink()
-
-
 @contextlib.contextmanager
-def own_shared_memory() -> Iterator[list[FileLock]]:
-    """A dataset that is opened within this has shared memory of its own. Gives the lock that it is held by, in a list.
+def own_shared_memory() -> Iterator[None]:
+    """A dataset that is opened within this has shared memory of its own.
 
-    Without this: runs that start at once give their memory the same names (`File exists`), ranks find different ones
-    where another run starts meanwhile, and what a killed run has left stays.
+    Without this: runs that start at once give their memory the same names (`File exists`), and ranks find different
+    ones where another run starts meanwhile.
     Tests: test_the_ranks_of_a_node_share_a_number_and_each_node_has_its_own,
     test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
     """
     find_number = streaming.base.dataset.get_shm_prefix
-    locks = []
-    streaming.base.dataset.get_shm_prefix = partial(take_number, locks)
+    streaming.base.dataset.get_shm_prefix = draw_number
     try:
-        yield locks
+        yield
     finally:
         streaming.base.dataset.get_shm_prefix = find_number
 
 
-def take_number(locks: list[FileLock], streams_local: list[str], streams_remote: list[str | None],
-                world: World) -> tuple[int, SharedMemory]:
+def draw_number(streams_local: list[str], streams_remote: list[str | None], world: World) -> tuple[int, SharedMemory]:
     """In the place of Streaming's own `get_shm_prefix`: a random number for this node's ranks, and the memory of that
-    name. The first rank holds it by a lock, which joins `locks`."""
-    number = None
-    if world.is_local_leader:
-        remove_what_nobody_holds()
-        number = secrets.choice(NUMBERS)
-        lock = FileLock(memory_folder() / name_of(number, OWNER), thread_local=False)
-        lock.acquire()
-        locks.append(lock)
-    number = dist.all_gather_object(number)[dist.get_global_rank() - dist.get_local_rank()]
-    return number, SharedMemory(name_of(number, LOCALS), size=4)
-
-
-def remove_what_nobody_holds() -> None:
-    """Remove the shared memory and the lock files of runs of this program that were killed."""
-    for owner in memory_folder().glob(f'*_{OWNER}'):
-        number = int(owner.name.partition('_')[0])
-        with contextlib.suppress(Timeout, PermissionError):  # of a run that lives, and of another user
-            with FileLock(owner, timeout=0):
-                for kind in SHM_TO_CLEAN:
-                    Path(memory_folder(), name_of(number, kind)).unlink(missing_ok=True)
-                for kind in (BARRIER_FILELOCK, CACHE_FILELOCK):
-                    Path(tempfile.gettempdir(), name_of(number, kind)).unlink(missing_ok=True)
-                owner.unlink(missing_ok=True)
-
-
-def memory_folder() -> Path:
-    """Where owners' files lie: beside the memory, since jobs of one host can have temporary folders of their own."""
-    return Path(SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else tempfile.gettempdir())
-
-
-def name_of(number: int, kind: str) -> str:
-    """As Streaming makes it."""
-    return f'{number:06}_{kind}'
+    name."""
+    numbers = dist.all_gather_object(secrets.choice(NUMBERS))
+    number = numbers[dist.get_global_rank() - dist.get_local_rank()]  # that of the node's first rank
+    return number, SharedMemory(f'{number:06}_{LOCALS}', size=4)

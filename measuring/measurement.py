@@ -14,7 +14,7 @@ from composer import Callback
 from composer.core import DataSpec, State, TimeUnit
 from composer.utils import dist, get_device
 
-from measuring.caution import QUEUES_IN_WINDOW
+from settings.caution import QUEUES_IN_WINDOW
 from measuring.gpu_monitor import GIB, GpuMonitor
 
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds

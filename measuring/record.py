@@ -19,37 +19,48 @@ from composer.utils.collect_env import get_cpu_model
 
 from inputs.errors import DataError
 from inputs.words import counted
-from measuring.caution import doubt, remedy
-from measuring.measurement import EXCLUDED, loader_figures
+from settings.caution import doubt, remedy
+from measuring.measurement import loader_figures
 from measuring.tracing import PROFILED
 from settings.costs import days_to_train, gpu_hours
-from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
+from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train, is_young
 from settings.versions import git_commit, package_versions
 
 # such as ;AccountKey=... in a connection string of Azure
 SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 MUCH_WAITING = 0.05
-SUMMARY = {  # a line is left out where the record has no value for it
+# The lines of a summary; one is left out where the record has no value for it.
+IMAGES_PER_SEC = {
     'images/s': '{images_per_sec:.4g} on {num_devices} x {device}, {images_per_sec_per_device:.4g} each',
+    'no speed': 'the run was {over} before the clock started, so that no batch was measured',
+}
+TRAINED = {
+    'trained': 'up to batch {trained_batches:,}',
+    'epochs': '{trained_epochs:,}',
+    'resumed': 'after batch {first_batch:,}',
+    'loss': '{loss:.3g}',
+    'held-out loss': '{eval_loss:.4g} after batch {eval_batch:,}',
+}
+MEASUREMENT = IMAGES_PER_SEC | {
     'batch': '{batch_seconds_median:.3g} s median of {measured_batches}, 10th to 90th percentile '
              '{batch_seconds_p10:.3g} to {batch_seconds_p90:.3g} s',
-    'drift': '{drift:+.1%} in speed from the first to the last third',
+    'change': '{drift:+.1%} in speed from the first third of the batches to the last',
     'wait for data': '{data_wait_fraction:.1%} of the time{on_waiting}',
     'peak memory': '{peak_memory_gib:.3g} GiB, microbatch {device_train_microbatch_size}',
     'arithmetic': '{tflops_per_sec_per_device:.3g} TFLOP/s each',
     'of the peak': '{mfu:.1%}',
-    'trained': 'up to batch {trained_batches:,}',
-    'epochs': '{trained_epochs:,}',
-    'resumed': 'after batch {first_batch:,}',
-    'loss': '{loss:.3g}, mean of the measured batches {loss_mean:.3g}',
-    'held-out loss': '{eval_loss:.4g} after batch {eval_batch:,}',
-    'checkpoint': '{checkpoint_seconds:,.0f} s beside the batches, in no other figure',
-    'evaluation': '{evaluation_seconds:,.0f} s beside the batches, in no other figure',
-    'sampling': '{sampling_seconds:,.0f} s beside the batches, in no other figure',
+    **TRAINED,
     'caution': '{caution}',
-    'full training': 'training on {images:,} images would take {days:,.1f} days on {place}{cost}',
+    'full training': 'training on {images:,} images would take {days:,.1f} days on {gpus}, {gpu_hours:,.0f} GPU-hours, '
+                     '${dollars:,.0f}',
 }
+TRAINING = TRAINED | {
+    'average': 'still near the weights at the start, for --ema_half_life is {young_half_life}; export.py --live has '
+               'the latest',
+    'checkpoint': 'in {save_folder}',
+    'next': 'python export.py {save_folder} my-model',
+} | IMAGES_PER_SEC
 
 
 def training_settings(settings: Train, latents: bool, microbatch: int | None = None) -> dict:
@@ -64,11 +75,10 @@ def training_settings(settings: Train, latents: bool, microbatch: int | None = N
     if settings.loader_only:
         stated = circumstances('loader', values, LOADER_FLAGS)
     else:
-        places = {flag: redacted(values[flag] or '') or None for flag in ('load_weights', 'eval_remote')}
+        values |= {flag: redacted(values[flag] or '') or None for flag in ('load_weights', 'eval_remote')}
         if microbatch is not None:
             values['device_train_microbatch_size'] = microbatch
-        stated = circumstances('train', values, TRAINING_FLAGS) | places
-        stated['measure_batches'] = settings.measure_batches  # None: to the end of --max_duration
+        stated = circumstances('train', values, TRAINING_FLAGS)
     return stated | {
         'dataset': 'streaming' if settings.remote else 'synthetic',
         'encoders': 'text_in_loop' if latents else 'in_loop',
@@ -90,7 +100,7 @@ def circumstances(stage: str, values: dict[str, Any], flags: Sequence[str]) -> d
         'image_size': values['image_size'],
         **{flag: values[flag] for flag in flags},
         'num_workers_by_default': values.get('num_workers_by_default'),
-        'versions': versions(),
+        'versions': {'python': platform.python_version(), 'cuda': torch.version.cuda, **package_versions()},
     }
 
 
@@ -121,40 +131,39 @@ def processor_name() -> str:
     return platform.machine() if name == 'CPU' else name
 
 
-def versions() -> dict[str, str | None]:
-    """Python, CUDA and the libraries that bear on speed; None where one is not installed."""
-    return {'python': platform.python_version(), 'cuda': torch.version.cuda, **package_versions()}
+def summary(record: dict, settings: Train) -> str:
+    """The record of a run for people; three significant digits or whole units.
 
-
-def summary(record: dict, num_images: int | None, dollars_per_gpu_hour: float) -> str:
-    """The record of a training for people; three significant digits or whole units.
-
-    Args:
-        record: of benchmark.py.
-        num_images: of the whole training, for its cost; None leaves that line out.
-        dollars_per_gpu_hour: price of one GPU.
+    Of a measurement the speed comes first; of a training what was trained, where it is, and what to do with it.
     """
-    if not record['images_per_sec']:
-        end = 'over' if record['status'] == UNMEASURED else record['status']
-        return f'no batch was measured: the run was {end} before the clock started'
-    values = record | {'caution': caution_sentence(record), 'on_waiting': ''}
-    if record['data_wait_fraction'] > MUCH_WAITING:
-        values['on_waiting'] = '; more --num_workers shorten it'
-        if record['encoders'] == 'in_loop':
-            values['on_waiting'] = '; more --num_workers, smaller images or latents (encode.py) shorten it'
-    for key in ('trained_epochs', 'first_batch'):
-        values[key] = record[key] or None
-    for name in EXCLUDED:
-        if record[f'{name}_seconds'] < 1:
-            values[f'{name}_seconds'] = None
-    if num_images and not values['caution']:
-        values |= cost_in_words(record, num_images, dollars_per_gpu_hour)
+    values = record | notes(record, settings)
     lines = []
-    for name, template in SUMMARY.items():
+    for name, template in (MEASUREMENT if settings.measures else TRAINING).items():
         keys = [key for _, key, _, _ in string.Formatter().parse(template) if key]
         if all(values.get(key) is not None for key in keys):
             lines.append(f'{name:<15} {template.format_map(values)}')
     return '\n'.join(lines)
+
+
+def notes(record: dict, settings: Train) -> dict[str, Any]:
+    """What a summary says beside the values of the record; None for those of these that would say nothing."""
+    values = {key: record.get(key) or None for key in ('trained_epochs', 'first_batch')}
+    if record['status'] not in ('failed', 'interrupted'):
+        values['save_folder'] = settings.save_folder
+    if settings.use_ema and is_young(settings.ema_half_life, record['trained_batches']):
+        values['young_half_life'] = settings.ema_half_life
+    if not record['images_per_sec']:
+        return values | {'over': 'over' if record['status'] == UNMEASURED else record['status']}
+    values |= {'caution': caution_sentence(record), 'on_waiting': ''}
+    if record['data_wait_fraction'] > MUCH_WAITING:
+        values['on_waiting'] = '; more --num_workers shorten it'
+    if settings.training_images and torch.cuda.is_available() and not values['caution']:
+        speed = record['images_per_sec']
+        hours = gpu_hours(speed, record['num_devices'], settings.training_images)
+        values |= {'images': settings.training_images, 'days': days_to_train(speed, settings.training_images),
+                   'gpus': counted(record['num_devices'], 'GPU'), 'gpu_hours': hours,
+                   'dollars': hours * settings.dollars_per_gpu_hour}
+    return values
 
 
 def caution_sentence(record: dict) -> str | None:
@@ -166,27 +175,13 @@ def caution_sentence(record: dict) -> str | None:
     return None
 
 
-def cost_in_words(record: dict, num_images: int, dollars_per_gpu_hour: float) -> dict[str, Any]:
-    """What training on `num_images` would take at this speed, for the summary; a CPU has no price."""
-    devices = record['num_devices']
-    values = {'images': num_images, 'days': days_to_train(record['images_per_sec'], num_images),
-              'place': 'this CPU', 'cost': ''}
-    if torch.cuda.is_available():
-        hours = gpu_hours(record['images_per_sec'], devices, num_images)
-        values['place'] = counted(devices, 'GPU')
-        values['cost'] = f', {hours:,.0f} GPU-hours, ${hours * dollars_per_gpu_hour:,.0f}'
-    return values
-
-
 def append(line: str, path: str) -> None:
     """Add a line to a file in one write. Raises DataError if it could not be."""
     try:
+        content = line.encode() + b'\n'
         with open(path, 'a+b', buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            last_byte = file.read(1)
-            content = line.encode() + b'\n'
-            if last_byte not in (b'', b'\n'):  # a full disk has cut the last line
+            end = file.tell()
+            if end and os.pread(file.fileno(), 1, end - 1) != b'\n':  # a full disk has cut the last line
                 content = b'\n' + content
             file.write(content)
     except OSError as error:
@@ -194,18 +189,17 @@ def append(line: str, path: str) -> None:
 
 
 def keep(record: dict, text: str, path: str) -> dict:
-    """On rank 0: append the record to `path`, then print `text` and, last, the record.
+    """On rank 0: append the record to `path`, and print `text` and where the record is.
 
-    On a terminal, where the record would bury the text, its last line says where the record is instead. It is printed
-    also where it cannot be kept, for which DataError is raised.
+    Where `path` is -, the record itself is printed last; also where it cannot be kept, for which DataError is raised.
     """
     if dist.get_global_rank() != 0:
         return record
     line = json.dumps(record)
     last_line = line
     try:
-        append(line, path)
-        if sys.stdout.isatty():
+        if path != '-':
+            append(line, path)
             last_line = f'{"record":<15} appended to {path}'
     finally:
         with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C

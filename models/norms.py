@@ -9,25 +9,6 @@ import torch.nn.functional as F
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
-def switch_norms_to_half(module: torch.nn.Module) -> None:
-    """Let all norms in `module` compute in the type of what comes in, where that is bf16 or fp16, instead of float32.
-
-    Each is replaced by one with the same weights, under the same name, whatever device it is on, meta as well.
-    """
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.GroupNorm:
-                half = HalfGroupNorm(child.num_groups, child.num_channels, child.eps, child.affine, device='meta')
-            elif type(child) is torch.nn.LayerNorm:
-                half = HalfLayerNorm(child.normalized_shape, child.eps, child.elementwise_affine, device='meta')
-            else:
-                continue
-            half.weight = child.weight
-            half.bias = child.bias
-            half.train(child.training)
-            setattr(parent, name, half)
-
-
 class HalfGroupNorm(torch.nn.GroupNorm):
     """torch's group norm of (B, C, ...) in the type of what comes in; the weights stay as they are."""
 
@@ -36,7 +17,7 @@ class HalfGroupNorm(torch.nn.GroupNorm):
             return super().forward(image)
         weight = self.weight.to(image.dtype)
         bias = self.bias.to(image.dtype)
-        with without_autocast(image):
+        with torch.autocast(image.device.type, enabled=False):
             return F.group_norm(image, self.num_groups, weight, bias, self.eps)
 
 
@@ -48,13 +29,18 @@ class HalfLayerNorm(torch.nn.LayerNorm):
             return super().forward(states)
         weight = self.weight.to(states.dtype)
         bias = self.bias.to(states.dtype)
-        with without_autocast(states):
+        with torch.autocast(states.device.type, enabled=False):
             return F.layer_norm(states, self.normalized_shape, weight, bias, self.eps)
 
 
-def without_autocast(tensor: torch.Tensor):
-    """A context in which autocast leaves what is computed from `tensor` as it is; a meta tensor counts as a CPU's."""
-    device = tensor.device.type
-    if device == 'meta':  # has no autocast of its own
-        device = 'cpu'
-    return torch.autocast(device, enabled=False)
+HALVES = {torch.nn.GroupNorm: HalfGroupNorm, torch.nn.LayerNorm: HalfLayerNorm}
+
+
+def switch_norms_to_half(module: torch.nn.Module) -> None:
+    """Let all norms in `module` compute in the type of what comes in, where that is bf16 or fp16, instead of float32.
+
+    They stay the same objects, with the same weights, and get the class that computes so.
+    """
+    for norm in module.modules():
+        if type(norm) in HALVES:
+            norm.__class__ = HALVES[type(norm)]

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 from transformers import AutoTokenizer, CLIPTextModel, PreTrainedTokenizerBase
 
@@ -56,30 +55,6 @@ def load_pipeline(folder: str, place: str) -> StableDiffusionPipeline:
 def seeded(seeds: Iterable[int]) -> list[torch.Generator]:
     """A generator for each seed: a picture is the same whatever is drawn with it, and on every device."""
     return [torch.Generator().manual_seed(seed) for seed in seeds]
-
-
-def noise_of(number: int, seed: int, latent_size: int) -> torch.Tensor:
-    """Noise float32 (number, 4, latent_size, latent_size) on the CPU, that of each picture from a seed of its own."""
-    return randn_tensor((number, 4, latent_size, latent_size), generator=seeded(range(seed, seed + number)))
-
-
-def denoise(pipeline: StableDiffusionPipeline, noise: torch.Tensor, text: torch.Tensor, empty_text: torch.Tensor,
-            steps: int, guidance: float) -> torch.Tensor:
-    """Latents float32 (B, 4, H/8, W/8), of unit variance.
-
-    Args:
-        pipeline: whose UNet is in eval mode.
-        noise: to start from, float32 (B, 4, H/8, W/8).
-        text: states of the text encoder for the captions, float32 (B, 77, D).
-        empty_text: the same for the empty caption, (1, 77, D).
-        steps: of the scheduler.
-        guidance: 1 draws by the captions alone.
-    """
-    height, width = (8 * side for side in noise.shape[2:])
-    drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text.expand_as(text), latents=noise,
-                     height=height, width=width, num_inference_steps=steps, guidance_scale=guidance,
-                     output_type='latent')
-    return drawn.images
 
 
 @torch.no_grad()

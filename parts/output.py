@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 import obstore
+from filelock import FileLock, Timeout
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
 from inputs.errors import DataError
 from inputs.places import CLAIM, INDEX, is_address
-from inputs.run_lock import give_lock_back, take_lock
 from inputs.stores import open_store, parse_address, store_error
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
@@ -82,11 +82,16 @@ class Output:
             if names and CLAIM not in names:
                 raise ValueError(f'{self.place} already holds something; give a new folder')
             path = Path(self.out, LOCK)
-            lock = take_lock(path, self.place)
+            lock = FileLock(path, thread_local=False)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise ValueError(f'{self.place} is in use by another run; wait until that has ended') from None
         try:
             yield
         finally:
-            give_lock_back(path, lock)
+            path.unlink(missing_ok=True)
+            lock.release()
 
     def _claim(self, settings: dict) -> None:
         """Say in OUT what it is made of. Raises ValueError if it is made of something else."""
@@ -97,14 +102,11 @@ class Output:
             if self._create(CLAIM, json.dumps(settings).encode()):
                 return
             held = self.read(CLAIM)  # another run was faster
-        try:
-            begun = dict(json.loads(held))
-        except (ValueError, TypeError):
-            raise ValueError(f'{self.place} holds a {CLAIM} that is damaged; give a new folder') from None
+        begun = json.loads(held)
         for key in ('program', *settings, *begun):
             if begun.get(key) != settings.get(key):
-                raise ValueError(f'{self.place} was begun {difference(key, begun, settings)}; give the same flags as '
-                                 'then, or a new folder')
+                raise ValueError(f'{self.place} was begun with {key} {begun.get(key)}, and this command has '
+                                 f'{settings.get(key)}; give the same flags as then, or a new folder')
 
     def _create(self, name: str, content: bytes) -> bool:
         """Write a file if there is none of that name, as a store itself decides; returns whether there was none."""
@@ -171,16 +173,6 @@ class Output:
             yield
         except (BaseError, OSError) as error:
             raise DataError(store_error(error, self.place)) from None
-
-
-def difference(key: str, begun: dict, now: dict) -> str:
-    """How OUT was begun otherwise than this run would."""
-    if key == 'layout':
-        return f'by another version of {now["program"]}'
-    values = [' '.join(str(settings.get(key) or 'nothing').split())[:200] for settings in (begun, now)]
-    if key == 'program':
-        return f'by {values[0]}, not by {values[1]}'
-    return f'with {key} {values[0]}, and this command has {values[1]}'
 
 
 def part_name(*facts) -> str:

@@ -5,8 +5,7 @@ the key. The caption of KEY.jpg is KEY.txt, or else the "caption" of KEY.json, b
 at the first dot: all of IMG_2020.01.02.jpg, IMG_2020.01.03.jpg and so on would be one sample.)
 
 Links in folders are followed wherever they lead (part1 -> /disk1): whoever made SOURCE made them. Each real folder is
-searched once, so that loops end, and a link to a folder that SOURCE itself lies in is not followed. A file that has two
-names by links is converted once; an image with another caption beside its second name is another sample.
+searched once, so that loops end, and a file that has two names by links is converted once.
 """
 import fnmatch
 import functools
@@ -24,13 +23,12 @@ import obstore
 from obstore.exceptions import BaseError
 
 from inputs.errors import DataError, one_line
-from inputs.places import CLAIM, is_address, program_of, program_that_made
+from inputs.places import is_address
 from inputs.stores import open_store, store_error
 
 IMAGES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2', '.ppm')
 HEIF = ('.heic', '.heif')  # read where pillow-heif is installed
 CAPTIONS = ('.txt', '.json')  # the first that is there is taken
-ARCHIVES = ('.tar', '.tgz', '.tbz2', '.txz', '.gz', '.bz2', '.xz', '.zst', '.zip', '.7z', '.rar')
 BESIDE_TARS = ('.parquet', '_stats.json')  # what img2dataset writes for 00000.tar: 00000.parquet, 00000_stats.json
 
 
@@ -109,30 +107,23 @@ def why_not_read(suffix: str) -> str:
     """Why a file of this suffix is neither image, caption nor tar."""
     if suffix.lower() in HEIF:
         return f'{suffix} needs a package (pip install pillow-heif)'
-    if suffix.lower() in ARCHIVES:
-        return f'{suffix} is packed; unpack it'
-    if suffix == '':
-        return 'a file without a suffix is not read'
-    return f'{suffix} is not read'
+    return f'{suffix or "a file without a suffix"} is not read'
 
 
 class Search:
     """What was found so far.
 
     Attributes:
-        names: the name of each file by what it really is: its real path, and those of captions that lie elsewhere.
-        folders: the name of each folder by its real path.
+        names: the name of each file and folder by its real path.
     """
 
     def __init__(self, sources: list[str], excluded: list[str]):
         self.sources = [source if is_address(source) else os.path.abspath(source) for source in sources]
-        self.roots = [os.path.realpath(source) for source in self.sources]
         self.excluded_folders = {os.path.realpath(place) for place in excluded if not is_address(place)}
         self.excluded_addresses = tuple(f'{place.rstrip("/")}/' for place in excluded if is_address(place))
         self.files: list[File] = []
         self.left_out: list[dict] = []
         self.names: dict[str, str] = {}
-        self.folders: dict[str, str] = {}
 
     def leave_out(self, name: str, reason: str) -> None:
         """List something with a reason, which begins with its kind, before a colon."""
@@ -165,20 +156,21 @@ class Search:
     def is_to_be_searched(self, folder: str) -> bool:
         """Whether a folder is new, and nobody's but the user's; else it is in the list."""
         real = os.path.realpath(folder)
-        if real in self.excluded_folders:
-            if folder in self.sources:
-                self.leave_out(folder, 'it is OUT')
-        elif os.path.basename(folder).startswith('.') and real not in self.roots:
-            self.leave_out(folder, 'hidden')
-        elif (program := program_that_made(folder)) is not None:
-            self.leave_out(folder, f'made by a command of this program: {program}')
-        elif os.path.islink(folder) and any(f'{root}/'.startswith(f'{real.rstrip("/")}/') for root in self.roots):
-            self.leave_out(folder, f'a link to a folder that SOURCE lies in: {real}')
-        elif real not in self.folders:
-            self.folders[real] = folder
+        if folder not in self.sources:
+            if real in self.excluded_folders:
+                return False
+            if os.path.basename(folder).startswith('.'):
+                self.leave_out(folder, 'hidden')
+                return False
+        return self.is_new(folder, real)
+
+    def is_new(self, path: str, real: str) -> bool:
+        """Whether a file or folder was not found before; else it is in the list, if that was by another name."""
+        if real not in self.names:
+            self.names[real] = path
             return True
-        elif self.folders[real] != folder:
-            self.leave_out(folder, f'a second name of a folder: {self.folders[real]}')
+        if self.names[real] != path:
+            self.leave_out(path, f'a second name of {self.names[real]}')
         return False
 
     def list_unreadable(self, error: OSError) -> None:
@@ -224,20 +216,13 @@ class Search:
         """A tar, or an image with the suffixes of its captions, unless it was found by another name."""
         key, _ = split_name(name)
         path = os.path.join(folder, name)
-        size = 0
-        real_names = []
-        for part in (name, *(key + suffix for suffix in captions)):
-            real = os.path.join(real_folder, part)
-            size += os.path.getsize(real)
-            real_names.append(os.path.realpath(real) if os.path.islink(real) else real)
-        real_key, _ = split_name(real_names[0])
-        elsewhere = [real for real in real_names[1:] if split_name(real)[0] != real_key]
-        identity = '\0'.join([real_names[0], *elsewhere])
-        found = self.names.setdefault(identity, path)
-        if found is path:
+        real = os.path.join(real_folder, name)
+        if os.path.islink(real):
+            real = os.path.realpath(real)
+        if self.is_new(path, real):
+            parts = (name, *(key + suffix for suffix in captions))
+            size = sum(os.path.getsize(os.path.join(folder, part)) for part in parts)
             self.files.append(File(path, size, tuple(captions)))
-        elif found != path:
-            self.leave_out(path, f'a second name of a file: {found}')
 
     def add_store(self, source: str) -> None:
         """The tars of an address, from one list of it.
@@ -256,20 +241,14 @@ class Search:
                 sizes = {path: size for path, size in sizes.items() if fnmatch.fnmatchcase(path, key)}  # * matches /
             elif not sizes and key:
                 sizes = {key: obstore.head(store, key)['size']}
-            claims = [path for path in sizes if path.rpartition('/')[2] == CLAIM]
-            made = {path: program_of(obstore.get(store, path).bytes().to_bytes()) for path in claims}
         except FileNotFoundError:
             sizes = {}
         except (BaseError, OSError) as error:
             raise DataError(store_error(error, f'SOURCE {source}')) from None
         if not sizes:
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
-        ours = {path.removesuffix(CLAIM): program for path, program in made.items() if program}
-        for folder, program in ours.items():
-            if not f'{bucket}/{folder}'.startswith(self.excluded_addresses):
-                self.leave_out(f'{bucket}/{folder}', f'made by a command of this program: {program}')
         for path, size in sizes.items():
-            if not path.startswith(tuple(ours)) and not f'{bucket}/{path}'.startswith(self.excluded_addresses):
+            if not f'{bucket}/{path}'.startswith(self.excluded_addresses):
                 self.add_object(f'{bucket}/{path}', path.removeprefix(beginning) or path, size)
 
     def add_object(self, address: str, path: str, size: int) -> None:
@@ -278,8 +257,7 @@ class Search:
         if is_hidden(path):
             self.leave_out(address, 'hidden')
         elif suffix.lower() == '.tar':
-            if address not in self.names:
-                self.names[address] = address
+            if self.is_new(address, address):
                 self.files.append(File(address, size))
         elif is_image(suffix) or suffix in CAPTIONS:
             self.leave_out(address, 'no tar: of a store, tars are read; copy the folder here, or pack it')

@@ -8,6 +8,7 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from inputs.errors import DataError, one_line
 from inputs.images import decode_image
@@ -36,22 +37,20 @@ def read_samples(file: File) -> Iterator[tuple[str | None, Fields]]:
     Raises DataError if the file cannot be read, as when a network file system is away: nothing can then be said of what
     it holds.
     """
-    damage = None
+    yield from group_by_key(whole_files(file))
 
-    def whole_files() -> Iterator[tuple[str, str, bytes | Unread]]:
-        nonlocal damage
-        read_files = read_tar if split_name(file.name)[1].lower() == '.tar' else read_image
-        try:
-            yield from read_files(file)
-        except (OSError, MemoryError) as error:
-            if getattr(error, 'errno', None) != errno.EINVAL:  # no place of a file is as far as a garbled header says
-                raise DataError(f'{file.name} cannot be read ({type(error).__name__}: {one_line(error)})') from None
-            damage = error
-        except Exception as error:  # a garbled header makes tarfile raise nearly anything
-            damage = error
-    yield from group_by_key(whole_files())
-    if damage is not None:
-        yield None, {DAMAGED: Unread(one_line(damage))}
+
+def whole_files(file: File) -> Iterator[tuple[str | None, str, bytes | Unread]]:
+    """Yield (key, suffix, content) of each file of a tar, or of an image file with its captions, up to any damage."""
+    read_files = read_tar if split_name(file.name)[1].lower() == '.tar' else read_image
+    try:
+        yield from read_files(file)
+    except (OSError, MemoryError) as error:
+        if getattr(error, 'errno', None) != errno.EINVAL:  # no place of a file is as far as a garbled header says
+            raise DataError(f'{file.name} cannot be read ({type(error).__name__}: {one_line(error)})') from None
+        yield None, DAMAGED, Unread(one_line(error))
+    except Exception as error:  # a garbled header makes tarfile raise nearly anything
+        yield None, DAMAGED, Unread(one_line(error))
 
 
 def group_by_key(files: Iterator[tuple[str, str, bytes | Unread]]) -> Iterator[tuple[str, Fields]]:
@@ -71,11 +70,7 @@ def read_image(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
     """Yield (key, suffix, content) of an image file and of the captions beside it."""
     stem, suffix = split_name(file.name)
     for part in (suffix, *file.captions):
-        content = Unread('too large')
-        if os.path.getsize(stem + part) <= MAX_BYTES:
-            with open(stem + part, 'rb') as opened:
-                content = opened.read()
-        yield os.path.basename(stem), part, content
+        yield os.path.basename(stem), part, Path(stem + part).read_bytes()
 
 
 def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
@@ -104,10 +99,8 @@ def read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> b
     """The content of a file, or why it is not read."""
     if is_hidden(member.name):
         return Unread('it is hidden')
-    if member.issym() or member.islnk():
-        return Unread('a link in a tar is not followed')
     if not member.isreg():
-        return Unread('a pipe or device is not read')
+        return Unread('a link, a pipe or a device in a tar is not read')
     if not is_image(suffix) and suffix not in CAPTIONS:
         return Unread(why_not_read(suffix))
     if member.size > MAX_BYTES:

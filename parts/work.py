@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -26,6 +27,8 @@ from inputs.errors import DataError, one_line
 ATTEMPTS = 3  # workers that may die of a part before the run ends
 SECONDS_BETWEEN_LOOKS = 1.0  # at how many places a cluster has
 SECONDS_TO_CONNECT = 20
+OPEN_FILES = 256  # of the command itself
+OPEN_FILES_A_PROCESS = 8
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal
 ROOMS = ('fitting', 'inputs', 'models', 'parts', 'settings')  # what the machines of a cluster need of this program
 ROOT = Path(__file__).parent.parent
@@ -58,29 +61,22 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
     waiting = deque(parts)
     at_work = {}  # the parts of each call
     deaths = Counter()  # of workers, by the name of the part that each was at
-    suspects = set()  # names of parts, of one of which several workers died together: they are made one by one
     while waiting or at_work:
-        places = 1 if suspects else workers.places()
+        places = workers.places()
         while waiting and len(at_work) < places:
-            number = 1 if suspects else min(at_once, 1 + len(waiting) // (2 * places))  # fewer towards the end
+            number = min(at_once, 1 + len(waiting) // (2 * places))  # fewer towards the end
             given = [waiting.popleft() for _ in range(number)]
             at_work[workers.call(given)] = given
-        died = []  # the first part of each call that was not made
         for call in workers.ended(list(at_work)):
             given = at_work.pop(call)
             try:
                 yield workers.result(call)
-                suspects.difference_update(part.name for part in given)
             except WorkerDied:
                 left = [part for part in given if not is_done(part.name)]
                 waiting.extendleft(reversed(left))
-                died += left[:1]  # they are made one after the other
-        if len(died) == 1:
-            deaths[died[0].name] += 1
-            say_death(died[0], deaths[died[0].name])
-        elif died:
-            print('workers were lost; what they were at is made again, one part after the other', file=sys.stderr)
-            suspects.update(part.name for part in died)
+                if left:  # they are made one after the other: it was at the first
+                    deaths[left[0].name] += 1
+                    say_death(left[0], deaths[left[0].name])
 
 
 def say_death(part: Part, deaths: int) -> None:
@@ -98,6 +94,8 @@ def say_death(part: Part, deaths: int) -> None:
 class LocalWorkers:
     """Processes of this machine, which end with this one.
 
+    Each is a pool of its own, since a pool whose process dies ends all others that it has.
+
     Args:
         do: called with a list of parts; where `on_gpus`, also with `gpu`, the number of the process's own.
         number: of processes.
@@ -110,13 +108,20 @@ class LocalWorkers:
         self.on_gpus = on_gpus
         # A client of a store does not survive a fork, and CUDA not one of a process that has asked for its devices.
         self.context = multiprocessing.get_context('spawn' if on_gpus else 'forkserver')
-        self.pool = None
+        allow_open_files(OPEN_FILES + OPEN_FILES_A_PROCESS * number)
+        self.theirs, self.alive = self.context.Pipe(duplex=False)
+        self.idle = list(range(number))  # numbers of processes, and of their GPUs
+        self.pools = {}  # of a process each, by its number
+        self.numbers = {}  # of the process of each call
 
     def __enter__(self) -> 'LocalWorkers':
         return self
 
     def __exit__(self, *error) -> None:
-        self.close()
+        """End all processes, whatever they are at."""
+        self.alive.close()
+        for pool in self.pools.values():
+            pool.shutdown(cancel_futures=True)
 
     def places(self) -> int:
         """How many calls there may be at once."""
@@ -124,51 +129,44 @@ class LocalWorkers:
 
     def call(self, parts: list[Part]) -> Future:
         """Give a process parts to make."""
-        if self.pool is None:
-            gpus = self.context.SimpleQueue()
-            for gpu in range(self.number):
-                gpus.put(gpu)
-            theirs, self.alive = self.context.Pipe(duplex=False)
-            about_process = (theirs, gpus, dict(os.environ))
-            self.pool = ProcessPoolExecutor(self.number, self.context, begin_process, about_process)
+        number = self.idle.pop()
+        if number not in self.pools:
+            about_process = (self.theirs, dict(os.environ))
+            self.pools[number] = ProcessPoolExecutor(1, self.context, begin_process, about_process)
+        gpu = {'gpu': number} if self.on_gpus else {}
         try:
-            return self.pool.submit(call_in_process, self.do, parts, self.on_gpus)
-        except BrokenProcessPool as error:  # since it was last looked at
+            call = self.pools[number].submit(self.do, parts, **gpu)
+        except BrokenProcessPool as error:  # since its last call
             call = Future()
             call.set_exception(error)
-            return call
+        self.numbers[call] = number
+        return call
 
     def ended(self, calls: list[Future]) -> Iterable[Future]:
         """The calls that have ended, of which there is at least one."""
         ended, _ = wait(calls, return_when=FIRST_COMPLETED)
-        if any(isinstance(call.exception(), BrokenProcessPool) for call in ended):
-            ended, _ = wait(calls)  # the pool ends all of its processes
-            self.close()  # and the next call makes another
         return ended
 
     def result(self, call: Future):
         """What a call returned. Raises WorkerDied, and what the function raised."""
+        number = self.numbers.pop(call)
+        self.idle.append(number)
         try:
             return call.result()
         except BrokenProcessPool:
+            self.pools.pop(number).shutdown()  # and the next call makes another
             raise WorkerDied from None
 
-    def close(self) -> None:
-        """End all processes, whatever they are at."""
-        if self.pool is not None:
-            self.alive.close()
-            self.pool.shutdown(cancel_futures=True)
-            self.pool = None
+
+def allow_open_files(number: int) -> None:
+    """Let this process open so many files, as far as it may: of 1024, a usual limit, 120 processes would take all."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(number, most)), most))
 
 
-own_gpu = 0  # of a process of LocalWorkers
-
-
-def begin_process(alive: connection.Connection, gpus, environment: dict[str, str]) -> None:
-    """In a new process: take a GPU, and the environment of the command; end when the command closes `alive`, or ends,
-    however that comes."""
-    global own_gpu
-    own_gpu = gpus.get()
+def begin_process(alive: connection.Connection, environment: dict[str, str]) -> None:
+    """In a new process: take the environment of the command; end when the command closes `alive`, or ends, however that
+    comes."""
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to answer
@@ -179,11 +177,6 @@ def end_with_command(alive: connection.Connection) -> None:
     """Wait until nobody has the other end of `alive` any more, and end this process."""
     alive.poll(None)
     os._exit(1)
-
-
-def call_in_process(do: Callable, parts: list[Part], on_gpu: bool):
-    """Call the function, with the GPU of this process."""
-    return do(parts, gpu=own_gpu) if on_gpu else do(parts)
 
 
 class RayWorkers:
@@ -213,7 +206,7 @@ class RayWorkers:
         self.on_gpus = for_gpus and 'GPU' in ray.cluster_resources()
         needs = {'num_gpus': 1} if self.on_gpus else {'num_cpus': 1}
         # What is lost is given out here again, and not by Ray, so that it is known which part each worker died of.
-        self.task = ray.remote(call_in_process).options(max_retries=0, **needs)
+        self.task = ray.remote(call_on_cluster).options(max_retries=0, **needs)
         ray.cloudpickle.register_pickle_by_value(sys.modules[do.func.__module__])  # a command, which is in no room
         self.do = ray.put(do)
 
@@ -247,6 +240,11 @@ class RayWorkers:
             raise DataError(f'a machine of the cluster cannot work for this program ({one_line(error)})') from None
         except self.ray.exceptions.RayError:
             raise WorkerDied from None
+
+
+def call_on_cluster(do: Callable, parts: list[Part], on_gpu: bool):
+    """Call the function, with the one GPU that this task sees."""
+    return do(parts, gpu=0) if on_gpu else do(parts)
 
 
 def refuse_silent_address(address: str) -> None:

@@ -44,7 +44,7 @@ class Convert(Cluster):
     """conversion"""
     source: tuple[str, ...] = positional('tars, folders of tars or of images, or globs; or tars in an object store '
                                          '(s3://bucket/tars/)')
-    out: str = positional('new folder, or an address in an object store (s3://, gs://, az://)')
+    out: str = positional('new folder, or an address in an object store (s3://, gs://, azure://)')
     held_out: float | None = flag(
         None, 'keep this share of the samples, drawn by --seed, out of OUT, and write them to OUT-held-out, for '
         '--eval_remote of benchmark.py', kind=share, metavar='SHARE')
@@ -59,7 +59,6 @@ class Encode(Samples, Model, Encoders, Warmup, Results, Seed, Cluster):
     """latents"""
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
     batch_size: int = flag(32, 'images at once on each device', kind=count)
-    num_workers_by_default: bool = False
 
     def check(self) -> None:
         if not (self.remote or self.local) or not self.out:

@@ -64,10 +64,10 @@ def parse(kind: type[Settings], description: str, argv: Sequence[str] | None = N
         program: name of the command; None: that of the script.
     """
     parser = build_parser(kind, description, program)
-    given = vars(parser.parse_args(argv))
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    settings = kind(**values)
     try:
+        given = vars(parser.parse_args(argv))
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        settings = kind(**values)
         check(settings)
     except ValueError as error:
         parser.error(str(error))
@@ -79,12 +79,17 @@ def check(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         needed = field.metadata.get('needs')
-        if needed and value not in (None, False) and not getattr(settings, needed):
+        if needed and is_given(value) and not is_given(getattr(settings, needed)):
             given = f'--{field.name}' if value is True else f'--{field.name} {value}'
             raise ValueError(f'{given} needs --{needed}; give both, or leave it out')
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):
             group.check(settings)
+
+
+def is_given(value: Any) -> bool:
+    """Whether a flag that is off or none by default was given."""
+    return value is not None and value is not False
 
 
 def build_parser(kind: type, description: str, program: str | None = None) -> 'Parser':
@@ -160,28 +165,18 @@ class Parser(argparse.ArgumentParser):
         self.add_argument('--version', action=ShowVersion)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        """The arguments on one line of a file."""
-        try:
-            return shlex.split(arg_line, comments=True)
-        except ValueError as error:  # a quotation that does not end on its line
-            self.error(f'{error} in a file of flags: {arg_line.strip()}')
+        """The arguments on one line of a file. Raises ValueError if a quotation does not end on it."""
+        return shlex.split(arg_line, comments=True)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """As argparse does, but for an argument that no flag takes, which it may have been meant for."""
+        """As argparse does; for an argument that no flag takes the error says which one it may have been meant for."""
         known, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(self.unknown(unknown[0]))
+        for argument in unknown:
+            name = argument.partition('=')[0]
+            nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
+            self.error(f'{name} is no flag; {remedy}')
         return known
-
-    def unknown(self, argument: str) -> str:
-        """Of an argument that no flag takes: what it may mean."""
-        name = argument.partition('=')[0]
-        if not name.startswith('--'):
-            return f'{argument} belongs to no flag; see --help'
-        nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
-        if nearest:
-            return f'{name} is no flag; did you mean {nearest[0]}?'
-        return f'{name} is no flag; see --help'
 
     def error(self, message: str) -> None:
         """End with one line and status 2."""

@@ -10,7 +10,7 @@ import torch
 from composer.utils import dist
 
 from inputs.timed_loader import queued_batches
-from measuring.caution import fewest_batches
+from settings.caution import fewest_batches
 from settings.commands import Encode
 from settings.costs import TRAINING_IMAGES
 from settings.train import ENCODER_PRECISIONS, TINY, Train, number_of_devices
@@ -24,12 +24,10 @@ def on_this_machine(settings: Train) -> Train:
     refuse_more_ranks_than_gpus()
     devices = number_of_devices(settings)
     is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
-    settings = read_local_in_place(settings)
+    settings = with_local_in_place(settings)
     if settings.dry_run is not None:
         is_synthetic = not (settings.remote or settings.use_synth_latents)
         settings = dataclasses.replace(settings, dry_run=devices, use_synth_data=is_synthetic)
-    settings = dataclasses.replace(settings, only_measures=settings.max_duration is None,
-                                   num_workers_by_default=settings.num_workers is None)
     settings = with_defaults(settings, {
         'precision': best_precision(is_for_gpus),
         'device_train_microbatch_size': 'auto' if is_for_gpus else settings.batch_size // devices,
@@ -66,11 +64,11 @@ def encoding_here(settings: Encode) -> Encode:
     if settings.ray and settings.encoder_precision is None and not has_gpu:
         raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
-    settings = dataclasses.replace(read_local_in_place(settings),
-                                   num_workers_by_default=settings.num_workers is None)
-    return with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
-                                    'channels_last': None if settings.ray else has_gpu,  # each worker knows
-                                    'num_workers': default_workers(max(1, torch.cuda.device_count()))})
+    return with_defaults(with_local_in_place(settings), {
+        'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
+        'channels_last': None if settings.ray else has_gpu,  # each worker knows
+        'num_workers': default_workers(max(1, torch.cuda.device_count())),
+    })
 
 
 def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
@@ -79,8 +77,9 @@ def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
     return dataclasses.replace(settings, **missing)
 
 
-def read_local_in_place(settings: Train | Encode) -> Train | Encode:
-    """Where --local is the only place that is given, it is the data."""
+def with_local_in_place(settings: Train | Encode) -> Train | Encode:
+    """Where --local is the only place that is given, it is the data. Also notes whether --num_workers was given."""
+    settings = dataclasses.replace(settings, num_workers_by_default=settings.num_workers is None)
     is_synthetic = isinstance(settings, Train) and (settings.use_synth_data or settings.use_synth_latents)
     if settings.remote or is_synthetic:
         return settings
@@ -134,21 +133,18 @@ def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int)
     share = settings.batch_size // devices
     if settings.searches_microbatch and not is_for_gpus:
         raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {share}')
-    if settings.precision == 'fp32':
-        for flag in ('half_precision_norms', 'cast_weights_once'):
-            if getattr(settings, flag):
-                raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
+    if settings.half_precision_norms and settings.precision == 'fp32':
+        raise ValueError('--half_precision_norms does nothing in --precision fp32; leave it out')
     if settings.compile:
         refuse_missing_headers()
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != share:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          f'overwrite; use --device_train_microbatch_size {share}')
-    if 'cudnn' in settings.attention.split(',') and torch.cuda.is_available():
+    if settings.attention == 'cudnn' and torch.cuda.is_available():
         version = torch.backends.cudnn.version() or FAULTLESS_CUDNN
         if version < FAULTLESS_CUDNN:
-            raise ValueError(f'--attention {settings.attention} needs cuDNN 9.15.1 or newer, and torch '
-                             f'{torch.__version__} has {version}, whose attention has faults at lengths that no 128 '
-                             'divides; leave cudnn out')
+            raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
+                             f'{version}, whose attention has faults at lengths that no 128 divides; leave cudnn out')
 
 
 def refuse_missing_headers() -> None:

@@ -3,7 +3,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,7 @@ from settings.flags import amount, count, flag, positive, seed, share, whole_num
 TINY = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
-ATTENTION_BACKENDS = ('cudnn', 'flash', 'efficient', 'math')  # torch's kernels of attention
+TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
 TIME = '([1-9][0-9]{0,14})(ba|ep|sp)|(0?[.][0-9]+|1)(dur)'  # 5000 batches, epochs or samples, or a share of the run
 
 
@@ -40,14 +40,6 @@ def microbatch(text: str) -> int | Literal['auto']:
     return text if text == 'auto' else count(text)
 
 
-def attention_order(text: str) -> str:
-    """A kind of value: sdpa, xformers, or some of torch's kernels in an order of one's own, such as cudnn,flash."""
-    names = text.split(',')
-    if text in ('sdpa', 'xformers') or set(names) <= set(ATTENTION_BACKENDS) and len(set(names)) == len(names):
-        return text
-    raise argparse.ArgumentTypeError(f'{text} is not sdpa, xformers, or a list such as {",".join(ATTENTION_BACKENDS)}')
-
-
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     """data"""
@@ -57,6 +49,7 @@ class Samples:
                              'folder is read in place); without --remote, the folder with the shards')
     num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
                                    kind=whole_number)
+    num_workers_by_default: bool = False  # no flag: whether the program chose their number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,15 +118,12 @@ class Speed:
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32, which keeps 10 bits of the fraction '
         '(default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
-    attention: str = flag('sdpa', "sdpa, torch's attention; a list of its kernels in the order to try them in the "
-                          f'UNet, of {",".join(ATTENTION_BACKENDS)}, the others after them; or xformers, that of the '
-                          'package', kind=attention_order)
+    attention: Literal['sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'] = flag(
+        'sdpa', "sdpa, torch's attention; one of its kernels, to try first; or xformers, that of the package")
     gradient_checkpointing: bool = flag(False, 'less memory for about a third more arithmetic')
     fused_optimizer: bool = flag(True, 'AdamW in one kernel')
     half_precision_norms: bool = flag(False, "compute the norms of the UNet and of the VAE's encoder in the half "
                                       'precision of --precision instead of float32')
-    cast_weights_once: bool = flag(False, "cast the UNet's weights to half precision once for a batch instead of for "
-                                   'each microbatch')
     cudnn_benchmark: bool = flag(False, 'let cuDNN try its algorithms for each new shape and keep the fastest')
     compile_blocks: bool | None = flag(
         None, "with --compile: compile each kind of the UNet's blocks once instead of the whole UNet, for a shorter "
@@ -143,12 +133,6 @@ class Speed:
 
     def check(self) -> None:
         check_batch(self.batch_size, self.device_train_microbatch_size, number_of_devices(self))
-        if self.cast_weights_once and self.compile:
-            raise ValueError('--cast_weights_once does nothing with --compile, whose graphs cast the weights '
-                             'themselves; leave one out')
-        if self.cast_weights_once and self.gradient_checkpointing:
-            raise ValueError('--cast_weights_once does nothing with --gradient_checkpointing, which computes in a '
-                             'thread that casts the weights anew; leave one out')
 
 
 def number_of_devices(settings: 'Train') -> int:
@@ -178,7 +162,8 @@ class Warmup:
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """measurement"""
-    results: str = flag('results.jsonl', 'file that the record is appended to')
+    results: str = flag('results.jsonl', 'file that the record is appended to, or - to print it as the last line of '
+                        'standard output instead', metavar='FILE')
 
     def check(self) -> None:
         """Raises ValueError if nothing can be appended there: it is said before the run, not after it."""
@@ -199,6 +184,8 @@ class Measurement:
         None, 'train nothing: say what memory each microbatch needs, which fits on which card, and how fast so many '
         'GPUs could be at most; needs no GPU (default: off; without a number, as many GPUs as the launcher starts '
         'processes)', kind=count, metavar='GPUS', bare=0)
+    gpu: str | None = flag(None, 'with --dry_run: the GPUs of this name, or of a part of it, such as H100 or A100-40GB '
+                           '(default: all whose peak is known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
     profile: str | None = flag(None, 'trace 3 batches after the warm-up and write them to this new folder, for '
                                'Perfetto and TensorBoard; no report counts the record of such a run', metavar='DIR')
@@ -310,29 +297,31 @@ class Cost:
 @dataclass(frozen=True, kw_only=True)
 class Train(Samples, TrainingSamples, Model, Encoders, Speed, Warmup, Measurement, Results, Seed, Training,
             Optimizer, EvaluationAndDrawing, Logging, Cost):
-    """All flags of benchmark.py. What is None here and has another default in --help, `settings/here.py` fills in.
-
-    Attributes:
-        num_workers_by_default: whether the program chose their number.
-        only_measures: --max_duration was not given, so that the run is as long as its measurement.
-    """
-    num_workers_by_default: bool = False
-    only_measures: bool = False
+    """All flags of benchmark.py. What is None here and has another default in --help, `settings/here.py` fills in."""
 
     @property
     def searches_microbatch(self) -> bool:
         return self.device_train_microbatch_size == 'auto'
 
     @property
+    def measures(self) -> bool:
+        """Whether a measurement was asked for: without --max_duration, or by --measure_batches."""
+        return self.measure_batches is not None
+
+    @property
     def keeps_nothing(self) -> bool:
         """Whether nothing stays of a training that was asked for."""
-        return not self.only_measures and not self.save_folder
+        return not self.measures and not self.save_folder
+
+
+def is_young(half_life: str | None, batches: int) -> bool:
+    """Whether an average is still near the weights that it started from; False where its half-life is in epochs."""
+    half_life = half_life or ''
+    return half_life.endswith('ba') and 4 * float(half_life.removesuffix('ba')) > batches
 
 
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
-SWITCHES = ('channels_last', 'compile', 'attention', 'gradient_checkpointing', 'fused_optimizer',
-            'half_precision_norms', 'cast_weights_once', 'cudnn_benchmark', 'compile_blocks', 'allreduce_precision')
+SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))
 LOADER_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed')  # of its record
-TRAINING_FLAGS = (*LOADER_FLAGS, 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema',
-                  *SWITCHES, 'max_duration', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
-                  'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip', 'eval_interval')
+TRAINING_FLAGS = (*LOADER_FLAGS, *SWITCHES, *(field.name for field in fields(Optimizer)), 'max_duration',
+                  'measure_batches', 'caption_drop', 'random_flip', 'eval_interval', 'load_weights', 'eval_remote')

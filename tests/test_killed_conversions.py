@@ -1,6 +1,5 @@
 """Conversions whose command or workers are killed at any moment end as undisturbed ones do."""
 import os
-import random
 import signal
 import threading
 from pathlib import Path
@@ -60,17 +59,18 @@ def test_a_conversion_whose_workers_are_killed_ends_as_one_whose_were_not(undist
     store, root, argv, expected = undisturbed
     out = f'{root}/out'
     store.delay = 0.1
-    pools = []
-    ended = LocalWorkers.ended
+    at_work = []
+    call = LocalWorkers.call
 
-    def noted(workers, calls):
-        pools.append(workers.pool)
-        return ended(workers, calls)
-    monkeypatch.setattr(LocalWorkers, 'ended', noted)
+    def noted(workers, parts):
+        answer = call(workers, parts)
+        at_work.extend(workers.pools[workers.numbers[answer]]._processes)
+        return answer
+    monkeypatch.setattr(LocalWorkers, 'call', noted)
     conversion = threading.Thread(target=convert.convert, args=(parse(Convert, '', [*argv, out]),))
     conversion.start()
-    wait_until(lambda: pools and finished(out, store) >= done)
-    os.kill(random.Random(17).choice([*pools[-1]._processes]), signal.SIGKILL)
+    wait_until(lambda: at_work and finished(out, store) >= done)
+    os.kill(at_work[-1], signal.SIGKILL)
     conversion.join(300)
     assert contents(out, store) == expected
     assert 'made again' in capfd.readouterr().err

@@ -1,7 +1,6 @@
 """Flags that are kept in a file, and the two phases of Stable Diffusion 2 as such files, with a tiny model instead."""
 import json
 import re
-import subprocess
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from benchmark import main
 from settings.flags import parse
 from settings.here import on_this_machine
 from settings.train import Train
-from tests.runs import ROOT, one_error_line
+from tests.runs import ROOT
 
 PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}
 
@@ -48,13 +47,12 @@ def test_the_recipes_train_two_phases_and_each_knows_its_end(shards, model_folde
     assert first_record['load_weights'] is None and second_record['load_weights'] == str(tmp_path / 'one')
 
 
-def test_a_recipe_and_its_drawings_can_be_tried_with_tiny(shards, results, tmp_path, capfd):
+def test_a_recipe_and_its_drawings_can_be_tried_with_tiny(shards, results, tmp_path):
     prompts = tmp_path / 'prompts'
     prompts.write_text('a cat\n')
     tiny = [f'@{PHASES[1]}', '--model_name', 'tiny', '--remote', shards, '--image_size', '64', '--batch_size', '4',
             '--max_duration', '4ba', '--num_workers', '0', '--save_folder', str(tmp_path / 'kept'), '--sample_prompts',
             str(prompts), '--sample_folder', str(tmp_path / 'drawn'), '--results', str(results)]
-    assert 'give --no-pretrained after a recipe that has it' in one_error_line(tiny, capfd)
     record = main([*tiny, '--no-pretrained'])
     assert (record['status'], record['model_name'], record['pretrained']) == ('complete', 'tiny', False)
     assert [path.name for path in (tmp_path / 'drawn').iterdir()] == ['ba4.png']
@@ -91,9 +89,8 @@ def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(as_on_a_gpu, mo
     runs = benchmarks.smoke.commands(gpus, 39.4)
     speeds = {}
     for name, command in runs.items():
-        assert ('composer.cli.launcher' in command) == (gpus > 1)
         launcher = f'composer -n {gpus}' if gpus > 1 else 'python'
-        assert benchmarks.smoke.as_typed(command).startswith(f'{launcher} benchmark.py --use_synth_data --use_ema')
+        assert ' '.join(command).startswith(f'{launcher} benchmark.py --use_synth_data --use_ema')
         settings = on_this_machine(parsed(*command[command.index('benchmark.py') + 1:]))
         assert settings.batch_size == 64 * gpus and settings.use_ema
         speeds[name] = settings
@@ -104,10 +101,8 @@ def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(as_on_a_gpu, mo
     assert fastest.compile_blocks == (gpus > 1) and fastest.attention == 'sdpa'
 
 
-def test_every_flag_of_the_fastest_recipe_says_what_it_should_give_and_the_recipe_for_which_libraries():
+def test_the_fastest_recipe_says_for_which_libraries_it_was_written():
     text = (ROOT / 'recipes' / 'fastest.txt').read_text()
-    flags = [line for line in text.splitlines() if line.startswith('--')]
-    assert len(flags) == 7 and all(' # ' in line for line in flags)
     pinned = dict(re.findall(r'^(\w+)(?:\[.*\])?==(\S+)', (ROOT / 'requirements.txt').read_text(), re.MULTILINE))
     for library, name in (('torch', 'torch'), ('mosaicml', 'Composer'), ('diffusers', 'diffusers')):
         assert f'{name} {pinned[library]}' in text
@@ -122,10 +117,9 @@ def test_smoke_says_both_speeds_and_their_ratio_and_goes_on_where_one_fails(tmp_
     monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus, gib: leave)
     monkeypatch.setattr(benchmarks.smoke, 'gpus_here', lambda: (1, 39.4))
     assert benchmarks.smoke.main() == 0
-    first, second, *_, fastest, last = capfd.readouterr().out.splitlines()
-    assert first.startswith('python -c') and second.startswith('python -c')  # what stands in for the runs
+    first, second, *_, fastest, _ = capfd.readouterr().out.splitlines()
+    assert first.startswith('sh -c') and second.startswith('sh -c')  # what stands in for the runs
     assert '65 images/s, 3.25 times as fast' in fastest
-    assert last.startswith('To try a flag that is named above: source .venv/bin/activate')
     monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus, gib: leave | {'original': ['false']})
     assert benchmarks.smoke.main() == 1
     assert len(results.read_text().splitlines()) == 3 and 'times as fast' not in capfd.readouterr().out
@@ -140,8 +134,6 @@ def test_smoke_runs_both_recipes_one_image_at_a_time_on_a_card_of_24_gib_and_say
         assert ('both with --device_train_microbatch_size 1: a GPU here has 23.5 GiB' in words) == (size == 1)
 
 
-def test_make_smoke_on_a_cpu_is_one_run_without_the_launcher():
+def test_smoke_on_a_cpu_is_one_run_without_the_launcher():
     [command] = benchmarks.smoke.commands(0, 0).values()
-    assert command[1] == 'benchmark.py' and parsed(*command[2:]).model_name == 'tiny'
-    steps = subprocess.run(['make', '-n', 'smoke'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert 'python benchmarks/smoke.py' in steps and 'composer' not in steps
+    assert command[:2] == ['python', 'benchmark.py'] and parsed(*command[2:]).model_name == 'tiny'

@@ -175,15 +175,10 @@ def test_versions_and_what_a_training_reads_are_settings(printed, write):
     assert text.startswith('All rows: stage train, device H200, image_size 512, diffusers 0.39.0\n')
 
 
-@pytest.mark.parametrize('key', ['date', 'seed', 'command', 'git_commit'])
-def test_records_that_differ_in_no_setting_share_a_row(printed, write, key):
-    [[row]] = tables(printed(write({key: 1}, {key: 2})))
-    assert key not in row
-
-
-def test_repeated_runs_are_one_row_with_median_and_spread(printed, write):
-    [[row]] = tables(printed(write(*({'images_per_sec': speed} for speed in (790, 860, 800)))))
-    assert row['images/s'] == '800.0' and row['notes'] == 'median of 3 runs, 790.0 to 860.0'
+def test_records_that_differ_in_no_setting_share_a_row(printed, write):
+    [[row]] = tables(printed(write(*({'date': n, 'seed': n, 'command': n, 'git_commit': n} for n in (1, 2, 3)))))
+    assert row['notes'].startswith('median of 3 runs')
+    assert not {'date', 'seed', 'command', 'git_commit'} & row.keys()
 
 
 def test_there_is_no_efficiency_between_runs_on_one_number_of_devices(printed, write):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import benchmark
+from fitting import warn_of_a_slow_cpu
 from settings import allocator
 from settings.allocator import let_segments_grow
-from tests.runs import ROOT, TINY, one_error_line
+from tests.runs import ROOT, TINY, one_error_line, settings_of
 
 
 def test_a_run_finds_its_model_once_and_gives_it_memory_once(monkeypatch, capfd):
@@ -67,3 +68,12 @@ runpy.run_path('benchmark.py', run_name='__main__')
     done = subprocess.run([sys.executable, '-c', program], cwd=ROOT, env=environment | {'PYTHONPATH': str(ROOT)},
                           capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (7, 'expandable_segments:True\n'), done.stderr
+
+
+def test_a_cpu_that_needs_hours_for_a_batch_says_so_before_the_first_and_names_what_takes_seconds(capsys):
+    warn_of_a_slow_cpu(settings_of('--use_synth_data', '--device_train_microbatch_size', '4'), int(3570.5e9))
+    told = capsys.readouterr().err
+    assert 'A batch is 7,312 TFLOP' in told and 'minutes a batch' in told and told.count('\n') == 1
+    command = told.partition('model takes seconds: python benchmark.py ')[2].split()
+    warn_of_a_slow_cpu(settings_of(*command), 172_000_000)
+    assert capsys.readouterr().err == ''

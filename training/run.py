@@ -147,7 +147,7 @@ def conclude(settings: Train, model: DiffusionModel, data: DataSpec, trainer: Tr
     Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
     """
     record = training_record(settings, model, data, trainer, outcome)
-    text = summary(record, settings.training_images, settings.dollars_per_gpu_hour)
+    text = summary(record, settings)
     if record['status'] == PROFILED:
         text += f'\n{"trace":<15} {where_to_look(settings.profile)}'
     if outcome['status'] == 'interrupted':

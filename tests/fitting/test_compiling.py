@@ -1,25 +1,15 @@
 """--compile: whole graphs under DDP, and an error where torch would stop compiling."""
 import functools
-import json
-from pathlib import Path
 
 import pytest
 import torch
-from composer.utils import dist, get_device
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmark import StableDiffusion, apply_switches, build_data
+from benchmark import StableDiffusion, apply_switches
 from fitting.compiling import compile_in_place
-from fitting.microbatch import largest_microbatch
 from fitting.switches import UNET_BLOCKS
-from models.loading import find_model
 from tests.cuda_rules import one_rank
-from tests.forked_runs import run_ranks
 from tests.runs import TINY, settings_of
-from training import join_ranks
 from training.failures import reason
 
 
@@ -47,10 +37,6 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     return given
 
 
-def batch_of(number: int, side: int = 64) -> dict[str, torch.Tensor]:
-    return {'image': torch.rand(number, 3, side, side) * 2 - 1, 'caption': torch.randint(49408, (number, 77))}
-
-
 def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiffusion:
     settings = settings_of('--use_synth_data', *TINY, *argv)
     torch.manual_seed(0)
@@ -59,23 +45,29 @@ def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiff
     return model
 
 
+def assert_same_step(wrapped: torch.nn.Module, model: StableDiffusion, expected: StableDiffusion, side: int) -> None:
+    """Loss and gradients of `model`, called as `wrapped`, are those of `expected`."""
+    losses = []
+    for each in (expected, wrapped):
+        torch.manual_seed(1)
+        batch = {'image': torch.rand(2, 3, side, side) * 2 - 1, 'caption': torch.randint(49408, (2, 77))}
+        loss = model.loss(each(batch), batch)
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(*losses)
+    for name, parameter in expected.unet.named_parameters():
+        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
 def test_ddp_does_not_cut_the_unet(graphs, smallest_with_attention, flags):
     expected = switched_model(*flags, name=smallest_with_attention, side=16)
     model = switched_model('--compile', *flags, name=smallest_with_attention, side=16)
-    losses = []
     with one_rank():
         wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
-        for each in (expected, wrapped):
-            torch.manual_seed(1)
-            loss = model.loss(each(batch_of(2, 16)), {})
-            loss.backward()
-            losses.append(loss)
+        assert_same_step(wrapped, model, expected, side=16)
     assert len(graphs) == 3  # the UNet, the VAE's encoder and the text encoder's layers
-    torch.testing.assert_close(*losses)
-    for name, parameter in expected.unet.named_parameters():
-        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
 
 
 def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capfd):
@@ -96,31 +88,12 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
 
 
 @pytest.mark.long
-def test_the_search_for_a_microbatch_compiles_nothing(graphs, smallest_with_attention):
-    settings = settings_of('--use_synth_data', *TINY, '--image_size', '16', '--compile')
-    model = switched_model('--compile', name=smallest_with_attention, side=16)
-    data = build_data(settings, find_model(smallest_with_attention))
-    assert largest_microbatch(model, data, 4, 'fp32', use_ema=False) == 4
-    assert not graphs
-    model(batch_of(2, 16))
-    assert len(graphs) == 3
-
-
-@pytest.mark.long
 def test_blocks_of_one_kind_and_size_share_a_graph(graphs):
     expected = switched_model()
     model = switched_model('--compile', '--compile_blocks')
-    losses = []
-    for each in (expected, model):
-        torch.manual_seed(1)
-        loss = model.loss(each(batch_of(2)), {})
-        loss.backward()
-        losses.append(loss)
+    assert_same_step(model, model, expected, side=64)
     blocks = [module for module in model.unet.modules() if type(module) in UNET_BLOCKS]
     assert 2 < len(graphs) - 2 < len(blocks)  # two are the encoders'
-    torch.testing.assert_close(*losses)
-    for name, parameter in expected.unet.named_parameters():
-        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
 
 
 def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
@@ -131,45 +104,3 @@ def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
     switched_model('--compile', 'reduce-overhead', '--compile_blocks')
     assert set(modes[:3]) == {None} and set(modes[3:6]) == {'max-autotune-no-cudagraphs'}
     assert set(modes[6:]) == {'reduce-overhead'} and len(modes) > 10
-
-
-def exchanging_rank(out: Path, model_name: str) -> None:
-    """One of two ranks, a step of a compiled model: in which order backward graphs ran and buckets were sent."""
-    events = []
-
-    def noting(graph, inputs):
-        def run(*arguments):
-            events.append('backward')
-            return graph(*arguments)
-        return make_boxed_func(run)
-
-    def exchange(process_group, bucket):
-        events.append('bucket')
-        return allreduce_hook(process_group, bucket)
-
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=noting,
-                           partition_fn=min_cut_rematerialization_partition)
-    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
-    settings = settings_of('--use_synth_data', *TINY, '--compile')
-    join_ranks(get_device(), settings.dist_timeout)
-    model = StableDiffusion(model_name, 32, latents=True).train()
-    apply_switches(model, settings)
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
-    wrapped.register_comm_hook(None, exchange)
-    batch = {'moments': torch.rand(2, 8, 4, 4), 'caption': torch.randint(49408, (2, 77))}
-    for _ in range(2):  # in the first step DDP has a single bucket, and learns the order of the gradients
-        events.clear()
-        model.loss(wrapped(batch), batch).backward()
-    (out / f'rank{dist.get_global_rank()}').write_text(json.dumps(events))
-
-
-@pytest.mark.long
-def test_two_ranks_exchange_gradients_while_a_compiled_backward_pass_still_runs(server, tmp_path,
-                                                                                smallest_with_attention):
-    codes = run_ranks(server, [tmp_path / 'log'] * 2, exchanging_rank, [(tmp_path, smallest_with_attention)] * 2)
-    assert codes == [0, 0], (tmp_path / 'log').read_text()
-    for rank in (0, 1):
-        events = json.loads((tmp_path / f'rank{rank}').read_text())
-        assert events.count('backward') > 4 and events.count('bucket') > 4
-        after_the_first_bucket = events[events.index('bucket'):]
-        assert after_the_first_bucket.count('backward') >= events.count('backward') / 2

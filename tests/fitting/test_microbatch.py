@@ -18,12 +18,12 @@ from tests.forked_runs import run_ranks
 from tests.runs import TINY, settings_of
 
 
-def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str, error=torch.OutOfMemoryError) -> list[int]:
+def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> list[int]:
     """Let every pass of more than `limit` images fail in the middle of the UNet; returns the sizes that were tried."""
     tried = []
 
     def fail(*_):
-        raise error('CUDA out of memory. Tried to allocate 20.00 GiB')
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB')
 
     def in_forward(module, inputs, output):
         if tried[-1:] != [len(output)]:  # once for both batches of a try
@@ -65,28 +65,14 @@ def test_the_largest_part_of_the_batch_that_a_model_trains_with_is_found_and_eac
     assert seen == [1, 2, 4]
 
 
-def test_moments_are_searched_as_images_are():
-    model = StableDiffusion('tiny', 64, latents=True)
-    run_out_of_memory_above(2, model, 'backward')
-    settings = settings_of('--use_synth_latents', *TINY, '--batch_size', '8')
-    assert largest_microbatch(model, build_data(settings, find_model('tiny')), 8, 'fp32', use_ema=False) == 2
-
-
 @pytest.mark.parametrize('words, size, too_large', [
-    ('CUDA error: out of memory', 1, True), ('cuDNN error: CUDNN_STATUS_ALLOC_FAILED', 4, True),
-    ('GET was unable to find an engine to execute this computation', 4, True),
+    ('CUDA error: out of memory', 1, True),
     ('upsample_nearest2d only supports output tensors with less than INT_MAX elements, but got [1, 2]', 4, True),
     ('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', 4, True),
     ('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', 1, False),  # it does not start
     ('expected scalar type Half but found Float', 4, False)])
 def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words, size, too_large):
     assert is_too_large(RuntimeError(words), size) == too_large
-
-
-def test_any_other_error_ends_the_search_as_it_is(model):
-    run_out_of_memory_above(2, model, 'forward', lambda _: RuntimeError('expected scalar type Half but found Float'))
-    with pytest.raises(RuntimeError, match='expected scalar type Half'):
-        search(model, '--batch_size', '4')
 
 
 @pytest.mark.parametrize('where', ['forward', 'backward'])
@@ -100,13 +86,6 @@ def test_the_search_leaves_weights_gradients_and_random_state_as_they_were(model
     assert torch.equal(torch.rand(5), expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_blank_images_of_a_search_do_not_stand_for_those_of_the_first_batch(model):
-    model.range_was_checked = True  # as a try leaves it on a GPU
-    settings = replace(arguments('--batch_size', '1'), device_train_microbatch_size='auto')
-    assert benchmark.find_microbatch(settings, model, build_data(settings, find_model('tiny'))) == 1
-    assert not model.range_was_checked
 
 
 @pytest.mark.parametrize('where', ['forward', 'backward'])
@@ -138,23 +117,6 @@ def test_the_average_and_ddps_buckets_are_beside_a_try_where_the_run_will_have_t
                         lambda model, data, size, precision, held: tried.setdefault(size, held) is not None)
     largest_microbatch(model, None, 2, 'fp32', use_ema=bool(flags))
     assert tried == copies
-
-
-def test_the_average_is_beside_a_try_and_from_its_second_batch_on_adams_moments(model, monkeypatch):
-    made = []
-    alive = []  # of those, at the start of each batch
-    empty_like = torch.empty_like
-
-    def note(tensor):
-        copy = empty_like(tensor)
-        made.append(weakref.ref(copy))
-        return copy
-
-    monkeypatch.setattr(torch, 'empty_like', note)
-    model.register_forward_pre_hook(lambda *_: alive.append(sum(copy() is not None for copy in made)))
-    search(model, '--batch_size', '1', '--use_ema')
-    weights = len(list(model.unet.parameters()))
-    assert alive == [weights, (1 + 2) * weights] and not any(copy() is not None for copy in made)
 
 
 def search_on_a_cpu(monkeypatch, limit: int, where: str = 'backward') -> None:

@@ -3,21 +3,12 @@ import json
 from pathlib import Path
 
 import pytest
-from streaming import MDSWriter
 
 import convert
 from benchmark import main
-from inputs.shards import index_hash, read_index
+from inputs.shards import read_index
 from tests.runs import TINY, one_error_line
 from tests.samples import Hostile, good, write_sample_tar, write_shards
-
-
-def test_the_index_tells_samples_and_columns(shards, tmp_path):
-    entries = read_index(shards)['shards']
-    assert sum(entry['samples'] for entry in entries) == 24 and entries[0]['column_names'] == ['caption', 'jpg']
-    other = write_shards(tmp_path / 'other', [{'png': b'', 'text': ''}], {'png': 'bytes', 'text': 'str'})
-    [entry] = read_index(other)['shards']
-    assert (entry['samples'], entry['column_names']) == (1, ['png', 'text'])
 
 
 @pytest.mark.parametrize('content', ['not json', '{}', '[]', '{"shards": [{}]}', '{"shards": 3}'])
@@ -33,22 +24,6 @@ def test_a_place_without_a_whole_dataset_is_one_line(tmp_path, monkeypatch):
     for place in ('nowhere', 'begun'):
         with pytest.raises(ValueError, match=f'^--remote {place} holds no index.json, so no whole MDS dataset; '):
             read_index(place)
-
-
-def test_the_hash_of_an_index_changes_with_the_dataset_alone(tmp_path):
-    one = read_index(str(write_hashed(tmp_path / 'one', 4)))
-    again = read_index(str(write_hashed(tmp_path / 'again', 4)))
-    other = read_index(str(write_hashed(tmp_path / 'other', 5)))
-    assert index_hash(one) == index_hash(again) != index_hash(other)
-    assert index_hash(dict(reversed(one.items()))) == index_hash(one)
-
-
-def write_hashed(folder: Path, number: int) -> Path:
-    with MDSWriter(out=str(folder), columns={'jpg': 'bytes', 'caption': 'str'}, hashes=['xxh64'],
-                   size_limit=1 << 14) as writer:
-        for index in range(number):
-            writer.write(good(index))
-    return folder
 
 
 def test_nothing_in_a_dataset_runs_code_or_writes_outside_its_cache(tmp_path, capfd):

@@ -1,6 +1,5 @@
 """What a loader says of itself: how long it was waited for, and what lies ready."""
 import os
-import re
 import signal
 
 import pytest
@@ -71,12 +70,11 @@ def test_the_streamed_loader_is_timed_and_counted(shards):
     loader._iterator._shutdown_workers()
 
 
-@pytest.mark.parametrize('number, words', [
-    (signal.SIGKILL, r'was killed \(Killed\), as is done where memory runs out; use fewer --num_workers$'),
-    (signal.SIGBUS, r'was killed \(Bus error\): the shared memory, /dev/shm, is full; .*--shm-size.*--num_workers$')])
+@pytest.mark.parametrize('number, words', [(signal.SIGKILL, 'signal: Killed'), (signal.SIGBUS, 'signal: Bus error')])
 def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words, capfd):
     loader = TimedDataLoader(Numbers(), 2, num_workers=1, collate_fn=lambda _: os.kill(os.getpid(), number))
     with pytest.raises(RuntimeError) as error:
         list(loader)
-    assert re.fullmatch(rf'a loader process, pid \d+, {words}', reason(error.value, ''))
+    line = reason(error.value, '')
+    assert words in line and '--num_workers' in line and '--shm-size' in line and '\n' not in line
     assert 'Traceback' not in capfd.readouterr().err

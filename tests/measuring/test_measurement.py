@@ -35,21 +35,6 @@ def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
     assert figures['images_per_sec'] == 0.8 and figures['data_wait_fraction'] == pytest.approx(0.3)
 
 
-def test_what_is_beside_the_batches_is_known_while_it_goes_on_and_of_the_whole_run(monkeypatch):
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
-    measurement = Measurement(warmup_batches=0, measure_batches=None)
-    with measurement.excluded('sampling'):
-        clock.now = 3.0
-        assert measurement.seconds_excluded == 3.0
-    clock.now = 5.0
-    measurement.eval_before_all(None, None)
-    clock.now = 9.0
-    measurement.eval_after_all(None, None)
-    clock.now = 20.0
-    assert measurement.seconds_excluded == 3.0 + 4.0
-
-
 def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     window = measuring.Window([1, 1, 1, 2, 1, 3], [0.0] * 6, [0.0] * 6, samples=60)
     other = (11, 6.0, 1.0, 40.0, {7})  # batches of 1 2 2 2 2 2 s, 1 s of each spent waiting; 40 GiB; a bad sample

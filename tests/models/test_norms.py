@@ -6,23 +6,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fitting.fake_step import norms_in_float32
 from models.loading import find_model
-from models.norms import HalfGroupNorm, HalfLayerNorm, switch_norms_to_half
+from models.norms import switch_norms_to_half
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize('kind, base, size', [
-    (HalfGroupNorm, torch.nn.GroupNorm, (8, 64)), (HalfLayerNorm, torch.nn.LayerNorm, (16,))])
-def test_a_norm_in_half_precision_is_as_near_to_float64_as_its_type_allows(dtype, kind, base, size):
+@pytest.mark.parametrize('kind, size', [(torch.nn.GroupNorm, (8, 64)), (torch.nn.LayerNorm, (16,))])
+def test_a_norm_in_half_precision_is_as_near_to_float64_as_its_type_allows(dtype, kind, size):
     """By their norms: the result and the image's gradient to a unit in the last place of the type, the weights' to ten,
     since a CPU sums those of a layer norm in that type."""
     torch.manual_seed(0)
-    exact = base(*size).double()
+    exact = kind(*size).double()
     torch.nn.init.normal_(exact.weight)
     image = (3 * torch.randn(2, 64, 16, 16) + 2).to(dtype)
     direction = torch.randn(image.shape).to(dtype)
-    switched = base(*size)
+    switched = kind(*size)
     switched.load_state_dict(exact.state_dict())
-    switched.__class__ = kind
+    switch_norms_to_half(switched)
     found = []
     for norm, tensor in ((switched, image), (exact, image.double())):
         tensor.requires_grad_()
@@ -32,16 +31,6 @@ def test_a_norm_in_half_precision_is_as_near_to_float64_as_its_type_allows(dtype
     assert [tensor.dtype for tensor in found[0]] == [dtype, dtype, torch.float32, torch.float32]
     for half, expected, units in zip(*found, (1, 1, 10, 10), strict=True):
         assert (half - expected).norm() < units * torch.finfo(dtype).eps * expected.norm()
-
-
-def test_names_and_weights_stay_and_every_norm_is_switched():
-    with torch.device('meta'):
-        unet = UNet2DConditionModel.from_config(find_model('tiny').configs['unet'])
-    names = unet.state_dict().keys()
-    switch_norms_to_half(unet)
-    assert unet.state_dict().keys() == names
-    norms = {type(module) for module in unet.modules() if isinstance(module, torch.nn.GroupNorm | torch.nn.LayerNorm)}
-    assert norms == {HalfGroupNorm, HalfLayerNorm}
 
 
 def test_norms_in_half_precision_keep_fewer_bytes_for_the_backward_pass():

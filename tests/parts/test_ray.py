@@ -28,7 +28,7 @@ def tasks() -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.name().startswith('ray::call_in_pro'):
+            if process.name().startswith('ray::call_on_clu'):
                 found.append(process)
     return found
 
@@ -62,7 +62,7 @@ def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('done', [0, 1, 5, 9, 11])
+@pytest.mark.parametrize('done', [0, 5, 11])
 def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path, done):
     for number in range(NUM_TARS):
         store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())

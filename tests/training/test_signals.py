@@ -98,7 +98,7 @@ def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_go_on_f
     run = start_launcher(log, ['-n', '2', 'tests/training/talking_run.py', *argv, '--measure_batches', '100000'])
     wait_until_it_trains(log, run)
     send(run.pid, number)
-    run.wait(300)
+    run.wait(timeout=300)
     wait_until(lambda: group_is_gone(run.pid))  # it ends before its ranks
     record = json.loads(results.read_text())
     [checkpoint] = checkpoints_in(folder)

@@ -21,7 +21,7 @@ def doubt(record: dict) -> str:
     if batches is not None and batches < fewest_batches(record.get('queue_batches') or 0):
         return f'only {counted(batches, "measured batch", "measured batches")}'
     if drift is not None and abs(drift) > MUCH_DRIFT:
-        return f'drift {drift:+.1%}'
+        return f'speed changed by {drift:+.1%}'
     return ''
 
 
