@@ -94,7 +94,6 @@ def group_is_gone(group: int) -> bool:
 @pytest.mark.parametrize('send, number', [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
                          ids=['Ctrl-C, which comes to every process', 'SIGTERM to the launcher, which passes it on'])
 def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_go_on_from(results, send, number):
-    """A real launcher, and real ranks."""
     log, folder = results.with_name('log'), results.with_name('checkpoints')
     argv = ['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(folder), '--results', str(results)]
     run = start_launcher(log, ['-n', '2', 'tests/training/talking_run.py', *argv, '--measure_batches', '100000'])
