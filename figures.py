@@ -116,6 +116,7 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
             label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
         axes.plot(points[across], points[up], marker='o', markersize=4, label=', '.join(label),
                   color=COLORS[number % len(COLORS)])
+    axes.locator_params(axis='x', nbins=5)  # more may cover each other
     axes.set_xlabel(TITLES[across])
     axes.set_ylabel(TITLES[up])
     if rows[up].max() > SPAN_OF_LINEAR * rows[up].min() > 0:

@@ -464,13 +464,17 @@ def test_no_text_of_a_picture_of_speeds_covers_another(drawn, write):
     assert_no_text_covers_another(figure, written)
 
 
-def test_no_text_of_a_picture_of_quality_covers_another(drawn, write):
-    evaluations = [record | {'model': f'{model}/ba{number}.pt', 'trained_batches': number}
-                   for model in ('one', 'another/with-a-longer-name') for number in range(1, 5)
+@pytest.mark.parametrize('number', [1, 16])
+def test_no_text_of_a_picture_of_quality_covers_another(drawn, write, number):
+    evaluations = [record | {'model': f'{model}/ba{batch}.pt', 'trained_batches': batch}
+                   for model in ('one', 'another/with-a-longer-name') for batch in range(1, 5)
                    for record in (EVALUATION, LATER)]
-    figure = drawn(write(*evaluations), '--quality', 'quality.png')
+    evaluations[0]['scores'] = [{'guidance': 1 + n, 'fid': 90 - n, 'clip_score': 20.1 + n / 10} for n in range(3)]
+    figure = drawn(write(*evaluations[:number]), '--quality', 'quality.png')
     written = [*figure.texts]
     for axes in figure.axes:
+        low, high = axes.get_xlim()
+        written += [tick for tick in axes.get_xticklabels() if low <= tick.get_position()[0] <= high]
         written += [axes.xaxis.label, axes.yaxis.label, *axes.get_legend().get_texts()]
     assert_no_text_covers_another(figure, written)
 
