@@ -133,10 +133,9 @@ def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int)
     share = settings.batch_size // devices
     if settings.searches_microbatch and not is_for_gpus:
         raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {share}')
-    if settings.precision == 'fp32':
-        for flag in ('half_precision_norms', 'cast_weights_once'):
-            if getattr(settings, flag):
-                raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
+    for flag in ('half_precision_norms', 'cast_weights_once'):
+        if settings.precision == 'fp32' and getattr(settings, flag):
+            raise ValueError(f'--{flag} does nothing in --precision fp32; leave it out')
     if settings.compile:
         refuse_missing_headers()
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != share:
@@ -146,8 +145,7 @@ def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int)
         version = torch.backends.cudnn.version() or FAULTLESS_CUDNN
         if version < FAULTLESS_CUDNN:
             raise ValueError(f'--attention {settings.attention} needs cuDNN 9.15.1 or newer, and torch '
-                             f'{torch.__version__} has {version}, whose attention has faults at lengths that no 128 '
-                             'divides; leave cudnn out')
+                             f'{torch.__version__} has {version}, which has faults; leave cudnn out')
 
 
 def refuse_missing_headers() -> None:
