@@ -96,10 +96,10 @@ def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
     print('counting the memory of a step', file=sys.stderr, flush=True)
     given = estimate('as given', settings, latents, build_model)
     lighter = [estimate(*each, build_model) for each in with_less_memory(settings, latents)]
-    cards = f'{cards_table([given, *lighter]).to_string()}\n{ACCURACY}'
-    print(title(settings, latents), parts_table(given.model).to_string(),
-          memory_table(given).to_string(float_format='{:.2f}'.format), cards,
-          speeds(settings, sum(given.model.flops_per_image.values()), gpus), sep='\n\n')
+    flops_per_image = sum(given.model.flops_per_image.values())
+    print(title(settings, latents), numbers(given.model), memory_table(given).to_string(float_format='{:.2f}'.format),
+          f'{cards_table([given, *lighter]).to_string()}\n{ACCURACY}', speeds(settings, flops_per_image, gpus),
+          sep='\n\n')
     return {card: given.largest_microbatch(gib) for card, gib in CARDS.items()}
 
 
@@ -158,18 +158,11 @@ def title(settings: Train, latents: bool) -> str:
     return f'{settings.model_name}: {", ".join(words)}; {share} a step on each of {counted(devices, "GPU")}'
 
 
-def parts_table(model: DiffusionModel) -> pd.DataFrame:
-    """Parameters and arithmetic of each part."""
-    flops = model.flops_per_image
-    modules = {'unet': ('UNet, forward and backward', model.unet), 'text_encoder': ('text encoder', model.text_encoder)}
-    if model.vae is not None:
-        modules['vae'] = ('VAE, its encoder at work', model.vae)
-    table = pd.DataFrame(columns=['parameters', 'GFLOP an image'])
-    for key, (name, module) in modules.items():
-        parameters = sum(parameter.numel() for parameter in module.parameters())
-        table.loc[name] = [f'{parameters:,}', f'{flops[key] / 1e9:,.1f}']
-    table.loc['together'] = ['', f'{sum(flops.values()) / 1e9:,.1f}']
-    return table
+def numbers(model: DiffusionModel) -> str:
+    """What is trained, and how much arithmetic that is."""
+    parameters = sum(parameter.numel() for parameter in model.unet.parameters())
+    gflops = sum(model.flops_per_image.values()) / 1e9
+    return f'{parameters:,} parameters of the UNet are trained, with {gflops:,.1f} GFLOP of arithmetic for an image'
 
 
 def memory_table(given: Estimate) -> pd.DataFrame:

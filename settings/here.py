@@ -144,7 +144,7 @@ def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int)
         version = torch.backends.cudnn.version() or FAULTLESS_CUDNN
         if version < FAULTLESS_CUDNN:
             raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
-                             f'{version}, whose attention has faults at lengths that no 128 divides; leave cudnn out')
+                             f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
 
 
 def refuse_missing_headers() -> None:

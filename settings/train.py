@@ -105,16 +105,15 @@ class Encoders:
         '(default: the half precision of --precision)')
     channels_last: bool | None = flag(None, 'memory format of the convolutions (default: on where there is a GPU)')
     compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
-        False, "compile the UNet, the VAE's encoder and the text encoder, which takes minutes at the start, in torch's "
-        'default mode or in another', bare=True)
+        False, "compile the model, which takes minutes at the start, in torch's default mode or in another", bare=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
     """speed"""
     device_train_microbatch_size: int | Literal['auto'] | None = flag(
-        None, "images that go through the model at once, or auto, the most that fit; must divide the device's share of "
-        'the batch (default: auto; on a CPU the whole share)', kind=microbatch, metavar='N')
+        None, "images that go through the model at once, or auto, the most that fit (default: auto; on a CPU the "
+        "device's share of the batch)", kind=microbatch, metavar='N')
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32, which keeps 10 bits of the fraction '
         '(default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
@@ -126,9 +125,9 @@ class Speed:
                                       'precision of --precision instead of float32')
     cudnn_benchmark: bool = flag(False, 'let cuDNN try its algorithms for each new shape and keep the fastest')
     compile_blocks: bool | None = flag(
-        None, "with --compile: compile each kind of the UNet's blocks once instead of the whole UNet, for a shorter "
-        'start, and so that devices exchange the gradients of one while those of the next are computed (default: on '
-        'with --compile on several devices, unless in the mode reduce-overhead)', needs='compile')
+        None, "compile each kind of the UNet's blocks once instead of the whole UNet: a shorter start, and devices "
+        'exchange gradients earlier (default: on where there are several, unless in the mode reduce-overhead)',
+        needs='compile')
     allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'in which GPUs exchange gradients')
 
     def check(self) -> None:
@@ -181,20 +180,17 @@ class Measurement:
         None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
         "with streamed data five times the loader's queue if that is more)", kind=count)
     dry_run: int | None = flag(
-        None, 'train nothing: say what memory each microbatch needs, which fits on which card, and how fast so many '
-        'GPUs could be at most; needs no GPU (default: off; without a number, as many GPUs as the launcher starts '
-        'processes)', kind=count, metavar='GPUS', bare=0)
-    gpu: str | None = flag(None, 'with --dry_run: the GPUs of this name, or of a part of it, such as H100 or A100-40GB '
-                           '(default: all whose peak is known)', metavar='NAME', needs='dry_run')
+        None, 'train nothing: say, without a GPU, which microbatch fits on which card, and how fast so many GPUs could '
+        'be (default: off; without a number, as many as there are processes)', kind=count, metavar='GPUS', bare=0)
+    gpu: str | None = flag(None, 'the card, by its name in records or a part of it, such as A100-40GB (default: all '
+                           'that are known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
-    profile: str | None = flag(None, 'trace 3 batches after the warm-up and write them to this new folder, for '
-                               'Perfetto and TensorBoard; no report counts the record of such a run', metavar='DIR')
+    profile: str | None = flag(None, 'new folder for a trace of 3 batches after the warm-up, for Perfetto and '
+                               'TensorBoard; no report counts such a run', metavar='DIR')
 
     def check(self) -> None:
-        if self.loader_only and self.dry_run is not None:
-            raise ValueError('--dry_run speaks of a training, --loader_only measures a loader; give one of them')
-        if self.loader_only and self.profile:
-            raise ValueError(f'--profile {self.profile} traces training; leave out --loader_only')
+        if self.loader_only and (self.profile or self.dry_run is not None):
+            raise ValueError('--loader_only has no training for --dry_run or --profile; leave it out')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +205,8 @@ class Training:
     max_duration: str | None = flag(None, 'length of the run, such as 5000ba or 2ep (default: warm-up and measured '
                                     'batches)', kind=time_in('ba ep sp'), metavar='TIME')
     load_weights: str | None = flag(
-        None, 'start from the weights, and with --use_ema from their average, of an earlier run: a checkpoint, a '
-        "folder's newest, one in an object store, or a diffusers UNet or pipeline folder (default: random weights)")
+        None, 'start from the weights, and with --use_ema their average, of a checkpoint, the newest of a folder or an '
+        'object store, or a diffusers UNet or pipeline (default: random weights)')
     on_nan: Literal['stop', 'skip'] = flag('stop', 'end the run at a loss or a gradient that is not finite, or skip '
                                            'such steps and count them, up to 10 in a row')
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')

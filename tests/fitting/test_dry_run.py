@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import benchmark
-from fitting.dry_run import CARDS, SHARES_OF_PEAK, Estimate, estimate, gpus_named, parts_table, speeds
+from fitting.dry_run import CARDS, SHARES_OF_PEAK, Estimate, estimate, gpus_named, speeds
 from fitting.memory import GIB
 from models.flops import utilization
 from models.peaks import PEAKS
@@ -72,7 +72,8 @@ def test_it_says_parameters_arithmetic_memory_and_speed_and_reads_only_an_index(
     assert '8 images a step on each of 8 GPUs' in lines[0]
     model = benchmark.StableDiffusion(smallest_model, 32)
     unet = sum(weight.numel() for weight in model.unet.parameters())
-    assert figures(lines, 'UNet, forward and backward') == [f'{unet:,}', f'{model.flops_per_image["unet"] / 1e9:,.1f}']
+    gflops = sum(model.flops_per_image.values()) / 1e9
+    assert f'{unet:,} parameters of the UNet are trained, with {gflops:,.1f} GFLOP of arithmetic for an image' in lines
     assert figures(lines, 'GiB by microbatch') == ['1', '2', '4', '8']
     for item in ('weights', 'gradients', 'Adam moments', 'average of the weights', 'gradient buckets', 'VAE  ',
                  'cast weights', 'activations', 'working memory', 'counted'):
@@ -100,7 +101,6 @@ def test_the_first_share_of_the_peak_is_what_the_published_a100s_reached():
 def test_latents_need_no_vae(smallest_model):
     run = estimated('--dry_run', *TINY, '--model_name', smallest_model, '--use_synth_latents', latents=True)
     assert 'VAE' not in run.lasting
-    assert len(parts_table(run.model)) == 3
 
 
 def test_in_float32_nothing_is_said_of_speed():

@@ -44,7 +44,7 @@ def refused(capsys, *argv: str) -> str:
     ([*SYNTHETIC, '--compile_blocks'], '--compile_blocks needs --compile'),
     ([*SYNTHETIC, '--autoresume'], '--autoresume needs --save_folder'),
     (['--use_synth_data', '--sample_prompts', 'x'], '--sample_prompts x needs a VAE that can decode'),
-    ([*SYNTHETIC, '--dry_run', '--loader_only'], '--dry_run speaks of a training'),
+    ([*SYNTHETIC, '--dry_run', '--loader_only'], '--loader_only has no training for --dry_run or --profile'),
     ([*SYNTHETIC, '--results', 'tests'], '--results tests is a folder'),
     ([*SYNTHETIC, '--results', '/nowhere/results.jsonl'], '--results /nowhere/results.jsonl cannot be written'),
 ])
