@@ -77,7 +77,7 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gp
     if not is_faulty:
         settings_of(*argv)
         return
-    with pytest.raises(ValueError, match='--attention cudnn needs cuDNN 9.15.1 .*leave cudnn out'):
+    with pytest.raises(ValueError, match='--attention cudnn needs cuDNN 9.15.1 .*leave it out'):
         settings_of(*argv)
 
 
