@@ -3,7 +3,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,15 @@ import torch
 from diffusers import AutoencoderKL
 
 import benchmark
-import convert
 import encode
-import report
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
 from tests.parts.commands import start, workers_of
-from tests.runs import ROOT, TINY, error_line, files_of, wait_until
-from tests.samples import encoded, picture, write_sample_tar, write_shards
+from tests.runs import TINY, error_line, files_of, wait_until
+from tests.samples import encoded, picture, write_shards
 
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0']
 
@@ -228,35 +225,6 @@ def test_under_a_launcher_one_rank_encodes_and_all_train_on_it(tmp_path, shards,
     assert [(record['stage'], record.get('encoders'), record['num_devices']) for record in records] == [
         ('encode', None, 1), ('train', 'text_in_loop', 2)]  # the first rank encodes
     assert records[0]['samples'] == 24 and captions(tmp_path / 'latents') == captions(shards)
-
-
-@pytest.mark.long
-def test_the_script_turns_images_into_latents_and_a_report(tmp_path, capsys):
-    samples = [{'jpg': encoded(picture(index)), 'caption': f'picture {index}'} for index in range(40)]
-    (tmp_path / 'photos').mkdir()
-    for part in (0, 1):
-        write_sample_tar(tmp_path / 'photos' / f'0000{part}.tar', samples[20 * part:20 * part + 20])
-    commands = tmp_path / 'commands'
-    python = tmp_path / 'bin' / 'python'
-    python.parent.mkdir()
-    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 0 || echo "$*" >> "$COMMANDS"\n')  # no GPU; what it would run
-    python.chmod(0o755)
-    run = subprocess.run([ROOT / 'benchmarks' / 'encode_once.sh', tmp_path / 'photos', tmp_path / 'out', '--batch_size',
-                          '8', '--image_size', '32', '--warmup_batches', '1', '--measure_batches', '2'],
-                         capture_output=True, text=True,
-                         env=os.environ | {'PATH': f'{python.parent}:{os.environ["PATH"]}', 'COMMANDS': str(commands)})
-    assert run.returncode == 0, run.stderr
-    programs = {'convert.py': convert.main, 'encode.py': encode.main, 'benchmark.py': benchmark.main,
-                'report.py': report.main}
-    for line in commands.read_text().splitlines():
-        program, *argv = line.split()
-        programs[program](argv)
-    records = [json.loads(line) for line in (tmp_path / 'out' / 'results.jsonl').read_text().splitlines()]
-    assert [(record['stage'], record.get('encoders')) for record in records] == [
-        ('encode', None), ('train', 'in_loop'), ('train', 'text_in_loop')]
-    assert records[0]['samples'] == 40 and {record['image_size'] for record in records} == {32}
-    printed = capsys.readouterr().out
-    assert '| latents' in printed and '| encode' in printed
 
 
 @pytest.mark.long
