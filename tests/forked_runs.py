@@ -96,6 +96,8 @@ def run_in_folder(server, folder: Path, function: Callable, argv: list, disk: tu
 def start_in_folder(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
                     **environment: str) -> BaseProcess:
     """The same, of which nobody waits for the end; it prints to `folder / 'out'` and `folder / 'err'`."""
+    if disk:
+        skip_unless_mounts_are_allowed(disk[1])
     arguments = (folder, disk, environment, function, list(map(str, argv)))
     process = server.Process(target=become_program, args=arguments)
     process.start()
@@ -110,7 +112,6 @@ def script(argv: list[str]) -> None:
 
 def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) -> tuple[str, str]:
     """Run the benchmark with a file system of that size at `where`; the line of its error, and what it printed."""
-    skip_unless_mounts_are_allowed(where)
     code, output, errors = run_program(server, folder, benchmark.main, argv, (megabytes, str(where)))
     assert code in (1, 2) and 'Traceback' not in errors, errors
     [line] = [line for line in errors.splitlines() if 'error:' in line]

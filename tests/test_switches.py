@@ -57,6 +57,7 @@ def test_a_switch_leaves_loss_and_gradients_as_they_are(batch, plain, argv, tole
 
 
 @pytest.mark.long
+@pytest.mark.skipif(' ' in torch.__file__, reason='torch 2.7.0 gives its own path to the compiler of C++ unquoted')
 def test_compiling_leaves_loss_and_gradients_as_they_are(samples, smallest_model):
     batch = batch_of(samples, 32)
     plain = loss_and_gradients(batch, ['--no-channels_last'], smallest_model)
