@@ -96,6 +96,9 @@ class Handler(MotoRequestHandler):
     def log(self, *args):
         pass
 
+    def connection_dropped(self, *args):
+        self.close_connection = True  # or the client would wait for the rest of the answer
+
 
 def broken_after(content: bytes) -> Iterator[bytes]:
     yield content
