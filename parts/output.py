@@ -281,7 +281,7 @@ def write_index(output: Output, joined: Joined, **about) -> bool:
 
 def training_command(out: str, samples: int, flags: list[str]) -> str:
     """The command that trains on a dataset, with as large a batch as it can fill."""
-    command = ['composer', 'benchmark.py', '--remote', out, '--use_ema', *flags]
+    command = ['composer', 'benchmark.py', '--remote', out, '--use_ema']
     if samples < BATCH_SIZE:
         command += ['--batch_size', str(1 << (samples.bit_length() - 1))]
-    return shlex.join(command)
+    return shlex.join([*command, *flags])

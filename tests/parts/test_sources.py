@@ -43,7 +43,7 @@ def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(t
 
 
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr('parts.sources.has_heif_package', lambda: False)
+    monkeypatch.setattr('parts.sources.formats', lambda: ())
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', 'y.parquet', 'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README',
          'photo.xyz', 'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar')
     os.mkfifo(tmp_path / 'pipe.tar')

@@ -43,7 +43,7 @@ def test_files_are_paired_by_what_stands_before_the_last_dot(tmp_path):
 
 
 def test_what_is_no_sample_in_a_tar_has_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr('parts.sources.has_heif_package', lambda: False)
+    monkeypatch.setattr('parts.sources.formats', lambda: ())
 
     def link(name: str) -> tuple:
         member = tarfile.TarInfo(name)
