@@ -49,7 +49,7 @@ from fitting import (
 )
 from inputs.held_out import NOISE, TIMESTEP
 from inputs.places import number_of_samples
-from inputs.shards import LATENTS, read_index, require_columns, require_same_origin
+from inputs.shards import LATENTS, read_index, require_same_origin
 from inputs.words import counted
 from measuring import Measurement, build_profiler, measure_loader, training_settings
 from models.diffusion_model import DiffusionModel
@@ -212,7 +212,6 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
                                                latents=settings.use_synth_latents)
         return build_loader(dataset, device_batch, num_workers=0)
     index = read_index(settings.remote)
-    require_columns(settings.remote, index)
     if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
         require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
     samples = number_of_samples(index)

@@ -23,7 +23,6 @@ if __name__ == '__main__':
 import contextlib
 import hashlib
 import os
-import shlex
 import sys
 from functools import partial
 
@@ -33,11 +32,10 @@ from inputs.errors import DataError, one_line
 from inputs.places import is_address
 from inputs.shards import MDS_COLUMNS
 from inputs.words import counted
-from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, write_index
+from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, training_command, write_index
 from parts.sources import find_files, join_neighbours
 from parts.tars import make_sample, read_samples
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
-from settings.train import BATCH_SIZE
 
 
 def held_out_beside(out: str) -> str:
@@ -102,7 +100,7 @@ def open_workers(settings: Convert, outputs: list[Output], most: int) -> LocalWo
     """The processes that convert `most` parts."""
     do = partial(convert_parts, settings, outputs)
     if settings.ray:
-        return RayWorkers(do, settings.ray, most=settings.num_workers)
+        return RayWorkers(do, settings.ray)
     cores = len(os.sched_getaffinity(0))
     return LocalWorkers(do, min(settings.num_workers or cores, most))
 
@@ -206,12 +204,10 @@ def print_summary(joined: Joined, held_out: Joined | None, settings: Convert) ->
 
 def print_next(joined: Joined, held_out: Joined | None, settings: Convert) -> None:
     """The command that trains on what was converted."""
-    command = ['composer', 'benchmark.py', '--remote', settings.out, '--use_ema']
-    if joined.samples < BATCH_SIZE:
-        command += ['--batch_size', str(1 << (joined.samples.bit_length() - 1))]
+    flags = []
     if held_out and held_out.samples:
-        command += ['--eval_remote', held_out_beside(settings.out)]
-    print(f'next       {shlex.join(command)}')
+        flags = ['--eval_remote', held_out_beside(settings.out)]
+    print(f'next       {training_command(settings.out, joined.samples, flags)}')
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from inputs.held_out import HeldOutSamples, collate_held_out
 from inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
 from inputs.shards import LATENTS, index_hash, read_index
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
-from inputs.verified_stream import VerifiedDataset
+from inputs.verified_stream import VerifiedDataset, VerifiedStream
 from models.loading import ModelFiles
 from settings.train import SD2_BASE
 
@@ -141,8 +141,8 @@ class StreamingLAIONDataset(VerifiedDataset):
         if index is None:
             index = read_index(remote or local, '--remote' if remote else '--local')
         self.index_hash = index_hash(index)
-        super().__init__(index, remote, local, cache_limit, download_retry, download_timeout, shuffle=shuffle,
-                         predownload=predownload, batch_size=batch_size, **kwargs)
+        stream = VerifiedStream(index, remote, local, cache_limit, download_retry, download_timeout)
+        super().__init__(stream, shuffle=shuffle, predownload=predownload, batch_size=batch_size, **kwargs)
         if transform and self.latents:
             raise ValueError('these shards hold latents, which take no transform; leave it out, or read the images')
 
@@ -212,19 +212,10 @@ def bad_sample_line(index: int, reason: str) -> str:
     return f'bad sample {index} is left out: {reason}'
 
 
-def refuse_many_bad_samples(bad: int, read: int, limit: float) -> None:
-    """Raises DataError if of the samples that were read more are bad than the share `limit`.
-
-    Of few samples chance makes a larger share bad: three standard deviations more are let pass.
-    """
-    expected = limit * read
-    if bad > math.ceil(expected + 3 * math.sqrt(expected)):
-        raise DataError(f'{bad:,} of {read:,} samples are bad, more than --max_bad_samples {limit:g} of them; mend the '
-                        'data or raise it')
-
-
 class BadSamples:
     """Names each bad sample once, and ends the run where too many are bad.
+
+    Of few samples chance makes a larger share bad: three standard deviations more are let pass.
 
     Args:
         limit: the share of samples that may be bad.
@@ -237,12 +228,15 @@ class BadSamples:
 
     def __call__(self, batch: dict) -> dict:
         """The batch without its `bad_samples`. Raises DataError if too many are bad."""
-        self.read += batch.pop('read', len(batch['caption']))
+        self.read += len(batch['caption'])
         for index, reason in batch.pop('bad_samples', ()):
             if index not in self.found:
                 self.found.add(index)
                 print(bad_sample_line(index, reason), file=sys.stderr)
-        refuse_many_bad_samples(len(self.found), self.read, self.limit)
+        expected = self.limit * self.read
+        if len(self.found) > math.ceil(expected + 3 * math.sqrt(expected)):
+            raise DataError(f'{len(self.found):,} of {self.read:,} samples are bad, more than --max_bad_samples '
+                            f'{self.limit:g} of them; mend the data or raise it')
         return batch
 
 

@@ -19,11 +19,8 @@ if __name__ == '__main__':
     parse(Encode, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import dataclasses
-import hashlib
-import json
 import os
 import platform
-import shlex
 import sys
 import tempfile
 import time
@@ -50,12 +47,11 @@ from inputs.words import counted
 from measuring import circumstances, keep, redacted
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents, vae_moments
-from models.loading import ModelFiles, build_vae, find_model
-from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, write_index
+from models.loading import build_vae, find_model
+from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, training_command, write_index
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
 from settings.caution import doubt
 from settings.here import encoding_here
-from settings.train import BATCH_SIZE
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
@@ -141,38 +137,33 @@ class Encoder:
             compile_in_place([vae.encoder], compile_mode(settings.compile))
         return vae
 
-    def encode(self, output: Output, parts: list[Part], shards: Shards) -> list[dict]:
-        """Encode a part after the other; returns how many of its samples were stored and how many were bad."""
+    def encode(self, output: Output, parts: list[Part], shards: Shards) -> None:
+        """Encode a part after the other."""
         settings = self.settings
         samples = Samples(shards, settings.image_size)
         batches = batches_of_shards(shards, [number for part in parts for number in part.files], settings.batch_size)
         loader = DataLoader(samples, batch_sampler=batches, collate_fn=samples.collate,
                             num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda')
-        made = []
         for part, (number, of_shard) in zip(parts, groupby(loader, itemgetter('shard')), strict=True):
             writer = PartWriter(output, part.name, latent_columns(settings.image_size))
-            made.append(self.encode_shard(number, of_shard, writer))
+            self.encode_shard(number, of_shard, writer)
             if settings.local is None:
                 shards.drop(number)
-        return made
 
-    def encode_shard(self, shard: int, batches: Iterator[dict], writer: PartWriter) -> dict:
+    def encode_shard(self, shard: int, batches: Iterator[dict], writer: PartWriter) -> None:
         """Encode the batches of a shard into a part, which lists the bad samples by their number among all."""
         source = self.index['shards'][shard]['raw_data']['basename']
-        stored = 0
         skipped = []
         writing = []
         with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
             for batch in batches:
                 writing.append(pen.submit(write_batch, writer, self.moments_of(batch), batch['caption']))
-                stored += len(batch['caption'])
                 for number, reason in batch['bad']:
                     skipped.append({'source': source, 'key': self.first_numbers[shard] + number, 'reason': reason})
                 self.clock.append((self.clock[-1][0] + len(batch['caption']), time.perf_counter()))
         for written in writing:
             written.result()
         writer.finish(skipped)
-        return {'samples': stored, 'bad': len(skipped)}
 
     @torch.no_grad()
     def moments_of(self, batch: dict) -> list[np.ndarray]:
@@ -226,7 +217,7 @@ def encode_parts(settings: Encode, output: Output, index: str, parts: list[Part]
         parts: each of the number of a shard.
         gpu: number of the worker's GPU; None: it works on the processor.
 
-    Returns the figures of this process, and what `Encoder.encode` says of each part.
+    Returns the figures of this process so far, and the number of `images` that the parts are made of.
     """
     output.require_begun()
     made_from = settings, index, gpu
@@ -237,22 +228,18 @@ def encode_parts(settings: Encode, output: Output, index: str, parts: list[Part]
         folder = settings.local
         if folder is None and is_address(settings.remote):
             folder = copies
-        made = encoder.encode(output, parts, open_shards(settings.remote, folder, encoder.index))
-    return {'worker': encoder.figures(), 'made': made}
+        encoder.encode(output, parts, open_shards(settings.remote, folder, encoder.index))
+    return encoder.figures() | {'images': number_of_images(encoder.index, parts)}
+
+
+def number_of_images(index: dict, parts: list[Part]) -> int:
+    """That parts are made of, good and bad ones."""
+    return sum(index['shards'][number]['samples'] for part in parts for number in part.files)
 
 
 def latent_columns(image_size: int) -> dict[str, str]:
     """Names and MDS types."""
     return LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{image_size // 8},{image_size // 8}'}
-
-
-def origin_with_weights(files: ModelFiles, settings: Encode) -> dict:
-    """What latents depend on, and of random weights also what they are drawn from."""
-    origin = origin_of_latents(files, settings.image_size)
-    if not files.pretrained:
-        config = json.dumps(files.configs['vae'], sort_keys=True).encode()
-        origin |= {'vae_config_sha256': hashlib.sha256(config).hexdigest(), 'vae_seed': settings.seed}
-    return origin
 
 
 def whole_name(name: str | None) -> str | None:
@@ -274,15 +261,15 @@ def encode_missing(settings: Encode, output: Output, index: dict, missing: list[
     figures = {}  # by the name of a process
     devices = 0
     total = number_of_samples(index)
-    to_do = sum(index['shards'][number]['samples'] for part in missing for number in part.files)
+    to_do = number_of_images(index, missing)
     print(f'encoding {counted(to_do, "image")} of {redacted(settings.remote)}', file=sys.stderr, flush=True)
     at_once = ON_RAY_AT_ONCE if settings.ray else SHARDS_AT_ONCE
     with (open_workers(settings, output, index, len(missing)) as workers,
           progress_bar(total, ' images', total - to_do) as bar):
         for answer in work(workers, missing, output.is_done, at_once):
-            figures[answer['worker']['name']] = answer['worker']
+            figures[answer['name']] = answer
             devices = min(len(figures), workers.places())  # a successor of a process is on the same device
-            bar.update(sum(made['samples'] + made['bad'] for made in answer['made']))
+            bar.update(answer['images'])
     return list(figures.values()), devices
 
 
@@ -321,24 +308,21 @@ def summary(record: dict, settings: Encode) -> str:
     return (f'encoded         {encoded}, {record["images_per_sec"]:,.4g} images/s\n'
             f'stored          {stored}, {record["bytes_per_image"]:,.0f} bytes each\n'
             f'{caution}{skipped}'
-            f'{next_command(record["stored_samples"], settings)}')
+            f'{next_line(record["stored_samples"], settings)}')
 
 
-def next_command(samples: int, settings: Encode) -> str:
+def next_line(samples: int, settings: Encode) -> str:
     """The command that trains on what was encoded."""
-    command = ['composer', 'benchmark.py', '--remote', settings.out, '--use_ema', '--model_name',
-               settings.model_name, '--image_size', str(settings.image_size)]
+    flags = ['--model_name', settings.model_name, '--image_size', str(settings.image_size)]
     if settings.pretrained:
-        command.append('--pretrained')
-    if samples < BATCH_SIZE:
-        command += ['--batch_size', str(1 << (samples.bit_length() - 1))]
-    return f'next            {shlex.join(command)}'
+        flags.append('--pretrained')
+    return f'next            {training_command(settings.out, samples, flags)}'
 
 
 def encode(settings: Encode) -> dict | None:
     """Encode what is missing, and make a dataset of it; returns the record, or None if nothing was missing."""
     files = find_model(settings.model_name, settings.pretrained)
-    origin = origin_with_weights(files, settings)
+    origin = origin_of_latents(files, settings.image_size)
     index = read_image_index(settings.remote)
     facts = {'encoder_precision': settings.encoder_precision, **origin}
     parts = [Part(part_name(facts, shard), [number]) for number, shard in enumerate(index['shards'])]
@@ -354,7 +338,7 @@ def encode(settings: Encode) -> dict | None:
         write_index(output, joined, latents=origin)
     if not missing:
         print(f'done already: --out {settings.out} holds {counted(joined.samples, "sample")}, all of this --remote')
-        print(next_command(joined.samples, settings))
+        print(next_line(joined.samples, settings))
         return None
     stored = {
         'samples': sum(joined.samples_of[part.name] for part in missing),  # of this run

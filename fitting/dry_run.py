@@ -15,7 +15,7 @@ from composer.utils import dist
 from fitting.fake_step import StepMemory, trace_step
 from fitting.memory import GIB, build_outline, has_buckets, lasting_bytes
 from fitting.microbatch import sizes_to_try
-from inputs.shards import read_index, require_columns
+from inputs.shards import read_index
 from inputs.words import counted
 from models.diffusion_model import DiffusionModel
 from models.loading import find_model
@@ -117,9 +117,7 @@ def is_on_latents(settings: Train) -> bool:
     """Whether the training needs no VAE. Raises ValueError if --remote is no dataset."""
     if not settings.remote:
         return settings.use_synth_latents
-    index = read_index(settings.remote)
-    require_columns(settings.remote, index)
-    return 'latents' in index
+    return 'latents' in read_index(settings.remote)
 
 
 def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, bool]]:

@@ -19,7 +19,8 @@ LATENT_COLUMNS = {'caption': 'str'}  # and LATENTS, whose type has the size in i
 def read_index(remote: str, flag: str = '--remote') -> dict:
     """The index.json of a dataset of MDS shards, in a folder or a store.
 
-    Raises ValueError, by the `flag` that the dataset was given by, if there is none that can be read and trusted.
+    Raises ValueError, by the `flag` that the dataset was given by, if there is none that can be read and trusted, or a
+    shard lacks a column.
     """
     place = f'{flag} {remote}'
     try:
@@ -33,6 +34,7 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     try:
         for shard in index['shards']:
             refuse_harmful_entry(shard, place)
+            require_columns(shard, 'latents' in index, place)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f'{place} has an {INDEX} that is not one of MDS shards; convert the data anew') from None
     return index
@@ -41,7 +43,6 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
 def read_image_index(remote: str, flag: str = '--remote') -> dict:
     """The index.json of a dataset of images with captions. Raises ValueError if it is not there, or holds others."""
     index = read_index(remote, flag)
-    require_columns(remote, index, flag)
     if 'latents' in index:
         raise ValueError(f'{flag} {remote} holds latents; give the images that they were made of')
     return index
@@ -73,24 +74,21 @@ def refuse_harmful_entry(shard: dict, place: str) -> None:
             raise ValueError(f'{place} has a column {name} of type {encoding}, which can run code; do not use it')
 
 
-def require_columns(remote: str, index: dict, flag: str = '--remote') -> None:
-    """Raises ValueError if a shard of `index` lacks a column, of images and captions or of latents and captions."""
-    for shard in index['shards']:
-        columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
-        needed = dict(MDS_COLUMNS)
-        if 'latents' in index:
-            needed = LATENT_COLUMNS | {LATENTS: columns.get(LATENTS, 'moments')}
-        missing = sorted(needed.items() - columns.items())
-        if missing:
-            wanted = ', '.join(f'{name} of {encoding}' for name, encoding in missing)
-            present = ', '.join(f'{name} of {encoding}' for name, encoding in columns.items())
-            raise ValueError(f'{flag} {remote} lacks the columns {wanted}; it has {present}')
+def require_columns(shard: dict, latents: bool, place: str) -> None:
+    """Raises ValueError if the entry of a shard lacks a column, of images and captions or of latents and captions."""
+    columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
+    needed = MDS_COLUMNS
+    if latents:
+        needed = LATENT_COLUMNS | {LATENTS: columns.get(LATENTS, 'moments')}
+    missing = sorted(needed.items() - columns.items())
+    if missing:
+        wanted = ', '.join(f'{name} of {encoding}' for name, encoding in missing)
+        present = ', '.join(f'{name} of {encoding}' for name, encoding in columns.items())
+        raise ValueError(f'{place} lacks the columns {wanted}; it has {present}')
 
 
 def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--remote') -> None:
     """Raises ValueError if the latents of `index` are not of the size and VAE that `origin` names (models.latents)."""
-    if 'latents' not in index:
-        return
     for key, ours in origin.items():
         theirs = index['latents'].get(key)
         if theirs != ours:

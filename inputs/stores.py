@@ -15,7 +15,6 @@ import io
 import os
 import re
 from datetime import timedelta
-from typing import NamedTuple
 
 import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
@@ -33,16 +32,11 @@ RETRIES = {'max_retries': 1000, 'retry_timeout': timedelta(minutes=2),
 TIMEOUTS = {'connect_timeout': timedelta(seconds=20), 'timeout': timedelta(seconds=90)}
 
 
-class Address(NamedTuple):
-    """What an address is made of."""
-    scheme: str  # s3, gs or azure
-    account: str | None  # of Azure
-    bucket: str  # or container
-    key: str  # without a / at its ends; '' is the whole bucket
+def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
+    """The scheme, the account (of Azure), the bucket or container, and the key, without a / at its ends.
 
-
-def parse_address(address: str, flag: str) -> Address:
-    """Raises ValueError if there is no client for such an address, or it names no bucket."""
+    Raises ValueError if there is no client for such an address, or it names no bucket.
+    """
     scheme, _, place = address.partition('://')
     if scheme not in ('s3', 'gs', 'azure'):
         raise ValueError(f'{flag} {address}: of stores, s3://, gs:// and azure:// can be used; '
@@ -55,7 +49,7 @@ def parse_address(address: str, flag: str) -> Address:
     if not bucket:
         raise ValueError(f'{flag} {address} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
                          f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
-    return Address(scheme, account, bucket, key.strip('/'))
+    return scheme, account, bucket, key.strip('/')
 
 
 def open_store(address: str, flag: str) -> tuple[ObjectStore, str]:
@@ -157,7 +151,6 @@ class StoredFile(io.RawIOBase):
     """
 
     def __init__(self, address: str):
-        self.reader = None
         try:
             self.reader = obstore.open_reader(*open_store(address, 'SOURCE'), buffer_size=PIECE_BYTES)
         except (BaseError, OSError) as error:

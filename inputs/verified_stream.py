@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import streaming.base.dataset
@@ -44,11 +45,15 @@ class VerifiedStream(Stream):
         index: the index.json of the dataset.
         remote: folder or object store with the shards; None: they are in `local`.
         local: folder in which the cache has a folder of its own. None: see `cache_folder`.
-        cache_limit: bytes of the copies.
-        kwargs: for Stream.
+        cache_limit: bytes of the copies, or a text such as 500gb: the oldest are dropped.
+        download_retry: times that a download is tried again.
+        download_timeout: seconds for a download.
+
+    Raises ValueError if `cache_limit` is no size, or there is no cache that it could bound.
     """
 
-    def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | None = None, **kwargs):
+    def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
+                 download_retry: int = 2, download_timeout: float = 120):
         if remote is None:
             remote, local = local, None
         is_compressed = any(shard['zip_data'] for shard in index['shards'])
@@ -56,8 +61,12 @@ class VerifiedStream(Stream):
             remote, local = None, remote
         else:
             local = cache_folder(local, index)
-        super().__init__(remote=remote, local=local, keep_zip=False, **kwargs)
-        self.cache_limit = cache_limit
+        super().__init__(remote=remote, local=local, keep_zip=False, download_retry=download_retry,
+                         download_timeout=download_timeout)
+        self.cache_limit = bytes_to_int(cache_limit) if cache_limit is not None else None
+        if self.cache_limit and remote is None:
+            raise ValueError(f'--cache_limit has no cache to bound: {local} is read in place; give --local a folder, '
+                             'or leave the limit out')
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: np.ndarray) -> None:
         """Say of no shard that it is there (int64, 0 bytes), so that each is prepared before its first sample.
@@ -105,27 +114,14 @@ class VerifiedDataset(StreamingDataset):
     the reason.
 
     Args:
-        index, remote, local: see VerifiedStream.
-        cache_limit: bytes of the copies, or a text such as 500gb: the oldest are dropped.
-        download_retry: times that a download is tried.
-        download_timeout: seconds for a download.
+        stream: of its shards.
         kwargs: for StreamingDataset.
-
-    Raises ValueError if `cache_limit` is no size, or there is no cache that it could bound.
     """
     failure = None  # the exception of a background thread
 
-    def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
-                 download_retry: int = 2, download_timeout: float = 120, **kwargs):
-        if cache_limit is not None:
-            cache_limit = bytes_to_int(cache_limit)
-        stream = VerifiedStream(index, remote, local, cache_limit, download_retry=download_retry,
-                                download_timeout=download_timeout)
-        if cache_limit and stream.remote is None:
-            raise ValueError(f'--cache_limit has no cache to bound: {stream.local} is read in place; give --local a '
-                             'folder, or leave the limit out')
+    def __init__(self, stream: VerifiedStream, **kwargs):
         with own_shared_memory():
-            super().__init__(streams=[stream], cache_limit=cache_limit, **kwargs)
+            super().__init__(streams=[stream], cache_limit=stream.cache_limit, **kwargs)
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict:
         """A sample by its number, of a shard that was compared with index.json. Raises DataError if it cannot be had.
@@ -188,12 +184,10 @@ class VerifiedDataset(StreamingDataset):
         self.load_state_dict(state)
 
 
-class Shards:
+class Shards(NamedTuple):
     """The shards of a dataset by their number, each verified when it is fetched. See `open_shards`."""
-
-    def __init__(self, stream: VerifiedStream, readers: list[MDSReader]):
-        self.stream = stream
-        self.readers = readers
+    stream: VerifiedStream
+    readers: list[MDSReader]
 
     def fetch(self, number: int) -> MDSReader:
         """The reader of a shard, which is present and verified from now on. Raises DataError if it cannot be had.
@@ -234,7 +228,7 @@ def open_shards(remote: str, folder: str | None, index: dict) -> Shards:
         folder: in which the copies have a folder of their own. None: `remote` is read in place where that can be.
         index: the index.json of `remote`.
     """
-    stream = VerifiedStream(index, remote, folder, download_retry=2, download_timeout=120)
+    stream = VerifiedStream(index, remote, folder)
     return Shards(stream, [reader_from_json(stream.local, '', entry) for entry in index['shards']])
 
 
@@ -284,8 +278,7 @@ def own_shared_memory() -> Iterator[None]:
 
     Without this: runs that start at once give their memory the same names (`File exists`), and ranks find different
     ones where another run starts meanwhile.
-    Tests: test_the_ranks_of_a_node_share_a_number_and_each_node_has_its_own,
-    test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
+    Test: test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
     """
     find_number = streaming.base.dataset.get_shm_prefix
     streaming.base.dataset.get_shm_prefix = draw_number

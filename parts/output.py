@@ -9,10 +9,11 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +27,7 @@ from streaming import MDSWriter
 from inputs.errors import DataError
 from inputs.places import CLAIM, INDEX, is_address
 from inputs.stores import open_store, parse_address, store_error
+from settings.train import BATCH_SIZE
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
@@ -42,12 +44,10 @@ class Output:
         out: as the user gave it.
         flag: what errors call it.
 
-    Raises ValueError if it has no name, or is an address that cannot be written to.
+    Raises ValueError if it is an address that cannot be written to.
     """
 
     def __init__(self, out: str, flag: str):
-        if not out.strip():
-            raise ValueError(f'{flag} is empty; give a new folder, or an address in a store')
         self.flag = flag
         self.place = f'{flag} {out}'  # as errors call it
         self.is_folder = not is_address(out)
@@ -75,8 +75,6 @@ class Output:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with self._reaching():
-            if os.path.lexists(self.out) and not os.path.isdir(self.out):
-                raise ValueError(f'{self.place} is not a folder; give a new one')
             os.makedirs(self.out, exist_ok=True)
             names = {*os.listdir(self.out)} - {LOCK}
             if names and CLAIM not in names:
@@ -195,8 +193,6 @@ class PartWriter(MDSWriter):
             super().__init__(columns=columns, out=unused, hashes=['xxh64'], size_limit=shard_bytes)
         self.output = output
         self.part = part
-        self.sender = ThreadPoolExecutor(1)
-        self.sent: Future | None = None  # the last shard
 
     def flush_shard(self) -> None:
         """Send the samples that were written since the last shard as the next one."""
@@ -204,21 +200,13 @@ class PartWriter(MDSWriter):
         content = self.encode_joint_shard()
         self.shards.append({'samples': len(self.new_samples), 'raw_data': self._hash(content, name), 'zip_data': None,
                             **self.get_config()})
-        self.wait_until_sent()
-        self.sent = self.sender.submit(self.output.write, f'{self.part}/{name}', content)
-
-    def wait_until_sent(self) -> None:
-        """Raises what went wrong with the last shard."""
-        if self.sent is not None:
-            self.sent.result()
+        self.output.write(f'{self.part}/{name}', content)
 
     def finish(self, skipped: Iterable[dict] = ()) -> None:
         """Send the last samples, and then say that the part is whole. `skipped` is what was left out of it."""
         if self.new_samples:
             self.flush_shard()
             self._reset_cache()
-        self.wait_until_sent()
-        self.sender.shutdown()
         index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped)}
         self.output.write(f'{self.part}/{INDEX}', json.dumps(index).encode())
 
@@ -289,3 +277,11 @@ def write_index(output: Output, joined: Joined, **about) -> bool:
         return False
     output.write(INDEX, index)
     return True
+
+
+def training_command(out: str, samples: int, flags: list[str]) -> str:
+    """The command that trains on a dataset, with as large a batch as it can fill."""
+    command = ['composer', 'benchmark.py', '--remote', out, '--use_ema']
+    if samples < BATCH_SIZE:
+        command += ['--batch_size', str(1 << (samples.bit_length() - 1))]
+    return shlex.join([*command, *flags])

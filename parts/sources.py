@@ -8,7 +8,6 @@ Links in folders are followed wherever they lead (part1 -> /disk1): whoever made
 searched once, so that loops end, and a file that has two names by links is converted once.
 """
 import fnmatch
-import functools
 import glob
 import hashlib
 import os
@@ -16,13 +15,13 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import obstore
 from obstore.exceptions import BaseError
 
 from inputs.errors import DataError, one_line
+from inputs.images import formats
 from inputs.places import is_address
 from inputs.stores import open_store, store_error
 
@@ -93,14 +92,9 @@ def split_name(name: str) -> tuple[str, str]:
     return key, dot + suffix
 
 
-@functools.cache
-def has_heif_package() -> bool:
-    return find_spec('pillow_heif') is not None
-
-
 def is_image(suffix: str) -> bool:
     """Whether a file of this suffix, in any case, is read as an image."""
-    return suffix.lower() in IMAGES or (suffix.lower() in HEIF and has_heif_package())
+    return suffix.lower() in IMAGES or (suffix.lower() in HEIF and 'HEIF' in formats())
 
 
 def why_not_read(suffix: str) -> str:

@@ -186,16 +186,14 @@ class RayWorkers:
         do: as for LocalWorkers. Where each task has a GPU, its number is 0: it sees no other.
         address: of the cluster, as `ray.init` takes it.
         for_gpus: whether the work needs GPUs.
-        most: tasks at once.
 
     Raises ValueError if there is no cluster at that address.
     """
 
-    def __init__(self, do: Callable, address: str, for_gpus: bool = False, most: int | None = None):
+    def __init__(self, do: Callable, address: str, for_gpus: bool = False):
         os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')  # Ray reports how it is used unless it is told not to
         import ray
         self.ray = ray
-        self.most = most or sys.maxsize
         refuse_silent_address(address)
         settings = {name: os.environ[name] for name in SETTINGS_OF_STORES if name in os.environ}
         environment = {'py_modules': [str(ROOT / room) for room in ROOMS], 'env_vars': settings}
@@ -218,8 +216,7 @@ class RayWorkers:
 
     def places(self) -> int:
         """How many calls there may be, now. At least one, for which a cluster that grows by itself starts a machine."""
-        devices = int(self.ray.cluster_resources().get('GPU' if self.on_gpus else 'CPU', 0))
-        return max(1, min(self.most, devices))
+        return max(1, int(self.ray.cluster_resources().get('GPU' if self.on_gpus else 'CPU', 0)))
 
     def call(self, parts: list[Part]):
         """Give a task parts to make."""

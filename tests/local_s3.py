@@ -22,7 +22,6 @@ class LocalS3:
         refusals: status and code that the next requests get.
         cuts: bytes after which the next answers that are pieces of an object break off.
         access_key: that requests must be signed with, where it is given; moto looks at no signature.
-        headers: of each answer, beside the usual ones.
         requests: path and headers of each that came.
         order: the keys of the objects as they were written.
         is_gone: whether it breaks every connection.
@@ -33,7 +32,6 @@ class LocalS3:
         self.refusals: list[tuple[int, str]] = []
         self.cuts: list[int] = []
         self.access_key: str | None = None
-        self.headers: dict[str, str] = {}
         self.requests: list[tuple[str, EnvironHeaders]] = []
         self.order: list[str] = []
         self.is_gone = False
@@ -86,7 +84,6 @@ class LocalS3:
                 response = Response.from_app(self.moto, environ, buffered=True)
             if request.method == 'PUT' and response.status_code == 200:
                 self.order.append(request.path.removeprefix('/bucket/'))
-        response.headers.update(self.headers)
         if response.status_code == 206 and (cut := self.cut_after(len(response.data))) < len(response.data):
             response.response = broken_after(response.data[:cut])
         return response(environ, start_response)

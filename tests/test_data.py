@@ -1,11 +1,9 @@
 """Samples and batches of both datasets, and what stands in for bad samples."""
-import struct
-import zlib
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from benchmark import main
 from data import (
@@ -82,18 +80,11 @@ def test_streamed_batches_hold_every_pair_once(shards, samples, num_workers):
                                       pixels(pillow_square(sample['jpg'])))
 
 
-def bomb() -> bytes:
-    """A PNG of a few bytes that says it is 30,000 pixels wide and high."""
-    header = struct.pack('>IIBBBBB', 30_000, 30_000, 8, 2, 0, 0, 0)
-    chunks = [b'IHDR' + header, b'IDAT' + zlib.compress(b''), b'IEND']
-    return b'\x89PNG\r\n\x1a\n' + b''.join(
-        struct.pack('>I', len(chunk) - 4) + chunk + struct.pack('>I', zlib.crc32(chunk)) for chunk in chunks)
-
-
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_path, results, capfd, num_workers):
     samples = [good(index) for index in range(20)]
-    samples[3]['jpg'], samples[17]['jpg'], samples[18]['caption'] = b'no image', bomb(), ' \n'
+    bomb = encoded(Image.new('1', (20_000, 20_000)), 'PNG')
+    samples[3]['jpg'], samples[17]['jpg'], samples[18]['caption'] = b'no image', bomb, ' \n'
     shards = write_shards(tmp_path / 'shards', samples)
     record = main(['--remote', shards, *TINY, '--max_duration', '2ep', '--measure_batches', '9', '--num_workers',
                    str(num_workers), '--max_bad_samples', '0.2', '--results', str(results)])

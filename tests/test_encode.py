@@ -1,10 +1,12 @@
 """Encoding once: every sample, once, and the same training afterwards."""
+import functools
 import json
 import os
 import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -14,6 +16,10 @@ import encode
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
+from inputs.shards import index_hash, read_index
+from settings.commands import Encode
+from settings.flags import parse
+from settings.here import encoding_here
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
 from tests.parts.commands import start, workers_of
@@ -137,14 +143,6 @@ def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, cap
         (2, 'image does not decode: not a known format'), (9, 'no caption')]
 
 
-def test_where_nothing_can_be_encoded_there_is_no_dataset(tmp_path, model_folder, capfd):
-    shards = write_shards(tmp_path / 'shards', [{'jpg': b'no', 'caption': 'x'}] * 3)
-    out = tmp_path / 'out'
-    assert f'not one image could be encoded; {out}/skipped.jsonl' in refusal(
-        capfd, encode_shards, shards, out, model_folder)
-    assert not (out / 'index.json').exists()
-
-
 def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):
     folder = tmp_path / 'model'
     shutil.copytree(model_folder, folder)
@@ -168,13 +166,6 @@ def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_ref
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_latents_of_random_weights_are_not_gone_on_with_by_other_weights(shards, tmp_path, capfd):
-    argv = [*SMALL, '--remote', shards, '--out', str(tmp_path / 'out'), '--model_name', 'tiny', '--results',
-            str(tmp_path / 'results.jsonl')]
-    assert encode.main([*argv, '--seed', '1'])['samples'] == 24
-    assert 'was begun with vae_seed 1, and this command has 2' in refusal(capfd, encode.main, [*argv, '--seed', '2'])
-
-
 def changed(model_folder, folder: Path, part: str) -> Path:
     """A copy of the model with another scaling factor or other weights of the VAE."""
     shutil.copytree(model_folder, folder)
@@ -196,11 +187,7 @@ def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, s
         other = changed(model_folder, tmp_path / part, part)
         assert f'latents with {key}' in refusal(capfd, benchmark.main, [*train, '--model_name', str(other)])
     assert 'vae_sha256' in refusal(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
-    (begun := tmp_path / 'begun').mkdir()
-    shutil.copy(Path(latents, 'claim.json'), begun)
-    assert 'was begun with vae_sha256' in refusal(capfd, encode_shards, shards, begun, tmp_path / 'weights')
-    others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(index)), 'caption': 'x'} for index in range(9)])
-    assert 'was begun with remote' in refusal(capfd, encode_shards, others, begun, model_folder)
+    assert 'was begun with vae_sha256' in refusal(capfd, encode_shards, shards, latents, tmp_path / 'weights')
     assert 'holds latents; give the images' in refusal(capfd, encode_shards, latents, tmp_path / 'twice', model_folder)
 
 
@@ -211,6 +198,26 @@ def test_a_training_on_latents_says_so_and_counts_what_it_ran(latents, model_fol
     assert StableDiffusion('tiny', 64, latents=True).vae is None
     flops = StableDiffusion('tiny', 64).flops_per_image
     assert record['tflops_per_image'] == pytest.approx((flops['unet'] + flops['text_encoder']) / 1e12)
+
+
+@pytest.mark.long
+def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeypatch, shards, model_folder):
+    graphs = []
+
+    def as_it_is(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+    monkeypatch.setattr(torch.nn.Module, 'compile', functools.partialmethod(torch.nn.Module.compile, backend=as_it_is))
+    argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
+    torch._dynamo.reset()
+    plain, compiled = (encode.Encoder(encoding_here(parse(Encode, '', [*argv, *flags])), index_hash(read_index(shards)),
+                                      None) for flags in ([], ['--compile']))
+    for number in (4, 3, 1, 0, 2):
+        batch = {'image': torch.randint(256, (number, 3, 64, 64), dtype=torch.uint8), 'number': range(number)}
+        for one, other in zip(plain.moments_of(batch), compiled.moments_of(batch), strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-3, rtol=2e-3)
+    torch._dynamo.reset()
+    assert len(graphs) == 1
 
 
 @pytest.mark.long
@@ -225,13 +232,3 @@ def test_under_a_launcher_one_rank_encodes_and_all_train_on_it(tmp_path, shards,
     assert [(record['stage'], record.get('encoders'), record['num_devices']) for record in records] == [
         ('encode', None, 1), ('train', 'text_in_loop', 2)]  # the first rank encodes
     assert records[0]['samples'] == 24 and captions(tmp_path / 'latents') == captions(shards)
-
-
-@pytest.mark.long
-def test_latents_go_to_s3_and_are_trained_on_from_there(s3, shards, model_folder, tmp_path, results):
-    model = ['--model_name', model_folder, '--pretrained', '--image_size', '64', '--results', str(results)]
-    record = encode.main(['--remote', shards, '--out', 's3://bucket/latents', '--batch_size', '5', '--num_workers', '0',
-                          *model])
-    assert record['samples'] == record['stored_samples'] == 24
-    record = benchmark.main(['--remote', 's3://bucket/latents', '--local', str(tmp_path / 'cache'), *TINY, *model])
-    assert (record['status'], record['encoders']) == ('complete', 'text_in_loop')

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from data import StreamingLAIONDataset, build_fitting_tokenizer, build_held_out_loader
 from inputs.held_out import HeldOutSamples
 from inputs.places import number_of_samples
-from inputs.shards import read_index, require_columns, require_same_origin
+from inputs.shards import read_index, require_same_origin
 from models.latents import origin_of_latents
 from models.loading import ModelFiles
 from settings.train import Train
@@ -58,7 +58,6 @@ def open_held_out(settings: Train, files: ModelFiles, latents: bool) -> HeldOutS
         return None
     flag = '--eval_remote'
     index = read_index(remote, flag)
-    require_columns(remote, index, flag)
     if 'latents' in index:
         require_same_origin(remote, index, origin_of_latents(files, settings.image_size), flag)
     elif latents:

@@ -18,7 +18,6 @@ from tqdm import tqdm
 from ema import EMA
 from inputs.captions import build_tokenizer
 from inputs.errors import one_line
-from inputs.text_files import read_prompts
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
@@ -26,6 +25,15 @@ from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from settings.train import Train
 from training.checkpoints import written_whole
 from training.signals import StopAtSignal
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts in a file, one a line. Raises ValueError if there is none."""
+    lines = Path(path).read_text(encoding='utf-8-sig').split('\n')
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f'--sample_prompts {path} holds no prompt; write one on each line')
+    return prompts
 
 
 class Sampling(Callback):

@@ -3,13 +3,12 @@ import os
 import signal
 
 import pytest
-import torch
 from torch.utils.data import Dataset
 
 from data import StreamingLAIONDataset, build_loader
 from inputs import timed_loader
 from inputs.captions import build_tokenizer
-from inputs.timed_loader import CountedCollate, TimedDataLoader
+from inputs.timed_loader import TimedDataLoader
 from tests.runs import wait_until
 from training.failures import reason
 
@@ -20,26 +19,6 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return index
-
-
-@pytest.mark.parametrize('num_workers', [1, 2])
-def test_the_ready_batches_are_those_made_and_not_taken(num_workers):
-    loader = TimedDataLoader(Numbers(), 2, num_workers=num_workers, persistent_workers=True,
-                             collate_fn=CountedCollate(torch.tensor, num_workers))
-    for _ in range(2):  # epochs
-        batches = iter(loader)
-        for taken in range(1, 13):
-            next(batches)
-            left = 12 - taken
-            wait_until(lambda left=left: loader.ready_batches == min(loader.queue_length, left))
-        assert next(batches, None) is None and loader.ready_batches == 0
-    loader._iterator._shutdown_workers()
-
-
-def test_a_loader_without_processes_has_nothing_ready():
-    loader = TimedDataLoader(Numbers(), 2)
-    next(iter(loader))
-    assert (loader.ready_batches, loader.queue_length) == (0, 0)
 
 
 def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):

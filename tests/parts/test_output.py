@@ -60,7 +60,6 @@ def test_a_part_is_done_once_it_has_its_index_and_a_damaged_one_is_named(output)
     part = PartWriter(output, 'one', {'caption': 'str'}, shard_bytes=220)
     for index in range(40):
         part.write({'caption': str(index)})
-    part.wait_until_sent()
     assert output.parts() == {'one': False} and not output.is_done('one')
     write_part(output, 'one', ['a'])  # by another worker
     assert output.is_done('one')
@@ -68,18 +67,6 @@ def test_a_part_is_done_once_it_has_its_index_and_a_damaged_one_is_named(output)
     for name in ('one', 'two'):
         with pytest.raises(DataError, match=f'^{name}/index.json of OUT .* is gone or damaged; remove .* {name}, '):
             join_parts(output, [name])
-
-
-def test_other_settings_and_another_program_are_refused(output):
-    begin(output)
-    before = output.read(CLAIM)
-    for settings, words in (({'size_limit': 2}, 'with size_limit 1, and this command has 2'),
-                            ({'seed': 3}, 'with seed None, and this command has 3'),
-                            ({'program': 'encode.py'}, 'with program convert.py, and this command has encode.py')):
-        with pytest.raises(ValueError, match=f'^OUT .* was begun {words}; give the same flags as then'):
-            begin(output, **settings)
-    begin(output, seed=None)
-    assert output.read(CLAIM) == before
 
 
 def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
@@ -118,33 +105,6 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path)
     (tmp_path / 'killed').mkdir()
     (tmp_path / 'killed' / f'{CLAIM}.lock').touch()  # by a run that was killed before it had begun
     begin(Output(str(tmp_path / 'killed'), 'OUT'))
-
-
-def test_a_disk_that_is_full_or_a_store_that_forbids_is_one_line(tmp_path, monkeypatch):
-    full = Output('/dev/full/out', 'OUT')
-    with pytest.raises(DataError, match='OUT /dev/full/out cannot be read or written .*Not a directory'):
-        begin(full)
-    with local_s3(monkeypatch) as store:
-        output = Output('s3://bucket/out', 'OUT')
-        begin(output)
-        store.refusals = [(403, 'AccessDenied')]
-        with pytest.raises(DataError, match='OUT s3://bucket/out: access is denied'):
-            begin(output, size_limit=2)
-
-
-def test_a_part_whose_shard_did_not_arrive_is_not_said_to_be_whole(tmp_path, monkeypatch):
-    output = Output(str(tmp_path / 'out'), 'OUT')
-    begin(output)
-    write = Output.write
-
-    def write_no_shards(self, name, content):
-        if name.endswith('.mds'):
-            raise DataError('No space left on device')
-        write(self, name, content)
-    monkeypatch.setattr(Output, 'write', write_no_shards)
-    with pytest.raises(DataError, match='No space left'):
-        write_part(output, 'one', ['a'])
-    assert not output.is_done('one')
 
 
 def test_a_part_is_named_by_the_names_and_sizes_of_its_files_and_by_the_settings():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from inputs.errors import DataError
-from parts.sources import File, find_files, join_neighbours, split_name
+from parts.sources import File, find_files, join_neighbours
 from tests.local_s3 import local_s3
 from tests.privileges import without_privileges
 
@@ -25,13 +25,6 @@ def reasons_of(found, folder: Path) -> dict[str, str]:
     return {os.path.relpath(line['source'], folder): line['reason'] for line in found.left_out}
 
 
-@pytest.mark.parametrize('name, expected', [
-    ('a.jpg', ('a', '.jpg')), ('IMG_2020.01.02.JPG', ('IMG_2020.01.02', '.JPG')), ('a.seg.png', ('a.seg', '.png')),
-    ('README', ('README', '')), ('.hidden', ('.hidden', '')), ('a.', ('a', '.')), ('/b.c/d', ('/b.c/d', ''))])
-def test_the_suffix_is_what_follows_the_last_dot(name, expected):
-    assert split_name(name) == expected
-
-
 def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(tmp_path):
     disk = make(tmp_path / 'disk', 'x.tar', 'deep/y.tar')
     source = make(tmp_path / 'source', 'a.tar', 'a.jpg', 'a.txt')
@@ -49,18 +42,8 @@ def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(t
         'part1/itself': 'no file: a broken link, a pipe, a socket or a device'}
 
 
-def test_images_find_the_captions_of_exactly_their_key(tmp_path):
-    make(tmp_path, 'a.v2.JPG', 'a.v2.txt', 'b.png', 'b.json', 'b.txt', 'c.jpg', 'c.TXT', 'season.jpg', 'season.json',
-         'season_stats.jpg', 'season_stats.json')
-    found = find_files([str(tmp_path)])
-    assert {Path(file.name).name: file.captions for file in found.files} == {
-        'a.v2.JPG': ('.txt',), 'b.png': ('.txt', '.json'), 'c.jpg': (), 'season.jpg': ('.json',),
-        'season_stats.jpg': ('.json',)}
-    assert reasons_of(found, tmp_path) == {'c.TXT': 'not an image, a caption or a tar: .TXT is not read'}
-
-
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr('parts.sources.has_heif_package', lambda: False)
+    monkeypatch.setattr('parts.sources.formats', lambda: ())
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', 'y.parquet', 'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README',
          'photo.xyz', 'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar')
     os.mkfifo(tmp_path / 'pipe.tar')
