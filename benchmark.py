@@ -41,7 +41,6 @@ from fitting import (
     build_outline,
     dry_run,
     find_microbatch,
-    gradients_in_buckets,
     process_switches,
     refuse_too_little_memory,
     switch_callbacks,
@@ -299,8 +298,7 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
     if settings.save_folder:
         callbacks.append(WholeCheckpoints(settings.save_folder, settings.save_interval,
                                           settings.save_num_checkpoints_to_keep))
-    is_one_microbatch = microbatch == settings.batch_size // dist.get_world_size()
-    with resuming(checkpoint, settings.save_folder), gradients_in_buckets(is_one_microbatch):
+    with resuming(checkpoint, settings.save_folder):
         trainer = Trainer(
             model=model,
             train_dataloader=data,

@@ -50,12 +50,6 @@ class ShadowModel(composers.EMAParameters):
             for name, tensor in (*self.named_parameters(), *self.named_buffers()):
                 tensor.copy_(saved.get(name, tensor))
 
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self.named_parameters_dict.values())
-
-    def buffers(self) -> list[torch.Tensor]:
-        return list(self.named_buffers_dict.values())
-
 
 def pair_by_name(ema_model: torch.nn.Module | ShadowModel, model: torch.nn.Module) -> tuple[list, list]:
     """The averages, and in the same order the tensors of `model` that they are of. Raises ValueError if they differ."""

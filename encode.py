@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch.utils.data import DataLoader, Dataset
 
-from fitting.compiling import compile_in_place, compile_mode
+from fitting.compiling import compile_in_place
 from inputs.errors import DataError
 from inputs.images import decode_image, normalize_images, stack_images
 from inputs.places import is_address, number_of_samples
@@ -134,7 +134,7 @@ class Encoder:
         if channels_last:
             vae.to(memory_format=torch.channels_last)
         if settings.compile:
-            compile_in_place([vae.encoder], compile_mode(settings.compile))
+            compile_in_place([vae.encoder], settings.compile)
         return vae
 
     def encode(self, output: Output, parts: list[Part], shards: Shards) -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 from composer.utils import dist
 
 from fitting.fake_step import StepMemory, trace_step
-from fitting.memory import GIB, build_outline, has_buckets, lasting_bytes
+from fitting.memory import GIB, build_outline, lasting_bytes
 from fitting.microbatch import sizes_to_try
 from inputs.shards import read_index
 from inputs.words import counted
@@ -62,13 +62,10 @@ class Estimate:
 
     def needed(self, microbatch: int) -> dict[str, int]:
         """Bytes by item at the peak of a step: within a microbatch, or while the optimizer works."""
-        lasting = self.lasting
-        if has_buckets(microbatch, self.share, self.settings.dry_run):
-            lasting = lasting | {'gradient buckets': lasting['gradients']}
-        within = lasting | self.step.peak(microbatch, accumulated=microbatch < self.share)
-        updating = dict(lasting)
+        within = self.lasting | self.step.peak(microbatch, accumulated=microbatch < self.share)
+        updating = dict(self.lasting)
         if not self.settings.fused_optimizer:
-            updating['working memory'] = lasting['weights']  # what Adam divides by, of all weights at once
+            updating['working memory'] = self.lasting['weights']  # what Adam divides by, of all weights at once
         return max(within, updating, key=lambda items: sum(items.values()))
 
     def taken(self, microbatch: int) -> float:
@@ -141,7 +138,7 @@ def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, b
 def estimate(title: str, settings: Train, latents: bool, build_model: Callable) -> Estimate:
     """The memory of a device for the model that is built with these settings."""
     model = build_outline(settings, find_model(settings.model_name), latents, build_model)  # sizes need no weights
-    lasting = lasting_bytes(settings, model)
+    lasting = lasting_bytes(settings, model, settings.dry_run)
     return Estimate(title, settings, model, lasting, trace_step(model, settings.precision))
 
 

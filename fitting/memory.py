@@ -36,7 +36,7 @@ def build_outline(settings: Train, files: ModelFiles, latents: bool,
     return build_model(settings, latents, torch.device('meta'), files)
 
 
-def lasting_bytes(settings: Train, model: DiffusionModel) -> dict[str, int]:
+def lasting_bytes(settings: Train, model: DiffusionModel, num_devices: int) -> dict[str, int]:
     """Bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
 
     A model without memory will do.
@@ -45,6 +45,8 @@ def lasting_bytes(settings: Train, model: DiffusionModel) -> dict[str, int]:
     needed = {'weights': unet, 'gradients': unet, 'Adam moments': ADAM_MOMENTS * unet}
     if settings.use_ema:
         needed['average of the weights'] = unet
+    if num_devices > 1:
+        needed['gradient buckets'] = unet  # of DistributedDataParallel, beside the gradients
     needed['text encoder'] = parameter_bytes(model.text_encoder)
     if model.vae is not None:
         needed['VAE'] = parameter_bytes(model.vae)
@@ -55,20 +57,12 @@ def parameter_bytes(module: torch.nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def has_buckets(microbatch: int, share: int, num_devices: int) -> bool:
-    """Whether DistributedDataParallel holds a copy of all gradients in its buckets.
-
-    Where a device's share of the batch is one microbatch, the gradients lie in them (fitting/switches.py).
-    """
-    return num_devices > 1 and microbatch < share
-
-
 def refuse_too_little_memory(settings: Train, outline: DiffusionModel) -> None:
     """Raises ValueError if the training surely needs more memory than its GPU has, or its ranks find on this host.
 
     Nothing is counted that depends on the microbatch, which can be made smaller.
     """
-    needed = lasting_bytes(settings, outline)
+    needed = lasting_bytes(settings, outline, dist.get_world_size())
     if torch.cuda.is_available():
         there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         place = 'this GPU'

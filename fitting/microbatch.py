@@ -3,7 +3,6 @@
 Composer's own search, 'auto', works within the run: where memory runs out in a backward pass, DDP is left in the middle
 of its exchange of gradients, and every microbatch of a run that searches is synchronised. Here each try stands alone.
 """
-import copy
 import gc
 import re
 import sys
@@ -12,7 +11,7 @@ import torch
 from composer.core import DataSpec, get_precision_context
 from composer.utils import dist, get_device
 
-from fitting.memory import ADAM_MOMENTS, has_buckets
+from fitting.memory import ADAM_MOMENTS
 from inputs.captions import CAPTION_LENGTH
 from inputs.errors import is_out_of_memory
 from inputs.shards import LATENTS
@@ -20,8 +19,7 @@ from inputs.words import counted
 from models.diffusion_model import DiffusionModel
 from settings.train import Train
 
-SPARE_SHARE = 1 / 32  # of a GPU's memory: the allocator cuts it up a little differently in a long run
-BUCKET_BYTES = 32 * 2 ** 20  # more than DistributedDataParallel sends at once, which is 25 MiB
+SPARE_SHARE = 1 / 32  # of a GPU's memory: a long run cuts it up a little differently, and NCCL's channels take some
 
 # What CUDA's libraries say where their handles and workspaces find no memory, and kernels that cannot count so many
 # elements; not of one image, where there is room for all of it
@@ -53,7 +51,7 @@ def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precis
 
     One image comes first, which makes the handles and workspaces of CUDA's libraries while there is room. Each size is
     tried on all ranks at once, so that none waits for another. A try is what the first two batches of the run do,
-    beside everything that it holds. Weights and random state stay as they are, and there is no optimizer yet.
+    beside everything that it holds. The weights stay as they are, and there is no optimizer yet.
 
     Args:
         model: with its switches; it is moved to its device. A compiled part runs uncompiled: compiling takes minutes
@@ -66,11 +64,10 @@ def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precis
     Raises ValueError if not even one image fits.
     """
     get_device().module_to_device(model)
-    exchange_a_bucket()
+    copies = int(use_ema) + int(dist.get_world_size() > 1)  # the average, and the buckets of DDP
     largest = 0
-    with random_state_kept(), torch.compiler.set_stance('force_eager'):
+    with torch.compiler.set_stance('force_eager'):
         for size in sizes_to_try(share):
-            copies = int(use_ema) + has_buckets(size, share, dist.get_world_size())
             if not on_all_ranks(fits(model, data, size, precision, copies)):
                 break
             largest = size
@@ -78,19 +75,6 @@ def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precis
         raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of this device; '
                          'use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
     return largest
-
-
-def random_state_kept():
-    """A context after which random numbers go on as if nothing had been drawn in it."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    return torch.random.fork_rng(devices)
-
-
-def exchange_a_bucket() -> None:
-    """A sum over all ranks as large as the run's own: NCCL takes the memory for its channels when it is first called.
-    """
-    if dist.get_world_size() > 1:
-        dist.all_reduce(torch.zeros(BUCKET_BYTES // 4, device=get_device()._device))
 
 
 def on_all_ranks(mine: bool) -> bool:
@@ -147,14 +131,12 @@ def train_twice(model: DiffusionModel, data: DataSpec, size: int, precision: str
 
 
 def forward_and_backward(model: DiffusionModel, data: DataSpec, size: int, precision: str) -> None:
-    """As Composer's Trainer does it, which keeps a copy of the microbatch."""
+    """As Composer's Trainer does it."""
     microbatch = data.microbatch_transforms(blank_batch(model, size, torch.uint8, get_device()._device))
-    composers_copy = copy.deepcopy(microbatch)
     with get_precision_context(precision):
         outputs = model.train()(microbatch)
         loss = model.loss(outputs, microbatch)
     loss.backward()
-    del composers_copy
 
 
 def blank_batch(model: DiffusionModel, size: int, image_type: torch.dtype, device: str) -> dict[str, torch.Tensor]:

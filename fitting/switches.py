@@ -1,20 +1,17 @@
 """The switches that train the same model faster or in less memory: those of the model, and those of the process."""
 import contextlib
-from collections.abc import Iterator
 
 import torch
 from composer import Callback
 from composer.core import State
-from composer.trainer import trainer
 from composer.utils import dist
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 from transformers.models.clip.modeling_clip import CLIPEncoder
 
-from fitting.compiling import compile_blocks, compile_in_place, compile_mode
+from fitting.compiling import compile_in_place
 from inputs.errors import one_line
 from models.diffusion_model import DiffusionModel
 from models.norms import switch_norms_to_half
@@ -23,6 +20,7 @@ from settings.train import Train
 SDPA_BACKENDS = {'flash': SDPBackend.FLASH_ATTENTION, 'efficient': SDPBackend.EFFICIENT_ATTENTION,
                  'math': SDPBackend.MATH, 'cudnn': SDPBackend.CUDNN_ATTENTION}
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
+MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 14 kinds of residual blocks and 4 of transformer blocks
 
 
 def apply_switches(model: DiffusionModel, settings: Train) -> None:
@@ -53,17 +51,21 @@ def apply_switches(model: DiffusionModel, settings: Train) -> None:
 
 
 def compile_model(model: DiffusionModel, settings: Train) -> None:
-    """Compile the UNet, whole or block by block, the VAE's encoder, and the layers of the text encoder."""
-    mode = compile_mode(settings.compile)
+    """Compile the UNet, whole or block by block, the VAE's encoder, and the layers of the text encoder.
+
+    Blocks of one kind and size share a graph.
+    """
     # the text encoder's masks and embeddings around its layers are made in other ways in each version of transformers
-    whole = [module for module in model.text_encoder.modules() if isinstance(module, CLIPEncoder)]
+    modules = [module for module in model.text_encoder.modules() if isinstance(module, CLIPEncoder)]
     if settings.compile_blocks:
-        compile_blocks(model.unet, UNET_BLOCKS, mode)
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, MOST_KINDS_OF_BLOCKS)  # of one class, for all its sizes
+        modules += [module for module in model.unet.modules() if type(module) in UNET_BLOCKS]
     else:
-        whole.append(model.unet)
+        modules.append(model.unet)
     if model.vae is not None:
-        whole.append(model.vae.encoder)
-    compile_in_place(whole, mode)
+        modules.append(model.vae.encoder)
+    compile_in_place(modules, settings.compile)
 
 
 def process_switches(settings: Train) -> contextlib.AbstractContextManager:
@@ -79,34 +81,11 @@ def process_switches(settings: Train) -> contextlib.AbstractContextManager:
     return sdpa_kernel([SDPA_BACKENDS[name] for name in order], set_priority=True)
 
 
-@contextlib.contextmanager
-def gradients_in_buckets(is_one_microbatch: bool) -> Iterator[None]:
-    """A context in which Composer's Trainer makes a DDP whose gradients are views of its buckets, if that saves memory.
-
-    It saves a copy of all gradients, 3.2 GiB of Stable Diffusion 2, where a batch is a single microbatch. Where there
-    are several, gradients add up outside the buckets in all but the last. Composer 0.32.1 gives DDP no such argument.
-    Test: test_gradients_lie_in_the_buckets_where_a_batch_is_one_microbatch.
-    """
-    composers_own = trainer.prepare_ddp_module
-
-    def prepare_ddp_module(module: torch.nn.Module, find_unused_parameters: bool) -> torch.nn.Module:
-        return DistributedDataParallel(module, find_unused_parameters=find_unused_parameters,
-                                       gradient_as_bucket_view=True)
-
-    if is_one_microbatch:
-        trainer.prepare_ddp_module = prepare_ddp_module
-    try:
-        yield
-    finally:
-        trainer.prepare_ddp_module = composers_own
-
-
 def switch_callbacks(settings: Train) -> list[Callback]:
     """What the switches do within a step."""
-    callbacks = []
     if settings.allreduce_precision == 'bf16':
-        callbacks.append(AllReduceInBf16())
-    return callbacks
+        return [AllReduceInBf16()]
+    return []
 
 
 class AllReduceInBf16(Callback):

@@ -1,15 +1,12 @@
 """A checkpoint becomes a pipeline of diffusers that draws with what was trained, or nothing at all."""
-import contextlib
-import io
 import os
 import re
 import signal
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import AutoencoderKL, StableDiffusionPipeline
 from safetensors import SafetensorError
 
 from benchmark import main
@@ -48,18 +45,11 @@ def exported(tmp_path_factory, checkpoints) -> str:
 
 
 @pytest.fixture(scope='module')
-def exported_latents(tmp_path_factory, latent_checkpoints, model_folder) -> dict[str | None, SimpleNamespace]:
-    """By the model folder that the VAE and the tokenizer are taken from, None for none: where the pipeline of the run
-    on latents is, its `out`, and what was printed."""
-    pipelines = {}
-    for folder in (None, model_folder):
-        flags = ['--model_name', folder, '--pretrained', '--tokenizer', folder] if folder else []
-        out = tmp_path_factory.mktemp('latents') / 'out'
-        output, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-            export([latent_checkpoints, str(out), *flags])
-        pipelines[folder] = SimpleNamespace(out=out, output=output.getvalue(), errors=errors.getvalue())
-    return pipelines
+def exported_latents(tmp_path_factory, latent_checkpoints, model_folder) -> str:
+    """The pipeline of the run on latents, with the VAE and the tokenizer of the model folder."""
+    out = str(tmp_path_factory.mktemp('latents') / 'out')
+    export([latent_checkpoints, out, '--model_name', model_folder, '--pretrained', '--tokenizer', model_folder])
+    return out
 
 
 def loaded(out, *without: str) -> StableDiffusionPipeline:
@@ -102,31 +92,24 @@ def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(che
     assert image.size == (64, 64) and np.asarray(image).std() > 0
 
 
-@pytest.mark.parametrize('tokenizer', [None, 'model_folder'])
-def test_the_pipeline_tokenizes_as_training_does(exported_latents, tokenizer, request):
-    if tokenizer:
-        tokenizer = request.getfixturevalue(tokenizer)
-    out = exported_latents[tokenizer].out
-    in_training = build_tokenizer(tokenizer)
-    in_pipeline = loaded(out, 'unet', 'vae', 'text_encoder').tokenizer
-    again_in_training = build_tokenizer(str(out))
-    for caption in CAPTIONS:
-        ids = in_pipeline(caption, padding='max_length', max_length=in_pipeline.model_max_length, truncation=True)
-        assert ids.input_ids == in_training.encode(caption).ids, caption
-        assert ids.input_ids == again_in_training.encode(caption).ids, caption
+def test_the_pipeline_tokenizes_as_training_does(exported, exported_latents, model_folder):
+    for out, tokenizer in ((exported, None), (exported_latents, model_folder)):
+        in_pipeline = loaded(out, 'unet', 'vae', 'text_encoder').tokenizer
+        for in_training in (build_tokenizer(tokenizer), build_tokenizer(out)):
+            for caption in CAPTIONS:
+                ids = in_pipeline(caption, padding='max_length', max_length=in_pipeline.model_max_length,
+                                  truncation=True)
+                assert ids.input_ids == in_training.encode(caption).ids, caption
 
 
-def test_a_run_on_latents_takes_the_vae_of_the_model_folder(exported_latents, latent_checkpoints, model_folder):
-    of_random = exported_latents[None]
-    assert 'cannot decode; give --model_name FOLDER --pretrained' in of_random.errors
-    assert of_random.errors.count('\n') == 2 and of_random.errors.startswith(f'reading {latent_checkpoints}')
-    assert 'live (there is no average)' in of_random.output
-    pretrained = exported_latents[model_folder]
-    assert pretrained.errors.count('\n') == 1
-    from diffusers import AutoencoderKL
+def test_a_run_on_latents_takes_the_vae_of_the_model_folder(exported_latents, latent_checkpoints, model_folder,
+                                                            tmp_path, capfd):
     saved = AutoencoderKL.from_pretrained(model_folder, subfolder='vae').state_dict()
-    vae = loaded(pretrained.out, 'unet', 'text_encoder', 'tokenizer').vae
+    vae = loaded(exported_latents, 'unet', 'text_encoder', 'tokenizer').vae
     assert all(torch.equal(saved[name], tensor) for name, tensor in vae.state_dict().items())
+    export([latent_checkpoints, str(tmp_path / 'out')])
+    output, errors = capfd.readouterr()
+    assert 'cannot decode; give --model_name FOLDER --pretrained' in errors and 'there is no average' in output
 
 
 def test_an_exported_model_is_trained_further(exported, tmp_path):

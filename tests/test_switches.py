@@ -1,98 +1,141 @@
-"""Every switch trains the same model: loss and gradients of a small one against plain float32, from the same seed."""
+"""Every switch trains the same model, in half precision by CUDA's rules: how near float32, and what overflows."""
+import contextlib
+
 import pytest
 import torch
+from composer import Callback
 
 import benchmark
-from benchmark import StableDiffusion, apply_switches
-from data import collate, normalize
-from inputs.captions import build_tokenizer
-from inputs.images import decode_image
-from tests.runs import settings_of
+from benchmark import StableDiffusion
+from fitting.fake_step import norms_in_float32
+from models.loading import DTYPES, find_model
+from settings.train import Train
+from tests.cuda_rules import HALF, Dtypes, composer_on_a_gpu
+from tests.runs import TINY, settings_of
 
-
-def batch_of(samples: list[dict], image_size: int) -> dict[str, torch.Tensor]:
-    stored = [{'image': decode_image(sample['jpg']), 'caption': sample['caption']} for sample in samples[:4]]
-    return normalize(collate(stored, build_tokenizer(), image_size), image_size)
+NORMS = ('native_group_norm', 'native_layer_norm')
+PRODUCTS = ('convolution', 'addmm', 'mm', 'bmm', '_scaled_dot_product_flash_attention_for_cpu')
 
 
 @pytest.fixture(scope='module')
-def batch(samples) -> dict[str, torch.Tensor]:
-    return batch_of(samples, 64)
+def batch() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {'image': torch.rand(3, 3, 64, 64, generator=generator) * 2 - 1,
+            'caption': torch.randint(49408, (3, 77), generator=generator)}
 
 
-def loss_and_gradients(batch, argv: list[str], model_name: str = 'tiny') -> tuple[float, dict[str, torch.Tensor]]:
-    image_size = batch['image'].shape[-1]
-    settings = settings_of('--use_synth_data', '--model_name', model_name, '--image_size', image_size, *argv)
+def arguments(*argv: str) -> Train:
+    return settings_of('--use_synth_data', *TINY, '--results', '/dev/null', *argv)
+
+
+def loss_and_gradient(batch, *argv: str, dtypes: Dtypes | None = None) -> tuple[float, torch.Tensor]:
+    """Of a model, all gradients as one vector; with fp16 the loss is scaled, as a scaler begins."""
+    settings = arguments(*argv)
     torch.manual_seed(0)
-    model = StableDiffusion(model_name, image_size, encoder_precision=settings.encoder_precision).train()
-    apply_switches(model, settings)
+    model = StableDiffusion(settings.model_name, 64, encoder_precision=settings.encoder_precision).train()
+    benchmark.apply_switches(model, settings)
+    scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
     torch.manual_seed(1)
-    loss = model.loss(model(batch), batch)
-    loss.backward()
-    return float(loss), {name: parameter.grad for name, parameter in model.unet.named_parameters()}
-
-
-def assert_same(switched: tuple, plain: tuple, tolerance: float) -> None:
-    """Tolerances are relative: of the loss, and of all gradients together by their norm."""
-    loss, gradients = switched
-    assert loss == pytest.approx(plain[0], rel=tolerance)
-    error = torch.stack([(gradients[name] - gradient).norm() for name, gradient in plain[1].items()]).norm()
-    assert error / torch.stack([gradient.norm() for gradient in plain[1].values()]).norm() < tolerance
-    assert gradients.keys() == plain[1].keys()  # compiling in place leaves the names of checkpoints alone
+    with norms_in_float32(), dtypes or contextlib.nullcontext():
+        precision = settings.precision
+        with torch.autocast('cpu', HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
+            outputs = model(batch)
+            loss = model.loss(outputs, batch)
+        (loss * scale).backward()
+    gradients = [parameter.grad / scale for parameter in model.unet.parameters()]
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
 
 
 @pytest.fixture(scope='module')
 def plain(batch):
-    return loss_and_gradients(batch, ['--no-channels_last'])
+    return loss_and_gradient(batch, '--precision', 'fp32', '--no-channels_last')
+
+
+def assert_near(switched: tuple[float, torch.Tensor], plain: tuple[float, torch.Tensor], tolerance: float) -> None:
+    """Tolerances are relative: of the loss, and of all gradients together by their norm."""
+    assert switched[0] == pytest.approx(plain[0], rel=tolerance)
+    assert (switched[1] - plain[1]).norm() < tolerance * plain[1].norm()
 
 
 @pytest.mark.parametrize('argv, tolerance', [
-    (['--channels_last'], 1e-4),
-    (['--gradient_checkpointing'], 1e-5),
-    (['--encoder_precision', 'bf16'], 0.05),
-    (['--encoder_precision', 'fp16'], 0.01),
+    (['--precision', 'fp32', '--channels_last'], 1e-4),
+    (['--precision', 'fp32', '--gradient_checkpointing'], 1e-5),
+    (['--precision', 'amp_bf16'], 0.02),
+    (['--precision', 'amp_fp16', '--encoder_precision', 'fp32'], 0.004),
+    (['--precision', 'amp_fp16', '--channels_last', '--gradient_checkpointing'], 0.004),
+    (['--precision', 'amp_bf16', '--encoder_precision', 'fp32', '--half_precision_norms'], 0.02),
+    (['--precision', 'amp_fp16', '--half_precision_norms'], 0.004),
 ], ids=str)
-def test_a_switch_leaves_loss_and_gradients_as_they_are(batch, plain, argv, tolerance):
-    assert_same(loss_and_gradients(batch, argv), plain, tolerance)
+def test_with_any_switch_loss_and_gradients_are_near_those_of_plain_float32(batch, plain, argv, tolerance):
+    assert_near(loss_and_gradient(batch, *argv), plain, tolerance)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(' ' in torch.__file__, reason='torch 2.7.0 gives its own path to the compiler of C++ unquoted')
-def test_compiling_leaves_loss_and_gradients_as_they_are(samples, smallest_model):
-    batch = batch_of(samples, 32)
-    plain = loss_and_gradients(batch, ['--no-channels_last'], smallest_model)
-    assert_same(loss_and_gradients(batch, ['--compile'], smallest_model), plain, 1e-4)
+def test_compiling_leaves_loss_and_gradients_as_they_are(batch, smallest_model):
+    argv = ['--precision', 'fp32', '--no-channels_last', '--model_name', smallest_model]
+    plain = loss_and_gradient(batch, *argv)
+    assert_near(loss_and_gradient(batch, *argv, '--compile'), plain, 1e-4)
 
 
-def test_the_fused_optimizer_takes_the_same_steps():
-    weights = []
-    for flag in ('--fused_optimizer', '--no-fused_optimizer'):
-        settings = settings_of('--use_synth_data', flag)
-        torch.manual_seed(0)
-        model = StableDiffusion('tiny', 64)
-        optimizer = benchmark.build_optimizer(model, settings)
-        assert optimizer.param_groups[0]['fused'] == (flag == '--fused_optimizer')
-        for step in range(3):
-            for index, parameter in enumerate(model.unet.parameters()):
-                generator = torch.Generator().manual_seed(1000 * step + index)
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
-            optimizer.step()
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.unet.parameters()]))
-    torch.testing.assert_close(*weights, atol=1e-6, rtol=0)
+@pytest.mark.parametrize('encoder_precision', ['bf16', 'fp32'])
+def test_with_half_precision_norms_unet_and_vae_compute_them_in_half(batch, encoder_precision):
+    dtypes = Dtypes()
+    loss_and_gradient(batch, '--precision', 'amp_bf16', '--encoder_precision', encoder_precision,
+                      '--half_precision_norms', dtypes=dtypes)
+    assert dtypes.of('native_group_norm', 'native_group_norm_backward') == {torch.bfloat16}
+    assert dtypes.of('native_layer_norm_backward') == {torch.bfloat16}
 
 
-def test_microbatches_give_the_gradient_of_the_batch(batch):
-    torch.manual_seed(0)
-    model = StableDiffusion('tiny', 64).train()
-    latents, text = model.encode(batch)
-    noise, timesteps = torch.randn_like(latents), torch.randint(1000, (4,))
+def test_channels_last_reaches_the_convolutions_of_unet_and_vae(batch):
+    model = StableDiffusion('tiny', 64)
+    benchmark.apply_switches(model, arguments('--channels_last'))
+    for part in (model.unet, model.vae.encoder):
+        weights = [module.weight for module in part.modules() if isinstance(module, torch.nn.Conv2d)]
+        assert len(weights) > 5
+        assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
 
-    def gradient(*parts: slice) -> torch.Tensor:
-        model.zero_grad()
-        for part in parts:
-            noised = model.scheduler.add_noise(latents[part], noise[part], timesteps[part])
-            prediction = model.unet(noised, timesteps[part], text[part]).sample
-            (model.loss((prediction, noise[part]), batch) * len(noise[part]) / 4).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in model.unet.parameters()])
 
-    torch.testing.assert_close(gradient(slice(0, 2), slice(2, 4)), gradient(slice(0, 4)), atol=1e-6, rtol=1e-4)
+@pytest.mark.parametrize('encoder_precision', ['bf16', 'fp16', 'fp32'])
+def test_encoders_that_are_held_in_half_compute_in_half_alone_and_others_are_left_to_autocast(batch, encoder_precision):
+    half = DTYPES[encoder_precision] if encoder_precision != 'fp32' else torch.float16
+    model = StableDiffusion('tiny', 64, encoder_precision=encoder_precision).train()
+    with norms_in_float32(), torch.autocast('cpu', half), Dtypes() as dtypes:
+        latents, text = model.encode(batch)
+    assert dtypes.of(*PRODUCTS) == {half} and latents.dtype == text.dtype == torch.float32
+    assert dtypes.of(*NORMS) == {DTYPES[encoder_precision]}
+
+
+class Overflow(Callback):
+    """Makes a gradient of batch 3 infinite; the UNet's weights, Adam's state and the scale at the end of each batch."""
+
+    def __init__(self):
+        self.weights, self.scale = [], []
+
+    def after_backward(self, state, logger):
+        if state.timestamp.batch.value == 2:
+            state.model.unet.conv_in.bias.grad[0] = float('inf')
+
+    def batch_end(self, state, logger):
+        [optimizer] = state.optimizers
+        moments = [tensor for moments in optimizer.state.values() for tensor in moments.values()]
+        tensors = [tensor.detach().flatten() for tensor in (*state.model.unet.parameters(), *moments)]
+        self.weights.append(torch.cat(tensors))
+        self.scale.append(state.scaler.get_scale())
+
+
+def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved(monkeypatch, smallest_with_attention):
+    settings = arguments('--model_name', smallest_with_attention, '--image_size', '16', '--precision', 'amp_fp16',
+                         '--device_train_microbatch_size', '2', '--max_duration', '5ba')
+    witness = Overflow()
+    data = benchmark.build_data(settings, find_model(smallest_with_attention))
+    with composer_on_a_gpu(monkeypatch), benchmark.StopAtSignal() as stop:
+        _, trainer = benchmark.build_run(settings, data, stop, callbacks=[witness])
+        with benchmark.noting_how_it_ends(trainer) as outcome:
+            trainer.fit()
+    assert outcome == {'status': 'complete'}  # its loss was finite
+    assert witness.scale == [2. ** 16, 2. ** 16, 2. ** 15, 2. ** 15, 2. ** 15]
+    assert torch.equal(witness.weights[1], witness.weights[2])
+    assert not torch.equal(witness.weights[0], witness.weights[1])
+    assert not torch.equal(witness.weights[2], witness.weights[3])

@@ -1,7 +1,6 @@
 """Checkpoints as Composer writes them: saved whole, found again, and loaded without running code."""
 import contextlib
 import datetime
-import io
 import os
 import pickle
 import re
@@ -31,7 +30,6 @@ NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
 LOCK = '.lock'  # in a --save_folder
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
-LONGEST_ARCHIVE_END = 1 << 17  # bytes at an archive's end, by which it is known; its comment is at most 64 KiB
 PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints beside tensors and Python's own types
 
 
@@ -132,14 +130,10 @@ def newest_whole(place: str, flag: str) -> str | None:
 
 
 def is_whole(path: str) -> bool:
-    """Whether a file is an archive with its end. Raises OSError if it cannot be read.
-
-    zipfile reads bytes from memory here, since it takes a disk's refusal for an archive without an end.
-    """
+    """Whether a file is an archive with its end. Raises OSError if it cannot be read."""
     with open(path, 'rb') as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - LONGEST_ARCHIVE_END))
-        return zipfile.is_zipfile(io.BytesIO(file.read()))
+        file.read(1)  # zipfile takes a disk's refusal for an archive without an end
+        return zipfile.is_zipfile(file)
 
 
 @contextlib.contextmanager
@@ -202,6 +196,8 @@ class WholeCheckpoints(CheckpointSaver):
         super().load_state_dict(state)
         paths = [os.path.join(self.folder, os.path.basename(path)) for path in self.all_saved_checkpoints_to_timestamp]
         self.saved_checkpoints = [path for path in paths if os.path.exists(path)]
+        # at an epoch's end Composer would save the same batch again, under the name of the next epoch
+        self.last_checkpoint_batch = max(saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values())
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         write_in_place = composer_checkpoint._write_checkpoint_file
@@ -227,8 +223,6 @@ class WholeCheckpoints(CheckpointSaver):
 def leave_out(state_dict: dict[str, Any]) -> None:
     """Take out of what Composer saves what a resume has no use for."""
     del state_dict['rng']  # Safeguard seeds every batch
-    if not any(state_dict['state']['scaler'].values()):  # as on a CPU; on a GPU a GradScaler refuses to load none
-        del state_dict['state']['scaler']
 
 
 def write_whole(state_dict: dict[str, Any], filename: str) -> None:

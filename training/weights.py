@@ -104,19 +104,14 @@ def fetched(name: str, flag: str) -> Iterator[str]:
         first_of_node = dist.get_global_rank() - dist.get_local_rank()
         path = os.path.join(dist.all_gather_object(folder)[first_of_node], 'checkpoint.pt')
         with dist.run_local_rank_zero_first():
-            if dist.get_local_rank() == 0:
-                download(name, path, flag)
+            try:
+                if dist.get_local_rank() == 0:
+                    get_file(name, path, progress_bar=False)
+            except Exception as error:  # every storage client has its own exceptions
+                raise ValueError(f'{flag}: {name} cannot be fetched ({type(error).__name__}: {one_line(error)[:200]}); '
+                                 f'check its name, your credentials, and the room in {folder}') from None
         yield path
         dist.barrier()  # the other ranks of this node may still open it
-
-
-def download(uri: str, path: str, flag: str) -> None:
-    """Copy the object of that URI to `path`. Raises ValueError if it cannot be had."""
-    try:
-        get_file(uri, path, progress_bar=False)
-    except Exception as error:  # every storage client has its own exceptions
-        raise ValueError(f'{flag}: {uri} cannot be fetched ({type(error).__name__}: {one_line(error)[:200]}); check '
-                         f'its name, your credentials, and the room in {tempfile.gettempdir()}') from None
 
 
 def with_prefix_removed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -3,12 +3,9 @@ import json
 
 import pytest
 import torch
-from composer.trainer import trainer as composers_trainer
 from torch.nn.attention import SDPBackend
-from torch.nn.parallel import DistributedDataParallel
 
-from fitting.switches import gradients_in_buckets, process_switches
-from tests.cuda_rules import one_rank
+from fitting.switches import process_switches
 from tests.forked_runs import run, traced
 from tests.runs import TINY, settings_of
 
@@ -25,20 +22,6 @@ def test_attention_tries_the_kernel_first_that_is_asked_for(attention, order):
     else:
         assert [SDPBackend(number).name for number in tried[:4]] == order
     assert torch._C._get_sdp_priority_order() == before
-
-
-@pytest.mark.parametrize('are_views', [True, False])
-def test_gradients_lie_in_the_buckets_where_a_batch_is_one_microbatch(are_views):
-    """DDP as Composer's Trainer makes it. A bucket holds several gradients, so that a view shows by its storage."""
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-    composers_own = composers_trainer.prepare_ddp_module
-    with one_rank(), gradients_in_buckets(is_one_microbatch=are_views):
-        wrapped = composers_trainer.prepare_ddp_module(model, False)
-        wrapped(torch.randn(4, 8)).sum().backward()
-    assert isinstance(wrapped, DistributedDataParallel)
-    gradients = [parameter.grad for parameter in model.parameters()]
-    assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == (1 if are_views else 4)
-    assert composers_trainer.prepare_ddp_module is composers_own
 
 
 @pytest.mark.long

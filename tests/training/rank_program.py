@@ -63,5 +63,4 @@ def main(out: str | Path, *argv: str) -> None:
     [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
     torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},
                 'average': ema.ema_model.named_parameters_dict, 'captions': witness.captions,
-                'synchronised': witness.synchronised, 'random': torch.initial_seed(),
-                'seed': trainer.state.seed}, Path(out) / f'rank{dist.get_global_rank()}.pt')
+                'synchronised': witness.synchronised}, Path(out) / f'rank{dist.get_global_rank()}.pt')

@@ -1,17 +1,14 @@
 """Captions that are left out and images that are mirrored: the right share, the same again, and nothing else."""
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from composer.core import Event, Timestamp
 
 import benchmark
 from benchmark import main
-from data import normalize
 from inputs.images import FLIP
-from models.loading import find_model
-from tests.runs import TINY, settings_of
+from tests.runs import TINY
 from training import CaptionDrop, RandomFlip, augmentation
 
 EMPTY = torch.arange(77)
@@ -61,49 +58,25 @@ def test_what_is_drawn_depends_on_seed_and_batch_alone_and_ranks_draw_what_one_w
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_the_empty_caption_is_the_tokenizers_and_the_model_is_given_it(results, monkeypatch):
-    settings = settings_of('--use_synth_data', *TINY, '--caption_drop', '0.2')
-    [algorithm] = benchmark.build_algorithms(settings, find_model('tiny'))
-    empty = [49406, 49407] + [0] * 75
-    assert algorithm.empty_caption.tolist() == empty
+def test_the_model_is_given_the_empty_captions_and_the_mirrored_images_that_are_drawn(results, monkeypatch):
     seen = []
 
     class Model(benchmark.StableDiffusion):
         def forward(self, batch):
-            seen.append((batch['caption'] == torch.tensor(empty)).all(dim=1).tolist())
-            return super().forward(batch)
-
-    monkeypatch.setattr(benchmark, 'StableDiffusion', Model)
-    record = main(['--use_synth_data', *TINY, '--caption_drop', '0.5', '--results', str(results)])
-    assert seen == [dropped(batch, 4).tolist() for batch in range(4)]
-    assert 0 < np.mean(seen) < 1 and record['caption_drop'] == 0.5
-
-
-@pytest.mark.parametrize('size', [8, 16])
-def test_the_images_that_are_named_are_mirrored_left_to_right_and_the_others_are_not(size):
-    image = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
-    plain = normalize({'image': image}, size)['image']
-    batch = normalize({'image': image, FLIP: torch.tensor([True, False])}, size)
-    assert set(batch) == {'image'}
-    torch.testing.assert_close(batch['image'][0], plain[0].flip(2), atol=0, rtol=0)
-    torch.testing.assert_close(batch['image'][1], plain[1], atol=0, rtol=0)
-
-
-def test_the_model_is_given_the_mirrored_images_microbatch_by_microbatch(results, monkeypatch):
-    seen = []
-
-    class Model(benchmark.StableDiffusion):
-        def forward(self, batch):
-            seen.append(batch['image'].clone())
+            seen.append({name: tensor.clone() for name, tensor in batch.items()})
             return super().forward(batch)
 
     monkeypatch.setattr(benchmark, 'StableDiffusion', Model)
     flags = ['--use_synth_data', *TINY, '--device_train_microbatch_size', '2', '--results', str(results)]
-    assert main(flags)['random_flip'] is False
-    plain = torch.cat(seen)
+    main(flags)
+    images = torch.cat([microbatch['image'] for microbatch in seen])
     seen.clear()
-    assert main([*flags, '--random_flip'])['random_flip'] is True
+    record = main([*flags, '--random_flip', '--caption_drop', '0.5'])
+    assert (record['random_flip'], record['caption_drop']) == (True, 0.5)
+    empty = torch.tensor([49406, 49407] + [0] * 75)  # the tokenizer's
+    is_empty = torch.cat([(microbatch['caption'] == empty).all(dim=1) for microbatch in seen])
+    assert torch.equal(is_empty, torch.cat([dropped(batch, 4) for batch in range(4)]))
     drawn = torch.cat([flipped(batch, 4) for batch in range(4)])
-    assert drawn.any() and not drawn.all()
-    plain[drawn] = plain[drawn].flip(3)
-    assert torch.equal(torch.cat(seen), plain)
+    assert drawn.any() and not drawn.all() and is_empty.any() and not is_empty.all()
+    images[drawn] = images[drawn].flip(3)
+    assert torch.equal(torch.cat([microbatch['image'] for microbatch in seen]), images)

@@ -133,6 +133,9 @@ def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_l
         main(argv)
     assert exit.value.code == 0 and 'nothing left to do' in capfd.readouterr().out
     assert checkpoints_in(str(tmp_path / 'kept')) == saved and len(results.read_text().splitlines()) == 1
+    main([*argv, '--max_duration', '2ep', '--save_interval', '1ep'])  # goes on at the epoch's end, and saves it once
+    assert [Path(path).name for path in checkpoints_in(str(tmp_path / 'kept'))] == ['ep0-ba3-rank0.pt',
+                                                                                    'ep2-ba6-rank0.pt']
 
 
 class Line(ComposerModel):
@@ -187,14 +190,9 @@ def kept(tmp_path) -> Path:
     return folder
 
 
-def test_checkpoints_are_in_the_order_of_their_batches_and_epochs(kept):
-    assert [Path(path).name for path in checkpoints_in(str(kept))] == [
-        'ep9-ba999-rank0.pt', 'ep9-ba1000-rank0.pt', 'ep10-ba1000-rank0.pt']
-    assert newest_checkpoint(str(kept)) == str(kept / 'ep10-ba1000-rank0.pt')
-
-
 @pytest.mark.parametrize('size', [0, 100, 300_000])
-def test_a_newest_checkpoint_that_is_cut_is_passed_over_and_stays(kept, capfd, size):
+def test_the_newest_checkpoint_is_that_of_most_batches_and_one_that_is_cut_is_passed_over_and_stays(kept, capfd, size):
+    assert newest_checkpoint(str(kept)) == str(kept / 'ep10-ba1000-rank0.pt')
     for name, before in (('ep10-ba1000-rank0.pt', 'ep9-ba1000-rank0.pt'),
                          ('ep9-ba1000-rank0.pt', 'ep9-ba999-rank0.pt'), ('ep9-ba999-rank0.pt', None)):
         cut = kept / name
@@ -205,7 +203,7 @@ def test_a_newest_checkpoint_that_is_cut_is_passed_over_and_stays(kept, capfd, s
         assert cut.read_bytes() == content
 
 
-@pytest.mark.parametrize('target, words', [('/proc/self/mem', 'Invalid argument'), ('/nowhere', 'No such file')])
+@pytest.mark.parametrize('target, words', [('/proc/self/mem', 'Input/output error'), ('/nowhere', 'No such file')])
 def test_a_newest_checkpoint_that_cannot_be_read_ends_the_run_and_everything_stays(kept, target, words):
     unreadable = kept / 'ep0-ba2000-rank0.pt'
     unreadable.symlink_to(target)
@@ -233,14 +231,6 @@ def test_a_resume_with_another_flag_or_a_dataset_that_was_made_anew_is_refused(t
     assert 'the dataset of --remote was made anew' in one_error_line([*argv, '--max_duration', '3ba'], capfd)
 
 
-def test_a_run_on_a_cpu_is_resumed_on_a_gpu(tmp_path, smallest_model, results, monkeypatch):
-    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--save_folder', str(tmp_path / 'kept'),
-            '--autoresume', '--results', str(results), '--max_duration']
-    main([*argv, '2ba'])
-    monkeypatch.setattr(torch.cuda.amp.common, 'amp_definitely_not_available', lambda: False)  # as its GradScaler asks
-    assert main([*argv, '4ba'])['first_batch'] == 2
-
-
 def save_for_ever(folder: str, has_begun) -> None:
     with saving_alone(folder, autoresume=True):
         has_begun.set()
@@ -260,12 +250,3 @@ def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(serv
     first.join()
     with saving_alone(folder, autoresume=False), saving_alone(None, autoresume=False):  # the first was killed
         pass
-
-
-def test_a_save_folder_with_files_is_refused_to_a_new_run(kept):
-    with saving_alone(str(kept), autoresume=True):
-        pass
-    before = sorted(kept.iterdir())
-    with pytest.raises(ValueError, match='kept already holds files'), saving_alone(str(kept), autoresume=False):
-        pass
-    assert sorted(kept.iterdir()) == before

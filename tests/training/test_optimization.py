@@ -93,5 +93,5 @@ def test_without_the_flags_all_is_as_in_the_original():
     assert ema.smoothing == 2 ** (-1 / 1000) and ema.ema_start.value == 0
     model = benchmark.StableDiffusion('tiny', 64)
     [group] = benchmark.build_optimizer(model, settings).param_groups
-    assert (group['lr'], group['weight_decay']) == (1e-4, 0.001)
+    assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)
     assert isinstance(benchmark.build_schedule('constant', None), ConstantScheduler)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import benchmark
-from tests import runs
 from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
-from tests.runs import check_record, free_port, start_launcher
+from tests.runs import free_port
 from tests.training import rank_program
 
 TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
@@ -50,23 +49,8 @@ def test_the_ranks_split_an_epoch_without_overlap(trained):
     assert len(seen) == len(set(seen)) == 24 and set(seen) == {tuple(caption) for caption in one['captions']}
 
 
-def test_noise_differs_between_ranks(trained):
-    assert trained[2][0]['seed'] != trained[2][1]['seed']
-
-
 def test_only_the_last_microbatch_synchronises_gradients(trained):
     assert [rank['synchronised'] for rank in trained[2]] == [3, 3]  # 3 batches, of 2 microbatches each
-
-
-@pytest.mark.long
-def test_two_processes_make_one_record_of_both(results, shards):
-    log = results.with_name('log')
-    run = start_launcher(log, ['-n', '2', 'benchmark.py', '--remote', shards, '--use_ema', *runs.TINY, '--results',
-                               results])
-    assert run.wait(600) == 0, log.read_text()
-    [line] = results.read_text().splitlines()
-    check_record(json.loads(line))
-    assert json.loads(line)['num_devices'] == 2 and f'appended to {results}' in log.read_text()
 
 
 def become_node(folder: Path, argv: list[str]) -> None:

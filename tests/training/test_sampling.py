@@ -1,5 +1,4 @@
 """What a run draws is what diffusers' own pipeline draws, and the run trains as if it had drawn nothing."""
-import functools
 import json
 from pathlib import Path
 
@@ -92,23 +91,6 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
         pairs = zip(pictures_in(drawing / 'drawn' / 'ba6.png'), drawn_by_diffusers(out), strict=True)
         differences = [np.abs(ours - theirs).max() for ours, theirs in pairs]
         assert (max(differences) <= 1) == (not flags), differences
-
-
-@pytest.mark.long
-def test_drawing_leaves_the_compiled_model_alone(tmp_path, smallest_model, prompts, monkeypatch, few_steps):
-    compile_without_kernels = functools.partialmethod(torch.nn.Module.compile, backend='aot_eager')
-    monkeypatch.setattr(torch.nn.Module, 'compile', compile_without_kernels)
-    flags = ['--image_size', '32', '--compile', '--channels_last', '--max_duration', '4ba']
-    compiled = []
-    records = []
-    for drawing in ([], ['--sample_prompts', prompts, '--sample_interval', '1ba']):
-        torch._dynamo.utils.counters.clear()
-        torch._dynamo.reset()  # of what was compiled before
-        records.append(run(tmp_path, smallest_model, *flags, *drawing))
-        compiled.append(torch._dynamo.utils.counters['aot_autograd']['ok'])
-    plain, record = records
-    assert compiled[0] == compiled[1] > 0 and record['loss'] == plain['loss']
-    assert record['sampling_seconds'] > 0 and len(list((tmp_path / 'drawn').iterdir())) == 4
 
 
 def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts, few_steps):
