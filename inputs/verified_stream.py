@@ -107,7 +107,7 @@ class VerifiedDataset(StreamingDataset):
     Args:
         index, remote, local: see VerifiedStream.
         cache_limit: bytes of the copies, or a text such as 500gb: the oldest are dropped.
-        download_retry: times that a download is tried.
+        download_retry: times that a download is tried again.
         download_timeout: seconds for a download.
         kwargs: for StreamingDataset.
 
