@@ -272,7 +272,7 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
         data: what it trains on.
         stop: ends it at a signal.
         files: of the model, if they are found already.
-        callbacks: more for Composer's Trainer; they come before the run's own.
+        callbacks: more for Composer's Trainer; they come before those that measure and save.
 
     Raises ValueError if it cannot be built as asked.
     """
@@ -339,7 +339,10 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
-    """Run the benchmark, with more callbacks for Composer's Trainer if there are any; returns its record."""
+    """Run the benchmark, with more callbacks for Composer's Trainer if there are any; returns its record.
+
+    With --dry_run it returns the largest microbatch for each size of card instead.
+    """
     end_with_launcher()
     with one_line_errors(PROGRAM):
         settings = on_this_machine(parse(Train, __doc__, argv, PROGRAM))

@@ -174,6 +174,8 @@ class StreamingLAIONDataset(VerifiedDataset):
 
     def good_sample(self, index: int) -> dict:
         """Sample `index` or the next good one, its caption as text; in `bad`, (index, reason) of each that was passed.
+
+        Raises DataError if a shard cannot be had, or MOST_STAND_INS samples in a row are bad.
         """
         bad = []
         for candidate in range(index, index + MOST_STAND_INS):

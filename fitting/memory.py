@@ -11,11 +11,11 @@ import psutil
 import torch
 from composer.utils import dist
 
-from measuring.gpu_monitor import GIB
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles
 from settings.train import TINY_COMMAND, Train
 
+GIB = 2 ** 30
 ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 CONTAINERS_LIMIT = Path('/sys/fs/cgroup/memory.max')
 

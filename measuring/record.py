@@ -19,9 +19,9 @@ from composer.utils.collect_env import get_cpu_model
 
 from inputs.errors import DataError
 from inputs.words import counted
-from settings.caution import doubt, remedy
 from measuring.measurement import loader_figures
 from measuring.tracing import PROFILED
+from settings.caution import doubt, remedy
 from settings.costs import days_to_train, gpu_hours
 from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train, is_young
 from settings.versions import git_commit, package_versions

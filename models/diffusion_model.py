@@ -13,6 +13,7 @@ class DiffusionModel(ComposerModel):
         image_size: in pixels.
         scaling_factor: of the latents.
         flops_per_image: of each part.
+        prediction_type: what the UNet predicts, epsilon or v_prediction.
     """
     unet: UNet2DConditionModel
     vae: AutoencoderKL | None
@@ -21,3 +22,4 @@ class DiffusionModel(ComposerModel):
     image_size: int
     scaling_factor: float
     flops_per_image: dict[str, int]
+    prediction_type: str

@@ -1,6 +1,5 @@
 """What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
-import gc
 import io
 import multiprocessing
 import os
@@ -23,45 +22,6 @@ import pytest
 pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
 
 
-def pytest_collection_finish():
-    """A full garbage collection looks at every object, and what has been imported by now is a million that stay."""
-    gc.collect()
-    gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def no_loader_processes_are_left():
-    """The garbage collector would find their iterators in some later test, and wait 5 s for each process."""
-    from torch.utils.data import dataloader
-    iterators = []
-
-    class Noted(dataloader._MultiProcessingDataLoaderIter):
-        def __init__(self, loader):
-            iterators.append(self)
-            super().__init__(loader)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataloader, '_MultiProcessingDataLoaderIter', Noted)
-        yield
-    for iterator in iterators:
-        iterator._shutdown_workers()
-
-
-@pytest.fixture(autouse=True)
-def shared_memory_is_given_back(monkeypatch):
-    """Streaming keeps what a dataset has opened until its process ends, and a dataset opens what all others have."""
-    from streaming.base.shared import memory
-    owners = []
-    monkeypatch.setattr(memory, 'atexit', SimpleNamespace(register=lambda cleanup: owners.append(cleanup.__self__)))
-    yield
-    for owner in owners:
-        for shared in (*owner.created_shms, *owner.opened_shms):
-            with contextlib.suppress(BufferError):  # what is still looked at is closed with its dataset
-                shared.close()
-        for shared in owner.created_shms:
-            with contextlib.suppress(FileNotFoundError):
-                shared.unlink()
-
-
 @pytest.fixture(autouse=True)
 def the_same_numbers_are_drawn():
     """Whatever tests were before this one."""
@@ -70,14 +30,6 @@ def the_same_numbers_are_drawn():
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-
-
-@pytest.fixture(autouse=True)
-def no_ranks_are_left():
-    """A run leaves its process group, which would answer a later test's question for the number of ranks."""
-    from tests.process_groups import leave_ranks
-    yield
-    leave_ranks()
 
 
 @pytest.fixture(scope='session')

@@ -5,6 +5,7 @@ with amp_bf16 and amp_fp16 on a CPU, with norms in float32 as CUDA's autocast ha
 cannot show: TF32, the kernels of cuDNN and cuBLAS and their order of summation, and the memory of a GPU.
 """
 import contextlib
+import ctypes
 import functools
 import tempfile
 from collections import defaultdict
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fitting.fake_step import norms_in_float32
-from tests.process_groups import leave_ranks
 
 HALF = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 
@@ -73,3 +73,16 @@ def one_rank() -> Iterator[None]:
             yield
         finally:
             leave_ranks()
+
+
+def leave_ranks() -> None:
+    """This process is alone again, if it was not.
+
+    Its groups stay in memory: where one ends, Gloo waits, without letting Python go on, for threads of its own, which
+    may wait for Python.
+    """
+    if not torch.distributed.is_initialized():
+        return
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    torch.distributed.destroy_process_group()

@@ -21,7 +21,7 @@ import pytest
 import report
 from settings.commands import Convert, Encode, Evaluate, Export, Report
 from settings.flags import build_parser
-from settings.train import SWITCHES, Train
+from settings.train import Train
 from tests.samples import encoded, picture
 
 ROOT = Path(__file__).parents[1]
@@ -149,11 +149,6 @@ def test_every_flag_is_explained_in_some_page():
             assert not flags or is_hidden or flags & named or flags & {'--help', '--version'}, f'{program} {flags}'
 
 
-def test_the_table_of_switches_has_each():
-    rows = re.findall(r'^\| `--(\w+)', (ROOT / 'docs' / 'speed.md').read_text(), re.MULTILINE)
-    assert set(SWITCHES) <= set(rows)
-
-
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 def test_every_file_of_this_repository_that_a_page_names_is_there(page):
     words = ' '.join(all_commands(page)).split()
@@ -167,14 +162,6 @@ def test_every_target_of_make_that_a_page_names_is_one(page):
     for command in named:
         target = words_of(command)[1]
         assert re.search(f'^{target}:', (ROOT / 'Makefile').read_text(), re.MULTILINE), command
-
-
-def test_scripts_of_benchmarks_know_the_flags_that_the_pages_give_them():
-    for page in PAGES:
-        for command in command_lines(page):
-            for script in re.findall(r'benchmarks/\w+\.py', command):
-                flags = re.findall(r'--\w+', command)
-                assert all(f"'{flag}'" in (ROOT / script).read_text() for flag in flags), command
 
 
 def test_launchers_are_called_as_composer_takes_it():
@@ -282,14 +269,3 @@ def test_what_can_run_here_runs(page, folder, server):
             continue
         code, output, errors = run_in_folder(server, folder, script, words[1:], CUDA_VISIBLE_DEVICES='')
         assert code == 0, f'{command}\n{output}{errors}'
-
-
-def test_git_ignores_what_the_commands_of_the_documents_write_into_a_clone():
-    text = ''.join(path.read_text() for path in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))])
-    flags = 'save_folder|out|figure|csv|quality|profile|sample_folder|tensorboard'
-    written = set(re.findall(rf'--(?:{flags}) ([a-z][a-z0-9.-]*)(?=[\s`])', text))
-    written |= set(re.findall(r'export\.py \S+ ([a-z][a-z0-9.-]*)\s', text))
-    assert {'phase-1', 'judged', 'table.csv', 'my-model'} <= written
-    for name in sorted(written):
-        place = name if '.' in name else f'{name}/file'
-        assert subprocess.run(['git', 'check-ignore', '-q', place], cwd=ROOT).returncode == 0, name

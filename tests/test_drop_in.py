@@ -1,6 +1,5 @@
 """What people wrote for mosaicml/diffusion-benchmark works here: flags, classes, and their arguments in order."""
 import inspect
-import json
 
 import pytest
 import torch
@@ -9,14 +8,12 @@ from diffusers import DDPMScheduler
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-from benchmark import StableDiffusion, build_data, main
+from benchmark import StableDiffusion, main
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
 from ema import EMA, compute_ema
-from encode import main as encode
 from inputs.captions import build_tokenizer
-from models.loading import find_model
-from tests.runs import TINY, settings_of
-from tests.samples import good, pillow_square, pixels, write_shards
+from tests.runs import TINY
+from tests.samples import pillow_square, pixels, write_shards
 
 # of the original's commit 835e58b, with self left out
 ARGUMENTS = {
@@ -37,19 +34,6 @@ def test_the_originals_arguments_come_first_in_their_order(function):
 def test_a_local_folder_without_a_remote_is_read_in_place(shards, results):
     record = main(['--local', shards, *TINY, '--num_workers', '2', '--results', str(results)])
     assert (record['status'], record['dataset']) == ('complete', 'streaming')
-    assert json.loads(results.read_text()) == record
-
-
-def test_synthetic_data_leaves_a_local_folder_alone(shards):
-    settings = settings_of('--use_synth_data', '--local', shards, *TINY)
-    assert not settings.remote  # which the record is said to be streaming by
-    assert isinstance(build_data(settings, find_model('tiny')).dataloader.dataset, SyntheticImageCaptionDataset)
-
-
-def test_encoding_reads_a_local_folder_in_place(shards, tmp_path, results):
-    record = encode(['--local', shards, '--out', str(tmp_path / 'out'), '--model_name', 'tiny', '--image_size', '64',
-                     '--num_workers', '0', '--results', str(results)])
-    assert record['stored_samples'] == 24
 
 
 def test_the_synthetic_dataset_means_what_its_arguments_meant():
@@ -58,11 +42,10 @@ def test_the_synthetic_dataset_means_what_its_arguments_meant():
     assert dataset[999]['image'].shape == (3, 16, 16) and dataset[0]['caption'].shape == (9,)
 
 
-@pytest.mark.parametrize('num_workers', [0, 2])
 @pytest.mark.parametrize('latents, name, shape', [(False, 'image', (3, 16, 16)), (True, 'moments', (8, 2, 2))])
-def test_torchs_own_loader_takes_the_synthetic_dataset(num_workers, latents, name, shape):
+def test_torchs_own_loader_takes_the_synthetic_dataset(latents, name, shape):
     dataset = SyntheticImageCaptionDataset(16, num_samples=10, latents=latents)
-    batches = list(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=num_workers))
+    batches = list(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2))
     assert [batch[name].shape for batch in batches] == [(4, *shape), (4, *shape), (2, *shape)]
     assert batches[0]['caption'].shape == (4, 77) and batches[0]['caption'].dtype == torch.int64
     assert torch.equal(batches[0][name], batches[1][name])
@@ -108,26 +91,13 @@ def test_a_transform_sees_all_of_a_picture_in_rgb(tmp_path):
     assert isinstance(seen[0], Image.Image) and (seen[0].mode, seen[0].size) == ('RGB', (40, 24))
 
 
-def test_a_stand_in_is_named_and_collates_as_well(tmp_path, capfd):
-    shards = write_shards(tmp_path / 'shards', [good(0), good(1) | {'jpg': b'no image'}, good(2), good(3)])
-    [batch] = DataLoader(StreamingLAIONDataset(local=shards, batch_size=4), batch_size=4)
-    assert batch['image'].shape == (4, 3, 64, 64) and torch.equal(batch['caption'][1], batch['caption'][2])
-    assert 'bad sample 1 is left out: image does not decode' in capfd.readouterr().err
-
-
-def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path, results):
+def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path):
     with pytest.raises(ValueError, match='^build_loader takes no dataset with a transform; use [^\n]+$'):
         build_loader(StreamingLAIONDataset(shards, transform=str, batch_size=1), 1, 0)
     with pytest.raises(ValueError, match='^[^\n]*needs a remote, or a local folder[^\n]*$'):
         StreamingLAIONDataset(batch_size=1)
     with pytest.raises(ValueError, match='^[^\n]*no-such-tokenizer[^\n]*$'):
         StreamingLAIONDataset(shards, tokenizer_name_or_path=str(tmp_path / 'no-such-tokenizer'), batch_size=1)
-    out = str(tmp_path / 'latents')
-    encode(['--remote', shards, '--out', out, '--model_name', 'tiny', '--image_size', '64', '--num_workers', '0',
-            '--results', str(results)])
-    with pytest.raises(ValueError, match='^these shards hold latents, which take no transform; [^\n]+$'):
-        StreamingLAIONDataset(out, transform=str, batch_size=1)
-    assert StreamingLAIONDataset(out, batch_size=1)[3].keys() == {'moments', 'caption'}
 
 
 def test_the_models_parts_have_their_names():

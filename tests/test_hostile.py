@@ -1,4 +1,4 @@
-"""Nothing that a stranger puts into an image, a tar or a folder ends in a traceback, or is lost in silence."""
+"""Nothing that a stranger puts into an image or a tar ends in a traceback, or is lost in silence."""
 import contextlib
 import io
 import json
@@ -6,20 +6,15 @@ import os
 import random
 import tarfile
 from functools import cache
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
 import convert
 from inputs.images import decode_image, resize
-from parts.sources import find_files, is_beside_tar
-from tests.privileges import without_privileges
 from tests.samples import encoded, picture
 
 CAPTIONS = ('a cat', ' \n', '\ufeff', '\0', '\u202eabc\x1b[2J', 'x' * 100_000, '🦜\u0301', '\ud800')
-KEYS = ('a', 'b.c', 'b.c.d', '.hidden', '._a', 'x' * 200, 'two\nlines', '\udcff', ' ', '[*]?')
-SUFFIXES = ('.jpg', '.JPG', '.jfif', '.png', '.heic', '.txt', '.json', '.tar', '.tar.gz', '.parquet', '_stats.json', '')
 
 
 @cache
@@ -87,47 +82,6 @@ def test_any_tar_is_converted_or_refused_in_one_line(tmp_path, capfd):
         assert not any('error' in line or 'Traceback' in line for line in lines), (number, lines)
         assert bool(status) == last.startswith(('convert.py: error: ', 'convert.py: warning: ')), (number, last)
         assert {*os.listdir(folder)} <= {'two\nlines.tar', 'out'}
-
-
-def wild_tree(draw: random.Random, top: Path) -> Path:
-    """A folder `source` below `top`, of files and folders with odd names and rights, and links of all kinds."""
-    source = top / 'source'
-    folders = [source, top / 'elsewhere']
-    for folder in folders:
-        folder.mkdir(parents=True)
-    for _ in range(draw.randrange(40)):
-        path = draw.choice(folders) / (draw.choice(KEYS) + draw.choice(SUFFIXES))
-        if path.exists() or path.is_symlink():
-            continue
-        kind = draw.choice(('file', 'file', 'file', 'folder', 'link', 'pipe', 'closed'))
-        if kind == 'file':
-            path.write_bytes(draw.choice((b'', b'a cat')))
-        elif kind == 'link':
-            path.symlink_to(draw.choice([*folders, *draw.choice(folders).iterdir(), Path('nowhere'), Path('..')]))
-        elif kind == 'pipe':
-            os.mkfifo(path)
-        elif kind == 'folder':
-            path.mkdir()
-            folders.append(path)
-        else:
-            path.mkdir()
-            (path / 'a.tar').write_bytes(b'')
-            path.chmod(0)
-    return source
-
-
-def test_every_file_of_any_tree_is_converted_or_left_out_with_a_reason(tmp_path):
-    for number in range(100):
-        source = wild_tree(random.Random(number), tmp_path / str(number))
-        found = without_privileges(find_files, [str(source)])
-        captions = {str(Path(file.name).with_suffix('')) + suffix for file in found.files for suffix in file.captions}
-        accounted = {file.name for file in found.files} | captions | {line['source'] for line in found.left_out}
-        for folder, subfolders, names in os.walk(source):
-            paths = {name: os.path.join(folder, name) for name in [*subfolders, *names]}
-            subfolders[:] = [name for name in subfolders
-                             if paths[name] not in accounted and not os.path.islink(paths[name])]
-            for name in names:
-                assert paths[name] in accounted or is_beside_tar(name, set(names)), (number, name)
 
 
 @pytest.mark.parametrize('format, size', [('JPEG', 32), ('PNG', None), ('WEBP', 32)])

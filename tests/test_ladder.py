@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import ladder
 from benchmarks.ladder import RUNS, Ladder
 from settings.train import SWITCHES
 from tests.runs import settings_of
@@ -68,9 +67,3 @@ def test_an_interrupted_run_and_one_of_another_machine_are_repeated(climbed):
     assert climbed(status='interrupted')
     assert climbed()
     assert climbed(gpus=2) and climbed(device='NVIDIA H200')
-
-
-def test_without_a_gpu_it_says_so(results, capsys):
-    with pytest.raises(SystemExit):
-        ladder.main([str(results)])
-    assert 'this machine has no GPU; make smoke measures' in capsys.readouterr().err

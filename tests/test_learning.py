@@ -1,10 +1,8 @@
 """It learns: what is trained, saved, resumed and exported draws what its captions say. The long form: `make learn`."""
-
-import numpy as np
 import pytest
 
 from benchmark import main
-from benchmarks.learn import EDGE, UNET, captions_of, draw, figure, judged, picture_of, write_latents, write_model
+from benchmarks.learn import UNET, captions_of, draw, judged, write_latents, write_model
 from export import main as export
 
 JITTER = 0.3  # standard deviation of each pixel, which what is drawn must have as well
@@ -28,14 +26,3 @@ def test_a_model_that_was_trained_stopped_resumed_and_exported_draws_what_the_ca
         verdict = judged(draw(tmp_path / kind, captions, each=16, guidance=1), captions, near=1.5 * JITTER)
         assert 'cannot decode' not in capfd.readouterr().err
         assert verdict['right'] > 0.7 and 0.93 < verdict['distance'] / JITTER < 1.25, (kind, verdict)
-
-
-def test_the_figure_has_each_picture_whole_with_a_white_edge_in_the_row_of_its_colour():
-    drawn = np.stack([picture_of(caption, 8) for caption in captions_of()])[:, None]  # (16, 1, 3, 8, 8)
-    side = 128 + 2 * EDGE
-    grid = np.asarray(figure(drawn), dtype=int)
-    assert grid.shape == (4 * side, 4 * side, 3)
-    red_top_left = grid[:side, :side]
-    assert (red_top_left[:EDGE] == 255).all() and (red_top_left[:, -EDGE:] == 255).all()
-    assert (red_top_left[EDGE:EDGE + 64, EDGE:EDGE + 64] == (255, 0, 0)).all()
-    assert (red_top_left[EDGE + 64:-EDGE, EDGE + 64:-EDGE] == 128).all()

@@ -1,4 +1,4 @@
-"""Flags that are kept in a file, and the two phases of Stable Diffusion 2 as such files, with a tiny model instead."""
+"""The recipes: two phases of Stable Diffusion 2, and what `make smoke` compares on a GPU."""
 import json
 import re
 
@@ -47,38 +47,6 @@ def test_the_recipes_train_two_phases_and_each_knows_its_end(shards, model_folde
     assert first_record['load_weights'] is None and second_record['load_weights'] == str(tmp_path / 'one')
 
 
-def test_a_recipe_and_its_drawings_can_be_tried_with_tiny(shards, results, tmp_path):
-    prompts = tmp_path / 'prompts'
-    prompts.write_text('a cat\n')
-    tiny = [f'@{PHASES[1]}', '--model_name', 'tiny', '--remote', shards, '--image_size', '64', '--batch_size', '4',
-            '--max_duration', '4ba', '--num_workers', '0', '--save_folder', str(tmp_path / 'kept'), '--sample_prompts',
-            str(prompts), '--sample_folder', str(tmp_path / 'drawn'), '--results', str(results)]
-    record = main([*tiny, '--no-pretrained'])
-    assert (record['status'], record['model_name'], record['pretrained']) == ('complete', 'tiny', False)
-    assert [path.name for path in (tmp_path / 'drawn').iterdir()] == ['ba4.png']
-
-
-def test_a_file_of_flags_may_have_comments_quotations_and_many_flags_a_line(tmp_path):
-    recipe = tmp_path / 'flags.txt'
-    recipe.write_text("# a comment, with an apostrophe's end\n\n--use_ema   --seed 3  # three\n--wandb_name 'a b#c'\n")
-    args = parsed('--seed', '1', f'@{recipe}', '--batch_size', '8', '--use_synth_data')
-    assert (args.use_ema, args.seed, args.wandb_name, args.batch_size) == (True, 3, 'a b#c', 8)
-    assert parsed(f'@{recipe}', '--seed', '4', '--use_synth_data').seed == 4  # what comes later counts
-
-
-@pytest.mark.parametrize('content, words', [
-    (None, 'No such file'), (b"--wandb_name 'a b\n", 'No closing quotation'),
-    (b'--sed 3\n', '--sed')])
-def test_a_file_of_flags_that_cannot_be_read_is_one_line(tmp_path, capfd, content, words):
-    recipe = tmp_path / 'flags.txt'
-    if content is not None:
-        recipe.write_bytes(content)
-    with pytest.raises(SystemExit) as exit:
-        parsed(f'@{recipe}')
-    line = capfd.readouterr().err
-    assert exit.value.code == 2 and words in line and line.count('\n') == 1
-
-
 @pytest.mark.parametrize('gpus', [1, 8])
 def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(as_on_a_gpu, monkeypatch, gpus):
     as_on_a_gpu(count=gpus)
@@ -123,15 +91,6 @@ def test_smoke_says_both_speeds_and_their_ratio_and_goes_on_where_one_fails(tmp_
     monkeypatch.setattr(benchmarks.smoke, 'commands', lambda gpus, gib: leave | {'original': ['false']})
     assert benchmarks.smoke.main() == 1
     assert len(results.read_text().splitlines()) == 3 and 'times as fast' not in capfd.readouterr().out
-
-
-def test_smoke_runs_both_recipes_one_image_at_a_time_on_a_card_of_24_gib_and_says_so():
-    for gib, size in ((23.5, 1), (31.4, 4)):
-        original, fastest = benchmarks.smoke.commands(1, gib).values()
-        assert parsed(*original[2:]).device_train_microbatch_size == size
-        assert (parsed(*fastest[2:]).device_train_microbatch_size == 1) == (size == 1)
-        words = benchmarks.smoke.comparison({'original': 20.0, 'fastest': 65.0}, gib)
-        assert ('both with --device_train_microbatch_size 1: a GPU here has 23.5 GiB' in words) == (size == 1)
 
 
 def test_smoke_on_a_cpu_is_one_run_without_the_launcher():

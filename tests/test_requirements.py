@@ -60,16 +60,6 @@ def test_a_machine_without_a_python_that_fits_is_told_in_one_line(tmp_path):
     assert not (tmp_path / 'venv').exists()
 
 
-def test_a_machine_without_room_is_told_in_one_line(tmp_path):
-    df = tmp_path / 'bin' / 'df'
-    df.parent.mkdir()
-    df.write_text('#!/bin/sh\necho Filesystem Blocks Used Available\necho disk 9000000 2000000 7000000\n')
-    df.chmod(0o755)
-    done = installed(tmp_path, f'{df.parent}:{os.environ["PATH"]}')
-    assert_one_line(done, 'needs 8 GB', 'which has 7 GB')
-    assert not (tmp_path / 'venv').exists()
-
-
 @pytest.mark.long
 def test_a_machine_without_a_network_is_told_in_one_line(tmp_path):
     programs = tmp_path / 'bin'

@@ -3,7 +3,6 @@ import os
 import subprocess
 import sys
 
-
 import benchmark
 from fitting import warn_of_a_slow_cpu
 from settings.allocator import VARIABLES

@@ -1,9 +1,7 @@
 """The notebook runs from its first cell to its last, and nothing of a machine is stored in it."""
-import ast
 import json
 import multiprocessing
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -11,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from settings.flags import parse
-from settings.train import Train
 from tests.forked_runs import run_in_folder, run_program, script
 from tests.runs import ROOT
 
@@ -27,18 +23,6 @@ def test_the_notebook_is_stored_without_what_a_run_of_it_has_shown():
     assert len(code_cells()) > 5
     for cell in code_cells():
         assert cell['outputs'] == [] and cell['execution_count'] is None and cell['metadata'] == {}
-
-
-def test_the_two_runs_that_the_report_compares_differ_in_the_average_alone():
-    """Beside what a run does between its batches, which is in no speed."""
-    calls = [node.args[0].value for cell in code_cells() for node in ast.walk(ast.parse(''.join(cell['source'])))
-             if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == 'run']
-    runs = [call.removeprefix('benchmark.py ') for call in calls if call.startswith('benchmark.py ')]
-    first, second = (vars(parse(Train, '', shlex.split(run))) for run in runs)
-    differ = {flag for flag in first if first[flag] != second[flag]}
-    between_batches = {'eval_remote', 'eval_interval', 'save_folder', 'sample_prompts', 'sample_interval',
-                       'tensorboard'}
-    assert differ == {'use_ema', 'ema_half_life', *between_batches}
 
 
 def run_forked(command: list, cwd: Path, env: dict[str, str], **_) -> subprocess.CompletedProcess:

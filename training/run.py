@@ -25,7 +25,6 @@ from training.progress import Progress, batches_in_words
 from training.safeguard import Safeguard
 from training.signals import StopAtSignal
 
-
 # what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
 

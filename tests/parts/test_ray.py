@@ -1,6 +1,8 @@
 """Parts on a Ray cluster of two machines: what a lost worker or machine was at is made elsewhere, to the same bytes."""
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -9,10 +11,11 @@ import pytest
 
 import convert
 import encode
+from parts.work import ROOMS
 from settings.commands import Convert
 from settings.flags import parse
 from tests.local_s3 import local_s3
-from tests.runs import files_of, wait_until
+from tests.runs import ROOT, files_of, wait_until
 from tests.samples import sample_files, write_tar
 
 NUM_TARS = 12
@@ -126,6 +129,18 @@ def test_names_lead_on_from_where_the_command_was_started_not_the_cluster(cluste
     assert convert.main(['tars', 'undisturbed']) == 0
     assert convert.main(['tars', 'out', '--ray', cluster.address]) == 0
     assert files_of(tmp_path / 'out') == files_of(tmp_path / 'undisturbed')
+
+
+@pytest.mark.long
+def test_the_machines_of_a_cluster_need_no_more_of_this_program_than_they_are_sent(tmp_path):
+    from ray import cloudpickle
+    for command in (convert, encode):
+        cloudpickle.register_pickle_by_value(command)
+    (tmp_path / 'work').write_bytes(cloudpickle.dumps([convert.convert_parts, encode.encode_parts]))
+    for room in ROOMS:
+        (tmp_path / room).symlink_to(ROOT / room)
+    load = "import pickle; pickle.load(open('work', 'rb'))"
+    subprocess.run([sys.executable, '-c', load], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': ''}, check=True)
 
 
 def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
