@@ -19,7 +19,6 @@ if __name__ == '__main__':
     parse(Report, __doc__)  # a mistake is answered before pandas, which takes a second
 
 import csv
-import dataclasses
 import io
 import json
 import math
@@ -36,11 +35,10 @@ from figures import draw_quality, draw_speeds
 from inputs.words import counted
 from settings.caution import doubt
 from settings.costs import TRAINING_IMAGES, days_to_train, gpu_hours
-from settings.train import Encoders, Speed
+from settings.train import SWITCHES
 from settings.versions import PACKAGES
 
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
-SWITCHES = [field.name for group in (Speed, Encoders) for field in dataclasses.fields(group)]
 SETTINGS = ['stage', 'device', 'image_size', 'model_name', 'input', 'dataset', 'batch_size', *SWITCHES, 'use_ema',
             'num_workers', 'clip_grad_norm', 'ema_start', 'python', 'cuda', *PACKAGES]
 EVALUATED = ['model', 'weights', 'data', 'samples', 'image_size', 'steps', 'network', 'clip']
@@ -388,9 +386,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
 
 def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, dollars_per_gpu_hour: float) -> pd.DataFrame:
     """A row for each guidance scale of each evaluation, checkpoints in order, and what the training until then took."""
-    trainings = []
-    if len(records):
-        trainings = [record for record in records['record'] if record['stage'] == 'train']
+    trainings = [record for record in records.get('record', ()) if record['stage'] == 'train']
     rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
     hours = pd.Series([hours_until(record, trainings) for record in rows['record']])
     return rows.assign(gpu_hours=hours, cost_usd=hours * dollars_per_gpu_hour)

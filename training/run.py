@@ -13,7 +13,7 @@ from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches, whole_epochs
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
-from measuring.tracing import PROFILED, where_to_look
+from measuring.tracing import PROFILED
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
 from settings.train import Train
@@ -148,8 +148,6 @@ def conclude(settings: Train, model: DiffusionModel, data: DataSpec, trainer: Tr
     """
     record = training_record(settings, model, data, trainer, outcome)
     text = summary(record, settings)
-    if record['status'] == PROFILED:
-        text += f'\n{"trace":<15} {where_to_look(settings.profile)}'
     if outcome['status'] == 'interrupted':
         text += f'\n{where_it_stopped(settings, trainer.state)}'
     try:
