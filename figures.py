@@ -14,7 +14,6 @@ LINE_INCHES = 0.2  # of text
 LABEL_CHARACTERS = 50  # of a line of a label
 CAPTION_CHARACTERS = 130
 TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'}
-SPAN_OF_LINEAR = 30  # more between the lowest and the highest score is drawn on a logarithmic axis
 PANEL_INCHES = 4.8
 PANEL_CHARACTERS = 60  # of a caption below a panel
 
@@ -119,8 +118,6 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
     axes.locator_params(axis='x', nbins=5)  # more may cover each other
     axes.set_xlabel(TITLES[across])
     axes.set_ylabel(TITLES[up])
-    if rows[up].max() > SPAN_OF_LINEAR * rows[up].min() > 0:
-        axes.set_yscale('log')
     if across == 'images_seen':
         axes.xaxis.set_major_formatter(EngFormatter())
     if axes.get_legend_handles_labels()[0]:

@@ -22,7 +22,6 @@ import csv
 import io
 import json
 import math
-import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +93,7 @@ def report(settings: Report) -> str:
     if settings.phase:
         plans = plan_table(records, settings)
         tables.append(plans)
-        phases = [f'{counted(phase.images, "image")} at {phase.size} px' for phase in settings.phase]
+        phases = [f'{counted(images, "image")} at {size} px' for images, size in settings.phase]
         blocks += [f'Plan: train on {", then ".join(phases)}', markdown(plans, SETTINGS)]
     if len(evaluations):
         scores = score_table(evaluations, records, settings.dollars_per_gpu_hour)
@@ -136,8 +135,6 @@ def read_records(path: str) -> list[dict]:
 
     Raises ValueError, which names file and line, for what is no record or cannot be calculated with.
     """
-    if not os.path.exists(path):
-        raise ValueError(f'{path} is not there; name a file of records')
     text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
     if path.lower().endswith('.csv'):
         reader = csv.DictReader(io.StringIO(text), restval='')
@@ -364,14 +361,14 @@ def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
     """
     trained = records[records['is_measured'] & (records['stage'] == 'train')]
     keys = [key for key in SETTINGS if key not in ('image_size', 'device_train_microbatch_size')]
-    sizes = [phase.size for phase in settings.phase]
+    sizes = [size for _, size in settings.phase]
     plans = []
     for _, runs in trained.groupby([*keys, 'num_devices', 'num_nodes'], sort=False):
         of_settings = runs.groupby(['image_size', 'device_train_microbatch_size'])['images_per_sec'].median()
         speeds = of_settings.groupby('image_size').max()
         if not set(sizes) <= set(speeds.index):
             continue
-        days = [days_to_train(speeds[phase.size], phase.images) for phase in settings.phase]
+        days = [days_to_train(speeds[size], images) for images, size in settings.phase]
         notes = [f'{printed("days", some)} days at {size} px' for some, size in zip(days, sizes, strict=True)]
         if runs['input'].iloc[0] == 'latents':
             notes.append('without encoding the images')
@@ -397,11 +394,10 @@ def hours_until(evaluation: dict, trainings: list[dict]) -> float:
     that was as long; NaN where there is none, or it was on a CPU."""
     flags = evaluation.get('training', {})
     for training in reversed(trainings):
-        if 'images_per_sec' not in training or training.get('device_type') == 'cpu':
-            continue
+        has_hours = 'images_per_sec' in training and training.get('device_type') != 'cpu'
         in_both = (flags.keys() & training.keys()) - {'dataset'}  # of a checkpoint it is the hash of an index
         is_same = 'batch_size' in in_both and all(flags[key] == training[key] for key in in_both)
-        if is_same and training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf):
+        if has_hours and is_same and training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf):
             return gpu_hours(training['images_per_sec'], training['num_devices'], evaluation['images_seen'])
     return math.nan
 

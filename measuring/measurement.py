@@ -180,7 +180,7 @@ class Measurement(Callback):
 
     def _turnover(self, state: State) -> int:
         """Batches between warm-up and window: the loader's queue, as far as the run is long enough for it."""
-        batches_left = remaining_batches(state) - self.warmup_batches
+        batches_left = (total_batches(state) or 0) - state.timestamp.batch.value - self.warmup_batches
         if self.measure_batches is None:
             room = batches_left // (1 + QUEUES_IN_WINDOW)
         else:
@@ -204,11 +204,6 @@ def whole_epochs(state: State) -> int:
     if state.timestamp.batch_in_epoch.value == len(state.train_dataloader):  # the loader in use may be an evaluation's
         epochs += 1
     return epochs
-
-
-def remaining_batches(state: State) -> int:
-    """How many batches the run has yet to train; 0 where its length is not known in batches."""
-    return max(0, (total_batches(state) or 0) - state.timestamp.batch.value)
 
 
 def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset()) -> dict:

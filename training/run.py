@@ -56,7 +56,7 @@ def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> 
         print(f'resuming from {checkpoint}, {batches_in_words(state)}')
     elif settings.autoresume:
         print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
-    elif settings.keeps_nothing:
+    elif not settings.measures and not settings.save_folder:
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
 
 

@@ -14,20 +14,16 @@ from tests.runs import TINY, check_record, settings_of
 LENGTH = ['--max_duration', '3ba']
 
 
-def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file(results, capfd):
-    for runs in (1, 2):
-        main(['--use_synth_data', '--use_ema', *TINY, '--results', str(results)])
-        assert len(results.read_text().splitlines()) == runs
-    printed = capfd.readouterr().out
-    record = json.loads(results.read_text().splitlines()[-1])
+def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file(plain_run):
+    record = json.loads((plain_run.folder / 'results.jsonl').read_text())
     check_record(record)
     assert (record['dataset'], record['use_ema'], record['num_devices'], record['mfu']) == ('synthetic', True, 1, None)
     assert record['num_workers_by_default'] and record['device_type'] == 'cpu'
-    *_, speed, trained, loss, caution, last = [line for line in printed.splitlines() if not line.startswith('peak')]
+    *_, speed, trained, loss, caution, last = plain_run.output.splitlines()
     assert (trained, loss) == ('trained         up to batch 4', f'loss            {record["loss"]:.3g}')
     assert caution.startswith('caution         only 3 measured batches: use --measure_batches 20 or more')
-    assert last == f'record          appended to {results}' and '{' not in printed
-    assert 'GPU' not in printed  # nobody trains tiny for real
+    assert last == 'record          appended to results.jsonl' and '{' not in plain_run.output
+    assert 'GPU' not in plain_run.output  # nobody trains tiny for real
 
 
 def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_it(results, tmp_path, capfd):
