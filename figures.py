@@ -14,7 +14,6 @@ LINE_INCHES = 0.2  # of text
 LABEL_CHARACTERS = 50  # of a line of a label
 CAPTION_CHARACTERS = 130
 TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'}
-SPAN_OF_LINEAR = 30  # more between the lowest and the highest score is drawn on a logarithmic axis
 PANEL_INCHES = 4.8
 PANEL_CHARACTERS = 60  # of a caption below a panel
 
@@ -22,7 +21,8 @@ PANEL_CHARACTERS = 60  # of a caption below a panel
 def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: str) -> None:
     """Writes the picture of a table of trainings, a bar for each row in the order of the table.
 
-    It shows days and efficiency where there is an efficiency, and else images per second. `caption` stands below.
+    It shows days and efficiency where there is an efficiency, and else images per second. A color is a setting, and a
+    bar that is extrapolated is hollow. `caption` stands below.
     """
     from matplotlib.figure import Figure
     titles = {'images_per_sec': 'images/s'}
@@ -39,7 +39,8 @@ def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: st
         bars = axes.barh(range(len(rows)), rows[key].fillna(0))
         axes.bar_label(bars, [text_of(row, key) for _, row in rows.iterrows()], padding=4, fontsize=9)
         for bar, (_, row) in zip(bars, rows.iterrows(), strict=True):
-            bar.set(**style_of(row))
+            color = COLORS[row['setting'] % len(COLORS)]
+            bar.set(edgecolor=color, facecolor='none' if row['extrapolated'] == 'yes' else color)
         axes.set_title(title, loc='left', fontsize=11)
         axes.margins(x=0.2)  # for the texts
         axes.set_xticks([])  # each bar has its figure
@@ -69,18 +70,6 @@ def text_of(row: pd.Series, key: str) -> str:
     elif not row['is_reliable']:
         text += f', {row["notes"].partition(":")[0]}'
     return text
-
-
-def style_of(row: pd.Series) -> dict:
-    """Filled for what was measured, hollow for what is extrapolated, pale for a run that is not reliable; a color for
-    each setting."""
-    color = COLORS[row['setting'] % len(COLORS)]
-    style = {'facecolor': color, 'edgecolor': color}
-    if row['extrapolated'] == 'yes':
-        style['facecolor'] = 'none'
-    elif not row['is_reliable']:
-        style['alpha'] = 0.35
-    return style
 
 
 def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
@@ -119,8 +108,6 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
     axes.locator_params(axis='x', nbins=5)  # more may cover each other
     axes.set_xlabel(TITLES[across])
     axes.set_ylabel(TITLES[up])
-    if rows[up].max() > SPAN_OF_LINEAR * rows[up].min() > 0:
-        axes.set_yscale('log')
     if across == 'images_seen':
         axes.xaxis.set_major_formatter(EngFormatter())
     if axes.get_legend_handles_labels()[0]:

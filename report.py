@@ -19,11 +19,9 @@ if __name__ == '__main__':
     parse(Report, __doc__)  # a mistake is answered before pandas, which takes a second
 
 import csv
-import dataclasses
 import io
 import json
 import math
-import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,11 +34,10 @@ from figures import draw_quality, draw_speeds
 from inputs.words import counted
 from settings.caution import doubt
 from settings.costs import TRAINING_IMAGES, days_to_train, gpu_hours
-from settings.train import Encoders, Speed
+from settings.train import SWITCHES
 from settings.versions import PACKAGES
 
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
-SWITCHES = [field.name for group in (Speed, Encoders) for field in dataclasses.fields(group)]
 SETTINGS = ['stage', 'device', 'image_size', 'model_name', 'input', 'dataset', 'batch_size', *SWITCHES, 'use_ema',
             'num_workers', 'clip_grad_norm', 'ema_start', 'python', 'cuda', *PACKAGES]
 EVALUATED = ['model', 'weights', 'data', 'samples', 'image_size', 'steps', 'network', 'clip']
@@ -96,7 +93,7 @@ def report(settings: Report) -> str:
     if settings.phase:
         plans = plan_table(records, settings)
         tables.append(plans)
-        phases = [f'{counted(phase.images, "image")} at {phase.size} px' for phase in settings.phase]
+        phases = [f'{counted(images, "image")} at {size} px' for images, size in settings.phase]
         blocks += [f'Plan: train on {", then ".join(phases)}', markdown(plans, SETTINGS)]
     if len(evaluations):
         scores = score_table(evaluations, records, settings.dollars_per_gpu_hour)
@@ -138,8 +135,6 @@ def read_records(path: str) -> list[dict]:
 
     Raises ValueError, which names file and line, for what is no record or cannot be calculated with.
     """
-    if not os.path.exists(path):
-        raise ValueError(f'{path} is not there; name a file of records')
     text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
     if path.lower().endswith('.csv'):
         reader = csv.DictReader(io.StringIO(text), restval='')
@@ -366,14 +361,14 @@ def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
     """
     trained = records[records['is_measured'] & (records['stage'] == 'train')]
     keys = [key for key in SETTINGS if key not in ('image_size', 'device_train_microbatch_size')]
-    sizes = [phase.size for phase in settings.phase]
+    sizes = [size for _, size in settings.phase]
     plans = []
     for _, runs in trained.groupby([*keys, 'num_devices', 'num_nodes'], sort=False):
         of_settings = runs.groupby(['image_size', 'device_train_microbatch_size'])['images_per_sec'].median()
         speeds = of_settings.groupby('image_size').max()
         if not set(sizes) <= set(speeds.index):
             continue
-        days = [days_to_train(speeds[phase.size], phase.images) for phase in settings.phase]
+        days = [days_to_train(speeds[size], images) for images, size in settings.phase]
         notes = [f'{printed("days", some)} days at {size} px' for some, size in zip(days, sizes, strict=True)]
         if runs['input'].iloc[0] == 'latents':
             notes.append('without encoding the images')
@@ -388,9 +383,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
 
 def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, dollars_per_gpu_hour: float) -> pd.DataFrame:
     """A row for each guidance scale of each evaluation, checkpoints in order, and what the training until then took."""
-    trainings = []
-    if len(records):
-        trainings = [record for record in records['record'] if record['stage'] == 'train']
+    trainings = [record for record in records.get('record', ()) if record['stage'] == 'train']
     rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
     hours = pd.Series([hours_until(record, trainings) for record in rows['record']])
     return rows.assign(gpu_hours=hours, cost_usd=hours * dollars_per_gpu_hour)
@@ -401,11 +394,10 @@ def hours_until(evaluation: dict, trainings: list[dict]) -> float:
     that was as long; NaN where there is none, or it was on a CPU."""
     flags = evaluation.get('training', {})
     for training in reversed(trainings):
-        if 'images_per_sec' not in training or training.get('device_type') == 'cpu':
-            continue
+        has_hours = 'images_per_sec' in training and training.get('device_type') != 'cpu'
         in_both = (flags.keys() & training.keys()) - {'dataset'}  # of a checkpoint it is the hash of an index
         is_same = 'batch_size' in in_both and all(flags[key] == training[key] for key in in_both)
-        if is_same and training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf):
+        if has_hours and is_same and training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf):
             return gpu_hours(training['images_per_sec'], training['num_devices'], evaluation['images_seen'])
     return math.nan
 

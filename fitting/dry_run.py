@@ -61,12 +61,8 @@ class Estimate:
         return self.settings.batch_size // self.settings.dry_run
 
     def needed(self, microbatch: int) -> dict[str, int]:
-        """Bytes by item at the peak of a step: within a microbatch, or while the optimizer works."""
-        within = self.lasting | self.step.peak(microbatch, accumulated=microbatch < self.share)
-        updating = dict(self.lasting)
-        if not self.settings.fused_optimizer:
-            updating['working memory'] = self.lasting['weights']  # what Adam divides by, of all weights at once
-        return max(within, updating, key=lambda items: sum(items.values()))
+        """Bytes by item at the peak of a step, which is within a microbatch."""
+        return self.lasting | self.step.peak(microbatch, accumulated=microbatch < self.share)
 
     def taken(self, microbatch: int) -> float:
         """GiB of a GPU, with what cannot be counted."""
@@ -94,7 +90,10 @@ def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
     given = estimate('as given', settings, latents, build_model)
     lighter = [estimate(*each, build_model) for each in with_less_memory(settings, latents)]
     flops_per_image = sum(given.model.flops_per_image.values())
-    print(title(settings, latents), numbers(given.model), memory_table(given).to_string(float_format='{:.2f}'.format),
+    parameters = sum(parameter.numel() for parameter in given.model.unet.parameters())
+    arithmetic = (f'{parameters:,} parameters of the UNet are trained, with {flops_per_image / 1e9:,.1f} GFLOP of '
+                  'arithmetic for an image')
+    print(title(settings, latents), arithmetic, memory_table(given).to_string(float_format='{:.2f}'.format),
           f'{cards_table([given, *lighter]).to_string()}\n{ACCURACY}', speeds(settings, flops_per_image, gpus),
           sep='\n\n')
     return {card: given.largest_microbatch(gib) for card, gib in CARDS.items()}
@@ -151,13 +150,6 @@ def title(settings: Train, latents: bool) -> str:
         words.append('EMA')
     share = counted(settings.batch_size // devices, 'image')
     return f'{settings.model_name}: {", ".join(words)}; {share} a step on each of {counted(devices, "GPU")}'
-
-
-def numbers(model: DiffusionModel) -> str:
-    """What is trained, and how much arithmetic that is."""
-    parameters = sum(parameter.numel() for parameter in model.unet.parameters())
-    gflops = sum(model.flops_per_image.values()) / 1e9
-    return f'{parameters:,} parameters of the UNet are trained, with {gflops:,.1f} GFLOP of arithmetic for an image'
 
 
 def memory_table(given: Estimate) -> pd.DataFrame:

@@ -53,9 +53,10 @@ class GpuMonitor:
         return found
 
 
-def gpu_figures(ranks: list[dict[str, float | None]], images_per_sec: float | None,
-                num_devices: int) -> dict[str, float | None]:
-    """The record's figures, of those of each rank; None where nothing is known.
+def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ranks: bool = True
+                       ) -> dict[str, float | None]:
+    """The record's figures of the GPUs of all ranks, or of this rank's where the others may be gone; None where nothing
+    is known.
 
     | key                         | meaning                                                              |
     |-----------------------------|----------------------------------------------------------------------|
@@ -65,6 +66,9 @@ def gpu_figures(ranks: list[dict[str, float | None]], images_per_sec: float | No
     | peak_memory_allocated_gib   | most that tensors took on one GPU; the allocator reserves more       |
     | allocator_retries           | on all GPUs: times that the allocator freed its cache to find memory |
     """
+    ranks = [monitor.figures()]
+    if all_ranks:
+        ranks = dist.all_gather_object(ranks[0])
     together = {}
     for key in ranks[0]:
         values = [rank[key] for rank in ranks if rank[key] is not None]
@@ -76,14 +80,6 @@ def gpu_figures(ranks: list[dict[str, float | None]], images_per_sec: float | No
         together[key] = combine(values) if values else None
     power = [rank['gpu_power_watts_mean'] for rank in ranks if rank['gpu_power_watts_mean'] is not None]
     together['joules_per_image'] = None
-    if images_per_sec and len(power) == num_devices:
+    if images_per_sec and len(power) == dist.get_world_size():
         together['joules_per_image'] = sum(power) / images_per_sec
     return together
-
-
-def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ranks: bool = True) -> dict:
-    """The record's figures of the GPUs of all ranks, or of this rank's where the others may be gone."""
-    ranks = [monitor.figures()]
-    if all_ranks:
-        ranks = dist.all_gather_object(ranks[0])
-    return gpu_figures(ranks, images_per_sec, dist.get_world_size())

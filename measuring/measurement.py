@@ -32,13 +32,11 @@ class Window:
         samples: of all ranks.
         queue_batches: that the loader prepares ahead.
         drained_batches: that were taken from this queue and not made again: it was fuller at the start.
-        losses: of those batches whose loss is finite.
     """
     batch_seconds: list[float] = field(default_factory=list)
     wait_seconds: list[float] = field(default_factory=list)
     excluded_seconds: list[float] = field(default_factory=list)
     seconds_of: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXCLUDED, 0.0))
-    losses: list[float] = field(default_factory=list)
     samples: int = 0
     queue_batches: int = 0
     drained_batches: int = 0
@@ -144,7 +142,7 @@ class Measurement(Callback):
             self.loss = loss
         first = self.warmup_batches + self.turnover_batches
         if self.batches >= first and not self._is_full():
-            self._measure(state, now - self._previous_end, waited, loss)
+            self._measure(state, now - self._previous_end, waited)
         elif self.batches < self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more
         self.batches += 1
@@ -154,7 +152,7 @@ class Measurement(Callback):
             self.gpu.start()
         self._excluded = dict.fromkeys(EXCLUDED, 0.0)
 
-    def _measure(self, state: State, seconds: float, waited: float, loss: float) -> None:
+    def _measure(self, state: State, seconds: float, waited: float) -> None:
         window = self.window
         window.batch_seconds.append(seconds)
         window.wait_seconds.append(waited)
@@ -163,8 +161,6 @@ class Measurement(Callback):
             window.seconds_of[name] += spent
         window.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
         window.drained_batches = self._drained(state)
-        if math.isfinite(loss):
-            window.losses.append(loss)
         self.gpu.batch_end()
 
     def _is_full(self) -> bool:
@@ -184,7 +180,7 @@ class Measurement(Callback):
 
     def _turnover(self, state: State) -> int:
         """Batches between warm-up and window: the loader's queue, as far as the run is long enough for it."""
-        batches_left = remaining_batches(state) - self.warmup_batches
+        batches_left = (total_batches(state) or 0) - state.timestamp.batch.value - self.warmup_batches
         if self.measure_batches is None:
             room = batches_left // (1 + QUEUES_IN_WINDOW)
         else:
@@ -208,11 +204,6 @@ def whole_epochs(state: State) -> int:
     if state.timestamp.batch_in_epoch.value == len(state.train_dataloader):  # the loader in use may be an evaluation's
         epochs += 1
     return epochs
-
-
-def remaining_batches(state: State) -> int:
-    """How many batches the run has yet to train; 0 where its length is not known in batches."""
-    return max(0, (total_batches(state) or 0) - state.timestamp.batch.value)
 
 
 def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset()) -> dict:
@@ -248,7 +239,6 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         'measured_batches': len(slowest),
         'queue_batches': window.queue_batches,
         'bad_samples': num_bad,
-        'loss_mean': float(np.mean(window.losses)) if window.losses else None,
     }
 
 
@@ -286,11 +276,9 @@ def loader_figures(data: DataSpec, warmup_batches: int, measure_batches: int) ->
     made = measure_batches + loader.ready_batches - ready_at_start  # in this time: several come at once
     mine = (images * made / measure_batches, seconds, data.batch_transforms.found)
     images, seconds, bad = zip(*dist.all_gather_object(mine), strict=True)
-    images_per_sec = sum(images) / max(seconds)
-    return {'loader_images_per_sec': images_per_sec,
+    return {'loader_images_per_sec': sum(images) / max(seconds),
             'measured_batches': measure_batches,
-            'bad_samples': len(set.union(*bad)),
-            'loader_images_per_sec_per_worker': images_per_sec / (len(bad) * max(1, loader.num_workers))}
+            'bad_samples': len(set.union(*bad))}
 
 
 def peak_memory_gib() -> float:

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shlex
-import string
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -137,11 +136,11 @@ def summary(record: dict, settings: Train) -> str:
     Of a measurement the speed comes first; of a training what was trained, where it is, and what to do with it.
     """
     values = record | notes(record, settings)
+    known = {key: value for key, value in values.items() if value is not None}
     lines = []
     for name, template in (MEASUREMENT if settings.measures else TRAINING).items():
-        keys = [key for _, key, _, _ in string.Formatter().parse(template) if key]
-        if all(values.get(key) is not None for key in keys):
-            lines.append(f'{name:<15} {template.format_map(values)}')
+        with contextlib.suppress(KeyError):  # of a value that is not known
+            lines.append(f'{name:<15} {template.format_map(known)}')
     return '\n'.join(lines)
 
 

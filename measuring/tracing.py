@@ -25,9 +25,3 @@ def build_profiler(settings: Train) -> Profiler | None:
     return Profiler(schedule=schedule, trace_handlers=[events], sys_prof_cpu=False,
                     torch_prof_folder=str(folder / 'torch'), torch_prof_remote_file_name=None,
                     torch_prof_memory_remote_file_name=None)
-
-
-def where_to_look(folder: str) -> str:
-    """Where the trace of --profile lies, and what shows it."""
-    return (f'{folder}/torch holds what CPU and GPU did, {folder}/composer the events of the loop as well; '
-            'https://ui.perfetto.dev opens both')

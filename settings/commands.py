@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from settings.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Phase
+from settings.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
 from settings.flags import count, flag, number, positional, positive, seed, share
 from settings.train import Encoders, Model, Results, Samples, Seed, Warmup, check_image_size
 
@@ -24,12 +24,12 @@ def shard_size(text: str) -> int:
     raise argparse.ArgumentTypeError(f'{text} is not a size below 4gb, such as 64mb')
 
 
-def phase(text: str) -> Phase:
-    """A kind of value: the phase that IMAGES@SIZE stands for."""
+def phase(text: str) -> tuple[int, str]:
+    """A kind of value: the images of a phase, and the size of a side in pixels, that IMAGES@SIZE stands for."""
     match = re.fullmatch('([1-9][0-9]*)@([1-9][0-9]*)', text)
     if match is None:
         raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
-    return Phase(int(match[1]), match[2])
+    return int(match[1]), match[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +131,9 @@ class Report:
                                         metavar='GPUS')
     compare: bool = flag(False, 'a row for each training, numbered, with its speed over that of the first one of the '
                          'same model and image size')
-    phase: tuple[Phase, ...] = flag((), 'a phase of a plan: how many images to train on, and the side of each in '
-                                    'pixels; the next phase stands behind it (default: no plan)', kind=phase,
-                                    metavar='IMAGES@SIZE')
+    phase: tuple[tuple[int, str], ...] = flag(
+        (), 'a phase of a plan: how many images to train on, and the side of each in pixels; the next phase stands '
+        'behind it (default: no plan)', kind=phase, metavar='IMAGES@SIZE')
     figure: str | None = flag(None, 'file for a picture, such as days.png: days and efficiency, or with --compare '
                               'images per second of each record', metavar='FILE')
     quality: str | None = flag(None, 'file for a picture, such as quality.png, of what evaluate.py has scored: FID '

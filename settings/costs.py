@@ -1,16 +1,8 @@
 """From images per second to days, GPU-hours and dollars: arithmetic alone, which report.py does without torch."""
 
-from typing import NamedTuple
-
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
 DOLLARS_PER_GPU_HOUR = 2.0
 SECONDS_PER_DAY = 86_400
-
-
-class Phase(NamedTuple):
-    """A phase of a plan."""
-    images: int
-    size: str  # of a side, in pixels
 
 
 def days_to_train(images_per_sec: float, num_images: int = TRAINING_IMAGES) -> float:

@@ -115,7 +115,9 @@ def build_parser(kind: type, description: str, program: str | None = None) -> 'P
 def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     """Add a field to argparse's group. `hint` is its type."""
     about = field.metadata
-    kinds = [kind for kind in alternatives(hint) if kind is not types.NoneType]
+    kinds = [hint]
+    if get_origin(hint) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
     help = about['help'].replace('%', '%%')
     if '(default' not in help:
         default = {'True': 'on', 'False': 'off', 'None': 'none'}.get(str(field.default), field.default)
@@ -142,13 +144,6 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     if bool in kinds:
         group.add_argument(f'--no-{field.name}', dest=field.name, action='store_const', const=False,
                            default=argparse.SUPPRESS, help=f'leave --{field.name} off')
-
-
-def alternatives(hint: Any) -> tuple:
-    """The types that a union is made of."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return get_args(hint)
-    return (hint,)
 
 
 class Parser(argparse.ArgumentParser):

@@ -32,7 +32,8 @@ def on_this_machine(settings: Train) -> Train:
         'precision': best_precision(is_for_gpus),
         'device_train_microbatch_size': 'auto' if is_for_gpus else settings.batch_size // devices,
         'channels_last': is_for_gpus,
-        'compile_blocks': compiles_by_blocks(settings, devices),
+        # blocks send gradients while others still compute; CUDA graphs are tied to weights, which blocks differ in
+        'compile_blocks': devices > 1 and settings.compile not in (False, 'reduce-overhead'),
         'num_workers': default_workers(dist.get_local_world_size()) if settings.remote else 0,
         'ema_half_life': '1000ba' if settings.use_ema else None,
         'save_interval': '1ep' if settings.save_folder else None,
@@ -93,15 +94,6 @@ def best_precision(is_for_gpus: bool) -> str:
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         return 'amp_fp16'
     return 'amp_bf16'
-
-
-def compiles_by_blocks(settings: Train, devices: int) -> bool:
-    """Whether --compile goes by blocks unless it is told: where several devices exchange gradients.
-
-    A whole UNet has all its gradients at once, at the end of its backward pass; of blocks those of one travel while
-    those of the next are computed. CUDA graphs stay whole: they are tied to the weights, which blocks differ in.
-    """
-    return devices > 1 and settings.compile not in (False, 'reduce-overhead')
 
 
 def default_workers(devices: int) -> int:

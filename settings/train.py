@@ -304,11 +304,6 @@ class Train(Samples, TrainingSamples, Model, Encoders, Speed, Warmup, Measuremen
         """Whether a measurement was asked for: without --max_duration, or by --measure_batches."""
         return self.measure_batches is not None
 
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether nothing stays of a training that was asked for."""
-        return not self.measures and not self.save_folder
-
 
 def is_young(half_life: str | None, batches: int) -> bool:
     """Whether an average is still near the weights that it started from; False where its half-life is in epochs."""

@@ -3,11 +3,9 @@ import shutil
 
 import pytest
 import torch
-from composer import Trainer
 
 import benchmark
 from benchmark import StableDiffusion, main
-from data import SyntheticImageCaptionDataset, build_loader
 from models.loading import find_model
 from tests.runs import TINY, check_record, settings_of
 
@@ -37,11 +35,6 @@ def test_bytes_that_reach_the_model_train_as_the_same_images_scaled():
     torch.manual_seed(7)
     expected, expected_target = model(batch | {'image': image / 127.5 - 1})
     assert torch.equal(prediction, expected) and torch.equal(target, expected_target)
-
-
-def test_whole_numbers_of_another_type_are_no_images():
-    with pytest.raises(ValueError, match='images of torch.int64'):
-        StableDiffusion('tiny', image_size=64)(batch_of() | {'image': torch.full((2, 3, 64, 64), 9)})
 
 
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
@@ -75,24 +68,16 @@ def test_every_timestep_is_drawn_the_first_and_the_last_too():
 
 
 def test_the_loss_falls_when_one_batch_is_learned():
-    torch.manual_seed(0)
-    model = StableDiffusion('tiny', image_size=64)
-    losses = []
-
-    class Fixed(StableDiffusion):
-        def forward(self, batch):
-            torch.manual_seed(1)  # the same noise and timesteps at every step
-            return super().forward(batch)
-
-        def loss(self, outputs, batch):
-            losses.append(super().loss(outputs, batch))
-            return losses[-1]
-
-    model.__class__ = Fixed
-    loader = build_loader(SyntheticImageCaptionDataset(64, num_samples=4), 4, 0)
+    model, batch = StableDiffusion('tiny', image_size=64), batch_of()
     optimizer = torch.optim.AdamW(model.unet.parameters(), lr=3e-3)
-    Trainer(model=model, train_dataloader=loader, device='cpu', optimizers=optimizer, max_duration='12ba',
-            progress_bar=False, seed=1).fit()
+    losses = []
+    for _ in range(12):
+        torch.manual_seed(1)  # the same noise and timesteps at every step
+        loss = model.loss(model(batch), batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -118,9 +103,3 @@ def test_a_scheduler_that_predicts_something_else_is_refused(model_folder, tmp_p
     with pytest.raises(SystemExit):
         main(['--use_synth_data', *TINY, '--model_name', str(tmp_path / 'model')])
     assert 'prediction_type sample' in capfd.readouterr().err
-
-
-def test_weights_are_made_on_the_device_that_is_asked_for():
-    with torch.device('meta'):  # any tensor made elsewhere, even for a moment, would not be a meta tensor
-        model = StableDiffusion(benchmark.SD2_BASE)
-    assert all(tensor.is_meta for tensor in model.parameters())

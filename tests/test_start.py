@@ -1,33 +1,11 @@
-"""What a run does before its first batch, and what it does only once."""
+"""What a run does before its first batch."""
 import os
 import subprocess
 import sys
 
-import benchmark
 from fitting import warn_of_a_slow_cpu
 from settings.allocator import VARIABLES
-from tests.runs import ROOT, TINY, one_error_line, settings_of
-
-
-def test_a_run_finds_its_model_once_and_gives_it_memory_once(monkeypatch, capfd):
-    found = []
-    devices = []
-
-    class Built(benchmark.StableDiffusion):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            devices.append(next(self.parameters()).device.type)
-
-    def stop(**_):
-        raise ValueError('enough')
-
-    find = benchmark.find_model
-    monkeypatch.setattr(benchmark, 'find_model', lambda *args: found.append(args) or find(*args))
-    monkeypatch.setattr(benchmark, 'StableDiffusion', Built)
-    monkeypatch.setattr(benchmark, 'Trainer', stop)
-    assert 'enough' in one_error_line(['--use_synth_data', *TINY, '--results', os.devnull], capfd)
-    assert found == [('tiny', False)]
-    assert devices == ['meta', 'cpu']
+from tests.runs import ROOT, settings_of
 
 
 def test_segments_grow_before_torch_is_imported_unless_the_user_has_set_something():

@@ -13,7 +13,7 @@ from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches, whole_epochs
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
-from measuring.tracing import PROFILED, where_to_look
+from measuring.tracing import PROFILED
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
 from settings.train import Train
@@ -55,7 +55,7 @@ def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> 
         print(f'resuming from {checkpoint}, {batches_in_words(state)}')
     elif settings.autoresume:
         print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
-    elif settings.keeps_nothing:
+    elif not settings.measures and not settings.save_folder:
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
 
 
@@ -147,8 +147,6 @@ def conclude(settings: Train, model: DiffusionModel, data: DataSpec, trainer: Tr
     """
     record = training_record(settings, model, data, trainer, outcome)
     text = summary(record, settings)
-    if record['status'] == PROFILED:
-        text += f'\n{"trace":<15} {where_to_look(settings.profile)}'
     if outcome['status'] == 'interrupted':
         text += f'\n{where_it_stopped(settings, trainer.state)}'
     try:

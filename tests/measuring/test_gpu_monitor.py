@@ -3,9 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composer.utils import dist
 
 from measuring import gpu_monitor
-from measuring.gpu_monitor import GIB, QUANTITIES, GpuMonitor, gpu_figures
+from measuring.gpu_monitor import GIB, QUANTITIES, GpuMonitor, gather_gpu_figures
 
 
 @pytest.fixture
@@ -47,23 +48,18 @@ def test_of_a_part_of_a_gpu_no_power_is_told_since_others_use_the_rest(gpu, as_o
     assert monitor.samples == {'gpu_power_watts': [], 'gpu_sm_clock_mhz': [1755]}
 
 
-def of_rank(watts: float | None, megahertz: float, gib: float, retries: int) -> dict:
-    return {'gpu_power_watts_mean': watts, 'gpu_power_watts_max': watts, 'gpu_sm_clock_mhz_mean': megahertz,
-            'gpu_sm_clock_mhz_max': megahertz, 'peak_memory_allocated_gib': gib, 'allocator_retries': retries}
+def test_figures_are_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch):
+    def of_rank(watts: float | None, megahertz: float, gib: float, retries: int) -> dict:
+        return {'gpu_power_watts_mean': watts, 'gpu_power_watts_max': watts, 'gpu_sm_clock_mhz_mean': megahertz,
+                'gpu_sm_clock_mhz_max': megahertz, 'peak_memory_allocated_gib': gib, 'allocator_retries': retries}
 
-
-def test_figures_are_over_all_gpus():
-    figures = gpu_figures([of_rank(350, 1700, 20.0, 1), of_rank(500, 1600, 22.0, 2)], images_per_sec=17, num_devices=2)
-    assert figures == {
+    ranks = [of_rank(350, 1700, 20.0, 1), of_rank(500, 1600, 22.0, 2)]
+    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: ranks)
+    monkeypatch.setattr(dist, 'get_world_size', lambda: 2)
+    assert gather_gpu_figures(GpuMonitor(), images_per_sec=17) == {
         'gpu_power_watts_mean': 425, 'gpu_power_watts_max': 500,
         'gpu_sm_clock_mhz_mean': 1650, 'gpu_sm_clock_mhz_max': 1700,
         'joules_per_image': 850 / 17,  # 850 W make 17 images in a second
         'peak_memory_allocated_gib': 22.0, 'allocator_retries': 3}
-
-
-def test_joules_are_not_told_where_a_gpus_power_is_not_known():
-    known, unknown = of_rank(300, 1700, 20.0, 0), of_rank(None, 1700, 20.0, 0)
-    assert gpu_figures([known, unknown], 10, 2)['joules_per_image'] is None
-    assert gpu_figures([known], 10, 2)['joules_per_image'] is None  # the other rank is gone
-    assert gpu_figures([known], None, 1)['joules_per_image'] is None  # nothing was measured
-    assert gpu_figures([known], 10, 1)['joules_per_image'] == 30
+    ranks[1] = of_rank(None, 1600, 22.0, 2)
+    assert gather_gpu_figures(GpuMonitor(), images_per_sec=17)['joules_per_image'] is None

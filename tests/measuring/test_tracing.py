@@ -19,7 +19,6 @@ def test_a_trace_holds_three_batches_and_its_run_is_in_no_figure(tmp_path, resul
     assert {'aten::convolution', 'aten::native_group_norm', 'Optimizer.step#AdamW.step'} <= names
     assert any('train_batch' in event.get('name', '') for event in json.loads(composers.read_text()))
     assert record['status'] == 'profiled'
-    printed = capfd.readouterr().out
-    assert 'no report counts them' in printed and f'trace           {folder}/torch holds' in printed
+    assert 'no report counts them' in capfd.readouterr().out
     report.main([str(results)])
     assert 'profiled' in capfd.readouterr().out

@@ -70,13 +70,6 @@ def test_a_mistake_is_one_line_with_the_flag_its_value_and_the_nearest_flag(caps
     assert 'NAME nobody is no name' in error_of(capsys, 'nobody')
 
 
-def test_a_flag_that_needs_another_is_refused_alone(capsys):
-    with pytest.raises(SystemExit):
-        parse(Train, '', ['--use_synth_data', '--ema_half_life', '9ba'], 'benchmark.py')
-    assert '--ema_half_life 9ba needs --use_ema; give both, or leave it out' in capsys.readouterr().err
-    assert parse(Train, '', ['--dry_run', '--gpu', 'H100'], 'benchmark.py').gpu == 'H100'
-
-
 def test_a_file_of_flags_stands_for_what_it_holds(tmp_path, capsys):
     path = tmp_path / 'flags.txt'
     path.write_text("# a comment, with an apostrophe's end\n\nAda --times 2  # two\n--others 'B o#' Cy\n")
@@ -127,9 +120,3 @@ def test_the_version_names_the_program_its_commit_and_its_libraries(capsys):
     with pytest.raises(SystemExit) as exit:
         greeting('--version')
     assert exit.value.code == 0 and 'torch 2.' in capsys.readouterr().out
-
-
-def test_on_several_ranks_rank_0_speaks(tmp_path):
-    code = "from settings.ends import end; end('x.py', 2, 'a mistake')"
-    alone = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True)
-    assert alone.returncode == 2 and alone.stderr == 'x.py: error: a mistake\n'

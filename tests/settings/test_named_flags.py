@@ -36,8 +36,3 @@ def unknown(file: str, source: str) -> set[str]:
 @pytest.mark.parametrize('file', FILES)
 def test_every_flag_that_a_text_of_the_program_names_is_one(file):
     assert unknown(file, Path(ROOT, file).read_text()) == set()
-
-
-def test_a_wrong_flag_is_found():
-    assert unknown('data.py', "raise ValueError(f'--bach_size {size} is too much')") == {'--bach_size'}
-    assert unknown('convert.py', "raise ValueError('give --inception')") == {'--inception'}  # evaluate.py's

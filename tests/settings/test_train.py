@@ -6,8 +6,7 @@ import torch
 from composer.utils import dist
 
 from benchmark import main
-from settings.commands import Encode, Report
-from settings.costs import Phase
+from settings.commands import Encode
 from settings.ends import one_line_errors
 from settings.flags import parse
 from settings.here import agreed, encoding_here
@@ -150,11 +149,6 @@ def test_a_dry_run_speaks_of_gpus_without_one_and_without_data(monkeypatch):
     assert settings_of('--dry_run').dry_run == 1
     monkeypatch.setenv('WORLD_SIZE', '4')
     assert settings_of('--dry_run').dry_run == 4
-
-
-def test_phases_of_a_plan_are_read_one_behind_the_other():
-    plan = parse(Report, '', ['x.csv', '--phase', '4@256', '--phase', '5@512'])
-    assert plan.phase == (Phase(4, '256'), Phase(5, '512'))
 
 
 @pytest.mark.parametrize('error, status, line', [
