@@ -15,8 +15,7 @@ def warn_of_a_slow_cpu(settings: Train, flops_per_image: int) -> None:
     """On rank 0, where there is no GPU: say how long a batch takes if that is over a minute, and what takes seconds."""
     if torch.cuda.is_available() or dist.get_global_rank() > 0:
         return
-    nodes = dist.get_world_size() // dist.get_local_world_size()
-    cores = len(os.sched_getaffinity(0)) * nodes
+    cores = len(os.sched_getaffinity(0))
     tflop = flops_per_image * settings.batch_size / 1e12
     seconds = tflop / (TFLOPS_OF_A_CORE * cores)
     if seconds > SECONDS_TO_WAIT:

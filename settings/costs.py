@@ -5,11 +5,11 @@ DOLLARS_PER_GPU_HOUR = 2.0
 SECONDS_PER_DAY = 86_400
 
 
-def days_to_train(images_per_sec: float, num_images: int = TRAINING_IMAGES) -> float:
+def days_to_train(images_per_sec: float, num_images: int) -> float:
     """Days of 24 hours that `num_images` take at `images_per_sec` over all devices."""
     return num_images / images_per_sec / SECONDS_PER_DAY
 
 
-def gpu_hours(images_per_sec: float, num_devices: int, num_images: int = TRAINING_IMAGES) -> float:
+def gpu_hours(images_per_sec: float, num_devices: int, num_images: int) -> float:
     """Hours of all devices together."""
     return days_to_train(images_per_sec, num_images) * 24 * num_devices

@@ -166,11 +166,9 @@ class Results:
 
     def check(self) -> None:
         """Raises ValueError if nothing can be appended there: it is said before the run, not after it."""
-        if os.path.isdir(self.results):
-            raise ValueError(f'--results {self.results} is a folder; name a file')
-        folder = os.path.dirname(os.path.abspath(self.results))
-        if not os.access(self.results if os.path.exists(self.results) else folder, os.W_OK):
-            raise ValueError(f'--results {self.results} cannot be written; name another file')
+        place = self.results if os.path.exists(self.results) else os.path.dirname(os.path.abspath(self.results))
+        if self.results != '-' and (os.path.isdir(self.results) or not os.access(place, os.W_OK)):
+            raise ValueError(f'--results {self.results} is no file that can be written; name another, or - to print')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,8 @@ def refused(capsys, *argv: str) -> str:
     ([*SYNTHETIC, '--autoresume'], '--autoresume needs --save_folder'),
     (['--use_synth_data', '--sample_prompts', 'x'], '--sample_prompts x needs a VAE that can decode'),
     ([*SYNTHETIC, '--dry_run', '--loader_only'], '--loader_only has no training for --dry_run or --profile'),
-    ([*SYNTHETIC, '--results', 'tests'], '--results tests is a folder'),
-    ([*SYNTHETIC, '--results', '/nowhere/results.jsonl'], '--results /nowhere/results.jsonl cannot be written'),
+    ([*SYNTHETIC, '--results', 'tests'], '--results tests is no file that can be written'),
+    ([*SYNTHETIC, '--results', '/nowhere/results.jsonl'], '--results /nowhere/results.jsonl is no file that can be'),
 ])
 def test_what_cannot_be_is_one_line_that_names_the_flag_its_value_and_the_remedy(flags, words, capsys):
     assert words in refused(capsys, *flags)
