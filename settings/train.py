@@ -118,7 +118,7 @@ class Speed:
         None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32, which keeps 10 bits of the fraction '
         '(default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
     attention: Literal['sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'] = flag(
-        'sdpa', "sdpa, torch's attention; one of its kernels, to try first; or xformers, that of the package")
+        'sdpa', "sdpa, torch's attention; one of its kernels, where it can; or xformers, that of the package")
     gradient_checkpointing: bool = flag(False, 'less memory for about a third more arithmetic')
     fused_optimizer: bool = flag(True, 'AdamW in one kernel')
     half_precision_norms: bool = flag(False, "compute the norms of the UNet and of the VAE's encoder in the half "

@@ -7,7 +7,7 @@ import pytest
 
 import benchmark
 from fitting.dry_run import CARDS, SHARES_OF_PEAK, Estimate, estimate, gpus_named
-from fitting.memory import GIB
+from fitting.memory import GIB, lasting_bytes
 from models.flops import utilization
 from models.peaks import PEAKS
 from tests.runs import ROOT, one_error_line, settings_of

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from benchmark import main
 from tests.forked_runs import RUN, on_small_disk, run, traced
-from tests.runs import TINY, assert_same_training, error_line, one_error_line
+from tests.runs import TINY, assert_same_training, error_line, final_state, one_error_line
 from tests.samples import Hostile, good, write_shards
 from training import WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
 from training.checkpoints import written_whole
@@ -229,6 +229,17 @@ def test_a_resume_with_another_flag_or_a_dataset_that_was_made_anew_is_refused(t
     shutil.rmtree(shards)
     write_shards(shards, [good(index) for index in range(1, 9)])
     assert 'the dataset of --remote was made anew' in one_error_line([*argv, '--max_duration', '3ba'], capfd)
+
+
+def test_a_run_goes_on_in_another_memory_format_as_on_a_gpu_after_a_cpu(tmp_path, smallest_model, results):
+    argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '32', '--learning_rate', '0.01',
+            '--autoresume', '--results', str(results), '--save_folder']
+    main([*argv, str(tmp_path / 'whole'), '--max_duration', '4ba'])
+    main([*argv, str(tmp_path / 'changed'), '--max_duration', '2ba', '--channels_last'])
+    assert main([*argv, str(tmp_path / 'changed'), '--max_duration', '4ba'])['first_batch'] == 2
+    weights, expected = (final_state(tmp_path / name)['model'] for name in ('changed', 'whole'))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, atol=1e-4, rtol=1e-4)
 
 
 def save_for_ever(folder: str, has_begun) -> None:
