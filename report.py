@@ -376,8 +376,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
                                      device_train_microbatch_size='', notes=', '.join(notes))
         plans.append(with_costs(plan, pd.Series(sum(days), index=plan.index), settings.dollars_per_gpu_hour))
     if not plans:
-        raise ValueError(f'--phase: no number of devices was measured in one setting at {" and ".join(sizes)} px; '
-                         'measure each size with the same flags')
+        raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
+                         'px; measure each size with the same flags')
     return pd.concat(plans).sort_values('num_devices', kind='stable')
 
 

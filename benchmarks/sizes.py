@@ -5,12 +5,12 @@
 Every process of a training opens the dataset: it holds its index, and for a moment more. The first process of each node
 then shuffles the numbers of all samples, on one core. The shards are listed in index.json, and need not be there.
 
-docs/planning.md has the figures of one core of an AMD EPYC.
+docs/laion.md has the figures of one core of an AMD EPYC.
 """
+import argparse
 import json
 import logging
 import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -64,6 +64,8 @@ def measure(num_samples: int) -> str:
 
 
 if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('samples', type=int, nargs='+')
     logging.disable(logging.WARNING)  # Streaming warns of its temporary folder
-    for argument in sys.argv[1:]:
-        print(measure(int(argument)), flush=True)
+    for samples in parser.parse_args().samples:
+        print(measure(samples), flush=True)

@@ -28,14 +28,14 @@ CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
 UNCOUNTED_SHARE = 0.12
 ACCURACY = f"""\
-A row below the first is the run with that as well. Memory is counted from the tensors of a step, at its peak. CUDA, its
-libraries and its allocator take more: an H200 took 9 to 11 % more than is counted (milabench: 55 GiB at 32 images,
-115.6 at 80). So {UNCOUNTED_SHARE:.0%} is added, and a microbatch is said to fit where that is within the card.
+Each row below the first is the run as given with that one change. Memory is counted from the tensors of a step, at its
+peak. CUDA, its libraries and its allocator take more: an H200 took 9 to 11 % more than is counted (milabench: 55 GiB at
+32 images, 115.6 at 80). So {UNCOUNTED_SHARE:.0%} is added, and a microbatch is said to fit where that is in the card.
 --compile is not counted; as a rule it needs less."""
 SHARES_OF_PEAK = (0.18, 0.3, 0.5)
 SPEEDS = """\
 18 % of the peak is what 8 A100s reached in the published benchmark (published.csv); the other columns hold if the run
-reaches 30 or 50 %. On a card with no largest microbatch above the run does not fit, whatever its speed."""
+reaches 30 or 50 %. A card that has no microbatch in the table above is too small for the run."""
 
 
 @dataclass(frozen=True)

@@ -284,4 +284,4 @@ def training_command(out: str, samples: int, flags: list[str]) -> str:
     command = ['composer', 'benchmark.py', '--remote', out, '--use_ema']
     if samples < BATCH_SIZE:
         command += ['--batch_size', str(1 << (samples.bit_length() - 1))]
-    return shlex.join([*command, *flags])
+    return shlex.join([*command, *flags, '--max_duration', '10ep', '--save_folder', 'checkpoints', '--autoresume'])

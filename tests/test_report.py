@@ -198,7 +198,7 @@ def test_nothing_is_worked_out_from_records_in_doubt(refused, write):
     runs = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16, 32)]
     runs[2] |= {'drift': 0.5}
     assert 'reliable trainings' in refused(write(*runs), '--extrapolate', 64)
-    assert 'no number of devices was measured' in refused(write({'drift': 0.5}), '--phase', '1@512')
+    assert 'no number of devices has reliable records' in refused(write({'drift': 0.5}), '--phase', '1@512')
 
 
 def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_of_its_model_and_size(printed, write):

@@ -223,6 +223,8 @@ class WholeCheckpoints(CheckpointSaver):
 def leave_out(state_dict: dict[str, Any]) -> None:
     """Take out of what Composer saves what a resume has no use for."""
     del state_dict['rng']  # Safeguard seeds every batch
+    if not any(state_dict['state']['scaler'].values()):  # as on a CPU; on a GPU a GradScaler refuses to load none
+        del state_dict['state']['scaler']
 
 
 def write_whole(state_dict: dict[str, Any], filename: str) -> None:
