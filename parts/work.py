@@ -30,7 +30,7 @@ SECONDS_TO_CONNECT = 20
 OPEN_FILES = 256  # of the command itself
 OPEN_FILES_A_PROCESS = 8
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal
-ROOMS = ('fitting', 'inputs', 'models', 'parts', 'settings')  # what the machines of a cluster need of this program
+PACKAGES = ('fitting', 'inputs', 'models', 'parts', 'settings')  # what the machines of a cluster need of this program
 ROOT = Path(__file__).parent.parent
 # What they need to know to reach a store, and is no secret; they have credentials of their own.
 SETTINGS_OF_STORES = ('S3_ENDPOINT_URL', 'AWS_REGION', 'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AZURE_ACCOUNT_NAME')
@@ -196,7 +196,7 @@ class RayWorkers:
         self.ray = ray
         refuse_silent_address(address)
         settings = {name: os.environ[name] for name in SETTINGS_OF_STORES if name in os.environ}
-        environment = {'py_modules': [str(ROOT / room) for room in ROOMS], 'env_vars': settings}
+        environment = {'py_modules': [str(ROOT / package) for package in PACKAGES], 'env_vars': settings}
         try:
             ray.init(address, runtime_env=environment, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -205,7 +205,7 @@ class RayWorkers:
         needs = {'num_gpus': 1} if self.on_gpus else {'num_cpus': 1}
         # What is lost is given out here again, and not by Ray, so that it is known which part each worker died of.
         self.task = ray.remote(call_on_cluster).options(max_retries=0, **needs)
-        ray.cloudpickle.register_pickle_by_value(sys.modules[do.func.__module__])  # a command, which is in no room
+        ray.cloudpickle.register_pickle_by_value(sys.modules[do.func.__module__])  # a command, which is in none of them
         self.do = ray.put(do)
 
     def __enter__(self) -> 'RayWorkers':

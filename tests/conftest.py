@@ -1,4 +1,4 @@
-"""What tests of several rooms need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
+"""What tests of several folders need: samples, shards, a diffusers folder, an S3 server, processes to fork from."""
 import contextlib
 import io
 import multiprocessing

@@ -11,7 +11,7 @@ import pytest
 
 import convert
 import encode
-from parts.work import ROOMS
+from parts.work import PACKAGES
 from settings.commands import Convert
 from settings.flags import parse
 from tests.local_s3 import local_s3
@@ -139,8 +139,8 @@ def test_the_machines_of_a_cluster_need_no_more_of_this_program_than_they_are_se
     for command in (convert, encode):
         cloudpickle.register_pickle_by_value(command)
     (tmp_path / 'work').write_bytes(cloudpickle.dumps([convert.convert_parts, encode.encode_parts]))
-    for room in ROOMS:
-        (tmp_path / room).symlink_to(ROOT / room)
+    for package in PACKAGES:
+        (tmp_path / package).symlink_to(ROOT / package)
     load = "import pickle; pickle.load(open('work', 'rb'))"
     subprocess.run([sys.executable, '-c', load], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': ''}, check=True)
 

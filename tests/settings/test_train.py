@@ -160,7 +160,7 @@ def test_a_command_ends_in_one_line_with_its_status(error, status, line, capsys)
     assert exit.value.code == status and capsys.readouterr().err == f'x.py: error: {line}\n'
 
 
-def test_what_nobody_foresaw_keeps_its_traceback():
+def test_an_unexpected_error_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError), one_line_errors('x.py'):
         raise ZeroDivisionError
 
