@@ -9,6 +9,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ENDING = b'\na signal came: the run ends with this batch; a launcher waits 30 seconds for it (Ctrl-C again: at once)\n'
 
 
 class StopAtSignal(Callback):
@@ -44,7 +45,7 @@ class StopAtSignal(Callback):
         if number == signal.SIGINT or is_loaders:
             signal.signal(number, signal.SIG_DFL)
         if not (self._has_come or is_loaders) and dist.get_global_rank() == 0:
-            os.write(2, b'\na signal came: the run ends with this batch (Ctrl-C again: at once)\n')
+            os.write(2, ENDING)
         self._has_come = True
 
     def batch_end(self, state: State, logger: Logger) -> None:
