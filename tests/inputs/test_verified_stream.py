@@ -142,7 +142,7 @@ def test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_
     for number_of_failures in (1, 2):
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        reader.join(10)
+        reader.join(600)
         assert len(failures) == number_of_failures
 
 
