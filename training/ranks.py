@@ -11,12 +11,14 @@ from inputs.errors import one_line
 
 
 def join_ranks(device, timeout: int) -> None:
-    """Meet all ranks, and share the host's cores. Raises ValueError if some did not come.
+    """Meet all ranks, if there are several, and share the host's cores. Raises ValueError if some did not come.
 
     Args:
         device: of Composer, that this rank trains on.
         timeout: in seconds, in which they meet, and in which each is waited for in whatever they do together.
     """
+    if dist.get_world_size() == 1:
+        return
     if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
         cores = len(os.sched_getaffinity(0)) // dist.get_local_world_size()
         torch.set_num_threads(max(1, cores))  # each rank on all cores is 10 times slower on a CPU
@@ -40,8 +42,12 @@ def wait_at_most(seconds: int) -> None:
 
 
 def leave_ranks() -> None:
-    """At the end of a program that completed; torch warns on GPUs of a process that ends without."""
-    if torch.distributed.is_initialized():
+    """At the end of a program that completed on several GPUs: torch warns of a process that ends without.
+
+    Gloo's group stays. Up to torch 2.7 its end holds Python's lock while it waits for a thread, which may wait for that
+    lock to drop the last tensor that was gathered: https://github.com/pytorch/pytorch/pull/154976
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'nccl':
         torch.distributed.destroy_process_group()
 
 
