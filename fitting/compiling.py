@@ -2,7 +2,7 @@
 import torch
 
 
-def compile_in_place(modules: list[torch.nn.Module], mode: bool | str = True) -> None:
+def compile_in_place(modules: list[torch.nn.Module], mode: bool | str) -> None:
     """Compile each module when it is first called, for the shapes that come. The names in checkpoints stay.
 
     Args:

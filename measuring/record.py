@@ -137,8 +137,9 @@ def summary(record: dict, settings: Train) -> str:
     """
     values = record | notes(record, settings)
     known = {key: value for key, value in values.items() if value is not None}
+    templates = MEASUREMENT if settings.measures else TRAINING
     lines = []
-    for name, template in (MEASUREMENT if settings.measures else TRAINING).items():
+    for name, template in templates.items():
         with contextlib.suppress(KeyError):  # of a value that is not known
             lines.append(f'{name:<15} {template.format_map(known)}')
     return '\n'.join(lines)

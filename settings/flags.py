@@ -166,8 +166,8 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """As argparse does; for an argument that no flag takes the error says which one it may have been meant for."""
         known, unknown = self.parse_known_args(args, namespace)
-        for argument in unknown:
-            name = argument.partition('=')[0]
+        if unknown:
+            name = unknown[0].partition('=')[0]
             nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
             remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
             self.error(f'{name} is no flag; {remedy}')

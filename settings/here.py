@@ -35,6 +35,7 @@ def on_this_machine(settings: Train) -> Train:
         # blocks send gradients while others still compute; CUDA graphs are tied to weights, which blocks differ in
         'compile_blocks': devices > 1 and settings.compile not in (False, 'reduce-overhead'),
         'num_workers': default_workers(dist.get_local_world_size()) if settings.remote else 0,
+        'num_workers_by_default': settings.num_workers is None,
         'ema_half_life': '1000ba' if settings.use_ema else None,
         'save_interval': '1ep' if settings.save_folder else None,
         'eval_interval': '1000ba' if settings.eval_remote else None,
@@ -69,6 +70,7 @@ def encoding_here(settings: Encode) -> Encode:
         'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
         'channels_last': None if settings.ray else has_gpu,  # each worker knows
         'num_workers': default_workers(max(1, torch.cuda.device_count())),
+        'num_workers_by_default': settings.num_workers is None,
     })
 
 
@@ -79,8 +81,7 @@ def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
 
 
 def with_local_in_place(settings: Train | Encode) -> Train | Encode:
-    """Where --local is the only place that is given, it is the data. Also notes whether --num_workers was given."""
-    settings = dataclasses.replace(settings, num_workers_by_default=settings.num_workers is None)
+    """Where --local is the only place that is given, it is the data."""
     is_synthetic = isinstance(settings, Train) and (settings.use_synth_data or settings.use_synth_latents)
     if settings.remote or is_synthetic:
         return settings

@@ -49,7 +49,7 @@ class Samples:
                              'folder is read in place); without --remote, the folder with the shards')
     num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
                                    kind=whole_number)
-    num_workers_by_default: bool = False  # no flag: whether the program chose their number
+    num_workers_by_default: bool | None = None  # no flag: whether the program chose their number
 
 
 @dataclass(frozen=True, kw_only=True)

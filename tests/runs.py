@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -110,11 +111,25 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
 
 
-def start_launcher(log: Path, argv: list) -> subprocess.Popen:
-    """`composer ARGV` in a session of its own, printing to `log`."""
+def start(log: Path, *words) -> subprocess.Popen:
+    """What Python does with these words of a command line, in the folder of the programs and in a session of its own.
+
+    It prints to `log`.
+    """
     with open(log, 'w') as file:
-        return subprocess.Popen([sys.executable, '-m', 'composer.cli.launcher', *map(str, argv)], cwd=ROOT, stdout=file,
-                                stderr=file, start_new_session=True)
+        return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, stdout=file, stderr=file,
+                                start_new_session=True)
+
+
+def start_launcher(log: Path, argv: list) -> subprocess.Popen:
+    """`composer ARGV`, printing to `log`."""
+    return start(log, '-m', 'composer.cli.launcher', *argv)
+
+
+def workers_of(command: subprocess.Popen) -> list[int]:
+    """The numbers of the processes that work for a command: those that its own server of processes has forked."""
+    children = psutil.Process(command.pid).children()
+    return [worker.pid for child in children for worker in child.children()]
 
 
 def free_port() -> int:

@@ -13,8 +13,7 @@ from benchmark import main
 from inputs.verified_stream import own_shared_memory
 from tests.forked_runs import run_program, script
 from tests.local_s3 import local_s3
-from tests.parts.commands import start
-from tests.runs import ROOT, TINY, files_of, wait_until
+from tests.runs import ROOT, TINY, files_of, start, wait_until
 from tests.samples import encoded, end_of_first_sample, picture, sample_files, shaded, write_sample_tar, write_tar
 
 

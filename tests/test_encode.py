@@ -22,8 +22,7 @@ from settings.flags import parse
 from settings.here import encoding_here
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
-from tests.parts.commands import start, workers_of
-from tests.runs import TINY, error_line, files_of, wait_until
+from tests.runs import TINY, error_line, files_of, start, wait_until, workers_of
 from tests.samples import encoded, picture, write_shards
 
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0']

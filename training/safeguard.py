@@ -22,6 +22,17 @@ class NonFiniteStep(Exception):
     """The loss of a batch, or a gradient of it, is infinite or not a number."""
 
 
+def lay_out_as_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Bring an optimizer's moments into the memory format of their weights.
+
+    A checkpoint has them in that of its run, and a fused optimizer pairs weights and moments as they lie in memory.
+    """
+    for parameter, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if moment.shape == parameter.shape:
+                moments[name] = torch.empty_like(parameter).copy_(moment)
+
+
 class Safeguard(Callback):
     """Makes each batch's noise depend on its number alone, and stops or leaves out a step that is not finite.
 
@@ -53,19 +64,13 @@ class Safeguard(Callback):
         self._loss: float | torch.Tensor = 0.0  # of the microbatches of this batch so far
 
     def fit_start(self, state, logger) -> None:
-        """Let the data go on where the weights are, and bring Adam's moments into the memory format of the weights.
-
-        A checkpoint has them in that of its run, and a fused optimizer pairs weights and moments as they lie in memory.
-        """
+        """Let the data and the optimizer go on where the weights are."""
         self.first_batch = state.timestamp.batch.value
         dataset = state.train_dataloader.dataset
         if self.first_batch and isinstance(dataset, VerifiedDataset):
             dataset.resume_at(state.timestamp.epoch.value, state.timestamp.sample_in_epoch.value)
         for optimizer in state.optimizers:
-            for parameter, moments in optimizer.state.items():
-                for name, moment in moments.items():
-                    if moment.shape == parameter.shape:
-                        moments[name] = torch.empty_like(parameter).copy_(moment)
+            lay_out_as_weights(optimizer)
 
     def batch_start(self, state, logger) -> None:
         """Seed the batch's noise and timesteps."""

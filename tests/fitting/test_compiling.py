@@ -76,7 +76,7 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
             return tensor / 2
 
     layer = Half()
-    compile_in_place([layer])
+    compile_in_place([layer], True)
     limit = torch._dynamo.config.recompile_limit
     with pytest.raises(Exception) as caught:
         for size in range(1, 3 * limit):

@@ -5,9 +5,8 @@ import psutil
 import pytest
 
 from inputs.errors import DataError
-from tests.parts.commands import start, workers_of
+from tests.runs import start, wait_until, workers_of
 from tests.parts.slow_work import begun, run
-from tests.runs import wait_until
 
 
 def refuse(*args) -> None:
