@@ -37,9 +37,10 @@ from settings.costs import TRAINING_IMAGES, days_to_train, gpu_hours
 from settings.train import SWITCHES
 from settings.versions import PACKAGES
 
+VERSIONS = ['python', 'cuda', *PACKAGES]
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
 SETTINGS = ['stage', 'device', 'image_size', 'model_name', 'input', 'dataset', 'batch_size', *SWITCHES, 'use_ema',
-            'num_workers', 'clip_grad_norm', 'ema_start', 'python', 'cuda', *PACKAGES]
+            'num_workers', 'clip_grad_norm', 'ema_start', *VERSIONS]
 EVALUATED = ['model', 'weights', 'data', 'samples', 'image_size', 'steps', 'network', 'clip']
 INPUTS = {'in_loop': 'images', 'text_in_loop': 'latents'}  # of a training, by the encoders in its loop
 NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
@@ -94,7 +95,8 @@ def report(settings: Report) -> str:
         plans = plan_table(records, settings)
         tables.append(plans)
         phases = [f'{counted(images, "image")} at {size} px' for images, size in settings.phase]
-        blocks += [f'Plan: train on {", then ".join(phases)}', markdown(plans, SETTINGS)]
+        plan = f'Plan, for each number of devices that was measured: train on {", then ".join(phases)}'
+        blocks += [plan, markdown(plans, SETTINGS)]
     if len(evaluations):
         scores = score_table(evaluations, records, settings.dollars_per_gpu_hour)
         tables.append(scores)
@@ -416,14 +418,14 @@ def labels(rows: pd.DataFrame) -> list[str]:
 
 
 def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
-    """What rows agree in, of some keys; a switch that is off is not named."""
+    """What rows agree in, of some keys, with the versions on a line of their own; a switch that is off is not named."""
     columns = differing(rows, keys)
-    common = []
+    lines = {'All rows': [], 'Versions': []}
     for key in keys:
         value = rows[key].max()  # '' where a row does not state it
         if key not in columns and value not in ('', 'no'):
-            common.append(f'{key} {value}')
-    return f'All rows: {", ".join(common)}'
+            lines['Versions' if key in VERSIONS else 'All rows'].append(f'{key} {value}')
+    return '\n'.join(f'{heading}: {", ".join(common)}' for heading, common in lines.items() if common)
 
 
 def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> str:

@@ -99,7 +99,8 @@ def circumstances(stage: str, values: dict[str, Any], flags: Sequence[str]) -> d
         'image_size': values['image_size'],
         **{flag: values[flag] for flag in flags},
         'num_workers_by_default': values.get('num_workers_by_default'),
-        'versions': {'python': platform.python_version(), 'cuda': torch.version.cuda, **package_versions()},
+        'versions': {'python': platform.python_version(),
+                     'cuda': torch.version.cuda if torch.cuda.is_available() else None, **package_versions()},
     }
 
 

@@ -138,7 +138,7 @@ def test_versions_and_what_a_training_reads_are_settings(printed, write):
     other = {'versions': {'torch': '2.11.0', 'diffusers': '0.39.0'}, 'encoders': 'text_in_loop'}
     text = printed(write(one, other))
     assert columns(tables(text)[0], 'torch', 'input') == [('2.7.0', 'images'), ('2.11.0', 'latents')]
-    assert text.startswith('All rows: stage train, device H200, image_size 512, diffusers 0.39.0\n')
+    assert text.startswith('All rows: stage train, device H200, image_size 512\nVersions: diffusers 0.39.0\n')
 
 
 def test_there_is_no_efficiency_between_runs_on_one_number_of_devices(printed, write):
@@ -231,7 +231,7 @@ def test_phases_add_up_the_days_of_each_size(printed, write):
     days = 1126400000 / 3200 / 86400 + 1740800000 / 800 / 86400
     assert columns([row], 'GPUs', 'days', 'GPU-hours') == [('8', f'{days:.2f}', f'{days * 24 * 8:,.0f}')]
     assert row['notes'] == '4.07 days at 256 px, 25.19 days at 512 px'
-    assert 'Plan: train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px' in text
+    assert 'that was measured: train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px' in text
 
 
 def test_a_plan_takes_the_fastest_measured_speed_of_a_size(printed, write):
