@@ -4,7 +4,7 @@
     python tests/breaks.py ema_smoothing no_claims  # some of them
     python tests/breaks.py --whole                  # with all of `make test`; of those that pass, `make test-long`
 
-It prints which were noticed, and ends with 1 where one was not. tests/README.md has the table.
+It prints which were noticed, and ends with 1 where one was not.
 """
 import argparse
 import shutil
