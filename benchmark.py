@@ -26,6 +26,7 @@ from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.core import DataSpec
 from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
+from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
 from data import (
@@ -263,6 +264,22 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
     return algorithms
 
 
+def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: StopAtSignal,
+                    more: Sequence[Callback] = ()) -> list[Callback]:
+    """What watches a run and keeps it alive. `more` come before those that measure and save."""
+    measurement = Measurement(settings.warmup_batches, settings.measure_batches)
+    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, dataset), settings.clip_grad_norm)
+    speed = SpeedMonitor(min(10, settings.measure_batches or 10), (peak_tflops(settings.precision) or 0) * 1e12)
+    callbacks = [*switch_callbacks(settings), speed, *more, measurement, Progress(measurement), safeguard,
+                 Evaluations(), LRMonitor(), stop]
+    if settings.sample_prompts:
+        callbacks.append(Sampling(settings, model, files, measurement, stop))
+    if settings.save_folder:
+        callbacks.append(WholeCheckpoints(settings.save_folder, settings.save_interval,
+                                          settings.save_num_checkpoints_to_keep))
+    return callbacks
+
+
 def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelFiles | None = None,
               callbacks: Sequence[Callback] = ()) -> tuple[StableDiffusion, Trainer]:
     """The model, and its training at its start or at the checkpoint to resume from.
@@ -287,17 +304,6 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
     algorithms = build_algorithms(settings, files, average)
     microbatch = find_microbatch(settings, model, data)
 
-    measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, data.dataloader.dataset),
-                          settings.clip_grad_norm)
-    speed = SpeedMonitor(min(10, settings.measure_batches or 10), (peak_tflops(settings.precision) or 0) * 1e12)
-    callbacks = [*switch_callbacks(settings), speed, *callbacks, measurement, Progress(measurement), safeguard,
-                 Evaluations(), LRMonitor(), stop]
-    if settings.sample_prompts:
-        callbacks.append(Sampling(settings, model, files, measurement, stop))
-    if settings.save_folder:
-        callbacks.append(WholeCheckpoints(settings.save_folder, settings.save_interval,
-                                          settings.save_num_checkpoints_to_keep))
     with resuming(checkpoint, settings.save_folder):
         trainer = Trainer(
             model=model,
@@ -306,7 +312,7 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
             optimizers=build_optimizer(model, settings),
             schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup),
             algorithms=algorithms,
-            callbacks=callbacks,
+            callbacks=build_callbacks(settings, model, files, data.dataloader.dataset, stop, callbacks),
             loggers=build_loggers(settings),
             progress_bar=False,
             max_duration=settings.max_duration,
