@@ -204,9 +204,9 @@ def print_summary(joined: Joined, held_out: Joined | None, settings: Convert) ->
 
 def print_next(joined: Joined, held_out: Joined | None, settings: Convert) -> None:
     """The command that trains on what was converted."""
-    flags = []
+    flags = ['--model_name', 'FOLDER', '--pretrained']
     if held_out and held_out.samples:
-        flags = ['--eval_remote', held_out_beside(settings.out)]
+        flags += ['--eval_remote', held_out_beside(settings.out)]
     print(f'next       {training_command(settings.out, joined.samples, flags)}')
 
 

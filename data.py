@@ -274,6 +274,11 @@ def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> 
     return {**batch, 'image': image}
 
 
+def leave_process_group(worker: int) -> None:
+    """So that a signal to all processes of a run, as Ctrl-C and `timeout` send it, ends no loader before the run."""
+    os.setpgrp()
+
+
 def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None,
                  max_bad_samples: float = 0.01) -> DataSpec:
     """The loader of either dataset for Composer's Trainer; every batch is whole.
@@ -298,7 +303,8 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
                                           collate_fn=CountedCollate(make_batch, num_workers),
                                           prefetch_factor=BATCHES_PER_WORKER if num_workers else None,
-                                          pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0)
+                                          pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0,
+                                          worker_init_fn=leave_process_group)
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
 

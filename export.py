@@ -42,11 +42,14 @@ def new_folder(out: str) -> Iterator[str]:
         os.rename(folder, out)
 
 
-def warn_of_random_decoder(flags: Export, trained: Trained) -> None:
-    """Say where the pipeline has a VAE that cannot decode."""
+def warn_of_random_parts(flags: Export, trained: Trained) -> None:
+    """Say where the pipeline has a VAE that cannot decode, or a text encoder that knows no words."""
     if trained.vae is None and not flags.pretrained:
         print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random one in its '
               'place cannot decode; give --model_name FOLDER --pretrained for the one that encoded', file=sys.stderr)
+    elif not trained.flags.get('pretrained'):
+        print(f'warning: {flags.checkpoint} was trained without --pretrained, so that its VAE and its text encoder are '
+              'random, and pictures will be noise', file=sys.stderr)
 
 
 def warn_of_young_average(flags: Export, trained: Trained) -> None:
@@ -79,7 +82,7 @@ def export(flags: Export) -> None:
     trained = read_trained(flags.checkpoint, 'CHECKPOINT')
     pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
                                 flags.pretrained, flags.live)
-    warn_of_random_decoder(flags, trained)
+    warn_of_random_parts(flags, trained)
     with new_folder(flags.out) as folder:
         try:
             pipeline.save_pretrained(folder)

@@ -191,7 +191,7 @@ def speeds(settings: Train, flops_per_image: int, gpus: list[str]) -> str:
             rows[gpu]['days'] = in_a_row([days_to_train(speed, images) for speed in images_per_sec])
             rows[gpu]['dollars'] = in_a_row([gpu_hours(speed, devices, images) * dollars for speed in images_per_sec])
     if not rows:
-        return f'No peak is known in {settings.precision}, so nothing is said of speed.'
+        return f'No peak is known in {settings.precision}, so nothing is said of speed; try another --precision.'
     table = pd.DataFrame.from_dict(rows, orient='index').rename_axis(columns=f'on {counted(devices, "GPU")}')
     text = f'{table.to_string()}\n{SPEEDS}'
     if images:

@@ -55,10 +55,9 @@ MEASUREMENT = IMAGES_PER_SEC | {
                      '${dollars:,.0f}',
 }
 TRAINING = TRAINED | {
-    'average': 'still near the weights at the start, for --ema_half_life is {young_half_life}; export.py --live has '
-               'the latest',
+    'average': 'still near the weights at the start, for --ema_half_life is {young_half_life}',
     'checkpoint': 'in {save_folder}',
-    'next': 'python export.py {save_folder} my-model',
+    'next': 'python export.py {save_folder} my-model{live}',
 } | IMAGES_PER_SEC
 
 
@@ -148,11 +147,11 @@ def summary(record: dict, settings: Train) -> str:
 
 def notes(record: dict, settings: Train) -> dict[str, Any]:
     """What a summary says beside the values of the record; None for those of these that would say nothing."""
-    values = {key: record.get(key) or None for key in ('trained_epochs', 'first_batch')}
+    values = {key: record.get(key) or None for key in ('trained_epochs', 'first_batch')} | {'live': ''}
     if record['status'] not in ('failed', 'interrupted'):
         values['save_folder'] = settings.save_folder
     if settings.use_ema and is_young(settings.ema_half_life, record['trained_batches']):
-        values['young_half_life'] = settings.ema_half_life
+        values |= {'young_half_life': settings.ema_half_life, 'live': ' --live'}
     if not record['images_per_sec']:
         return values | {'over': 'over' if record['status'] == UNMEASURED else record['status']}
     values |= {'caution': caution_sentence(record), 'on_waiting': ''}

@@ -281,7 +281,9 @@ def write_index(output: Output, joined: Joined, **about) -> bool:
 
 def training_command(out: str, samples: int, flags: list[str]) -> str:
     """The command that trains on a dataset, with as large a batch as it can fill."""
-    command = ['composer', 'benchmark.py', '--remote', out, '--use_ema']
+    command = ['composer', 'benchmark.py', '--remote', out, '--use_ema', '--ema_half_life', '1ep',
+               '--caption_drop', '0.1']
     if samples < BATCH_SIZE:
         command += ['--batch_size', str(1 << (samples.bit_length() - 1))]
-    return shlex.join([*command, *flags, '--max_duration', '10ep', '--save_folder', 'checkpoints', '--autoresume'])
+    save_folder = f'{os.path.basename(out.rstrip("/"))}-checkpoints'
+    return shlex.join([*command, *flags, '--max_duration', '10ep', '--save_folder', save_folder, '--autoresume'])

@@ -148,8 +148,8 @@ def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> 
     if microbatch in (None, 'auto') or device_batch % microbatch == 0:
         return
     largest = max(divisor for divisor in range(1, min(microbatch, device_batch) + 1) if device_batch % divisor == 0)
-    raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images that each '
-                     f'of {devices} devices gets of --batch_size {batch_size}; use {largest}')
+    raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images that a '
+                     f'device gets of --batch_size {batch_size}; use {largest}')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,10 +210,10 @@ class Training:
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
     save_interval: str | None = flag(
         None, 'time between checkpoints, such as 1000ba (default: 1ep); one is also saved at the end and on Ctrl-C or '
-        'SIGTERM', kind=time_in('ba ep sp dur'), metavar='TIME')
+        'SIGTERM', kind=time_in('ba ep sp dur'), metavar='TIME', needs='save_folder')
     save_num_checkpoints_to_keep: int | None = flag(
         None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
-        'store keeps all', kind=count, metavar='N')
+        'store keeps all', kind=count, metavar='N', needs='save_folder')
     autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
                             needs='save_folder')
     dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one of them compiles, saves '
@@ -264,6 +264,8 @@ class EvaluationAndDrawing:
         if self.eval_remote and self.eval_remote == self.remote:
             raise ValueError(f'--eval_remote {self.eval_remote} is what the run trains on; give it shards of other '
                              'samples')
+        if self.sample_prompts and not os.path.isfile(self.sample_prompts):
+            raise ValueError(f'--sample_prompts {self.sample_prompts} is no file; give one with a prompt on each line')
         if self.sample_prompts and not self.pretrained and self.model_name != TINY:
             raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
                              '--pretrained it is random; give --model_name FOLDER --pretrained')

@@ -14,12 +14,13 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from transformers import CLIPModel, CLIPProcessor
 
 import evaluate
+from benchmark import main as train
 from inputs.images import decode_image, resize
 from models.feature_extractors import load_clip
 from models.sampling import load_pipeline
 from tests.forked_runs import run_ranks
 from tests.judges import save_clip, save_inception, save_pipeline
-from tests.runs import error_line, files_of
+from tests.runs import TINY, error_line, files_of
 from tests.samples import encoded, picture, pillow_square, write_shards
 
 SIZE = 32  # pixels
@@ -302,3 +303,13 @@ def test_what_cannot_be_judged_is_one_line(pipeline, shards, clip, tmp_path, cap
     (tmp_path / 'captions.txt').write_text('a cat\n' * 4)
     assert 'captions.txt' in refusal(capfd, pipeline, tmp_path / 'captions.txt', out, *clip)
     assert not out.exists()
+
+
+def test_a_checkpoint_of_a_training_on_latents_draws_with_the_vae_of_its_model(tmp_path, model_folder):
+    kept = str(tmp_path / 'kept')
+    train(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--save_folder', kept,
+           '--results', '-'])
+    pipeline, about = evaluate.load_model(kept)
+    saved = load_file(Path(model_folder, 'vae', 'diffusion_pytorch_model.safetensors'))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in pipeline.vae.state_dict().items())
+    assert about['model_name'] == model_folder

@@ -112,6 +112,15 @@ def test_a_run_on_latents_takes_the_vae_of_the_model_folder(exported_latents, la
     assert 'cannot decode; give --model_name FOLDER --pretrained' in errors and 'there is no average' in output
 
 
+def test_a_run_without_pretrained_is_told_at_its_start_and_at_its_export_that_its_pictures_will_be_noise(
+        smallest_model, tmp_path, capfd):
+    run = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '32', '--max_duration', '1ba']
+    main([*run, '--save_folder', str(tmp_path / 'kept'), '--results', '-'])
+    assert 'warning: without --pretrained the VAE and the text encoder are random' in capfd.readouterr().err
+    export([str(tmp_path / 'kept'), str(tmp_path / 'out')])
+    assert 'was trained without --pretrained' in capfd.readouterr().err
+
+
 def test_an_exported_model_is_trained_further(exported, tmp_path):
     record = main(['--use_synth_data', '--use_ema', *TINY, '--model_name', exported, '--pretrained', '--tokenizer',
                    exported, '--load_weights', exported, '--results', str(tmp_path / 'results')])
@@ -142,6 +151,6 @@ def test_an_export_that_ends_in_its_middle_leaves_nothing(checkpoints, tmp_path,
     monkeypatch.setattr(StableDiffusionPipeline, 'save_pretrained', end_in_the_middle)
     with pytest.raises(SystemExit) as exit:
         export([checkpoints, str(tmp_path / 'out')])
-    [_, line] = capfd.readouterr().err.splitlines()
+    line = capfd.readouterr().err.splitlines()[-1]
     assert exit.value.code == (143 if trouble == 'SIGTERM' else 1) and 'is whole or not there' in line
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from measuring.record import UNMEASURED, keep, redacted, summary, training_setti
 from measuring.tracing import PROFILED
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
-from settings.train import Train
+from settings.train import TINY, Train
 from training.checkpoints import tensors_alone_are_loaded
 from training.evaluation import Evaluations
 from training.failures import reason
@@ -42,7 +42,7 @@ def say_what_is_built(settings: Train) -> None:
 
 
 def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> None:
-    """On rank 0: what is resumed or started from, or that nothing will be kept."""
+    """On rank 0: what is resumed or started from, and what will not come of it."""
     if dist.get_global_rank():
         return
     if is_over(state):
@@ -57,6 +57,9 @@ def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> 
         print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
     elif not settings.measures and not settings.save_folder:
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
+    if settings.save_folder and not settings.pretrained and settings.model_name != TINY:
+        print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw; '
+              'give --model_name FOLDER --pretrained', file=sys.stderr)
 
 
 def is_over(state: State) -> bool:

@@ -13,9 +13,9 @@ from settings.train import Train
 DATASET = 'dataset'  # among the flags of a checkpoint: the hash of the index of its --remote
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
 GRADIENT_NORM = 'l2_norm/grad/global'  # as Composer's OptimizerMonitor calls it
-SAME_ON_RESUME = ('model_name', 'image_size', 'batch_size', 'remote', 'use_synth_data', 'use_synth_latents', 'use_ema',
-                  'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay', 'clip_grad_norm',
-                  'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
+SAME_ON_RESUME = ('model_name', 'pretrained', 'image_size', 'batch_size', 'remote', 'use_synth_data',
+                  'use_synth_latents', 'use_ema', 'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule',
+                  'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
 
 
 class NonFiniteStep(Exception):

@@ -26,7 +26,6 @@ class StopAtSignal(Callback):
     def __init__(self):
         self.interrupted = False
         self._has_come = False  # to this rank
-        self._process = os.getpid()
         self._handlers_before: dict = {}
 
     def __enter__(self) -> 'StopAtSignal':
@@ -40,11 +39,10 @@ class StopAtSignal(Callback):
         self._handlers_before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def _note(self, number: int, frame) -> None:
-        """The signals' handler. A loader's process inherits it, and outlives the first one, which is for its rank."""
-        is_loaders = os.getpid() != self._process
-        if number == signal.SIGINT or is_loaders:
+        """The signals' handler."""
+        if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-        if not (self._has_come or is_loaders) and dist.get_global_rank() == 0:
+        if not self._has_come and dist.get_global_rank() == 0:
             os.write(2, ENDING)
         self._has_come = True
 

@@ -34,7 +34,7 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
     assert json.loads(last) == record and not results.exists()
     assert [line.split()[0] for line in lines] == ['trained', 'loss', 'average', 'checkpoint', 'next', 'images/s']
     assert 'still near the weights at the start, for --ema_half_life is 1000ba' in lines[2]
-    assert lines[3:5] == [f'checkpoint      in {kept}', f'next            python export.py {kept} my-model']
+    assert lines[3:5] == [f'checkpoint      in {kept}', f'next            python export.py {kept} my-model --live']
 
 
 @pytest.mark.parametrize('changed, sentence', [

@@ -28,7 +28,7 @@ def refused(capsys, *argv: str) -> str:
     ([], 'give one of --remote, --use_synth_data and --use_synth_latents'),
     (['--use_synth_data', '--remote', 'x'], 'give only one of --remote, --use_synth_data'),
     ([*SYNTHETIC, '--batch_size', '6', '--device_train_microbatch_size', '4'], '--device_train_microbatch_size 4 does '
-     'not divide the 6 images that each of 1 devices gets of --batch_size 6; use 3'),
+     'not divide the 6 images that a device gets of --batch_size 6; use 3'),
     ([*SYNTHETIC, '--device_train_microbatch_size', 'two'], '--device_train_microbatch_size: two is not'),
     ([*SYNTHETIC, '--image_size', '100'], '--image_size 100 is not a multiple of 8; use 96'),
     ([*SYNTHETIC, '--pretrained'], '--model_name tiny has no weights'),
@@ -42,7 +42,8 @@ def refused(capsys, *argv: str) -> str:
     ([*SYNTHETIC, '--random_flip', '--use_synth_latents', '--no-use_synth_data'], '--random_flip mirrors images'),
     ([*SYNTHETIC, '--compile_blocks'], '--compile_blocks needs --compile'),
     ([*SYNTHETIC, '--autoresume'], '--autoresume needs --save_folder'),
-    (['--use_synth_data', '--sample_prompts', 'x'], '--sample_prompts x needs a VAE that can decode'),
+    (['--use_synth_data', '--sample_prompts', 'README.md'], '--sample_prompts README.md needs a VAE that can decode'),
+    ([*SYNTHETIC, '--sample_prompts', 'nowhere'], '--sample_prompts nowhere is no file'),
     ([*SYNTHETIC, '--dry_run', '--loader_only'], '--loader_only has no training for --dry_run or --profile'),
     ([*SYNTHETIC, '--results', 'tests'], '--results tests is no file that can be written'),
     ([*SYNTHETIC, '--results', '/nowhere/results.jsonl'], '--results /nowhere/results.jsonl is no file that can be'),
