@@ -11,6 +11,8 @@ class DataError(Exception):
 
 def one_line(error: BaseException) -> str:
     """What an error says, in one line; of a worker's traceback, what the DataError says that it ends with."""
+    if isinstance(error, OSError) and error.filename:
+        return f'{error.filename}: {error.strerror}'
     text = ' '.join(str(error).split())
     _, _, last = text.rpartition('DataError: ')
     return last

@@ -57,7 +57,7 @@ MEASUREMENT = IMAGES_PER_SEC | {
 TRAINING = TRAINED | {
     'average': 'still near the weights at the start, for --ema_half_life is {young_half_life}',
     'checkpoint': 'in {save_folder}',
-    'next': 'python export.py {save_folder} my-model{live}',
+    'next': 'python export.py {save_folder} my-model{export_flags}',
 } | IMAGES_PER_SEC
 
 
@@ -147,11 +147,13 @@ def summary(record: dict, settings: Train) -> str:
 
 def notes(record: dict, settings: Train) -> dict[str, Any]:
     """What a summary says beside the values of the record; None for those of these that would say nothing."""
-    values = {key: record.get(key) or None for key in ('trained_epochs', 'first_batch')} | {'live': ''}
+    values = {key: record.get(key) or None for key in ('trained_epochs', 'first_batch')} | {'export_flags': ''}
     if record['status'] not in ('failed', 'interrupted'):
         values['save_folder'] = settings.save_folder
     if settings.use_ema and is_young(settings.ema_half_life, record['trained_batches']):
-        values |= {'young_half_life': settings.ema_half_life, 'live': ' --live'}
+        values |= {'young_half_life': settings.ema_half_life, 'export_flags': ' --live'}
+    if record['encoders'] == 'text_in_loop' and settings.pretrained:  # no VAE is in the checkpoints
+        values['export_flags'] += f' --model_name {settings.model_name} --pretrained'
     if not record['images_per_sec']:
         return values | {'over': 'over' if record['status'] == UNMEASURED else record['status']}
     values |= {'caution': caution_sentence(record), 'on_waiting': ''}

@@ -70,6 +70,13 @@ def test_a_speed_is_explained_by_the_wait_for_data_and_by_the_gpus_peak():
     assert 'of the peak     18.0%' in text
 
 
+def test_the_next_command_of_a_run_on_latents_takes_the_vae_of_its_model():
+    settings = settings_of('--use_synth_latents', '--model_name', 'sd2', '--pretrained', '--max_duration', '9ba',
+                           '--save_folder', 'kept')
+    text = summary(measured(encoders='text_in_loop'), settings)
+    assert 'python export.py kept my-model --model_name sd2 --pretrained' in text
+
+
 def test_a_record_that_cannot_be_kept_is_printed(tmp_path, capsys):
     with pytest.raises(DataError, match=f'--results {tmp_path} could not be written'):
         keep({'name': 'a'}, 'summary', str(tmp_path))
@@ -122,8 +129,8 @@ def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be
 
 def measured(**changes) -> dict:
     """A record as `summary` takes it: 20 batches at 100 images/s."""
-    return {'status': 'complete', 'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0, 'num_devices': 2,
-            'device': 'X', 'drift': 0.0, 'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1,
+    return {'status': 'complete', 'encoders': 'in_loop', 'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0,
+            'num_devices': 2, 'device': 'X', 'drift': 0.0, 'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1,
             'batch_seconds_p90': 0.1, 'measured_batches': 20, 'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0,
             'device_train_microbatch_size': 4, 'mfu': None, 'tflops_per_sec_per_device': 1.0, 'queue_batches': 0,
             'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0, 'loss': 0.5} | changes
