@@ -70,7 +70,7 @@ def main() -> int:
             speeds[name] = json.loads(RESULTS.read_text().splitlines()[-1])['images_per_sec']
     if len(speeds) > 1:
         print(comparison(speeds, gib))
-    print('To try a flag that is named above: source .venv/bin/activate, then repeat the command with that flag')
+    print('To try other flags: source .venv/bin/activate, then repeat the command with them')
     return code
 
 

@@ -152,8 +152,9 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
         values['save_folder'] = settings.save_folder
     if settings.use_ema and is_young(settings.ema_half_life, record['trained_batches']):
         values |= {'young_half_life': settings.ema_half_life, 'export_flags': ' --live'}
-    if record['encoders'] == 'text_in_loop' and settings.pretrained:  # no VAE is in the checkpoints
-        values['export_flags'] += f' --model_name {settings.model_name} --pretrained'
+    if record['encoders'] == 'text_in_loop':  # no VAE is in the checkpoints
+        folder = settings.model_name if settings.pretrained else 'FOLDER'
+        values['export_flags'] += f' --model_name {folder} --pretrained'
     if not record['images_per_sec']:
         return values | {'over': 'over' if record['status'] == UNMEASURED else record['status']}
     values |= {'caution': caution_sentence(record), 'on_waiting': ''}
