@@ -6,9 +6,8 @@ Each of 16 captions, such as "red top left", is a coloured patch in a place. A r
 pictures are stored as latents whose first three channels are the colours, in shards as encode.py writes them. Two ranks
 train a small UNet on latents of 4 by 4, are stopped, resume, and go on at 8 by 8 from the weights of the first phase.
 diffusers' own pipeline draws each caption from new noise. A picture is right if of all 16 it is nearest to the one that
-its caption names, and near to it as well. At last the checkpoints of both phases are evaluated one after the other:
-FID, as evaluate.py has it, of the features of a small network that is trained here. The last line is the result as
-JSON; the argument is the file for the pictures, beside which the course of FID is drawn, as learned-quality.png.
+its caption names, and near to it as well. The last line is the result as JSON; the argument is the file for the
+pictures.
 
 docs/training.md has the result of two cores of an AMD EPYC.
 """
@@ -30,17 +29,14 @@ from diffusers import StableDiffusionPipeline
 from diffusers.utils import make_image_grid
 from diffusers.utils.logging import disable_progress_bar
 from PIL import Image, ImageOps
-from torchmetrics.image.fid import FrechetInceptionDistance
 
 from benchmark import StableDiffusion
 from export import main as export
 from inputs.shards import LATENT_COLUMNS, LATENTS
-from measuring.record import append
 from models.latents import origin_of_latents
 from models.loading import BUILT_IN, find_model
 from parts.output import Output, PartWriter, join_parts, write_index
-from report import main as report
-from training import checkpoints_in, read_trained, trained_pipeline
+from training import checkpoints_in
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1
@@ -56,9 +52,7 @@ UNET = {'sample_size': 4, 'layers_per_block': 1, 'block_out_channels': [32], 'no
 TEXT_ENCODER = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 1}
 PHASES = {1: (32, 1200), 2: (64, 400)}  # of each the size of an image, in pixels, and the batches
 CHECKPOINTS = 8  # of each phase
-REAL_PICTURES = 1024  # that those of a checkpoint are compared with
 EDGE = 4  # pixels around each picture of the figure
-JUDGED_SIZE = 4  # of a picture's side, as the network of its features sees it
 
 
 def captions_of(colours: int = 4, places: int = 4) -> list[str]:
@@ -170,54 +164,6 @@ def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np
     return verdicts, drawn
 
 
-def real_pictures(captions: list[str], size: int, number: int) -> torch.Tensor:
-    """Colours float32 (number, 3, size, size) as they are trained on, of one caption after the other."""
-    pictures = np.stack([picture_of(captions[index % len(captions)], size) for index in range(number)])
-    return torch.from_numpy(pictures) + JITTER * torch.randn(pictures.shape)
-
-
-def train_judge(captions: list[str]) -> torch.nn.Sequential:
-    """A network that finds 16 features in pictures (N, 3, H, W): the last but one layer of one that names captions."""
-    torch.manual_seed(17)
-    features = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(JUDGED_SIZE), torch.nn.Flatten(),
-                                   torch.nn.Linear(3 * JUDGED_SIZE ** 2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
-    classes = torch.nn.Sequential(features, torch.nn.ReLU(), torch.nn.Linear(16, len(captions)))
-    optimizer = torch.optim.Adam(classes.parameters(), lr=3e-3)
-    labels = torch.arange(8 * len(captions)) % len(captions)
-    for _ in range(500):
-        pictures = real_pictures(captions, JUDGED_SIZE, len(labels))
-        noise = torch.rand(len(labels), 1, 1, 1) * torch.randn(pictures.shape)  # that it knows bad pictures, too
-        loss = torch.nn.functional.cross_entropy(classes(pictures + noise), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return features.requires_grad_(False)
-
-
-def evaluate_course(folder: Path, phase: int, captions: list[str], judge: torch.nn.Sequential) -> list[float]:
-    """The FID of each checkpoint of a phase, the first first, each kept as a record as evaluate.py writes it."""
-    image_size, _ = PHASES[phase]
-    judge.num_features = 16
-    fid = FrechetInceptionDistance(judge, reset_real_features=False)
-    fid.update(real_pictures(captions, image_size // 8, REAL_PICTURES), real=True)
-    course = []
-    for path in checkpoints_in(str(folder / f'phase-{phase}')):
-        trained = read_trained(path, 'checkpoint')
-        out = folder / f'{Path(path).stem}-{phase}'
-        trained_pipeline(trained, path, pretrained=True).save_pretrained(out)
-        pictures = torch.from_numpy(draw(out, captions, each=4)).flatten(0, 1)  # (N, 3, H/8, W/8)
-        fid.update(pictures, real=False)
-        course.append(fid.compute().item())
-        fid.reset()
-        record = {'stage': 'evaluate', 'model': f'phase {phase}', 'model_sha256': path, 'weights': 'averaged',
-                  'network': 'a small network', 'samples': len(pictures), 'image_size': image_size, 'steps': STEPS,
-                  'device': 'CPU', 'trained_batches': trained.batch, 'images_seen': trained.samples,
-                  'training': trained.flags, 'fid_is_biased': True,
-                  'scores': [{'guidance': GUIDANCE, 'fid': course[-1], 'clip_score': None}]}
-        append(json.dumps(record), str(folder / 'evaluations.jsonl'))
-    return course
-
-
 def figure(drawn: np.ndarray) -> Image.Image:
     """The first picture of each caption, enlarged, with a thin white edge, in one: a row a colour, a column a place."""
     pictures = []
@@ -247,16 +193,10 @@ def main() -> None:
         picture = Path(sys.argv[1])
         picture.parent.mkdir(parents=True, exist_ok=True)
         figure(drawn).save(picture)
-        judge = train_judge(captions)
-        result['fid'] = {f'phase_{phase}': evaluate_course(folder, phase, captions, judge) for phase in PHASES}
-        course = picture.with_stem(f'{picture.stem}-quality')
-        report([str(folder / 'evaluations.jsonl'), '--quality', str(course)])
     for phase in ('phase_1', 'phase_2'):
         for kind, verdict in result[phase].items():
             print(f'{phase}, {kind:<8} weights: {verdict["right"]:.1%} of the pictures are right, by chance '
                   f'{result["chance"]:.1%}')
-        course = ' '.join(f'{distance:.3g}' for distance in result['fid'][phase])
-        print(f'{phase}, FID of the checkpoints, by a small network: {course}')
     result['seconds'] = round(time.perf_counter() - start)
     print(json.dumps(result))
 

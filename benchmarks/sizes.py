@@ -5,7 +5,7 @@
 Every process of a training opens the dataset: it holds its index, and for a moment more. The first process of each node
 then shuffles the numbers of all samples, on one core. The shards are listed in index.json, and need not be there.
 
-docs/laion.md has the figures of one core of an AMD EPYC.
+docs/planning.md has the figures of one core of an AMD EPYC.
 """
 import argparse
 import json

@@ -69,7 +69,7 @@ def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('done', [0, 5, 11])
+@pytest.mark.parametrize('done', [0, 5])
 def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path, done):
     for number in range(NUM_TARS):
         store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
@@ -95,7 +95,7 @@ def test_a_machine_that_joins_later_gets_work(cluster, store, tmp_path):
     store.delay = 0.5
     conversion, status = in_thread(convert.convert, parse(Convert, '', argv))
     wait_until(lambda: finished(tmp_path / 'out') >= 1)
-    assert len(tasks()) == 1
+    store.delay = 5  # the others last until the second machine works
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
     wait_until(lambda: len(tasks()) == 2)
     store.delay = 0
