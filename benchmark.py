@@ -4,7 +4,8 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
-from settings.allocator import let_segments_grow
+import os
+
 from settings.ends import end_with_launcher, one_line_errors
 from settings.flags import parse
 from settings.train import Train
@@ -12,7 +13,8 @@ from settings.train import Train
 PROGRAM = 'benchmark.py'
 
 if __name__ == '__main__':
-    let_segments_grow()
+    if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # torch 2.9 has the second as well
+        os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'  # or what is freed early leaves holes
     parse(Train, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import sys
@@ -37,53 +39,33 @@ from data import (
     normalize,
 )
 from ema import EMA
-from fitting import (
-    apply_switches,
-    build_outline,
-    dry_run,
-    find_microbatch,
-    process_switches,
-    refuse_too_little_memory,
-    switch_callbacks,
-    warn_of_a_slow_cpu,
-)
+from fitting.dry_run import dry_run
+from fitting.microbatch import find_microbatch
+from fitting.switches import apply_switches, process_switches, switch_callbacks
 from inputs.held_out import NOISE, TIMESTEP
 from inputs.places import number_of_samples
 from inputs.shards import LATENTS, read_index, require_same_origin
 from inputs.words import counted
-from measuring import Measurement, build_profiler, measure_loader, training_settings
+from measuring.measurement import Measurement
+from measuring.record import measure_loader, training_settings
+from measuring.tracing import build_profiler
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from settings.here import agreed, on_this_machine
-from training import (
-    METRIC,
-    CaptionDrop,
-    Evaluations,
-    Progress,
-    RandomFlip,
-    Safeguard,
-    Sampling,
-    StopAtSignal,
-    WholeCheckpoints,
-    build_evaluator,
-    build_loggers,
-    build_schedule,
-    conclude,
-    flags_to_keep,
-    is_over,
-    join_ranks,
-    leave_ranks,
-    load_initial_weights,
-    newest_checkpoint,
-    noting_how_it_ends,
-    open_held_out,
-    resuming,
-    saving_alone,
-    say_how_it_begins,
-    say_what_is_built,
-)
+from settings.here import on_this_machine
+from training.augmentation import CaptionDrop, RandomFlip
+from training.checkpoints import WholeCheckpoints, newest_checkpoint, saving_alone
+from training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
+from training.loggers import build_loggers
+from training.optimization import build_schedule
+from training.progress import Progress
+from training.ranks import join_ranks, leave_ranks
+from training.run import conclude, is_over, noting_how_it_ends, resuming, say_how_it_begins, say_what_is_built
+from training.safeguard import Safeguard, flags_to_keep
+from training.sampling import Sampling
+from training.signals import StopAtSignal
+from training.weights import load_initial_weights
 
 
 class StableDiffusion(DiffusionModel):
@@ -325,15 +307,13 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
             profiler=build_profiler(settings),
         )
     trainer.logger.log_hyperparameters(training_settings(settings, latents, microbatch))
-    flops_per_image = model.flops_per_image  # counted before the clock runs: SpeedMonitor asks between two batches
-    warn_of_a_slow_cpu(settings, sum(flops_per_image.values()))
+    _ = model.flops_per_image  # is counted before the clock runs: SpeedMonitor asks between two batches
     say_how_it_begins(settings, trainer.state, checkpoint)
     return model, trainer
 
 
 def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback]) -> dict:
     """Train, and keep the record of it; returns that. Raises RunFailed if the training failed."""
-    refuse_too_little_memory(settings, build_outline(settings, files, data.dataloader.dataset.latents, build_model))
     say_what_is_built(settings)
     with StopAtSignal() as stop:
         model, trainer = build_run(settings, data, stop, files, callbacks)
@@ -355,7 +335,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
         if settings.dry_run is not None:
             return dry_run(settings, build_model)
         join_ranks(get_device(), settings.dist_timeout)
-        settings = agreed(settings)
+        settings = dist.all_gather_object(settings)[0]  # hosts may differ in cores, and so in what fills in the flags
         with saving_alone(settings.save_folder, settings.autoresume), process_switches(settings):
             files = find_model(settings.model_name, settings.pretrained)
             data = build_data(settings, files)

@@ -11,13 +11,12 @@ listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same comm
 is missing: what is new in SOURCE, and what has another size than it had. OUT/index.json comes last.
 """
 from settings.commands import Convert
-from settings.ends import leave_to_first_process, one_line_errors
+from settings.ends import one_line_errors
 from settings.flags import parse
 
 PROGRAM = 'convert.py'
 
 if __name__ == '__main__':
-    leave_to_first_process()
     parse(Convert, __doc__)  # a mistake is answered before the imports
 
 import contextlib
@@ -212,7 +211,6 @@ def print_next(joined: Joined, held_out: Joined | None, settings: Convert) -> No
 
 def main(argv: list[str] | None = None) -> int:
     """Convert; returns the exit status."""
-    leave_to_first_process()
     settings = parse(Convert, __doc__, argv, PROGRAM)
     stays = f'what is done stays in OUT {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):

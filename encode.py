@@ -9,13 +9,12 @@ Ray cluster. What cannot be encoded is left out and listed in OUT/skipped.jsonl.
 again with the same command, encodes only what is missing. OUT/index.json comes last.
 """
 from settings.commands import ENCODING_FLAGS, Encode
-from settings.ends import leave_to_first_process, one_line_errors
+from settings.ends import one_line_errors
 from settings.flags import parse
 
 PROGRAM = 'encode.py'
 
 if __name__ == '__main__':
-    leave_to_first_process()
     parse(Encode, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import dataclasses
@@ -44,7 +43,7 @@ from inputs.places import is_address, number_of_samples
 from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_image_index, read_index
 from inputs.verified_stream import Shards, open_shards
 from inputs.words import counted
-from measuring import circumstances, keep, redacted
+from measuring.record import circumstances, keep, redacted
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents, vae_moments
 from models.loading import build_vae, find_model
@@ -353,7 +352,6 @@ def encode(settings: Encode) -> dict | None:
 
 def main(argv: list[str] | None = None) -> dict | None:
     """Encode; returns the record, or None where an earlier run has done all."""
-    leave_to_first_process()
     settings = parse(Encode, __doc__, argv, PROGRAM)
     stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):

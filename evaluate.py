@@ -47,20 +47,20 @@ from inputs.places import number_of_samples
 from inputs.shards import index_hash, read_image_index
 from inputs.verified_stream import open_shards
 from inputs.words import counted
-from measuring import circumstances, keep, redacted
+from measuring.record import circumstances, keep, redacted
 from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from models.loading import hash_of_weights
 from models.sampling import SAMPLER, decode, load_pipeline, seeded
 from parts.output import Output
 from settings.here import best_precision, refuse_more_ranks_than_gpus
-from training import join_ranks, leave_ranks, on_rank_0, read_trained, trained_pipeline, wait_at_most
+from training.ranks import join_ranks, leave_ranks, on_rank_0
+from training.weights import read_trained, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 AUTOCAST = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16, 'fp32': None}
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
 FEWEST_SAMPLES = 10_000  # with fewer, FID is biased upwards by much
-SECONDS_TO_MEET = 300
-SECONDS_FOR_THE_SLOWEST = 24 * 60 * 60  # a process waits so long for another that draws
+SECONDS_FOR_THE_SLOWEST = 6 * 60 * 60  # a process waits so long for another that draws
 
 
 def load_judges(settings: Evaluate, device: torch.device) -> tuple[dict[str, Metric], dict]:
@@ -262,8 +262,7 @@ def in_words(score: float | None) -> str:
 def evaluate(settings: Evaluate) -> dict:
     """Draw what is missing, and judge it; returns the record."""
     refuse_more_ranks_than_gpus()
-    join_ranks(get_device(None), SECONDS_TO_MEET)
-    wait_at_most(SECONDS_FOR_THE_SLOWEST)
+    join_ranks(get_device(None), SECONDS_FOR_THE_SLOWEST)
     device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')
     judges, about_judges = load_judges(settings, device)
     pipeline, about_model = load_model(settings.model)

@@ -36,7 +36,7 @@ from inputs.shards import LATENT_COLUMNS, LATENTS
 from models.latents import origin_of_latents
 from models.loading import BUILT_IN, find_model
 from parts.output import Output, PartWriter, join_parts, write_index
-from training import checkpoints_in
+from training.checkpoints import checkpoints_in
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1

@@ -180,7 +180,7 @@ class Measurement(Callback):
 
     def _turnover(self, state: State) -> int:
         """Batches between warm-up and window: the loader's queue, as far as the run is long enough for it."""
-        batches_left = (total_batches(state) or 0) - state.timestamp.batch.value - self.warmup_batches
+        batches_left = total_batches(state) - state.timestamp.batch.value - self.warmup_batches
         if self.measure_batches is None:
             room = batches_left // (1 + QUEUES_IN_WINDOW)
         else:
@@ -188,13 +188,11 @@ class Measurement(Callback):
         return min(self.window.queue_batches, max(0, room))
 
 
-def total_batches(state: State) -> int | None:
-    """Batches of the whole training; None where its length is in other units, such as samples."""
-    if state.max_duration.unit == TimeUnit.BATCH:
-        return state.max_duration.value
+def total_batches(state: State) -> int:
+    """Batches of the whole training."""
     if state.max_duration.unit == TimeUnit.EPOCH:
         return state.max_duration.value * int(state.dataloader_len)
-    return None
+    return state.max_duration.value
 
 
 def whole_epochs(state: State) -> int:

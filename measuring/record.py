@@ -103,20 +103,6 @@ def circumstances(stage: str, values: dict[str, Any], flags: Sequence[str]) -> d
     }
 
 
-def uses_tf32() -> bool | None:
-    """Whether a GPU multiplies float32 numbers as TF32, with 10 bits after the point for 23; None without a GPU.
-
-    Composer allows it, so ask when its Trainer is there.
-    """
-    if not torch.cuda.is_available():
-        return None
-    if not torch.cuda.is_tf32_supported():
-        return False
-    if hasattr(torch.backends.cuda.matmul, 'fp32_precision'):  # torch 2.9 and later raise where both ways are mixed
-        return 'tf32' in (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
-    return torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
-
-
 def redacted(text: str) -> str:
     """A text without the passwords, keys and signatures that addresses and connection strings can carry."""
     without_users = re.sub(r'://([^/@:\s]*:\S*|[^/@\s]+)@', '://***@', text)  # a password may hold a /

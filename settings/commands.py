@@ -35,8 +35,12 @@ def phase(text: str) -> tuple[int, str]:
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """work"""
-    ray: str | None = flag(None, 'work on the machines of this Ray cluster, such as auto (default: RAY_ADDRESS of the '
-                           'environment; without it, on this machine)', metavar='ADDRESS', environment='RAY_ADDRESS')
+    ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'work on the machines of this Ray cluster, such as auto '
+                           '(default: RAY_ADDRESS of the environment; without it, on this machine)', metavar='ADDRESS')
+
+    def check(self) -> None:
+        if 'LOCAL_RANK' in os.environ:
+            raise ValueError('this command starts processes of its own; start it with python, not with a launcher')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-RANK_VARIABLES = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT')
-
 
 def end(program: str, status: int, message: str) -> NoReturn:
     """End the process with one line. Rank 0 says it for all; another speaks where rank 0 has nothing to say."""
@@ -26,15 +24,15 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
     """A context in which an error that a user can mend ends the process in one line.
 
     The status is 2 where the command line or what it names is wrong (ValueError), 1 for data, a disk or a package
-    (DataError, OSError, ImportError), 130 after Ctrl-C, and 143 after SIGTERM. Any other error keeps its traceback.
+    (DataError, OSError, ImportError), and 130 after Ctrl-C or SIGTERM. Any other error keeps its traceback.
 
     Args:
         program: name of the command.
-        what_stays: of its work, and how to go on; it stands behind what ends with 1, 130 or 143.
+        what_stays: of its work, and how to go on; it stands behind what ends with 1 or 130.
     """
     from inputs.errors import DataError, is_out_of_memory, one_line
     behind = what_stays and f'; {what_stays}'
-    before = signal.signal(signal.SIGTERM, raise_terminated)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         yield
     except ValueError as error:
@@ -45,20 +43,10 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         end(program, 1, f'out of memory ({one_line(error)[:200]}); use a smaller --batch_size{behind}')
-    except Terminated:
-        end(program, 143, f'ended by SIGTERM{behind}')
     except KeyboardInterrupt:
         end(program, 130, f'interrupted{behind}')
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class Terminated(BaseException):
-    """SIGTERM came. What is open is closed on the way out."""
-
-
-def raise_terminated(number: int, frame) -> NoReturn:
-    raise Terminated
 
 
 def end_with_launcher() -> None:
@@ -66,13 +54,3 @@ def end_with_launcher() -> None:
     if 'LOCAL_RANK' in os.environ and sys.platform == 'linux':
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def leave_to_first_process() -> None:
-    """Where a launcher has started several processes of a command that needs one, end all but the first."""
-    if os.environ.get('WORLD_SIZE', '1') == '1':
-        return
-    if os.environ['RANK'] != '0':
-        raise SystemExit(0)
-    for name in RANK_VARIABLES:  # its own processes are no ranks
-        os.environ.pop(name, None)

@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import difflib
 import math
-import os
 import shlex
 import sys
 import types
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from settings.ends import end
-from settings.versions import git_commit, package_versions
 
 Settings = TypeVar('Settings')
 
 
 def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, metavar: str | None = None,
-         bare: Any = None, needs: str | None = None, environment: str | None = None) -> Any:
+         bare: Any = None, needs: str | None = None) -> Any:
     """A field that is a flag. Its type says what it takes: a bool is on or off (--flag, --no-flag), a Literal one of
     its texts, a tuple one value or several. Of a bool | Literal the value may be left out.
 
@@ -39,12 +37,9 @@ def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, m
         metavar: what the value is called in the help.
         bare: the value of the flag alone, where its value may be left out.
         needs: another flag, without which this one does nothing, so that it is refused.
-        environment: the variable that gives the default where it is set.
     """
     about = {'help': help, 'kind': kind, 'metavar': metavar, 'bare': bare, 'needs': needs}
-    if environment is None:
-        return dataclasses.field(default=default, metadata=about)
-    return dataclasses.field(default_factory=lambda: os.environ.get(environment, default), metadata=about)
+    return dataclasses.field(default=default, metadata=about)
 
 
 def positional(help: str) -> Any:
@@ -150,14 +145,13 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and knows the nearest flag to one that is none.
 
     An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
-    What follows a # there is a comment. `--version` is there in every command.
+    What follows a # there is a comment.
     """
 
     def __init__(self, program: str, description: str):
         super().__init__(program, description=description, usage=f'{program} [--flag VALUE ...] [@FILE]',
                          formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars='@',
                          allow_abbrev=False)
-        self.add_argument('--version', action=ShowVersion)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         """The arguments on one line of a file. Raises ValueError if a quotation does not end on it."""
@@ -176,19 +170,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         """End with one line and status 2."""
         end(self.prog, 2, message)
-
-
-class ShowVersion(argparse.Action):
-    """Print the commit of this program and the libraries that bear on what it does, and end."""
-
-    def __init__(self, option_strings, dest):
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help='show the versions of this program and of '
-                                                                          'its libraries')
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        versions = [f'{name} {version}' for name, version in package_versions().items() if version]
-        print(f'{parser.prog} {git_commit() or "outside a git checkout"}, with {", ".join(versions)}')
-        parser.exit()
 
 
 def number(kind: type, least: float, most: float, name: str) -> Callable[[str], int | float]:

@@ -1,9 +1,6 @@
 """What only this machine knows of the flags that were not given, and which flags it cannot serve."""
 import dataclasses
 import os
-import sys
-import sysconfig
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,22 +44,9 @@ def on_this_machine(settings: Train) -> Train:
     return with_length(settings)
 
 
-def agreed(settings: Train) -> Train:
-    """Once the ranks have met: as many loader processes on each as the host with the fewest cores has by default.
-
-    Ranks whose loaders differ would train and measure for different numbers of batches.
-    """
-    mine = (settings.num_workers, settings.measure_batches or 0, settings.max_duration)
-    num_workers, measure_batches, max_duration = min(dist.all_gather_object(mine))
-    return dataclasses.replace(settings, num_workers=num_workers, measure_batches=measure_batches or None,
-                               max_duration=max_duration)
-
-
 def encoding_here(settings: Encode) -> Encode:
     """The settings of an encoding with each flag filled in."""
     has_gpu = torch.cuda.is_available()
-    if settings.compile:
-        refuse_missing_headers()
     if settings.ray and settings.encoder_precision is None and not has_gpu:
         raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
@@ -128,8 +112,6 @@ def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int)
         raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {share}')
     if settings.half_precision_norms and settings.precision == 'fp32':
         raise ValueError('--half_precision_norms does nothing in --precision fp32; leave it out')
-    if settings.compile:
-        refuse_missing_headers()
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != share:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          f'overwrite; use --device_train_microbatch_size {share}')
@@ -138,12 +120,3 @@ def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int)
         if version < FAULTLESS_CUDNN:
             raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
                              f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
-
-
-def refuse_missing_headers() -> None:
-    """Raises ValueError if Python's headers are not here, which the compilers of --compile include."""
-    header = Path(sysconfig.get_path('include')) / 'Python.h'
-    if not header.exists():
-        version = f'{sys.version_info.major}.{sys.version_info.minor}'
-        raise ValueError(f"--compile needs Python's headers, and {header} is not there; install the package "
-                         f'python{version}-dev, on Fedora and Red Hat python{version}-devel, or leave --compile out')

@@ -14,22 +14,16 @@ TINY = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
 TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
-TIME = '([1-9][0-9]{0,14})(ba|ep|sp)|(0?[.][0-9]+|1)(dur)'  # 5000 batches, epochs or samples, or a share of the run
+TIME = '([1-9][0-9]{0,14})(ba|ep)|(0?[.][0-9]+|1)(dur)'  # 5000 batches or epochs, or a share of the run
 
 
-def time_in(units: str, or_at_once: bool = False) -> Callable[[str], str]:
-    """A kind of value: a time such as 5000ba in one of `units`, as the text that Composer takes.
-
-    `or_at_once` allows 0 as well.
-    """
-    example = ' or '.join({'ba': '5000ba', 'ep': '2ep', 'sp': '40000sp', 'dur': '0.5dur'}[unit]
-                          for unit in units.split())
+def time_in(units: str) -> Callable[[str], str]:
+    """A kind of value: a time such as 5000ba in one of `units`, as the text that Composer takes."""
+    example = ' or '.join({'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}[unit] for unit in units.split())
 
     def parse(text: str) -> str:
         match = re.fullmatch(TIME, text)
         if match and (match[2] or match[4]) in units.split():
-            return text
-        if or_at_once and text in [f'0{unit}' for unit in units.split()]:
             return text
         raise argparse.ArgumentTypeError(f'{text} is not a time such as {example}')
     return parse
@@ -201,7 +195,7 @@ class Seed:
 class Training:
     """training and checkpoints"""
     max_duration: str | None = flag(None, 'length of the run, such as 5000ba or 2ep (default: warm-up and measured '
-                                    'batches)', kind=time_in('ba ep sp'), metavar='TIME')
+                                    'batches)', kind=time_in('ba ep'), metavar='TIME')
     load_weights: str | None = flag(
         None, 'start from the weights, and with --use_ema their average, of a checkpoint, the newest of a folder or an '
         'object store, or a diffusers UNet or pipeline (default: random weights)')
@@ -210,7 +204,7 @@ class Training:
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
     save_interval: str | None = flag(
         None, 'time between checkpoints, such as 1000ba (default: 1ep); one is also saved at the end and on Ctrl-C or '
-        'SIGTERM', kind=time_in('ba ep sp dur'), metavar='TIME', needs='save_folder')
+        'SIGTERM', kind=time_in('ba ep dur'), metavar='TIME', needs='save_folder')
     save_num_checkpoints_to_keep: int | None = flag(
         None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
         'store keeps all', kind=count, metavar='N', needs='save_folder')
@@ -236,7 +230,7 @@ class Optimizer:
     ema_half_life: str | None = flag(None, "time after which today's weights count half in the average (default: "
                                      '1000ba)', kind=time_in('ba ep'), metavar='TIME', needs='use_ema')
     ema_start: str | None = flag(None, 'training before the average starts, such as 5000ba or 0.5dur, half of it',
-                                 kind=time_in('ba ep dur', or_at_once=True), metavar='TIME', needs='use_ema')
+                                 kind=time_in('ba ep dur'), metavar='TIME', needs='use_ema')
 
     def check(self) -> None:
         start = re.fullmatch(TIME, self.ema_start or '')

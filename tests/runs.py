@@ -16,7 +16,7 @@ from benchmark import main
 from settings.flags import parse
 from settings.here import on_this_machine
 from settings.train import Train
-from training import checkpoints_in, load_checkpoint
+from training.checkpoints import checkpoints_in, load_checkpoint
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,7 +17,7 @@ from models.latents import origin_of_latents
 from models.loading import find_model
 from tests.runs import TINY, assert_same_training, one_error_line
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
-from training import checkpoints_in, load_checkpoint
+from training.checkpoints import checkpoints_in, load_checkpoint
 
 TRAIN = [*TINY, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
          '--max_duration', '4ba']

@@ -1,22 +1,14 @@
 """The learning rate over time."""
-from composer.optim import (
-    ComposerScheduler,
-    ConstantScheduler,
-    ConstantWithWarmupScheduler,
-    CosineAnnealingScheduler,
-    CosineAnnealingWithWarmupScheduler,
-    LinearScheduler,
-    LinearWithWarmupScheduler,
-)
+from composer import optim
 
 SCHEDULES = {  # without a warm-up, and after one
-    'constant': (ConstantScheduler, ConstantWithWarmupScheduler),
-    'cosine': (CosineAnnealingScheduler, CosineAnnealingWithWarmupScheduler),
-    'linear': (LinearScheduler, LinearWithWarmupScheduler),
+    'constant': (optim.ConstantScheduler, optim.ConstantWithWarmupScheduler),
+    'cosine': (optim.CosineAnnealingScheduler, optim.CosineAnnealingWithWarmupScheduler),
+    'linear': (optim.LinearScheduler, optim.LinearWithWarmupScheduler),
 }
 
 
-def build_schedule(name: str, warmup: str | None) -> ComposerScheduler:
+def build_schedule(name: str, warmup: str | None) -> optim.ComposerScheduler:
     """The learning rate over time, as a share of --learning_rate: a warm-up or none, then to the end.
 
     Args:

@@ -14,12 +14,8 @@ SECONDS_BETWEEN_LINES = 30  # in a log; a run that is shorter leaves only its la
 
 
 def batches_in_words(state: State) -> str:
-    """Such as 'batch 120 of 2000', or 'batch 120' where the total is not known."""
-    words = f'batch {state.timestamp.batch.value}'
-    total = total_batches(state)
-    if total is not None:
-        words += f' of {total}'
-    return words
+    """Such as 'batch 120 of 2000'."""
+    return f'batch {state.timestamp.batch.value} of {total_batches(state)}'
 
 
 class Progress(Callback):
@@ -36,7 +32,7 @@ class Progress(Callback):
     def __init__(self, measurement: Measurement):
         self.measurement = measurement
         self.bar: tqdm | None = None
-        self._total: int | None = None  # batches
+        self._total = 0  # batches
         self._next_line = 0.0  # when it is due, by the clock
         self._line_time = 0.0  # seconds on batches alone, when the last one was printed
         self._line_batch = 0
@@ -73,15 +69,12 @@ class Progress(Callback):
         seconds = self._training_time() - self._line_time
         batches_per_second = (batch - self._line_batch) / seconds
         images = state.timestamp.sample.value - self._line_sample
-        place = f'batch {batch}'
         parts = [self._loss(state), f'{images / seconds:.4g} images/s']
-        if self._total is not None:
-            place += f' of {self._total}'
-            if batch < self._total:
-                seconds_left = (self._total - batch) / batches_per_second
-                parts.append(f'{tqdm.format_interval(seconds_left)} left')
+        if batch < self._total:
+            seconds_left = (self._total - batch) / batches_per_second
+            parts.append(f'{tqdm.format_interval(seconds_left)} left')
         if dist.get_global_rank() == 0:
-            print(f'{place}: {", ".join(filter(None, parts))}', file=sys.stderr, flush=True)
+            print(f'{batches_in_words(state)}: {", ".join(filter(None, parts))}', file=sys.stderr, flush=True)
         self._begin_line(state)
 
     def _begin_line(self, state: State) -> None:

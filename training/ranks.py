@@ -1,5 +1,4 @@
 """The processes of a run: how they meet, share a host's cores, and agree."""
-import datetime
 import os
 from collections.abc import Callable
 from typing import Any
@@ -28,17 +27,6 @@ def join_ranks(device, timeout: int) -> None:
         place = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
         raise ValueError(f'the {dist.get_world_size()} processes of this run did not meet at {place} within {timeout} '
                          f'seconds ({one_line(error)[:200]}); check that every node runs, and can reach it') from None
-
-
-def wait_at_most(seconds: int) -> None:
-    """How long a rank waits for the others from now on, in whatever they do together."""
-    if not torch.distributed.is_initialized():
-        return
-    timeout = datetime.timedelta(seconds=seconds)
-    if hasattr(torch.distributed, 'set_timeout'):  # since torch 2.12 or so
-        torch.distributed.set_timeout(timeout)
-    else:
-        torch.distributed.distributed_c10d._set_pg_timeout(timeout)
 
 
 def leave_ranks() -> None:

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+import torch
 from composer import Callback, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
@@ -12,11 +13,11 @@ from inputs.errors import DataError, one_line
 from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, total_batches, whole_epochs
-from measuring.record import UNMEASURED, keep, redacted, summary, training_settings, uses_tf32
+from measuring.record import UNMEASURED, keep, redacted, summary, training_settings
 from measuring.tracing import PROFILED
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
-from settings.train import TINY, Train
+from settings.train import SD2_BASE, TINY, TINY_COMMAND, Train
 from training.checkpoints import tensors_alone_are_loaded
 from training.evaluation import Evaluations
 from training.failures import reason
@@ -34,11 +35,15 @@ class RunFailed(DataError):
 
 
 def say_what_is_built(settings: Train) -> None:
-    """On rank 0, since building and the first batch can take minutes."""
-    if dist.get_global_rank() == 0:
-        print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
-              f'{settings.batch_size:,} a batch, on {counted(dist.get_world_size(), "device")}', file=sys.stderr,
-              flush=True)
+    """On rank 0, since building and the first batch can take minutes, or without a GPU hours."""
+    if dist.get_global_rank():
+        return
+    if settings.model_name == SD2_BASE and not torch.cuda.is_available():
+        print('warning: there is no GPU. Stable Diffusion 2 takes 20 GB of memory on a CPU, and seconds for each of '
+              f'{settings.batch_size:,} images of a batch; the tiny model takes less: {TINY_COMMAND}', file=sys.stderr)
+    devices = counted(dist.get_world_size(), 'device')
+    print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
+          f'{settings.batch_size:,} a batch, on {devices}', file=sys.stderr, flush=True)
 
 
 def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> None:
@@ -64,10 +69,7 @@ def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> 
 
 def is_over(state: State) -> bool:
     """Whether the checkpoint that a training resumes from is its last."""
-    batches = total_batches(state)
-    if batches is not None:  # at the end of the last batch, Composer's epoch is not yet over
-        return state.timestamp.batch.value >= batches
-    return state.timestamp >= state.max_duration
+    return state.timestamp.batch.value >= total_batches(state)  # Composer's last epoch may not be over there
 
 
 @contextlib.contextmanager
@@ -128,7 +130,8 @@ def training_record(settings: Train, model: DiffusionModel, data: DataSpec, trai
     record |= {'first_batch': safeguard.first_batch, 'trained_batches': state.timestamp.batch.value,
                'trained_epochs': whole_epochs(state), 'loss': measurement.loss,
                'skipped_batches': safeguard.skipped_batches}
-    record |= {'microbatch_search': settings.searches_microbatch, 'tf32': uses_tf32()}
+    has_tf32 = torch.cuda.is_available() and torch.cuda.is_tf32_supported()  # Composer uses it where it is there
+    record |= {'microbatch_search': settings.searches_microbatch, 'tf32': has_tf32}
     if record['status'] == 'complete' and not record['images_per_sec']:
         record['status'] = UNMEASURED
     elif settings.profile and record['status'] == 'complete':

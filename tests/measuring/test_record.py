@@ -120,7 +120,7 @@ def test_no_form_of_password_is_left_in_a_text(text):
 def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be_reported(results, capfd):
     flags = ['--use_synth_data', *TINY, '--results', str(results)]
     main(flags)
-    record = main([*flags, '--max_duration', '1sp'])
+    record = main([*flags, '--max_duration', '1ba'])
     assert (record['status'], record['images_per_sec']) == ('unmeasured', None)
     assert 'the run was over before the clock started' in capfd.readouterr().out
     report.main([str(results), '--compare'])

@@ -27,7 +27,6 @@ class Greeting:
     loud: bool = flag(False, 'in capitals')
     tune: bool | Literal['high', 'low'] = flag(False, 'sing it', bare=True)
     others: tuple[str, ...] = flag((), 'more to greet (default: none)')
-    place: str | None = flag(None, 'where', environment='GREETING_PLACE')
     found: int = 7  # no flag
 
     def check(self) -> None:
@@ -47,14 +46,12 @@ def error_of(capsys, *argv: str) -> str:
     return err
 
 
-def test_each_kind_of_field_takes_what_its_type_says(monkeypatch):
+def test_each_kind_of_field_takes_what_its_type_says():
     assert greeting('Ada') == Greeting(name='Ada')
     given = greeting('Ada', '--times', '3', '--loud', '--tune', 'low', '--others', 'Bo', 'Cy', '--others', 'Di')
     assert given == Greeting(name='Ada', times=3, loud=True, tune='low', others=('Bo', 'Cy', 'Di'))
     assert greeting('Ada', '--tune').tune is True
     assert greeting('Ada', '--loud', '--no-loud', '--tune', '--no-tune') == Greeting(name='Ada')
-    monkeypatch.setenv('GREETING_PLACE', 'Kiel')
-    assert greeting('Ada').place == 'Kiel' and greeting('Ada', '--place', 'Bonn').place == 'Bonn'
     with pytest.raises(FrozenInstanceError):
         given.times = 4
 
@@ -114,9 +111,3 @@ except SystemExit as exit:
         assert status == 0
     else:
         assert status == 2 and run.stderr.count('\n') == 1 and run.stderr.startswith(f'{program}: error: ')
-
-
-def test_the_version_names_the_program_its_commit_and_its_libraries(capsys):
-    with pytest.raises(SystemExit) as exit:
-        greeting('--version')
-    assert exit.value.code == 0 and 'torch 2.' in capsys.readouterr().out

@@ -1,5 +1,4 @@
 """What cannot be is refused with its flag, its value and the remedy; what was not given follows from the machine."""
-import sysconfig
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from benchmark import main
 from settings.commands import Encode
 from settings.ends import one_line_errors
 from settings.flags import parse
-from settings.here import agreed, encoding_here
+from settings.here import encoding_here
 from settings.train import Train
 from tests.runs import TINY, settings_of
 
@@ -35,7 +34,7 @@ def refused(capsys, *argv: str) -> str:
     ([*SYNTHETIC, '--learning_rate', '0'], '--learning_rate: 0 is not a number above 0'),
     ([*SYNTHETIC, '--dollars_per_gpu_hour', 'nan'], '--dollars_per_gpu_hour: nan is not an amount'),
     ([*SYNTHETIC, '--caption_drop', '10'], '--caption_drop: 10 is not a share between 0 and 1'),
-    ([*SYNTHETIC, '--max_duration', '50'], '--max_duration: 50 is not a time such as 5000ba or 2ep or 40000sp'),
+    ([*SYNTHETIC, '--max_duration', '50'], '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ([*SYNTHETIC, '--save_interval', '0.5dur', '--max_duration', '0.5dur'], '0.5dur is not a time such as 5000ba'),
     ([*SYNTHETIC, '--use_ema', '--ema_start', '91ba', '--max_duration', '90ba'], '--ema_start 91ba is after the end '
      'of the run'),
@@ -81,13 +80,6 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gp
         settings_of(*argv)
 
 
-def test_compiling_without_pythons_headers_is_refused_with_the_package_that_has_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(sysconfig, 'get_path', lambda name: str(tmp_path))
-    with pytest.raises(ValueError, match=f'{tmp_path}/Python.h is not there; install the package python3'):
-        settings_of(*SYNTHETIC, '--compile')
-    settings_of(*SYNTHETIC, '--no-compile')
-
-
 def test_more_ranks_than_gpus_are_refused(as_on_a_gpu, monkeypatch):
     as_on_a_gpu(count=2)
     monkeypatch.setattr(dist, 'get_local_world_size', lambda: 4)
@@ -115,16 +107,6 @@ def test_a_length_that_is_given_is_trained_and_all_of_it_after_the_warm_up_measu
     given = settings_of(*SYNTHETIC[:-2], '--max_duration', '40ba', '--save_folder', tmp_path / 'x')
     assert (given.max_duration, given.measure_batches, given.measures) == ('40ba', None, False)
     assert (given.save_interval, given.eval_interval, given.sample_interval) == ('1ep', None, None)
-
-
-def test_ranks_whose_hosts_differ_take_the_fewest_loader_processes_and_one_length(monkeypatch):
-    ranks = [(8, 80, '99ba'), (6, 60, '75ba')]
-    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: ranks)
-    for workers, measured, duration in ranks:
-        mine = settings_of(*SYNTHETIC, '--num_workers', workers, '--measure_batches', measured, '--max_duration',
-                           duration)
-        together = agreed(mine)
-        assert (together.num_workers, together.measure_batches, together.max_duration) == (6, 60, '75ba')
 
 
 def test_the_devices_that_encode_share_the_cores_and_a_clusters_precision_is_not_guessed(as_on_a_gpu, monkeypatch):

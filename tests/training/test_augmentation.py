@@ -9,7 +9,8 @@ import benchmark
 from benchmark import main
 from inputs.images import FLIP
 from tests.runs import TINY
-from training import CaptionDrop, RandomFlip, augmentation
+from training import augmentation
+from training.augmentation import CaptionDrop, RandomFlip
 
 EMPTY = torch.arange(77)
 

@@ -14,7 +14,7 @@ from benchmark import main
 from tests.forked_runs import RUN, on_small_disk, run, traced
 from tests.runs import TINY, assert_same_training, error_line, final_state, one_error_line
 from tests.samples import Hostile, good, write_shards
-from training import WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
+from training.checkpoints import WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
 from training.checkpoints import written_whole
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps

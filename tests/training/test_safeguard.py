@@ -11,8 +11,8 @@ import benchmark
 from benchmark import main
 from ema import EMA
 from tests.runs import TINY, failed
-from training import Safeguard, safeguard
-from training.safeguard import MOST_SKIPS_IN_A_ROW
+from training import safeguard
+from training.safeguard import MOST_SKIPS_IN_A_ROW, Safeguard
 
 
 class Weights(Callback):

@@ -15,7 +15,8 @@ from composer import Callback
 from benchmark import main
 from tests.runs import TINY, assert_same_training, start_launcher, wait_until
 from tests.samples import good, write_shards
-from training import StopAtSignal, checkpoints_in, load_checkpoint
+from training.checkpoints import checkpoints_in, load_checkpoint
+from training.signals import StopAtSignal
 
 
 class Signalled(Callback):

@@ -12,7 +12,8 @@ from benchmark import StableDiffusion, main
 from tests.forked_runs import RUN, run, traced
 from tests.runs import TINY, assert_equal, assert_same_training, one_error_line
 from tests.samples import Hostile, good, write_shards
-from training import checkpoints_in, load_checkpoint, load_initial_weights
+from training.checkpoints import checkpoints_in, load_checkpoint
+from training.weights import load_initial_weights
 
 
 @pytest.fixture(scope='module')
