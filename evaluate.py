@@ -41,11 +41,11 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
+from data import StreamingLAIONDataset
 from inputs.errors import DataError
-from inputs.images import decode_image, resize
+from inputs.images import resize
 from inputs.places import number_of_samples
 from inputs.shards import index_hash, read_image_index
-from inputs.verified_stream import open_shards
 from inputs.words import counted
 from measuring.record import circumstances, keep, redacted
 from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
@@ -124,23 +124,23 @@ def shown(steps: Iterable, doing: str, total: int) -> Iterable:
 def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None) -> list[str]:
     """The captions of DATA. `fid`, if it is asked for, has then seen its images: each process an equal number of them.
 
-    Raises DataError if an image does not decode.
+    Raises DataError if an image does not decode, or a caption is empty.
     """
     rank, ranks = dist.get_global_rank(), dist.get_world_size()
     first = settings.samples * rank // ranks
     stop = settings.samples * (rank + 1) // ranks
     captions = []
     images = []
-    samples = open_shards(settings.data, None, index).samples(first, stop)
-    for number, sample in enumerate(shown(samples, 'reading DATA', stop - first), start=first):
+    dataset = StreamingLAIONDataset(settings.data, image_size=image_size, index=index, batch_size=1)
+    for number in shown(range(first, stop), 'reading DATA', stop - first):
+        try:
+            sample = dataset.sample(number)
+        except ValueError as error:
+            raise DataError(f'sample {number} of DATA {settings.data}: {error}; leave that sample out') from None
         captions.append(sample['caption'])
         if fid is None:
             continue
-        try:
-            image = decode_image(sample['jpg'], image_size)  # uint8 (3, H, H), the centre square
-        except ValueError as error:
-            raise DataError(f'sample {number} of DATA {settings.data}: {error}; leave that sample out') from None
-        images.append(resize(image, image_size))
+        images.append(resize(sample['image'], image_size))  # uint8 (3, H, H), the centre square
         if len(images) == settings.batch_size or number == stop - 1:
             fid.update(torch.stack(images).to(fid.device), real=True)
             images.clear()

@@ -12,7 +12,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,22 +196,6 @@ class Shards(NamedTuple):
         reader = self.readers[number]
         self.stream.prepare_shard(reader)
         return reader
-
-    def samples(self, first: int, stop: int) -> Iterator[dict]:
-        """The columns of the samples from number `first` up to `stop`, of all of the dataset.
-
-        Raises DataError if a shard cannot be had, or a caption is no text.
-        """
-        starts = [0, *accumulate(reader.samples for reader in self.readers)]
-        for number, (start, end) in enumerate(pairwise(starts)):
-            if end <= first or start >= stop:
-                continue
-            reader = self.fetch(number)
-            for sample in range(max(first, start), min(stop, end)):
-                try:
-                    yield reader[sample - start]
-                except UnicodeDecodeError:
-                    raise DataError(f'sample {sample}: the caption is not UTF-8; leave that sample out') from None
 
     def drop(self, number: int) -> None:
         """Remove a shard from the folder, where it is a copy; it can be fetched again."""
