@@ -53,7 +53,7 @@ from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from settings.here import on_this_machine
+from settings.here import agreed, on_this_machine
 from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import WholeCheckpoints, newest_checkpoint, saving_alone
 from training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
@@ -335,7 +335,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
         if settings.dry_run is not None:
             return dry_run(settings, build_model)
         join_ranks(get_device(), settings.dist_timeout)
-        settings = dist.all_gather_object(settings)[0]  # hosts may differ in cores, and so in what fills in the flags
+        settings = agreed(settings)
         with saving_alone(settings.save_folder, settings.autoresume), process_switches(settings):
             files = find_model(settings.model_name, settings.pretrained)
             data = build_data(settings, files)

@@ -44,6 +44,17 @@ def on_this_machine(settings: Train) -> Train:
     return with_length(settings)
 
 
+def agreed(settings: Train) -> Train:
+    """Once the ranks have met: with the length of rank 0's run, and as many loader processes as it has.
+
+    Ranks whose loaders differ, as hosts with other numbers of cores have them, would train for different numbers of
+    batches.
+    """
+    first = dist.all_gather_object(settings)[0]
+    return dataclasses.replace(settings, num_workers=first.num_workers, measure_batches=first.measure_batches,
+                               max_duration=first.max_duration)
+
+
 def encoding_here(settings: Encode) -> Encode:
     """The settings of an encoding with each flag filled in."""
     has_gpu = torch.cuda.is_available()

@@ -5,10 +5,10 @@ import torch
 from composer.utils import dist
 
 from benchmark import main
-from settings.commands import Encode
+from settings.commands import Convert, Encode
 from settings.ends import one_line_errors
 from settings.flags import parse
-from settings.here import encoding_here
+from settings.here import agreed, encoding_here
 from settings.train import Train
 from tests.runs import TINY, settings_of
 
@@ -107,6 +107,25 @@ def test_a_length_that_is_given_is_trained_and_all_of_it_after_the_warm_up_measu
     given = settings_of(*SYNTHETIC[:-2], '--max_duration', '40ba', '--save_folder', tmp_path / 'x')
     assert (given.max_duration, given.measure_batches, given.measures) == ('40ba', None, False)
     assert (given.save_interval, given.eval_interval, given.sample_interval) == ('1ep', None, None)
+
+
+def test_ranks_whose_hosts_differ_take_what_the_first_has_but_for_their_own_folders(monkeypatch):
+    lengths = {6: '75ba', 8: '99ba'}  # by the processes of the loader
+    ranks = [settings_of(*SYNTHETIC, '--num_workers', workers, '--max_duration', length, '--local', f'cache-{workers}')
+             for workers, length in lengths.items()]
+    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: ranks)
+    for mine in ranks:
+        together = agreed(mine)
+        assert (together.num_workers, together.max_duration) == (6, '75ba')
+        assert together.local == mine.local
+
+
+def test_what_starts_processes_of_its_own_is_refused_under_a_launcher(monkeypatch, capsys):
+    monkeypatch.setenv('LOCAL_RANK', '0')
+    for kind, argv in ((Encode, ['--remote', 'shards', '--out', 'x']), (Convert, ['photos', 'x'])):
+        with pytest.raises(SystemExit):
+            parse(kind, '', argv)
+        assert 'start it with python, not with a launcher' in capsys.readouterr().err
 
 
 def test_the_devices_that_encode_share_the_cores_and_a_clusters_precision_is_not_guessed(as_on_a_gpu, monkeypatch):
