@@ -11,6 +11,7 @@ from settings.train import Encoders, Model, Results, Samples, Seed, Warmup, chec
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
+PICTURES = ('.png', '.pdf', '.svg')
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
 LARGEST_SHARD = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
@@ -147,11 +148,12 @@ class Report:
     def check(self) -> None:
         if self.compare and self.extrapolate:
             raise ValueError('--extrapolate predicts, and --compare shows what was measured; give one of them')
-        records = [os.path.realpath(path) for path in self.records]
-        for name in ('csv', 'figure', 'quality'):
+        if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
+            raise ValueError(f'--csv {self.csv} would overwrite the records; give another file')
+        for name, suffixes in (('csv', ('.csv',)), ('figure', PICTURES), ('quality', PICTURES)):
             path = getattr(self, name)
-            if path and os.path.realpath(path) in records:
-                raise ValueError(f'--{name} {path} would overwrite the records; give another file')
+            if path and not path.lower().endswith(suffixes):
+                raise ValueError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')
 
 
 ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', 'channels_last', 'compile', 'seed')

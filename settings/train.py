@@ -177,7 +177,7 @@ class Measurement:
     gpu: str | None = flag(None, 'the card, by its name in records or a part of it, such as A100-40GB (default: all '
                            'that are known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
-    profile: str | None = flag(None, 'new folder for a trace of 3 batches after the warm-up, for Perfetto and '
+    profile: str | None = flag(None, 'folder for a trace of 3 batches after the warm-up, for Perfetto and '
                                'TensorBoard; no report counts such a run', metavar='DIR')
 
     def check(self) -> None:
@@ -252,7 +252,7 @@ class EvaluationAndDrawing:
         'guidance 7.5; needs --pretrained, but for the model tiny, whose pictures are noise', metavar='FILE')
     sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba); the end of the run is also '
                                        'drawn', kind=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
-    sample_folder: str = flag('samples', 'new folder for the drawings, a PNG each time', metavar='DIR')
+    sample_folder: str = flag('samples', 'folder for the drawings, a PNG each time', metavar='DIR')
 
     def check(self) -> None:
         if self.eval_remote and self.eval_remote == self.remote:

@@ -1,6 +1,7 @@
 """How a training begins, ends and is recorded."""
 import contextlib
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 
@@ -82,8 +83,9 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
     except (RuntimeError, KeyError, ValueError) as error:
         if not checkpoint:
             raise
-        raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error)[:300]}); '
-                         'resume with the flags it was made with') from None
+        why = textwrap.shorten(one_line(error), 200, placeholder=' ...')
+        raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({why}); resume with the '
+                         'flags it was made with') from None
 
 
 def callback_of(trainer: Trainer, kind: type[Callback]) -> Callback:
