@@ -142,10 +142,10 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
         folder = settings.model_name if settings.pretrained else 'FOLDER'
         values['export_flags'] += f' --model_name {folder} --pretrained'
     if not record['images_per_sec']:
-        return values | {'over': 'over' if record['status'] == UNMEASURED else record['status']}
+        return values | {'over': 'over'}
     values |= {'caution': caution_sentence(record), 'on_waiting': ''}
     if record['data_wait_fraction'] > MUCH_WAITING:
-        values['on_waiting'] = '; more --num_workers shorten it'
+        values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
     if settings.training_images and torch.cuda.is_available() and not values['caution']:
         speed = record['images_per_sec']
         hours = gpu_hours(speed, record['num_devices'], settings.training_images)

@@ -288,8 +288,8 @@ def test_a_csv_of_a_spreadsheet_may_begin_with_a_byte_order_mark(tmp_path, print
 
 @pytest.mark.parametrize('argv, reason', [
     (['missing.jsonl'], 'missing.jsonl'), ([PUBLISHED, '--csv', '/missing/table.csv'], '/missing'),
-    ([PUBLISHED, '--figure', 'days.xyz'], '--figure days.xyz does not end in .png'), ([PUBLISHED, '--quality', 'q.png'], '--quality'),
-    ([PUBLISHED, '--csv', PUBLISHED], 'would overwrite the records'),
+    ([PUBLISHED, '--figure', 'days.xyz'], '--figure days.xyz does not end in .png'),
+    ([PUBLISHED, '--quality', 'q.png'], '--quality'), ([PUBLISHED, '--csv', PUBLISHED], 'would overwrite the records'),
     ([PUBLISHED, '--csv', 'results.jsonl'], '--csv results.jsonl does not end in .csv'),
     ([PUBLISHED, '--extrapolate', '4096'], 'a batch of as many images as GPUs'),
     ([PUBLISHED, '--phase', 'x@y'], 'x@y is not IMAGES@SIZE'), ([PUBLISHED, '--phase', '10@256'], 'at 256 px')])

@@ -32,7 +32,7 @@ runpy.run_path('benchmark.py', run_name='__main__')
 def test_a_cpu_is_told_what_stable_diffusion_takes_there_and_what_takes_less(capsys):
     say_what_is_built(settings_of('--use_synth_data', '--device_train_microbatch_size', '4'))
     warning, _ = capsys.readouterr().err.splitlines()
-    assert '20 GB' in warning and '2,048 images' in warning
+    assert '18 GB' in warning and '2,048 images' in warning
     command = warning.partition('python benchmark.py ')[2].split()
     say_what_is_built(settings_of(*command))
     assert 'warning' not in capsys.readouterr().err

@@ -40,8 +40,9 @@ def say_what_is_built(settings: Train) -> None:
     if dist.get_global_rank():
         return
     if settings.model_name == SD2_BASE and not torch.cuda.is_available():
-        print('warning: there is no GPU. Stable Diffusion 2 takes 20 GB of memory on a CPU, and seconds for each of '
-              f'{settings.batch_size:,} images of a batch; the tiny model takes less: {TINY_COMMAND}', file=sys.stderr)
+        print('warning: there is no GPU. On a CPU Stable Diffusion 2 takes 18 GB of memory, 2 GB more for each image '
+              f'at once, and seconds for each of {settings.batch_size:,} images of a batch. The tiny model takes less: '
+              f'{TINY_COMMAND}', file=sys.stderr)
     devices = counted(dist.get_world_size(), 'device')
     print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
           f'{settings.batch_size:,} a batch, on {devices}', file=sys.stderr, flush=True)
