@@ -39,7 +39,7 @@ bench: $(VENV)/installed  ## Ratios on the CPU: loader, conversion, EMA, a full 
 	python benchmarks/ema.py
 	python benchmarks/step.py
 
-learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; four minutes on two cores.
+learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; three minutes on two cores.
 	python benchmarks/learn.py $(OUTPUT)/learned.png
 
 report: $(VENV)/installed  ## The table and the figure of the published benchmark.

@@ -7,7 +7,7 @@ size and to [-1, 1] once it is on the device.
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,24 +27,13 @@ from inputs.verified_stream import VerifiedDataset, VerifiedStream
 from models.loading import ModelFiles
 from settings.train import SD2_BASE
 
+DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 MOST_STAND_INS = 1000  # samples that may be bad in a row
 
 
-class SampleViews(Sequence):
-    """The samples of a batch, each made when it is looked at: a loader that takes `batch` itself pays nothing."""
-
-    def __init__(self, batch: dict[str, torch.Tensor]):
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return len(self.batch['caption'])
-
-    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
-        return {name: tensor[position] for name, tensor in self.batch.items()}
-
-
 class SyntheticImageCaptionDataset(Dataset):
-    """Random images or latents with captions, drawn once: every batch is the same tensors, so a sample costs nothing.
+    """Random images or latents with captions, drawn once: with `collate` every batch is the same tensors, so that it
+    costs nothing.
 
     Args:
         image_size: height and width of the images, in pixels.
@@ -63,23 +52,26 @@ class SyntheticImageCaptionDataset(Dataset):
         self.vocab_size = vocab_size
         self.seed = seed
         self.latents = latents
-        self.samples = SampleViews({'caption': ()})
+        self.samples = self.draw(DIFFERENT_SAMPLES)
+        self.batch = {'caption': ()}
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitems__(self, indices: list[int]) -> SampleViews:
-        """The samples for any `indices`; a loader of torch asks for those of a batch at once."""
-        if len(self.samples) != len(indices):
-            self.samples = SampleViews(self.draw(len(indices)))
-        return self.samples
-
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A sample: `image` uint8 (3, H, H) or `moments`, and `caption` int64 (77,)."""
-        return self.__getitems__([index])[0]
+        return {name: tensor[index % DIFFERENT_SAMPLES] for name, tensor in self.samples.items()}
+
+    def collate(self, samples: list[dict]) -> dict[str, torch.Tensor]:
+        """The one batch of so many samples: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
+        if len(self.batch['caption']) != len(samples):
+            self.batch = self.draw(len(samples))
+            if torch.cuda.is_available():  # once: DataLoader(pin_memory=True) would copy every batch
+                self.batch = {name: tensor.pin_memory() for name, tensor in self.batch.items()}
+        return dict(self.batch)
 
     def draw(self, number: int) -> dict[str, torch.Tensor]:
-        """A batch of `number` samples, the same each time; pinned where there is a GPU, as the streamed batches are."""
+        """A batch of `number` samples, the same each time."""
         generator = torch.Generator().manual_seed(self.seed)
         side = self.image_size
         if self.latents:
@@ -88,14 +80,7 @@ class SyntheticImageCaptionDataset(Dataset):
         else:
             batch = {'image': torch.randint(256, (number, 3, side, side), dtype=torch.uint8, generator=generator)}
         batch['caption'] = torch.randint(self.vocab_size, (number, self.caption_length), generator=generator)
-        if torch.cuda.is_available():  # once: DataLoader(pin_memory=True) would copy every batch
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
-
-
-def whole_batch(samples: SampleViews) -> dict[str, torch.Tensor]:
-    """A collate function: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77), without a copy."""
-    return dict(samples.batch)
 
 
 class StreamingLAIONDataset(VerifiedDataset):
@@ -294,7 +279,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     """
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
-        loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=whole_batch)
+        loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dataset.collate)
     else:
         if dataset.transform:
             raise ValueError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')

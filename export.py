@@ -27,8 +27,7 @@ from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from inputs.words import counted
-from training.weights import read_trained, trained_pipeline
-from training.weights import Trained
+from training.weights import Trained, read_trained, trained_pipeline
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Does it learn? Train by the real program in two phases, export, draw, and count the pictures that are right.
 
-    python benchmarks/learn.py pictures/learned.png    # about four minutes on two cores
+    python benchmarks/learn.py pictures/learned.png    # about three minutes on two cores
 
 Each of 16 captions, such as "red top left", is a coloured patch in a place. A random VAE cannot decode, so the
 pictures are stored as latents whose first three channels are the colours, in shards as encode.py writes them. Two ranks

@@ -48,8 +48,7 @@ def test_torchs_own_loader_takes_the_synthetic_dataset(latents, name, shape):
     batches = list(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2))
     assert [batch[name].shape for batch in batches] == [(4, *shape), (4, *shape), (2, *shape)]
     assert batches[0]['caption'].shape == (4, 77) and batches[0]['caption'].dtype == torch.int64
-    assert torch.equal(batches[0][name], batches[1][name])
-    assert torch.equal(batches[0][name], dataset.draw(4)[name])
+    assert len(torch.cat([batch[name] for batch in batches]).unique(dim=0)) == 10
 
 
 def test_the_originals_own_call_gives_batches_of_its_kind(shards, samples, tmp_path):
