@@ -52,9 +52,10 @@ def cluster(store):
     from ray.cluster_utils import Cluster
     cluster = Cluster(initialize_head=True, head_node_args={
         'num_cpus': 1, 'object_store_memory': 1 << 27, 'include_dashboard': False,
-        # A machine is lost after twenty failed looks: one that is gone fails each at once, one that is slow does not
+        # A machine is lost after twenty failed looks: one that is gone fails each at once, one that is slow does not.
+        # Workers have a niceness of 15 by default, and stand still beside others that are busy
         '_system_config': {'health_check_period_ms': 500, 'health_check_failure_threshold': 20,
-                           'worker_register_timeout_seconds': 600}})
+                           'worker_register_timeout_seconds': 600, 'worker_niceness': 0}})
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
     yield cluster
     cluster.shutdown()
