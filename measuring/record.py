@@ -32,7 +32,7 @@ MUCH_WAITING = 0.05
 # The lines of a summary; one is left out where the record has no value for it.
 IMAGES_PER_SEC = {
     'images/s': '{images_per_sec:.4g} on {num_devices} x {device}, {images_per_sec_per_device:.4g} each',
-    'no speed': 'the run was {over} before the clock started, so that no batch was measured',
+    'no speed': '{why_no_speed}',
 }
 TRAINED = {
     'trained': 'up to batch {trained_batches:,}',
@@ -142,7 +142,7 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
         folder = settings.model_name if settings.pretrained else 'FOLDER'
         values['export_flags'] += f' --model_name {folder} --pretrained'
     if not record['images_per_sec']:
-        return values | {'over': 'over'}
+        return values | {'why_no_speed': 'the run was over before the clock started, so that no batch was measured'}
     values |= {'caution': caution_sentence(record), 'on_waiting': ''}
     if record['data_wait_fraction'] > MUCH_WAITING:
         values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
