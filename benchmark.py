@@ -54,6 +54,7 @@ from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, origin_of_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from settings.here import agreed, on_this_machine
+from settings.times import times_in_batches
 from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import WholeCheckpoints, newest_checkpoint, saving_alone
 from training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
@@ -250,7 +251,8 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
                     more: Sequence[Callback] = ()) -> list[Callback]:
     """What watches a run and keeps it alive. `more` come before those that measure and save."""
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, dataset), settings.clip_grad_norm)
+    flags = flags_to_keep(settings, files, dataset)
+    safeguard = Safeguard(settings.seed, settings.on_nan, flags, settings.clip_grad_norm)
     speed = SpeedMonitor(min(10, settings.measure_batches or 10), (peak_tflops(settings.precision) or 0) * 1e12)
     callbacks = [*switch_callbacks(settings), speed, *more, measurement, Progress(measurement), safeguard,
                  Evaluations(), LRMonitor(), stop]
@@ -314,6 +316,7 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
 
 def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback]) -> dict:
     """Train, and keep the record of it; returns that. Raises RunFailed if the training failed."""
+    settings = times_in_batches(settings, len(data.dataloader))
     say_what_is_built(settings)
     with StopAtSignal() as stop:
         model, trainer = build_run(settings, data, stop, files, callbacks)

@@ -10,7 +10,7 @@ scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OU
 from settings.commands import Export
 from settings.ends import one_line_errors
 from settings.flags import parse
-from settings.train import is_young
+from settings.times import is_young
 
 PROGRAM = 'export.py'
 
@@ -53,7 +53,7 @@ def warn_of_random_parts(flags: Export, trained: Trained) -> None:
 
 def warn_of_young_average(flags: Export, trained: Trained) -> None:
     """Say where the average is still near the weights that the training started from."""
-    half_life = str(trained.flags.get('ema_half_life') or '')
+    half_life = trained.flags.get('ema_half_life')
     if trained.averaged is None or flags.live or not trained.batch:
         return
     if is_young(half_life, trained.batch):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from composer import Callback
-from composer.core import DataSpec, State, TimeUnit
+from composer.core import DataSpec, State
 from composer.utils import dist, get_device
 
 from settings.caution import QUEUES_IN_WINDOW
@@ -180,19 +180,12 @@ class Measurement(Callback):
 
     def _turnover(self, state: State) -> int:
         """Batches between warm-up and window: the loader's queue, as far as the run is long enough for it."""
-        batches_left = total_batches(state) - state.timestamp.batch.value - self.warmup_batches
+        batches_left = state.max_duration.value - state.timestamp.batch.value - self.warmup_batches
         if self.measure_batches is None:
             room = batches_left // (1 + QUEUES_IN_WINDOW)
         else:
             room = batches_left - self.measure_batches
         return min(self.window.queue_batches, max(0, room))
-
-
-def total_batches(state: State) -> int:
-    """Batches of the whole training."""
-    if state.max_duration.unit == TimeUnit.EPOCH:
-        return state.max_duration.value * int(state.dataloader_len)
-    return state.max_duration.value
 
 
 def whole_epochs(state: State) -> int:

@@ -22,7 +22,8 @@ from measuring.measurement import loader_figures
 from measuring.tracing import PROFILED
 from settings.caution import doubt, remedy
 from settings.costs import days_to_train, gpu_hours
-from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train, is_young
+from settings.times import is_young, to_batches
+from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
 from settings.versions import git_commit, package_versions
 
 # such as ;AccountKey=... in a connection string of Azure
@@ -40,6 +41,7 @@ TRAINED = {
     'resumed': 'after batch {first_batch:,}',
     'loss': '{loss:.3g}',
     'held-out loss': '{eval_loss:.4g} after batch {eval_batch:,}',
+    'no average': 'yet, for --ema_start is {ema_start_to_come}',
 }
 MEASUREMENT = IMAGES_PER_SEC | {
     'batch': '{batch_seconds_median:.3g} s median of {measured_batches}, 10th to 90th percentile '
@@ -136,7 +138,10 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
     values = {key: record.get(key) or None for key in ('trained_epochs', 'first_batch')} | {'export_flags': ''}
     if record['status'] not in ('failed', 'interrupted'):
         values['save_folder'] = settings.save_folder
-    if settings.use_ema and is_young(settings.ema_half_life, record['trained_batches']):
+    trained = record['trained_batches']
+    if settings.ema_start and trained < to_batches(settings.ema_start):
+        values |= {'ema_start_to_come': settings.ema_start}
+    elif is_young(settings.ema_half_life, trained):
         values |= {'young_half_life': settings.ema_half_life, 'export_flags': ' --live'}
     if record['encoders'] == 'text_in_loop':  # no VAE is in the checkpoints
         folder = settings.model_name if settings.pretrained else 'FOLDER'

@@ -49,6 +49,13 @@ class ModelFiles:
         """What a latent of the VAE is multiplied with."""
         return self.configs['vae'].get('scaling_factor', SCALING_FACTOR)
 
+    def config_sha256(self) -> str:
+        """A hash of the configuration of all parts, without what the libraries note of themselves in it."""
+        configs = {}
+        for part, config in self.configs.items():
+            configs[part] = {key: value for key, value in config.items() if not key.startswith('_')}
+        return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
+
     def vae_sha256(self) -> str:
         """A hash of the VAE's weights, 'random' where they are drawn."""
         if not self.pretrained:

@@ -34,7 +34,7 @@ def on_this_machine(settings: Train) -> Train:
         'num_workers': default_workers(dist.get_local_world_size()) if settings.remote else 0,
         'num_workers_by_default': settings.num_workers is None,
         'ema_half_life': '1000ba' if settings.use_ema else None,
-        'save_interval': '1ep' if settings.save_folder else None,
+        'save_interval': '1000ba' if settings.save_folder else None,
         'eval_interval': '1000ba' if settings.eval_remote else None,
         'sample_interval': '1000ba' if settings.sample_prompts else None,
         'training_images': TRAINING_IMAGES if settings.model_name != TINY else None,  # tiny is for trying things out

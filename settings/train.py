@@ -203,7 +203,7 @@ class Training:
                                            'such steps and count them, up to 10 in a row')
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
     save_interval: str | None = flag(
-        None, 'time between checkpoints, such as 1000ba (default: 1ep); one is also saved at the end and on Ctrl-C or '
+        None, 'time between checkpoints (default: 1000ba); one is also saved at the end and on Ctrl-C or '
         'SIGTERM', kind=time_in('ba ep dur'), metavar='TIME', needs='save_folder')
     save_num_checkpoints_to_keep: int | None = flag(
         None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
@@ -231,13 +231,6 @@ class Optimizer:
                                      '1000ba)', kind=time_in('ba ep'), metavar='TIME', needs='use_ema')
     ema_start: str | None = flag(None, 'training before the average starts, such as 5000ba or 0.5dur, half of it',
                                  kind=time_in('ba ep dur'), metavar='TIME', needs='use_ema')
-
-    def check(self) -> None:
-        start = re.fullmatch(TIME, self.ema_start or '')
-        end = re.fullmatch(TIME, self.max_duration or '')
-        if start and end and start[2] == end[2] and start[1] and int(start[1]) > int(end[1]):
-            raise ValueError(f'--ema_start {self.ema_start} is after the end of the run, --max_duration '
-                             f'{self.max_duration}: there would be no average; give an earlier time')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,12 +290,6 @@ class Train(Samples, TrainingSamples, Model, Encoders, Speed, Warmup, Measuremen
     def measures(self) -> bool:
         """Whether a measurement was asked for: without --max_duration, or by --measure_batches."""
         return self.measure_batches is not None
-
-
-def is_young(half_life: str | None, batches: int) -> bool:
-    """Whether an average is still near the weights that it started from; False where its half-life is in epochs."""
-    half_life = half_life or ''
-    return half_life.endswith('ba') and 4 * float(half_life.removesuffix('ba')) > batches
 
 
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision

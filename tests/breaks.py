@@ -101,7 +101,7 @@ BREAKS = {
         'tests/training/test_signals.py'),
     'a_flag_is_not_filled_in': Break(
         'checkpoints have no interval unless --save_interval is given', 'settings/here.py',
-        {"        'save_interval': '1ep' if settings.save_folder else None,\n": ''}, 'tests/settings/test_train.py'),
+        {"        'save_interval': '1000ba' if settings.save_folder else None,\n": ''}, 'tests/settings/test_train.py'),
     'pictures_are_drawn_again': Break(
         'an evaluation that is started again draws what OUT holds already', 'evaluate.py',
         {' if not path_of(settings, guidance, number).exists()]': ']'}, 'tests/test_evaluate.py'),

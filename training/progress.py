@@ -8,14 +8,14 @@ from composer.core import State
 from composer.utils import dist
 from tqdm import tqdm
 
-from measuring.measurement import Measurement, total_batches
+from measuring.measurement import Measurement
 
 SECONDS_BETWEEN_LINES = 30  # in a log; a run that is shorter leaves only its last line
 
 
 def batches_in_words(state: State) -> str:
     """Such as 'batch 120 of 2000'."""
-    return f'batch {state.timestamp.batch.value} of {total_batches(state)}'
+    return f'batch {state.timestamp.batch.value} of {state.max_duration.value}'
 
 
 class Progress(Callback):
@@ -39,7 +39,7 @@ class Progress(Callback):
         self._line_sample = 0
 
     def fit_start(self, state: State, logger) -> None:
-        self._total = total_batches(state)
+        self._total = state.max_duration.value
         self._begin_line(state)
         if dist.get_global_rank() == 0 and sys.stderr.isatty():
             columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say

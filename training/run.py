@@ -13,7 +13,7 @@ from composer.utils import dist
 from inputs.errors import DataError, one_line
 from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
-from measuring.measurement import Measurement, figures, total_batches, whole_epochs
+from measuring.measurement import Measurement, figures, whole_epochs
 from measuring.record import UNMEASURED, keep, redacted, summary, training_settings
 from measuring.tracing import PROFILED
 from models.diffusion_model import DiffusionModel
@@ -71,7 +71,7 @@ def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> 
 
 def is_over(state: State) -> bool:
     """Whether the checkpoint that a training resumes from is its last."""
-    return state.timestamp.batch.value >= total_batches(state)  # Composer's last epoch may not be over there
+    return state.timestamp >= state.max_duration
 
 
 @contextlib.contextmanager

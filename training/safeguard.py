@@ -8,14 +8,18 @@ from torch.utils.data import Dataset
 
 from inputs.verified_stream import VerifiedDataset
 from measuring.record import redacted
+from models.loading import ModelFiles
 from settings.train import Train
 
-DATASET = 'dataset'  # among the flags of a checkpoint: the hash of the index of its --remote
+# Among the flags of a checkpoint: the hash of the index of its --remote, and of the configuration of its --model_name.
+# Weights are in the checkpoint, so that shards and models may move to another address.
+DATASET = 'dataset'
+MODEL = 'model'
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
 GRADIENT_NORM = 'l2_norm/grad/global'  # as Composer's OptimizerMonitor calls it
-SAME_ON_RESUME = ('model_name', 'pretrained', 'image_size', 'batch_size', 'remote', 'use_synth_data',
-                  'use_synth_latents', 'use_ema', 'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule',
-                  'weight_decay', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
+SAME_ON_RESUME = (MODEL, DATASET, 'pretrained', 'image_size', 'batch_size', 'use_synth_data', 'use_synth_latents',
+                  'use_ema', 'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
+                  'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
 
 
 class NonFiniteStep(Exception):
@@ -46,7 +50,7 @@ class Safeguard(Callback):
         seed: of the run.
         on_nan: 'stop' ends the run at a loss or gradient that is not finite, 'skip' leaves that step out, up to
             MOST_SKIPS_IN_A_ROW.
-        flags: those that must be the same when the run resumes, with their values.
+        flags: of `flags_to_keep`; those of SAME_ON_RESUME must be the same when the run resumes.
         clip_grad_norm: what the norm of all gradients of a step is scaled down to, where it is larger; None: it stays.
 
     Logs `l2_norm/grad/global`, the norm of all gradients of a step before they are clipped.
@@ -124,20 +128,27 @@ class Safeguard(Callback):
 
     def load_state_dict(self, state: dict) -> None:
         """Raises ValueError if a flag of the run that is resumed had another value."""
-        for flag, value in state['flags'].items():
+        before = state['flags']
+        for flag in SAME_ON_RESUME:
             now = self.flags.get(flag)
-            if now == value:
+            if flag not in before or before[flag] == now:
                 continue
             if flag == DATASET:
                 raise ValueError('the dataset of --remote was made anew since, its order is another: the hash of its '
-                                 f'index was {value}, and is {now} now; give the old one, or a new --save_folder with '
-                                 '--load_weights')
-            raise ValueError(f'--{flag} was {value}, and is {now} now')
+                                 f'index was {before[flag]}, and is {now} now; give the old one, or a new '
+                                 '--save_folder with --load_weights')
+            if flag == MODEL:
+                raise ValueError(f'--model_name {self.flags["model_name"]} has another configuration than '
+                                 f'{before["model_name"]} had')
+            raise ValueError(f'--{flag} was {before[flag]}, and is {now} now')
 
 
-def flags_to_keep(settings: Train, dataset: Dataset) -> dict:
-    """What must be the same when the run resumes, without passwords: flags, and of a dataset the hash of its index."""
-    flags = {flag: getattr(settings, flag) for flag in SAME_ON_RESUME}
+def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
+    """What a checkpoint says of its run, without passwords: all of SAME_ON_RESUME, and where data and model were."""
+    flags = {flag: getattr(settings, flag) for flag in SAME_ON_RESUME if flag not in (DATASET, MODEL)}
+    flags['model_name'] = settings.model_name
+    flags[MODEL] = files.config_sha256()
+    flags['remote'] = None
     if settings.remote:
         flags['remote'] = redacted(settings.remote)
         flags[DATASET] = dataset.index_hash

@@ -37,6 +37,13 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
     assert lines[3:5] == [f'checkpoint      in {kept}', f'next            python export.py {kept} my-model --live']
 
 
+@pytest.mark.parametrize('flags', [[], LENGTH], ids=['measurement', 'training'])
+def test_a_summary_says_that_there_is_no_average_yet(flags):
+    settings = settings_of('--use_synth_data', '--use_ema', '--ema_start', '2001ba', *flags)
+    assert 'no average      yet, for --ema_start is 2001ba' in summary(measured(trained_batches=2000), settings)
+    assert 'no average' not in summary(measured(trained_batches=2001), settings)
+
+
 @pytest.mark.parametrize('changed, sentence', [
     ({'drift': 0.465}, 'speed changed by +46.5%: the start was slow; use more --warmup_batches'),
     ({'drift': -0.2}, 'speed changed by -20.0%: the speed has not settled; use more --measure_batches'),

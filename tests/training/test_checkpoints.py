@@ -135,7 +135,7 @@ def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_l
     assert checkpoints_in(str(tmp_path / 'kept')) == saved and len(results.read_text().splitlines()) == 1
     main([*argv, '--max_duration', '2ep', '--save_interval', '1ep'])  # goes on at the epoch's end, and saves it once
     assert [Path(path).name for path in checkpoints_in(str(tmp_path / 'kept'))] == ['ep0-ba3-rank0.pt',
-                                                                                    'ep2-ba6-rank0.pt']
+                                                                                    'ep1-ba6-rank0.pt']
 
 
 class Line(ComposerModel):
@@ -229,6 +229,20 @@ def test_a_resume_with_another_flag_or_a_dataset_that_was_made_anew_is_refused(t
     shutil.rmtree(shards)
     write_shards(shards, [good(index) for index in range(1, 9)])
     assert 'the dataset of --remote was made anew' in one_error_line([*argv, '--max_duration', '3ba'], capfd)
+
+
+def test_shards_and_a_model_may_have_moved_when_a_run_resumes(shards, smallest_model, tmp_path, results, capfd):
+    """Their addresses are others then; the hash of the index and the model's configuration are the same."""
+    moved = shutil.copytree(shards, tmp_path / 'moved')
+    model = shutil.copytree(smallest_model, tmp_path / 'model')
+    argv = [*TINY, '--image_size', '16', '--num_workers', '0', '--save_folder', str(tmp_path / 'kept'), '--autoresume',
+            '--results', str(results)]
+    main([*argv, '--remote', shards, '--model_name', smallest_model, '--max_duration', '2ba'])
+    there = [*argv, '--remote', str(moved), '--model_name', str(model), '--max_duration', '3ba']
+    assert main(there)['first_batch'] == 2
+    config = model / 'scheduler' / 'scheduler_config.json'
+    config.write_text(config.read_text().replace('epsilon', 'v_prediction'))
+    assert f'--model_name {model} has another configuration' in one_error_line([*there, '--max_duration', '4ba'], capfd)
 
 
 def test_a_run_on_a_cpu_goes_on_on_a_gpu_in_another_memory_format(tmp_path, smallest_model, results, monkeypatch):

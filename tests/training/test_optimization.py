@@ -87,6 +87,27 @@ def test_the_average_starts_when_it_is_told_and_moves_by_its_half_life(run):
     torch.testing.assert_close(kept, average, atol=1e-7, rtol=1e-5)
 
 
+@pytest.mark.parametrize('duration, start, first_batch', [
+    ('1ep', '0.7dur', 2), ('2ep', '0.9dur', 5), ('5ba', None, 1), ('1ep', None, 1)])
+def test_an_average_in_epochs_moves_in_every_batch_and_is_in_the_checkpoint(duration, start, first_batch, shards,
+                                                                           smallest_model, tmp_path):
+    witness = Witness()
+    flags = ['--ema_half_life', '1ep']
+    if start is not None:
+        flags += ['--ema_start', start]
+    record = main(['--remote', shards, *TINY, '--model_name', smallest_model, '--image_size', '16', '--batch_size', '8',
+                   '--num_workers', '0', '--use_ema', *flags, '--max_duration', duration, '--learning_rate', '0.01',
+                   '--save_folder', str(tmp_path / 'kept'), '--results', str(tmp_path / 'results')], [witness])
+    assert record['ema_half_life'] == '3ba'  # 24 samples in batches of 8
+    assert witness.averaged.index(True) + 1 == first_batch
+    average = witness.weights[first_batch - 1]
+    for weights in witness.weights[first_batch:]:
+        average = average + (weights - average) * (1 - 2 ** (-1 / 3))
+    algorithms = dict(load_checkpoint(tmp_path / 'kept' / 'latest-rank0.pt')['state']['algorithms'])
+    kept = algorithms['EMA']['ema_model']['named_parameters_dict']['unet.conv_in.bias']
+    torch.testing.assert_close(kept, average, atol=1e-7, rtol=1e-5)
+
+
 def test_without_the_flags_all_is_as_in_the_original():
     settings = settings_of('--use_synth_data', '--use_ema', *TINY)
     [ema] = benchmark.build_algorithms(settings)
