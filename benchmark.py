@@ -58,6 +58,7 @@ from settings.times import times_in_batches
 from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import WholeCheckpoints, newest_checkpoint, saving_alone
 from training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
+from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
 from training.optimization import build_schedule
 from training.progress import Progress
@@ -66,7 +67,6 @@ from training.run import conclude, is_over, noting_how_it_ends, resuming, say_ho
 from training.safeguard import Safeguard, flags_to_keep
 from training.sampling import Sampling
 from training.signals import StopAtSignal
-from training.weights import load_initial_weights
 
 
 class StableDiffusion(DiffusionModel):

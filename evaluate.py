@@ -54,7 +54,8 @@ from models.sampling import SAMPLER, decode, load_pipeline, seeded
 from parts.output import Output
 from settings.here import best_precision, refuse_more_ranks_than_gpus
 from training.ranks import join_ranks, leave_ranks, on_rank_0
-from training.weights import read_trained, trained_pipeline
+from training.pipeline import trained_pipeline
+from training.trained import read_trained
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 AUTOCAST = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16, 'fp32': None}

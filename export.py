@@ -27,7 +27,8 @@ from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from inputs.words import counted
-from training.weights import Trained, read_trained, trained_pipeline
+from training.pipeline import trained_pipeline
+from training.trained import Trained, read_trained
 
 
 @contextlib.contextmanager

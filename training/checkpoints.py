@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import State
@@ -19,6 +20,7 @@ from composer.loggers import Logger
 from composer.utils import checkpoint as composer_checkpoint
 from composer.utils import maybe_create_object_store_from_uri, parse_uri
 from filelock import FileLock, Timeout
+from numpy._core import multiarray as np_multiarray
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 
@@ -30,7 +32,12 @@ NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
 LOCK = '.lock'  # in a --save_folder
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
-PLAIN_TYPES = [datetime.timedelta, TorchVersion]  # in Composer's checkpoints beside tensors and Python's own types
+PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own types
+    datetime.timedelta, TorchVersion,
+    # the state of NumPy's random generator, of which Composer's own saver keeps an array of uint32
+    np.ndarray, np.dtype, np.dtypes.UInt32DType, np_multiarray._reconstruct,
+    (np_multiarray._reconstruct, 'numpy.core.multiarray._reconstruct'),  # as NumPy 1 calls it
+]
 
 
 @contextlib.contextmanager

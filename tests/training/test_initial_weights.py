@@ -13,7 +13,7 @@ from tests.forked_runs import RUN, run, traced
 from tests.runs import TINY, assert_equal, assert_same_training, one_error_line
 from tests.samples import Hostile, good, write_shards
 from training.checkpoints import checkpoints_in, load_checkpoint
-from training.weights import load_initial_weights
+from training.initial_weights import load_initial_weights
 
 
 @pytest.fixture(scope='module')
