@@ -18,14 +18,14 @@ from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.loggers import Logger
 from composer.utils import checkpoint as composer_checkpoint
-from composer.utils import maybe_create_object_store_from_uri, parse_uri
+from composer.utils import dist, maybe_create_object_store_from_uri, parse_uri
 from filelock import FileLock, Timeout
 from numpy._core import multiarray as np_multiarray
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
 
 from inputs.errors import one_line
-from training.ranks import on_rank_0
+from training.ranks import on_every_rank, on_rank_0
 from training.signals import SIGNALS
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
@@ -118,13 +118,22 @@ def newest_checkpoint(place: str, flag: str = '--save_folder') -> str | None:
 
     A newer one that was not written to its end is passed over with a line, and stays. In a store all are whole.
 
-    Raises ValueError on all ranks, which names `flag`, if the place or the newest checkpoint cannot be read.
+    Raises ValueError on all ranks, which names `flag`, if the place or the newest checkpoint cannot be read, or nodes
+    see different ones: each would load its own, or wait for the others.
     """
-    return on_rank_0(partial(newest_whole, place, flag))
+    if '://' in place:
+        return on_rank_0(partial(newest_whole, place, flag))
+    seen = on_every_rank(partial(newest_whole, place, flag))
+    for rank, checkpoint in enumerate(seen):
+        if checkpoint != seen[0]:
+            raise ValueError(f'{flag} {place} is not the same folder on every node: its newest checkpoint is '
+                             f'{seen[0] or "none"} on rank 0, and {checkpoint or "none"} on rank {rank}; give one that '
+                             'all nodes share, or an object store')
+    return seen[0]
 
 
 def newest_whole(place: str, flag: str) -> str | None:
-    """The same, on this rank."""
+    """The same, as this rank sees it."""
     for name in reversed(checkpoints_in(place, flag)):
         try:
             if '://' in name or is_whole(name):
@@ -132,7 +141,8 @@ def newest_whole(place: str, flag: str) -> str | None:
         except OSError as error:
             raise ValueError(f'{flag} {place}: {name} cannot be read ({error.strerror}); try again when its file '
                              'system has recovered, or move it away') from None
-        print(f'warning: {name} was not written to its end, and is passed over', file=sys.stderr)
+        if dist.get_local_rank() == 0:
+            print(f'warning: {name} was not written to its end, and is passed over', file=sys.stderr)
     return None
 
 

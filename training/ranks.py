@@ -44,13 +44,24 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
     Raises ValueError on all, so that none is left waiting, if it raises that or OSError.
     """
-    value, message = None, None
-    if dist.get_global_rank() == 0:
-        try:
-            value = function()
-        except (ValueError, OSError) as error:
-            message = one_line(error)
-    value, message = dist.all_gather_object((value, message))[0]
-    if message is not None:
-        raise ValueError(message)
-    return value
+    def only_there() -> Any:
+        return function() if dist.get_global_rank() == 0 else None
+    return on_every_rank(only_there)[0]
+
+
+def on_every_rank(function: Callable[[], Any]) -> list[Any]:
+    """What `function()` returns on each rank, for all ranks.
+
+    Raises ValueError on all, so that none is left waiting, if it raises that or OSError on one.
+    """
+    value = None
+    message = None
+    try:
+        value = function()
+    except (ValueError, OSError) as error:
+        message = one_line(error)
+    answers = dist.all_gather_object((value, message))
+    for _, message in answers:
+        if message is not None:
+            raise ValueError(message)
+    return [value for value, _ in answers]

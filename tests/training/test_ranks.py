@@ -1,6 +1,7 @@
 """Several real processes over gloo: ranks on one node, and nodes on one machine."""
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import benchmark
 from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
 from tests.runs import free_port
 from tests.training import rank_program
+from training.checkpoints import checkpoints_in
 
 TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
         '--measure_batches', '2', '--num_workers', '0']
@@ -73,6 +75,33 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards, 
     assert json.loads((tmp_path / 'records').read_text())['num_nodes'] == 2
     for folder in folders:
         assert list((folder / 'cache').rglob('*.mds'))
+
+
+def become_node_with_a_disk_of_its_own(folder: Path, checkpoint: Path | None, argv: list[str]) -> None:
+    """In a process of its own: a node that finds at `folder` a disk that no other sees, with that checkpoint or none."""
+    mount_small_disk(200, str(folder))
+    if checkpoint is not None:
+        shutil.copy(checkpoint, folder)
+    benchmark.main([*argv, '--save_folder', str(folder)])
+
+
+@pytest.mark.parametrize('lost', [0, 1])
+def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tmp_path, smallest_model, server):
+    skip_unless_mounts_are_allowed('/dev/shm')
+    argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '16', '--autoresume',
+            '--results', str(tmp_path / 'records')]
+    benchmark.main([*argv, '--max_duration', '1ba', '--save_folder', str(tmp_path / 'before')])
+    [checkpoint] = map(Path, checkpoints_in(str(tmp_path / 'before')))
+    folder = tmp_path / 'kept'
+    folder.mkdir()
+    nodes = [(folder, None if rank == lost else checkpoint, [*argv, '--max_duration', '3ba']) for rank in (0, 1)]
+    logs = [tmp_path / f'log{rank}' for rank in (0, 1)]
+    codes = run_ranks(server, logs, become_node_with_a_disk_of_its_own, nodes, nodes=2)
+    assert 2 in codes, logs[0].read_text()
+    line = logs[0].read_text().splitlines()[-1]
+    seen = ['none' if rank == lost else str(folder / checkpoint.name) for rank in (0, 1)]
+    assert line.startswith(f'benchmark.py: error: --save_folder {folder} is not the same folder on every node')
+    assert f'{seen[0]} on rank 0, and {seen[1]} on rank 1' in line
 
 
 def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):
