@@ -294,19 +294,21 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
 
 
-def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, tokenizer: Tokenizer,
+def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, num_workers: int, tokenizer: Tokenizer,
                           max_bad_samples: float = 0.01) -> DataSpec:
     """The loader of an evaluation: every sample once, in one order, shared out to the ranks; the last batch is smaller.
 
     Args:
         dataset: of the samples.
         batch_size: samples a device.
+        num_workers: processes that decode, for each device; they start with each evaluation, and end with it.
         tokenizer: for their captions.
         max_bad_samples: the share that may be bad before the run ends.
     """
     make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
-    loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset),
-                        collate_fn=partial(collate_held_out, collate=make_batch))
+    loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset), num_workers=num_workers,
+                        collate_fn=partial(collate_held_out, collate=make_batch),
+                        pin_memory=torch.cuda.is_available(), worker_init_fn=leave_process_group)
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
 

@@ -65,7 +65,6 @@ def pair_by_name(ema_model: torch.nn.Module | ShadowModel, model: torch.nn.Modul
     return [averages[name] for name in live], list(live.values())
 
 
-@torch.no_grad()
 def compute_ema(model: torch.nn.Module, ema_model: torch.nn.Module | ShadowModel, smoothing: float = 0.99) -> None:
     """Move the averages towards the model's weights, in place: ema = smoothing * ema + (1 - smoothing) * weight.
 
@@ -74,16 +73,23 @@ def compute_ema(model: torch.nn.Module, ema_model: torch.nn.Module | ShadowModel
         ema_model: a module of the same structure, or the shadow of the same model.
         smoothing: share of the old average that is kept, from 0 (copy the weights) to 1 (keep the average).
     """
-    averages = []
-    weights = []
-    for average, weight in zip(*pair_by_name(ema_model, model), strict=True):
+    move_averages(*pair_by_name(ema_model, model), smoothing)
+
+
+@torch.no_grad()
+def move_averages(averages: list[torch.Tensor], weights: list[torch.Tensor], smoothing: float) -> None:
+    """Move each average towards the weight at its place, in place, as `compute_ema` does."""
+    floating_averages = []
+    floating_weights = []
+    for average, weight in zip(averages, weights, strict=True):
         if average.is_floating_point():
-            averages.append(average)
-            weights.append(weight)
+            floating_averages.append(average)
+            floating_weights.append(weight)
         else:
             average.copy_(weight)  # whole numbers, such as positions, have no average
-    if averages:
-        torch._foreach_lerp_(averages, weights, 1 - smoothing)  # fused over all tensors, without temporaries
+    if floating_averages:
+        # fused over all tensors, without temporaries
+        torch._foreach_lerp_(floating_averages, floating_weights, 1 - smoothing)
 
 
 class EMA(composers.EMA):
@@ -111,6 +117,7 @@ class EMA(composers.EMA):
             update_interval = update_interval or '1ba'
         super().__init__(half_life, smoothing, ema_start, update_interval)
         self.ema_model = composers.EMAParameters(None)  # until the model is there
+        self._pairs: tuple | None = None  # a model, the averages, and in the same order its tensors
 
     def __repr__(self) -> str:  # Composer keeps it in checkpoints
         return f'EMA(smoothing={self.smoothing}, ema_start={self.ema_start}, update_interval={self.update_interval})'
@@ -123,8 +130,7 @@ class EMA(composers.EMA):
         """
         if event == self.update_event:
             if not self.ema_started and self._should_start(state):
-                self._ensure_shadow(state.model)
-                compute_ema(state.model, self.ema_model, 0)
+                move_averages(*self._paired(state.model), 0)
                 self.ema_started = True
             time = state.timestamp.get(self.update_interval.unit)
             return self.ema_started and time.value % self.update_interval.value == 0
@@ -136,8 +142,10 @@ class EMA(composers.EMA):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         self._ensure_shadow(state.model)  # at FIT_START: after ranks agree
+        if event == Event.FIT_START:
+            self._pairs = None  # a program may have changed its model since the last fit
         if event in (Event.BATCH_END, Event.EPOCH_END):
-            compute_ema(state.model, self.ema_model, self.smoothing)
+            move_averages(*self._paired(state.model), self.smoothing)
             return
         averages_wanted = event in (Event.EVAL_START, Event.PREDICT_START)
         if averages_wanted != self.ema_weights_active:
@@ -163,6 +171,16 @@ class EMA(composers.EMA):
         """Make the shadow, of the model or of what was loaded, on the model's device and by its names."""
         if not isinstance(self.ema_model, ShadowModel):
             self.ema_model = ShadowModel(model, vars(self.ema_model) if self.ema_started else None)
+            self._pairs = None
+
+    def _paired(self, model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The averages, and in the same order the tensors of `model` that they are of. To find them takes as long as
+        to move them, so that they are kept from batch to batch."""
+        self._ensure_shadow(model)
+        if self._pairs is None or self._pairs[0] is not model:
+            self._pairs = (model, *pair_by_name(self.ema_model, model))
+        _, averages, weights = self._pairs
+        return averages, weights
 
     def _swap(self, model: torch.nn.Module) -> None:
         """Exchange the averages with the live weights by their storage: nothing is copied."""

@@ -17,8 +17,13 @@ from models.diffusion_model import DiffusionModel
 from models.norms import switch_norms_to_half
 from settings.train import Train
 
-SDPA_BACKENDS = {'cudnn': SDPBackend.CUDNN_ATTENTION, 'flash': SDPBackend.FLASH_ATTENTION,
-                 'efficient': SDPBackend.EFFICIENT_ATTENTION, 'math': SDPBackend.MATH}
+# What torch may use for each --attention: the first of these that can.
+SDPA_BACKENDS = {
+    'cudnn': [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    'flash': [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    'efficient': [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    'math': [SDPBackend.MATH],
+}
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 14 kinds of residual blocks and 4 of transformer blocks
 
@@ -71,15 +76,13 @@ def compile_model(model: DiffusionModel, settings: Train) -> None:
 def process_switches(settings: Train) -> contextlib.AbstractContextManager:
     """Switch cuDNN's search on or off, and make a context in which torch uses the kernel of --attention where it can.
 
-    It does so in backward passes too, where gradient checkpointing computes attention again. Only the kernels behind it
-    in SDPA_BACKENDS take what it cannot: newer versions of torch put cuDNN's first wherever that is allowed.
+    It does so in backward passes too, where gradient checkpointing computes attention again. SDPA_BACKENDS says what
+    takes what it cannot: without that, newer versions of torch put cuDNN's first.
     """
     torch.backends.cudnn.benchmark = settings.cudnn_benchmark
     if settings.attention in ('sdpa', 'xformers'):
         return contextlib.nullcontext()
-    names = list(SDPA_BACKENDS)
-    allowed = names[names.index(settings.attention):]
-    return sdpa_kernel([SDPA_BACKENDS[name] for name in allowed], set_priority=True)
+    return sdpa_kernel(SDPA_BACKENDS[settings.attention], set_priority=True)
 
 
 def switch_callbacks(settings: Train) -> list[Callback]:

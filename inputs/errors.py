@@ -1,4 +1,5 @@
 """What is wrong with data, and what errors of the libraries mean, in one line. Nothing here needs torch."""
+import errno
 import re
 
 # of torch and CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN where no algorithm's workspace fits
@@ -39,3 +40,12 @@ def ended_worker(error: BaseException) -> str | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: torch's allocator has an error of its own for it, CUDA and its libraries have not."""
     return type(error).__name__ == 'OutOfMemoryError' or re.search(OUT_OF_MEMORY, str(error)) is not None
+
+
+def disk_is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it followed, says so: torch raises another on top."""
+    while error is not None:
+        if getattr(error, 'errno', None) == errno.ENOSPC:
+            return True
+        error = error.__context__
+    return False

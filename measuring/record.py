@@ -51,6 +51,7 @@ MEASUREMENT = IMAGES_PER_SEC | {
     'peak memory': '{peak_memory_gib:.3g} GiB, microbatch {device_train_microbatch_size}',
     'arithmetic': '{tflops_per_sec_per_device:.3g} TFLOP/s each',
     'of the peak': '{mfu:.1%}',
+    'power': '{gpu_power_watts_mean:.0f} W each, {joules_per_image:.3g} J an image',
     **TRAINED,
     'caution': '{caution}',
     'full training': 'training on {images:,} images would take {days:,.1f} days on {gpus}, {gpu_hours:,.0f} GPU-hours, '

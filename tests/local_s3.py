@@ -25,6 +25,7 @@ class LocalS3:
         requests: path and headers of each that came.
         order: the keys of the objects as they were written.
         is_gone: whether it breaks every connection.
+        is_read_only: whether it refuses what would write an object.
     """
 
     def __init__(self):
@@ -35,6 +36,7 @@ class LocalS3:
         self.requests: list[tuple[str, EnvironHeaders]] = []
         self.order: list[str] = []
         self.is_gone = False
+        self.is_read_only = False
         self.lock = threading.Lock()
         self.moto = DomainDispatcherApplication(create_backend_app)
         s3_backends.reset()
@@ -58,6 +60,8 @@ class LocalS3:
             refusal = self.refuse()
         if self.access_key and f'Credential={self.access_key}/' not in request.headers.get('Authorization', ''):
             refusal = (403, 'InvalidAccessKeyId')
+        if self.is_read_only and request.method in ('PUT', 'POST'):
+            refusal = (403, 'AccessDenied')
         if refusal is None:
             return None
         status, code = refusal

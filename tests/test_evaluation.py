@@ -123,10 +123,10 @@ def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, sma
     assert_same_training(tmp_path / 'plain', tmp_path / 'kept')
 
 
-def test_an_evaluation_depends_neither_on_the_microbatch_nor_on_the_batch_it_comes_after(evaluated, held_out, shards,
-                                                                                        results):
+def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards, results):
+    """Not on the microbatch, nor on the batch that it comes after, nor on the processes that decode."""
     folder, record, _ = evaluated
-    argv = ['--remote', shards, *TINY, '--num_workers', '0', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
+    argv = ['--remote', shards, *TINY, '--num_workers', '2', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
             '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out, '--results', str(results)]
     later = main([*argv, '--device_train_microbatch_size', '1'])
     assert later['eval_batch'] == 2 and later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)

@@ -1,6 +1,7 @@
 """Checkpoints as Composer writes them: saved whole, found again, and loaded without running code."""
 import contextlib
 import datetime
+import multiprocessing
 import os
 import pickle
 import re
@@ -8,6 +9,7 @@ import signal
 import sys
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,17 +21,21 @@ from composer.core import State
 from composer.loggers import Logger
 from composer.utils import checkpoint as composer_checkpoint
 from composer.utils import dist, maybe_create_object_store_from_uri, parse_uri
+from composer.utils.remote_uploader import _upload_file_to_object_store
 from filelock import FileLock, Timeout
 from numpy._core import multiarray as np_multiarray
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
+from torch.utils.serialization import config as loading_config
+from tqdm import tqdm
 
-from inputs.errors import one_line
+from inputs.errors import DataError, disk_is_full, one_line
 from training.ranks import on_every_rank, on_rank_0
 from training.signals import SIGNALS
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
+UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.unfinished')  # as `written_whole` calls a checkpoint
 LOCK = '.lock'  # in a --save_folder
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
 PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own types
@@ -44,7 +50,7 @@ PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own typ
 def written_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """A file that takes the name `path` when the context ends and all of it is on the disk; else nothing is left of it.
 
-    What a killed process leaves of it is `.NAME.unfinished`, which the next one that writes it writes over.
+    What a killed process leaves of it is `.NAME.unfinished`.
     """
     unfinished = Path(path).with_name(f'.{os.path.basename(path)}.unfinished')
     try:
@@ -82,6 +88,9 @@ def take_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack)
             at_the_end.enter_context(lock.acquire(timeout=SECONDS_FOR_LOCK))
         except Timeout:
             raise ValueError(f'--save_folder {folder} is in use by another run; wait until that has ended') from None
+        for name in os.listdir(folder):
+            if UNFINISHED.fullmatch(name):  # of a run that was killed while it saved, since none has the lock
+                os.remove(os.path.join(folder, name))
 
 
 def names_in(place: str, flag: str = '--save_folder') -> list[str]:
@@ -157,13 +166,15 @@ def is_whole(path: str) -> bool:
 def tensors_alone_are_loaded(name: str | os.PathLike | None) -> Iterator[None]:
     """A context in which torch.load runs no code that a file holds, also where Composer 0.32 asks it to.
 
+    It maps the file, so that a tensor is read when it is used, and the ranks of a host share what they read.
+
     Raises ValueError if the checkpoint `name`, which is loaded in it, holds more than tensors and plain types.
     """
     flag = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
     before = os.environ.get(flag)
     os.environ[flag] = '1'
     try:
-        with safe_globals(PLAIN_TYPES):
+        with safe_globals(PLAIN_TYPES), loading_config.patch('load.mmap', True):
             yield
     except pickle.UnpicklingError:
         raise ValueError(f'{name} holds more than tensors and plain types, or none, and could run code; do not use it'
@@ -175,13 +186,10 @@ def tensors_alone_are_loaded(name: str | os.PathLike | None) -> Iterator[None]:
             os.environ[flag] = before
 
 
-def load_checkpoint(path: str | os.PathLike, mmap: bool = False) -> dict:
-    """A checkpoint, on the CPU. Raises ValueError if it holds more than tensors and plain types, such as code.
-
-    With `mmap` a tensor is read from the file when it is used, once for all ranks of a host.
-    """
+def load_checkpoint(path: str | os.PathLike) -> dict:
+    """A checkpoint, on the CPU. Raises ValueError if it holds more than tensors and plain types, such as code."""
     with tensors_alone_are_loaded(path):
-        return torch.load(path, map_location='cpu', weights_only=True, mmap=mmap)
+        return torch.load(path, map_location='cpu', weights_only=True)
 
 
 class WholeCheckpoints(CheckpointSaver):
@@ -189,6 +197,10 @@ class WholeCheckpoints(CheckpointSaver):
 
     Composer 0.32 writes in place, into the name that a resume looks for. It forgets what the run that is resumed has
     saved, so that this never makes room, and ends the run where a checkpoint that it would remove is gone.
+
+    To a store it sends a copy of the file, and ends the run, at some later batch, where one could not be sent. Here an
+    upload that fails is warned of, and the next checkpoint takes its place. The last one is tried once more at the end
+    of the run; where that fails as well, it stays on this machine.
 
     Args:
         folder: or object store.
@@ -199,14 +211,18 @@ class WholeCheckpoints(CheckpointSaver):
 
     def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
         remote_file_name = None
-        to_keep = to_keep or -1
+        latest_filename = 'latest-rank{rank}.pt'
         if '://' in folder:
             remote_file_name = os.path.join(parse_uri(folder)[2], NAME)
-            to_keep = 0  # of the copies on this machine
-        super().__init__(folder, NAME, remote_file_name, latest_remote_file_name=None, save_interval=save_interval,
+            latest_filename = None
+            to_keep = None  # each is removed from this machine when it is in the store
+        super().__init__(folder, NAME, remote_file_name, latest_filename, latest_remote_file_name=None,
+                         save_interval=save_interval,
                          overwrite=True,  # files newer than the one resumed from, which a killed run left
-                         num_checkpoints_to_keep=to_keep,
+                         num_checkpoints_to_keep=to_keep or -1,
                          ignore_keys=leave_out)
+        self.address = folder  # as it was given; `folder` is on this machine
+        self.upload: tuple[Future, str, str] | None = None  # the newest, its file, and its name in the store
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over those of the run that is resumed, by their names: its folder may have another name now."""
@@ -217,20 +233,71 @@ class WholeCheckpoints(CheckpointSaver):
         self.last_checkpoint_batch = max(saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values())
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        """Raises DataError if the disk is full that the checkpoint is written to."""
         write_in_place = composer_checkpoint._write_checkpoint_file
         composer_checkpoint._write_checkpoint_file = write_whole
         try:
             super()._save_checkpoint(state, logger)
+        except Exception as error:
+            if not disk_is_full(error):
+                raise
+            if self.remote_uploader is not None:
+                raise DataError(f'a disk is full: on its way to --save_folder {self.address} a checkpoint is written '
+                                f'to {self.folder}; set TMPDIR to a folder with more room') from None
+            raise DataError(f'a disk is full: that of --save_folder {self.address}; free some of it, or keep less '
+                            'with --save_num_checkpoints_to_keep') from None
         finally:
             composer_checkpoint._write_checkpoint_file = write_in_place
 
-    def _upload_checkpoint(self, *arguments, **named) -> None:
-        """The process that this starts keeps signals blocked: a terminal and a cluster send them to it as well."""
+    def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
+                           logger: Logger) -> None:
+        """Begin to send a checkpoint, once the one before it has been sent, or has failed to be."""
+        self._finish_upload()
+        if self.upload is not None:
+            _, unsent, _ = self.upload
+            os.remove(unsent)  # this newer one takes its place
+        self._start_upload(local_file_name, remote_file_name)
+
+    def _start_upload(self, file: str, name: str) -> None:
+        """Send a file in a process of its own, which removes it when it is in the store."""
+        uploader = self.remote_uploader
+        # a terminal and a cluster send their signals to that process as well: it keeps them blocked
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            super()._upload_checkpoint(*arguments, **named)
+            executor = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
+            future = executor.submit(_upload_file_to_object_store, uploader.remote_backend_name,
+                                     uploader.backend_kwargs, name, file, self.overwrite, uploader.num_attempts)
+            executor.shutdown(wait=False)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        future.add_done_callback(partial(self._warn_of_failure, name))
+        self.upload = (future, file, name)
+
+    def _warn_of_failure(self, name: str, future: Future) -> None:
+        """At the end of an upload, in a thread of its own."""
+        error = future.exception()
+        if error is not None:
+            tqdm.write(f'warning: {os.path.basename(name)} could not be sent to --save_folder {self.address} '
+                       f'({one_line(error)[:200]}); it is tried again with the next one', file=sys.stderr)
+
+    def _finish_upload(self) -> None:
+        """Wait until the newest upload has ended; nothing is left in `upload` of one that succeeded."""
+        if self.upload is not None and self.upload[0].exception() is None:
+            self.upload = None
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Uploads are looked after when the next one begins, and at the end."""
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Raises DataError if the last checkpoint cannot be sent at the second try either; then its file stays."""
+        self._finish_upload()
+        if self.upload is None:
+            return
+        _, file, name = self.upload
+        self._start_upload(file, name)
+        self._finish_upload()
+        if self.upload is not None:
+            raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is {file}')
 
     def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
         while len(self.saved_checkpoints) > self.num_checkpoints_to_keep:

@@ -75,6 +75,6 @@ def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples
     if held_out is None:
         return None
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
-    loader = build_held_out_loader(held_out, microbatch, tokenizer, settings.max_bad_samples)
+    loader = build_held_out_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
     return Evaluator(label=LABEL, dataloader=loader, eval_interval=settings.eval_interval,
                      device_eval_microbatch_size=microbatch)

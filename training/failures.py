@@ -1,10 +1,9 @@
 """Why a run failed, in one line, with the remedy where it is known."""
-import errno
 import traceback
 
 import torch
 
-from inputs.errors import DataError, ended_worker, is_out_of_memory, one_line
+from inputs.errors import DataError, disk_is_full, ended_worker, is_out_of_memory, one_line
 from training.safeguard import NonFiniteStep
 
 
@@ -27,15 +26,6 @@ def reason(error: Exception, batch_flag: str) -> str:
         return (f'--compile: a part of the model was compiled {torch._dynamo.config.recompile_limit} times and would '
                 'run uncompiled from here on; use --no-compile')
     if disk_is_full(error):
-        return 'a disk is full: free some of it, or keep less with --save_num_checkpoints_to_keep'
+        return 'a disk is full: free some of it'
     traceback.print_exc()
     return f'{type(error).__name__}: {text[:500]}'
-
-
-def disk_is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that it followed, says so: torch raises another on top."""
-    while error is not None:
-        if getattr(error, 'errno', None) == errno.ENOSPC:
-            return True
-        error = error.__context__
-    return False

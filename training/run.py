@@ -77,12 +77,15 @@ def is_over(state: State) -> bool:
 @contextlib.contextmanager
 def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
     """A context in which Composer's Trainer loads a checkpoint of --save_folder. Raises ValueError if it does not fit.
+
+    Other errors, as of memory or a network, stay what they are.
     """
     try:
         with tensors_alone_are_loaded(checkpoint):
             yield
     except (RuntimeError, KeyError, ValueError) as error:
-        if not checkpoint:
+        of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
+        if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
             raise
         why = textwrap.shorten(one_line(error), 200, placeholder=' ...')
         raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({why}); resume with the '

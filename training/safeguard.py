@@ -27,14 +27,26 @@ class NonFiniteStep(Exception):
 
 
 def lay_out_as_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Bring an optimizer's moments into the memory format of their weights.
+    """Bring an optimizer's moments into the memory format of their weights, and out of the file that they lie in.
 
-    A checkpoint has them in that of its run, and a fused optimizer pairs weights and moments as they lie in memory.
+    A checkpoint has them in the format of its run, and a fused optimizer pairs weights and moments as they lie in
+    memory. On a CPU they are still mapped from the checkpoint, which may be removed.
     """
     for parameter, moments in optimizer.state.items():
         for name, moment in moments.items():
             if moment.shape == parameter.shape:
                 moments[name] = torch.empty_like(parameter).copy_(moment)
+            else:
+                moments[name] = moment.clone()  # the number of the step
+
+
+def trained_parameters(state) -> list[torch.nn.Parameter]:
+    """What the optimizer moves: it has a list, where a model is searched through all its modules."""
+    parameters = []
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            parameters += group['params']
+    return parameters
 
 
 class Safeguard(Callback):
@@ -93,7 +105,8 @@ class Safeguard(Callback):
         A GPU is waited for once. The norm that tells whether the gradients are finite is the one that they are clipped
         by: Composer's own GradientClipping comes before callbacks, and makes zeros of gradients whose norm is infinite.
         """
-        gradients = [parameter.grad for parameter in state.model.parameters() if parameter.grad is not None]
+        parameters = trained_parameters(state)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         agreed = torch.stack([torch.isfinite(self._loss), torch.isfinite(norm), norm])  # float32
         dist.all_reduce(agreed, 'MIN')  # the ranks' gradients are one: all step, or none
@@ -104,7 +117,7 @@ class Safeguard(Callback):
         if loss_is_finite and gradients_finite:
             self._skips_in_a_row = 0
             if self.clip_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(state.model.parameters(), self.clip_grad_norm, norm)
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad_norm, norm)
         else:
             self._stop_or_skip(state, 'a gradient' if loss_is_finite else 'the loss')
 

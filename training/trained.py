@@ -55,7 +55,7 @@ def read_trained(place: str, flag: str) -> Trained:
                          'of a run')
     with fetched(name, flag) as path:
         try:
-            return trained_of(load_checkpoint(path, mmap=True)['state'])
+            return trained_of(load_checkpoint(path)['state'])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
             raise ValueError(f'{flag} {place}: {name} is no checkpoint of a training ({one_line(error)[:400]}); use '
                              'another') from None

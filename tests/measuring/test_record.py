@@ -77,6 +77,13 @@ def test_a_speed_is_explained_by_the_wait_for_data_and_by_the_gpus_peak():
     assert 'of the peak     18.0%' in text
 
 
+def test_the_power_of_gpus_is_shown_where_it_is_known():
+    settings = settings_of('--use_synth_data')
+    text = summary(measured(gpu_power_watts_mean=412.4, joules_per_image=10.27), settings)
+    assert 'power           412 W each, 10.3 J an image' in text
+    assert 'power' not in summary(measured(gpu_power_watts_mean=412.4, joules_per_image=None), settings)
+
+
 def test_the_next_command_of_a_run_on_latents_takes_the_vae_of_its_model():
     settings = settings_of('--use_synth_latents', '--model_name', 'sd2', '--pretrained', '--max_duration', '9ba',
                            '--save_folder', 'kept')

@@ -3,19 +3,22 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from composer import Callback, ComposerModel, Trainer
 from torch.utils.data import DataLoader
 
 from benchmark import main
-from tests.forked_runs import RUN, on_small_disk, run, traced
-from tests.runs import TINY, assert_same_training, error_line, final_state, one_error_line
+from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
+from tests.runs import TINY, assert_same_training, error_line, failed, final_state, one_error_line
 from tests.samples import Hostile, good, write_shards
 from training.checkpoints import WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
 from training.checkpoints import written_whole
+from training.run import resuming
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
@@ -88,6 +91,38 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     assert path.read_text() == 'after' and os.listdir(tmp_path) == ['x']
 
 
+def test_a_run_removes_what_a_killed_save_left_and_no_other_file(tmp_path):
+    left = tmp_path / '.ep0-ba3-rank0.pt.unfinished'
+    others = [tmp_path / name for name in ('.mine.unfinished', '.ep0-ba3-rank0.pt', 'ep0-ba3-rank0.pt.unfinished')]
+    for path in (left, *others):
+        path.write_text('half')
+    with saving_alone(str(tmp_path), autoresume=True):
+        assert not left.exists()
+        assert all(path.exists() for path in others)
+
+
+def test_a_checkpoint_that_is_loaded_takes_no_memory_until_its_tensors_are_used(tmp_path):
+    path = tmp_path / 'ep0-ba1-rank0.pt'
+    torch.save({'state': {'model': torch.ones(16, 2 ** 20)}}, path)  # 64 MiB
+    process = psutil.Process()
+    before = process.memory_info().rss
+    loaded = load_checkpoint(path)
+    assert process.memory_info().rss - before < 2 ** 25
+    assert loaded['state']['model'].sum() == 2 ** 24
+
+
+@pytest.mark.parametrize('error, expected', [
+    (RuntimeError('Error(s) in loading state_dict for StableDiffusion'), ValueError),
+    (KeyError('optimizers'), ValueError),
+    (RuntimeError('CUDA out of memory'), RuntimeError),
+    (ConnectionError('refused'), ConnectionError),
+])
+def test_only_what_does_not_fit_is_called_so_when_a_run_resumes(error, expected):
+    with pytest.raises(expected) as raised, resuming('kept/ep0-ba1-rank0.pt', 'kept'):
+        raise error
+    assert ('does not fit this run' in str(raised.value)) == (expected is ValueError)
+
+
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, capfd):
     trace = tmp_path / 'ran'
     (tmp_path / 'kept').mkdir()
@@ -111,6 +146,65 @@ def test_a_run_resumes_from_checkpoints_in_s3(s3, results, capfd):
     record = main([*argv, '--autoresume', '--max_duration', '6ba'])
     assert (record['status'], record['first_batch'], record['measured_batches']) == ('complete', 4, 1)
     assert 'resuming from s3://bucket/runs/1/ep0-ba4-rank0.pt, batch 4 of 6' in capfd.readouterr().out
+
+
+class ReadOnlyUntil(Callback):
+    """The store refuses whatever is written from the start of a training to the end of a batch."""
+
+    def __init__(self, store, batch: int | None):
+        self.store = store
+        self.batch = batch
+
+    def fit_start(self, state, logger):
+        self.store.is_read_only = True
+
+    def batch_start(self, state, logger):
+        if self.batch == state.timestamp.batch.value:
+            self.store.is_read_only = False
+
+
+SAVING_IN_S3 = ['--use_synth_data', *TINY, '--max_duration', '3ba', '--save_folder', 's3://bucket/runs/1',
+                '--save_interval', '1ba']
+
+
+@pytest.mark.long
+def test_a_checkpoint_that_a_store_refuses_is_said_and_the_next_takes_its_place(s3, smallest_model, results, capfd):
+    argv = [*SAVING_IN_S3, '--model_name', smallest_model, '--image_size', '16', '--results', str(results)]
+    record = main(argv, [ReadOnlyUntil(s3, batch=2)])
+    assert record['status'] == 'complete'
+    sent = [key for key in s3.objects if key.endswith('.pt')]
+    assert sent[-1] == 'runs/1/ep0-ba3-rank0.pt'
+    assert 'runs/1/ep0-ba1-rank0.pt' not in sent
+    assert 'warning: ep0-ba1-rank0.pt could not be sent to --save_folder s3://bucket/runs/1' in capfd.readouterr().err
+
+
+@pytest.mark.long
+def test_the_last_checkpoint_that_a_store_refuses_twice_stays_on_this_machine(s3, smallest_model, results, capfd):
+    argv = [*SAVING_IN_S3, '--model_name', smallest_model, '--image_size', '16']
+    line = failed(argv, results, capfd, [ReadOnlyUntil(s3, batch=None)])
+    assert 'the last checkpoint could not be sent to --save_folder s3://bucket/runs/1' in line
+    path = Path(line.split()[-1])
+    assert path.name == 'ep0-ba3-rank0.pt'
+    assert load_checkpoint(path)['state']['timestamp']['Timestamp']['batch'] == 3
+    assert [other.name for other in path.parent.iterdir()] == [path.name]
+
+
+def main_after_tmpdir_is_set(argv: list[str]) -> None:
+    tempfile.tempdir = None  # what the process that forks has found
+    main(argv)
+
+
+def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3, smallest_model, tmp_path, results):
+    disk = tmp_path / 'disk'
+    disk.mkdir()
+    argv = [*SAVING_IN_S3, '--model_name', smallest_model, '--image_size', '16', '--results', results]
+    environment = {name: value for name, value in os.environ.items() if name.startswith(('AWS_', 'S3_'))}
+    code, _, errors = run_program(server, tmp_path / 'out', main_after_tmpdir_is_set, argv, (1, str(disk)),
+                                  TMPDIR=str(disk), **environment)
+    line = errors.splitlines()[-1]
+    assert code == 1
+    assert f'a checkpoint is written to {disk}' in line
+    assert 'set TMPDIR to a folder with more room' in line
 
 
 def test_an_s3_folder_in_use_or_out_of_reach_is_one_line(s3, results, capfd, monkeypatch):

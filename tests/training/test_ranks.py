@@ -78,7 +78,7 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards, 
 
 
 def become_node_with_a_disk_of_its_own(folder: Path, checkpoint: Path | None, argv: list[str]) -> None:
-    """In a process of its own: a node that finds at `folder` a disk that no other sees, with that checkpoint or none."""
+    """In a process of its own: a node that finds at `folder` a disk of its own, with that checkpoint or none."""
     mount_small_disk(200, str(folder))
     if checkpoint is not None:
         shutil.copy(checkpoint, folder)
