@@ -26,44 +26,36 @@ import torch.nn.functional as F
 from composer import Algorithm, Callback, Trainer
 from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.core import DataSpec
-from composer.utils import dist, get_device
+from composer.utils import get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
-from data import (
-    StreamingLAIONDataset,
-    SyntheticImageCaptionDataset,
-    build_fitting_tokenizer,
-    build_loader,
-    normalize,
-)
+from data import build_data, build_fitting_tokenizer, normalize
 from ema import EMA
 from fitting.dry_run import dry_run
 from fitting.microbatch import find_microbatch
 from fitting.switches import apply_switches, process_switches, switch_callbacks
 from inputs.held_out import NOISE, TIMESTEP
-from inputs.places import number_of_samples
-from inputs.shards import LATENTS, read_index, require_same_origin
-from inputs.words import counted
+from inputs.shards import LATENTS
 from measuring.measurement import Measurement
 from measuring.record import measure_loader, training_settings
 from measuring.tracing import build_profiler
 from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
-from models.latents import draw_latents, origin_of_latents, vae_moments
+from models.latents import draw_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from settings.here import agreed, on_this_machine
 from settings.times import times_in_batches
 from training.augmentation import CaptionDrop, RandomFlip
-from training.checkpoints import WholeCheckpoints, newest_checkpoint, saving_alone
+from training.checkpoints import WholeCheckpoints, newest_checkpoint, resuming, saving_alone
 from training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
 from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
 from training.optimization import build_schedule
 from training.progress import Progress
 from training.ranks import join_ranks, leave_ranks
-from training.run import conclude, is_over, noting_how_it_ends, resuming, say_how_it_begins, say_what_is_built
+from training.run import finish_run, fit, is_over, say_how_it_begins, say_what_is_built, training_record
 from training.safeguard import Safeguard, flags_to_keep
 from training.sampling import Sampling
 from training.signals import StopAtSignal
@@ -181,35 +173,6 @@ class StableDiffusion(DiffusionModel):
         return len(batch['caption']) * sum(self.flops_per_image.values())
 
 
-def build_data(settings: Train, files: ModelFiles) -> DataSpec:
-    """The loader of --remote, which holds images or latents, or of synthetic data.
-
-    Raises ValueError if the remote or the tokenizer is not there or does not fit the model.
-    """
-    image_size = settings.image_size
-    seed = settings.seed
-    device_batch = settings.batch_size // dist.get_world_size()
-    if not settings.remote:
-        dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, settings.batch_size),
-                                               vocab_size=files.vocab_size, seed=seed + dist.get_global_rank(),
-                                               latents=settings.use_synth_latents)
-        return build_loader(dataset, device_batch, num_workers=0)
-    index = read_index(settings.remote)
-    if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
-        require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
-    samples = number_of_samples(index)
-    if samples < settings.batch_size:
-        raise ValueError(f'--remote {settings.remote} holds {counted(samples, "sample")}, fewer than --batch_size '
-                         f'{settings.batch_size}; use a smaller batch')
-    if settings.random_flip and 'latents' in index:
-        raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
-    tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
-    dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
-                                    cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True,
-                                    shuffle_seed=seed)
-    return build_loader(dataset, device_batch, settings.num_workers, tokenizer, settings.max_bad_samples)
-
-
 def build_model(settings: Train, latents: bool, device: torch.device | None = None,
                 files: ModelFiles | None = None) -> StableDiffusion:
     """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
@@ -230,18 +193,16 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
 def build_algorithms(settings: Train, files: ModelFiles | None = None,
                      average: dict | None = None) -> list[Algorithm]:
     """What changes a batch or the weights' average; `average` is the state of one to go on with."""
-    seed = settings.seed
     algorithms = []
     if settings.caption_drop:
         tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
         empty_caption = torch.tensor(tokenizer.encode('').ids)  # (77,)
-        algorithms.append(CaptionDrop(settings.caption_drop, seed, empty_caption))
+        algorithms.append(CaptionDrop(settings.caption_drop, settings.seed, empty_caption))
     if settings.random_flip:
-        algorithms.append(RandomFlip(seed))
+        algorithms.append(RandomFlip(settings.seed))
     if settings.use_ema:
-        ema_start = settings.ema_start
-        ema = EMA(settings.ema_half_life, ema_start=ema_start or '0ba')
-        if average and not ema_start:
+        ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
+        if average and not settings.ema_start:
             ema.load_state_dict(average)
         algorithms.append(ema)
     return algorithms
@@ -249,13 +210,21 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
 
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: StopAtSignal,
                     more: Sequence[Callback] = ()) -> list[Callback]:
-    """What watches a run and keeps it alive. `more` come before those that measure and save."""
+    """What watches a run and keeps it alive, in the order in which Composer calls them at each event."""
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    flags = flags_to_keep(settings, files, dataset)
-    safeguard = Safeguard(settings.seed, settings.on_nan, flags, settings.clip_grad_norm)
-    speed = SpeedMonitor(min(10, settings.measure_batches or 10), (peak_tflops(settings.precision) or 0) * 1e12)
-    callbacks = [*switch_callbacks(settings), speed, *more, measurement, Progress(measurement), safeguard,
-                 Evaluations(), LRMonitor(), stop]
+    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, files, dataset),
+                          settings.clip_grad_norm)
+    callbacks = [
+        *switch_callbacks(settings),
+        build_speed_monitor(settings),
+        *more,                  # what they do counts as part of the batch
+        measurement,            # the clock stops here, before anything is drawn or saved
+        Progress(measurement),
+        safeguard,
+        Evaluations(),
+        LRMonitor(),
+        stop,                   # decides whether this batch is the last, which is drawn and saved
+    ]
     if settings.sample_prompts:
         callbacks.append(Sampling(settings, model, files, measurement, stop))
     if settings.save_folder:
@@ -264,30 +233,49 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
     return callbacks
 
 
-def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelFiles | None = None,
-              callbacks: Sequence[Callback] = ()) -> tuple[StableDiffusion, Trainer]:
+def build_speed_monitor(settings: Train) -> SpeedMonitor:
+    """Composer's own curves of speed: over 10 batches, or as many as are measured. It knows no GPU's peak but by name.
+    """
+    window = 10
+    if settings.measure_batches is not None:
+        window = min(window, settings.measure_batches)
+    peak = peak_tflops(settings.precision) or 0  # none is known
+    return SpeedMonitor(window, peak * 1e12)
+
+
+def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: StopAtSignal,
+                   callbacks: Sequence[Callback] = ()) -> tuple[StableDiffusion, Trainer]:
     """The model, and its training at its start or at the checkpoint to resume from.
 
     Args:
-        settings: of the run.
+        settings: of the run, its times in batches.
+        files: of the model.
         data: what it trains on.
         stop: ends it at a signal.
-        files: of the model, if they are found already.
         callbacks: more for Composer's Trainer; they come before those that measure and save.
 
     Raises ValueError if it cannot be built as asked.
     """
-    files = files or find_model(settings.model_name, settings.pretrained)
-    latents = data.dataloader.dataset.latents
-    held_out = open_held_out(settings, files, latents)
-    checkpoint = newest_checkpoint(settings.save_folder) if settings.autoresume else None
-    model = build_model(settings, latents, None, files)
+    dataset = data.dataloader.dataset
+
+    # What is not there, or does not fit, is said before the model is built, which takes a while.
+    held_out = open_held_out(settings, files, dataset.latents)
+    checkpoint = None
+    if settings.autoresume:
+        checkpoint = newest_checkpoint(settings.save_folder)
+
+    # The model with its switches, and the weights that it starts from.
+    model = build_model(settings, dataset.latents, files=files)
     average = None
     if settings.load_weights and not checkpoint:
         average = load_initial_weights(settings.load_weights, model)
-    algorithms = build_algorithms(settings, files, average)
+
+    # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     microbatch = find_microbatch(settings, model, data)
 
+    # What changes a batch or the average, what watches the run, and the training itself.
+    algorithms = build_algorithms(settings, files, average)
+    callbacks = build_callbacks(settings, model, files, dataset, stop, callbacks)
     with resuming(checkpoint, settings.save_folder):
         trainer = Trainer(
             model=model,
@@ -296,7 +284,7 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
             optimizers=build_optimizer(model, settings),
             schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup),
             algorithms=algorithms,
-            callbacks=build_callbacks(settings, model, files, data.dataloader.dataset, stop, callbacks),
+            callbacks=callbacks,
             loggers=build_loggers(settings),
             progress_bar=False,
             max_duration=settings.max_duration,
@@ -308,23 +296,29 @@ def build_run(settings: Train, data: DataSpec, stop: StopAtSignal, files: ModelF
             dist_timeout=settings.dist_timeout,
             profiler=build_profiler(settings),
         )
-    trainer.logger.log_hyperparameters(training_settings(settings, latents, microbatch))
-    _ = model.flops_per_image  # is counted before the clock runs: SpeedMonitor asks between two batches
+
+    # FLOPs are counted here for the loggers, before the clock runs: SpeedMonitor asks for them between two batches.
+    flops = {'flops_per_image': sum(model.flops_per_image.values())}
+    trainer.logger.log_hyperparameters(training_settings(settings, dataset.latents, microbatch) | flops)
     say_how_it_begins(settings, trainer.state, checkpoint)
     return model, trainer
 
 
 def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback]) -> dict:
-    """Train, and keep the record of it; returns that. Raises RunFailed if the training failed."""
+    """Train, and keep the record of it; returns that.
+
+    Raises RunFailed if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
+    """
     settings = times_in_batches(settings, len(data.dataloader))
     say_what_is_built(settings)
     with StopAtSignal() as stop:
-        model, trainer = build_run(settings, data, stop, files, callbacks)
+        model, trainer = build_training(settings, files, data, stop, callbacks)
         if is_over(trainer.state):
             sys.exit(0)
-        with noting_how_it_ends(trainer) as outcome:
-            trainer.fit()
-        return conclude(settings, model, data, trainer, outcome)
+        outcome = fit(trainer)
+        record = training_record(settings, model, data, trainer, outcome)
+        finish_run(settings, trainer, record)
+        return record
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
@@ -334,14 +328,21 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
     """
     end_with_launcher()
     with one_line_errors(PROGRAM):
+        # The flags, and what this machine says of those that were not given.
         settings = on_this_machine(parse(Train, __doc__, argv, PROGRAM))
         if settings.dry_run is not None:
             return dry_run(settings, build_model)
+
+        # All ranks meet, and train for as long as rank 0.
         join_ranks(get_device(), settings.dist_timeout)
         settings = agreed(settings)
+
         with saving_alone(settings.save_folder, settings.autoresume), process_switches(settings):
+            # The files of the model, and data that fits it.
             files = find_model(settings.model_name, settings.pretrained)
             data = build_data(settings, files)
+
+            # The loader alone, or the training.
             if settings.loader_only:
                 return measure_loader(settings, data)
             return train(settings, files, data, callbacks)

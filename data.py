@@ -21,11 +21,14 @@ from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from inputs.errors import DataError, unreadable_shard
 from inputs.held_out import HeldOutSamples, collate_held_out
 from inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
-from inputs.shards import LATENTS, index_hash, read_index
+from inputs.places import number_of_samples
+from inputs.shards import LATENTS, index_hash, read_index, require_same_origin
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from inputs.verified_stream import VerifiedDataset, VerifiedStream
+from inputs.words import counted
+from models.latents import origin_of_latents
 from models.loading import ModelFiles
-from settings.train import SD2_BASE
+from settings.train import SD2_BASE, Train
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 MOST_STAND_INS = 1000  # samples that may be bad in a row
@@ -320,3 +323,32 @@ def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
         raise ValueError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '
                          f'{files.vocab_size} of the text encoder of --model_name {files.name}')
     return tokenizer
+
+
+def build_data(settings: Train, files: ModelFiles) -> DataSpec:
+    """The loader of --remote, which holds images or latents, or of synthetic data.
+
+    Raises ValueError if the remote or the tokenizer is not there or does not fit the model.
+    """
+    image_size = settings.image_size
+    seed = settings.seed
+    device_batch = settings.batch_size // dist.get_world_size()
+    if not settings.remote:
+        dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, settings.batch_size),
+                                               vocab_size=files.vocab_size, seed=seed + dist.get_global_rank(),
+                                               latents=settings.use_synth_latents)
+        return build_loader(dataset, device_batch, num_workers=0)
+    index = read_index(settings.remote)
+    if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
+        require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
+    samples = number_of_samples(index)
+    if samples < settings.batch_size:
+        raise ValueError(f'--remote {settings.remote} holds {counted(samples, "sample")}, fewer than --batch_size '
+                         f'{settings.batch_size}; use a smaller batch')
+    if settings.random_flip and 'latents' in index:
+        raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
+    tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
+    dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
+                                    cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True,
+                                    shuffle_seed=seed)
+    return build_loader(dataset, device_batch, settings.num_workers, tokenizer, settings.max_bad_samples)

@@ -89,8 +89,9 @@ def test_a_run_on_real_shards_reads_jpegs_with_workers(results, shards):
 
 def test_the_optimizer_holds_the_unet_alone(results):
     settings = settings_of('--use_synth_data', *TINY, '--results', str(results))
-    data = benchmark.build_data(settings, find_model('tiny'))
-    model, trainer = benchmark.build_run(settings, data, benchmark.StopAtSignal())
+    files = find_model('tiny')
+    data = benchmark.build_data(settings, files)
+    model, trainer = benchmark.build_training(settings, files, data, benchmark.StopAtSignal())
     [group] = trainer.state.optimizers[0].param_groups
     assert {id(p) for p in group['params']} == {id(p) for p in model.unet.parameters()}
     assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)

@@ -129,11 +129,11 @@ def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved
     settings = arguments('--model_name', smallest_with_attention, '--image_size', '16', '--precision', 'amp_fp16',
                          '--device_train_microbatch_size', '2', '--max_duration', '5ba')
     witness = Overflow()
-    data = benchmark.build_data(settings, find_model(smallest_with_attention))
+    files = find_model(smallest_with_attention)
+    data = benchmark.build_data(settings, files)
     with composer_on_a_gpu(monkeypatch), benchmark.StopAtSignal() as stop:
-        _, trainer = benchmark.build_run(settings, data, stop, callbacks=[witness])
-        with benchmark.noting_how_it_ends(trainer) as outcome:
-            trainer.fit()
+        _, trainer = benchmark.build_training(settings, files, data, stop, [witness])
+        outcome = benchmark.fit(trainer)
     assert outcome == {'status': 'complete'}  # its loss was finite
     assert witness.scale == [2. ** 16, 2. ** 16, 2. ** 15, 2. ** 15, 2. ** 15]
     assert torch.equal(witness.weights[1], witness.weights[2])

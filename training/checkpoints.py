@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import sys
+import textwrap
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -184,6 +185,24 @@ def tensors_alone_are_loaded(name: str | os.PathLike | None) -> Iterator[None]:
             del os.environ[flag]
         else:
             os.environ[flag] = before
+
+
+@contextlib.contextmanager
+def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
+    """A context in which Composer's Trainer loads a checkpoint of --save_folder. Raises ValueError if it does not fit.
+
+    Other errors, as of memory or a network, stay what they are.
+    """
+    try:
+        with tensors_alone_are_loaded(checkpoint):
+            yield
+    except (RuntimeError, KeyError, ValueError) as error:
+        of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
+        if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
+            raise
+        why = textwrap.shorten(one_line(error), 200, placeholder=' ...')
+        raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({why}); resume with the '
+                         'flags it was made with') from None
 
 
 def load_checkpoint(path: str | os.PathLike) -> dict:

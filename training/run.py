@@ -1,16 +1,13 @@
 """How a training begins, ends and is recorded."""
-import contextlib
 import sys
-import textwrap
 import warnings
-from collections.abc import Iterator
 
 import torch
 from composer import Callback, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
-from inputs.errors import DataError, one_line
+from inputs.errors import DataError
 from inputs.words import counted
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, whole_epochs
@@ -19,7 +16,6 @@ from measuring.tracing import PROFILED
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
 from settings.train import SD2_BASE, TINY, TINY_COMMAND, Train
-from training.checkpoints import tensors_alone_are_loaded
 from training.evaluation import Evaluations
 from training.failures import reason
 from training.loggers import log_record
@@ -74,53 +70,33 @@ def is_over(state: State) -> bool:
     return state.timestamp >= state.max_duration
 
 
-@contextlib.contextmanager
-def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
-    """A context in which Composer's Trainer loads a checkpoint of --save_folder. Raises ValueError if it does not fit.
-
-    Other errors, as of memory or a network, stay what they are.
-    """
-    try:
-        with tensors_alone_are_loaded(checkpoint):
-            yield
-    except (RuntimeError, KeyError, ValueError) as error:
-        of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
-        if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
-            raise
-        why = textwrap.shorten(one_line(error), 200, placeholder=' ...')
-        raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({why}); resume with the '
-                         'flags it was made with') from None
-
-
 def callback_of(trainer: Trainer, kind: type[Callback]) -> Callback:
     """The callback of that kind."""
     return next(callback for callback in trainer.state.callbacks if isinstance(callback, kind))
 
 
-@contextlib.contextmanager
-def noting_how_it_ends(trainer: Trainer) -> Iterator[dict[str, str]]:
-    """A context for `trainer.fit()`: what it gives says at its end the `status`, which is complete, interrupted (Ctrl-C
-    or SIGTERM) or failed, and then the `error` in one line as well.
+def fit(trainer: Trainer) -> dict[str, str]:
+    """Train to the end, and say how that was: a `status`, which is complete, interrupted (Ctrl-C or SIGTERM) or failed,
+    and where it failed the `error` in one line.
     """
-    outcome = {'status': 'complete'}
     try:
         with warnings.catch_warnings():
             for words in COMPOSERS_WARNINGS:
                 warnings.filterwarnings('ignore', words)
-            yield outcome
+            trainer.fit()
     except Exception as error:
         microbatch_flag = f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}'
-        outcome |= {'status': 'failed', 'error': redacted(reason(error, microbatch_flag))}
-    else:
-        if callback_of(trainer, StopAtSignal).interrupted:
-            outcome['status'] = 'interrupted'
+        return {'status': 'failed', 'error': redacted(reason(error, microbatch_flag))}
     finally:
         callback_of(trainer, Progress).stop()
+    if callback_of(trainer, StopAtSignal).interrupted:
+        return {'status': 'interrupted'}
+    return {'status': 'complete'}
 
 
 def training_record(settings: Train, model: DiffusionModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, str]) -> dict:
-    """The record of a training that ended as `outcome` says."""
+    """The record of a training that ended as `outcome` of `fit` says."""
     state = trainer.state
     measurement = callback_of(trainer, Measurement)
     safeguard = callback_of(trainer, Safeguard)
@@ -145,35 +121,26 @@ def training_record(settings: Train, model: DiffusionModel, data: DataSpec, trai
     return record
 
 
-def conclude(settings: Train, model: DiffusionModel, data: DataSpec, trainer: Trainer, outcome: dict[str, str]) -> dict:
-    """Make the record and keep it; returns it if the training completed.
-
-    Args:
-        settings: of the run.
-        model: that was trained.
-        data: that it was trained on.
-        trainer: whose callbacks measured it.
-        outcome: of `noting_how_it_ends`.
+def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
+    """Close the loggers, keep the record, print its summary, and end the process unless the training completed.
 
     Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
     """
-    record = training_record(settings, model, data, trainer, outcome)
     text = summary(record, settings)
-    if outcome['status'] == 'interrupted':
+    if record['status'] == 'interrupted':
         text += f'\n{where_it_stopped(settings, trainer.state)}'
     try:
-        if outcome['status'] != 'failed':
+        if record['status'] != 'failed':
             log_record(trainer.logger, record)
             trainer.close()
         keep(record, text, settings.results)
     except Exception as error:
         raise RunFailed(redacted(reason(error, ''))) from None
-    if outcome['status'] == 'interrupted':
+    if record['status'] == 'interrupted':
         sys.exit(130 if dist.get_local_rank() == 0 else 0)  # a launcher would print all that a rank has printed
-    if outcome['status'] == 'failed':
+    if record['status'] == 'failed':
         failed_batch = trainer.state.timestamp.batch.value + 1
-        raise RunFailed(f'the run failed at batch {failed_batch}: {outcome["error"]}')
-    return record
+        raise RunFailed(f'the run failed at batch {failed_batch}: {record["error"]}')
 
 
 def where_it_stopped(settings: Train, state: State) -> str:

@@ -91,8 +91,8 @@ def search_on_a_cpu(monkeypatch, limit: int) -> None:
     def fill_in_a_search(args):
         return replace(on_this_machine(args), device_train_microbatch_size='auto')
 
-    def build_limited_model(*args):
-        model = build_model(*args)
+    def build_limited_model(*args, **options):
+        model = build_model(*args, **options)
         run_out_of_memory_above(limit, model, 'backward')
         return model
 
@@ -128,16 +128,17 @@ def searching_rank(out: Path, microbatch_size: int | str) -> None:
     build_model = benchmark.build_model
     tried = []
 
-    def build_limited_model(*args):
-        model = build_model(*args)
+    def build_limited_model(*args, **options):
+        model = build_model(*args, **options)
         limit, where = [(4, 'forward'), (2, 'backward')][rank]
         tried.append(run_out_of_memory_above(limit, model, where))
         return model
 
     benchmark.build_model = build_limited_model
-    data = benchmark.build_data(settings, find_model('tiny'))
+    files = find_model('tiny')
+    data = benchmark.build_data(settings, files)
     with benchmark.StopAtSignal() as stop:
-        model, trainer = benchmark.build_run(settings, data, stop)
+        model, trainer = benchmark.build_training(settings, files, data, stop)
         sizes = list(tried[0])
         trainer.fit()
     torch.save({'tried': sizes, 'microbatch': trainer.state.device_train_microbatch_size,

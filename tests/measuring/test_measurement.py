@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from composer.core import Time, Timestamp
 
-import benchmark
 from benchmark import main
 from measuring import measurement as measuring
 from measuring.measurement import Measurement, whole_epochs
@@ -36,10 +35,10 @@ def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
 def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     window = measuring.Window([1, 1, 1, 2, 1, 3], [0.0] * 6, [0.0] * 6, samples=60)
     other = (11, 6.0, 1.0, 40.0, {7})  # batches of 1 2 2 2 2 2 s, 1 s of each spent waiting; 40 GiB; a bad sample
-    monkeypatch.setattr(benchmark.dist, 'all_gather_object', lambda mine: [mine, other])
+    monkeypatch.setattr(measuring.dist, 'all_gather_object', lambda mine: [mine, other])
     highest = iter([[0] * 6, [1, 2, 2, 2, 2, 3], [0] * 3])  # of both ranks: excluded, batches, excluded by name
     monkeypatch.setattr(measuring, 'highest_of_ranks', lambda values, all_ranks: np.array(next(highest)))
-    monkeypatch.setattr(benchmark.dist, 'get_world_size', lambda: 2)
+    monkeypatch.setattr(measuring.dist, 'get_world_size', lambda: 2)
     figures = measuring.figures(window, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3
     assert figures['images_per_sec'] == 60 / 11 and figures['images_per_sec_per_device'] == 30 / 11
     assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s

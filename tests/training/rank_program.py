@@ -54,11 +54,12 @@ def main(out: str | Path, *argv: str) -> None:
     torch.manual_seed(0)
     model = BySample(settings.model_name, settings.image_size)
     model.unet.double()
-    data = benchmark.build_data(settings, find_model(settings.model_name))
+    files = find_model(settings.model_name)
+    data = benchmark.build_data(settings, files)
     witness = Witness()
-    benchmark.build_model = lambda *_: model
+    benchmark.build_model = lambda *_, **__: model
     with benchmark.StopAtSignal() as stop:
-        _, trainer = benchmark.build_run(settings, data, stop, callbacks=[witness])
+        _, trainer = benchmark.build_training(settings, files, data, stop, [witness])
         trainer.fit()
     [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
     torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},

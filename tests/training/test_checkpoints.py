@@ -17,8 +17,7 @@ from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
 from tests.runs import TINY, assert_same_training, error_line, failed, final_state, one_error_line
 from tests.samples import Hostile, good, write_shards
 from training.checkpoints import WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
-from training.checkpoints import written_whole
-from training.run import resuming
+from training.checkpoints import resuming, written_whole
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
