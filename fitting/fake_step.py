@@ -1,13 +1,15 @@
-"""The memory of a training step, found on tensors that have shapes but no memory. No GPU is needed, and no weights.
+"""Memory and work of a training step, found on tensors that have shapes but no memory. No GPU is needed, and no weights.
 
-The model takes a step, forward and backward, under torch's FakeTensorMode. At each operator the bytes that are alive
-are noted: so the peak is where it is on a device, and not the sum of what is alive at different times. One trace tells
-the memory of every microbatch. torch's own MemTracker, with which the tests compare it, counts one microbatch, and no
-model with frozen weights (torch 2.7).
+The model takes a step, forward, backward and update, under torch's FakeTensorMode. At each operator the bytes that are
+alive are noted: so the peak is where it is on a device, and not the sum of what is alive at different times. What each
+operator asks of a GPU is counted in the same trace (operators.py). One trace tells memory and work of every microbatch.
+torch's own MemTracker, with which the tests compare it, counts one microbatch, and no model with frozen weights (torch
+2.7).
 """
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ema import ShadowModel, compute_ema
+from fitting.forecast import StepWork, Work
 from fitting.microbatch import blank_batch
+from fitting.operators import EXCHANGE, UPDATE, count_operator
 from models.diffusion_model import DiffusionModel
 
 AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
@@ -57,13 +62,14 @@ class StepMemory:
         return dict(zip(ITEMS, row.tolist(), strict=True))
 
 
-class AliveBytes(TorchDispatchMode):
-    """Counts at each operator the bytes of all storages that are alive, but for those of the weights.
+class StepCounter(TorchDispatchMode):
+    """Counts at each operator the bytes of all storages that are alive, but for those of the weights, and its work.
 
     Attributes:
         items: of each storage that is alive, by its address.
         now: int64 (2, ITEMS), what is alive whatever the microbatch, and for each image of it.
         rows: `now` after each operator.
+        fixed, per_image: the work of all operators by kind, whatever the microbatch, and for each image of it.
     """
 
     def __init__(self, weights: list[torch.Tensor]):
@@ -72,9 +78,14 @@ class AliveBytes(TorchDispatchMode):
         self.items: dict[int, str] = {}
         self.now = np.zeros((2, len(ITEMS)), dtype=np.int64)
         self.rows: list[np.ndarray] = []
+        self.fixed = defaultdict(Work)
+        self.per_image = defaultdict(Work)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
+        if function is torch.ops.prim.device.default:  # two of three calls; it has no tensors
+            return result
+        self.count_work(function, args, kwargs or {}, result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.notice(tensor)
@@ -82,6 +93,16 @@ class AliveBytes(TorchDispatchMode):
             self.count_as('cast weights', result)
         self.rows.append(self.now.copy())
         return result
+
+    def count_work(self, function, args: tuple, kwargs: dict, result) -> None:
+        """Add what a call asks of a GPU to the work of its kind."""
+        operator = count_operator(function, args, kwargs, result)
+        if operator is None:
+            return
+        of_images = sum(size for size in operator.sizes if size % TRACED_IMAGES == 0)
+        of_step = sum(operator.sizes) - of_images
+        self.fixed[operator.kind] += Work(0, of_step, operator.kernels)
+        self.per_image[operator.kind] += Work(operator.flops / TRACED_IMAGES, of_images / TRACED_IMAGES, 0)
 
     def notice(self, tensor: torch.Tensor) -> None:
         """Count a storage that is new, until it is freed."""
@@ -112,8 +133,9 @@ class AliveBytes(TorchDispatchMode):
             self.now[0, column] += size
 
 
-def trace_step(outline: DiffusionModel, precision: str) -> StepMemory:
-    """The memory of forward and backward, on a GPU in half precision, or in float32 anywhere.
+def trace_step(outline: DiffusionModel, precision: str, prepare_update: Callable | None = None
+               ) -> tuple[StepMemory, StepWork]:
+    """Memory and work of a step, on a GPU in half precision, or in float32 anywhere.
 
     Attention is computed by a kernel that keeps no matrix of all queries and keys. A CPU's stands for a GPU's: both
     keep queries, keys, values, the result and one number a query.
@@ -121,22 +143,24 @@ def trace_step(outline: DiffusionModel, precision: str) -> StepMemory:
     Args:
         outline: the model on the meta device; its tensors become fake ones.
         precision: amp_bf16, amp_fp16 or fp32.
+        prepare_update: gives for a model the function that updates its weights after a step. None: nothing does.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
     cpu = torch.device('cpu')
     # what Module.to_empty does, which takes seconds under the mode; torch 2.15 changes no type of a fake parameter
     model = outline.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
-    alive = AliveBytes(list(model.parameters()))
+    counter = StepCounter(list(model.parameters()))
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        alive.count_as('activations', tensor)
+        counter.count_as('activations', tensor)
         return tensor
 
+    # forward and backward
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     for weight in trainable:
-        weight.register_post_accumulate_grad_hook(lambda weight: alive.count_as('gradients', weight.grad))
+        weight.register_post_accumulate_grad_hook(lambda weight: counter.count_as('gradients', weight.grad))
     autocast = torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES)
-    with mode, alive, sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.compiler.set_stance('force_eager'):
+    with mode, counter, sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.compiler.set_stance('force_eager'):
         batch = blank_batch(model, TRACED_IMAGES, torch.float32, 'cpu')
         composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
         with norms_in_float32(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -145,8 +169,40 @@ def trace_step(outline: DiffusionModel, precision: str) -> StepMemory:
                 loss = model.loss(outputs, batch)
             loss.backward()
     del composers_copy
-    rows = np.array(alive.rows)  # (operators, 2, ITEMS)
-    return StepMemory(rows[:, 0], rows[:, 1], sum(weight.nbytes for weight in trainable))
+
+    gradients = sum(weight.nbytes for weight in trainable)
+    work = StepWork(dict(counter.fixed), dict(counter.per_image),
+                    accumulation={EXCHANGE: Work(0, 3 * gradients, len(trainable))},  # read two, write their sum
+                    update=trace_update(model, prepare_update, mode))
+    rows = np.array(counter.rows)  # (operators, 2, ITEMS)
+    return StepMemory(rows[:, 0], rows[:, 1], gradients), work
+
+
+def trace_update(model: DiffusionModel, prepare_update: Callable | None, mode: FakeTensorMode) -> dict[str, Work]:
+    """What happens once a step: the work of the second update, since the first makes the optimizer's state."""
+    if prepare_update is None:
+        return {}
+    with mode:
+        update = prepare_update(model)
+        update()
+        counter = StepCounter([])
+        with counter:
+            update()
+    return {UPDATE: sum(counter.fixed.values(), Work())}
+
+
+def updater(fused: bool, use_ema: bool) -> Callable:
+    """For `trace_step`: AdamW in one kernel or in several, and the average of the weights, as a run has them."""
+    def prepare(model: DiffusionModel) -> Callable:
+        optimizer = torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused)
+        average = ShadowModel(model) if use_ema else None
+
+        def update() -> None:
+            optimizer.step()
+            if average is not None:
+                compute_ema(model, average, 0.999)
+        return update
+    return prepare
 
 
 @contextlib.contextmanager

@@ -1,0 +1,19 @@
+"""Divisions by one, of which diffusers' blocks have 120 in a step: each reads and writes a whole image of channels."""
+import torch
+
+DIVISORS = ('output_scale_factor', 'rescale_output_factor')  # of residual blocks and of attention, as diffusers names them
+
+
+class NoDivision:
+    """In the place of the divisor 1.0: what is divided by it is given back as it is, which no kernel is needed for."""
+
+    def __rtruediv__(self, dividend: torch.Tensor) -> torch.Tensor:
+        return dividend
+
+
+def skip_divisions_by_one(network: torch.nn.Module) -> None:
+    """Let the blocks of a network divide by nothing where they divide by 1.0. Results are the same to the bit."""
+    for module in network.modules():
+        for name in DIVISORS:
+            if getattr(module, name, None) == 1.0:
+                setattr(module, name, NoDivision())
