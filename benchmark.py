@@ -42,7 +42,6 @@ from measuring.measurement import Measurement
 from measuring.record import measure_loader, training_settings
 from measuring.tracing import build_profiler
 from models.diffusion_model import DiffusionModel
-from models.divisions import skip_divisions_by_one
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
@@ -95,7 +94,6 @@ class StableDiffusion(DiffusionModel):
         if not latents:
             self.vae = build_vae(files, encoder_precision)
         self.text_encoder = build_text_encoder(files, encoder_precision)
-        skip_divisions_by_one(self)
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
         """Training mode for the UNet; the frozen encoders stay in eval mode."""

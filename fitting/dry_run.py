@@ -1,41 +1,48 @@
 """--dry_run: what a run would need and could reach, on any machine, before a GPU is rented. Nothing is trained.
 
-Parameters and arithmetic are counted by torch, memory as fitting/fake_step.py does it, and speed follows from NVIDIA's
-peaks (models/peaks.py) and the share of them that was reached elsewhere.
+Parameters and arithmetic are counted by torch, memory and work of a step as fitting/fake_step.py does it, and speed
+follows from its work as fitting/forecast.py says.
 """
 import dataclasses
+import json
+import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 from composer.utils import dist
 
-from fitting.fake_step import StepMemory, trace_step
+from fitting.fake_step import StepMemory, trace_step, updater
+from fitting.forecast import CARDS, GPUS_A_NODE, KEPT_PER_DOUBLING, LARGEST_ERROR, Card, StepWork, kept_on
 from fitting.memory import GIB, build_outline, lasting_bytes
 from fitting.microbatch import sizes_to_try
 from inputs.shards import read_index
 from inputs.words import counted
 from models.diffusion_model import DiffusionModel
 from models.loading import find_model
-from models.peaks import PEAKS, peak_of
+from models.peaks import peak_of
 from settings.costs import days_to_train, gpu_hours
 from settings.train import Train
 
-CARDS = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
+MEMORY_SIZES = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
 # What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
 UNCOUNTED_SHARE = 0.12
+PUBLISHED = Path(__file__).parent.parent / 'published.csv'
 ACCURACY = f"""\
 Each row below the first is the run as given with that one change. Memory is counted from the tensors of a step, at its
 peak. CUDA, its libraries and its allocator take more: an H200 took 9 to 11 % more than is counted (milabench: 55 GiB at
 32 images, 115.6 at 80). So {UNCOUNTED_SHARE:.0%} is added, and a microbatch is said to fit where that is in the card.
 --compile is not counted; as a rule it needs less."""
-SHARES_OF_PEAK = (0.18, 0.3, 0.5)
-SPEEDS = """\
-18 % of the peak is what 8 A100s reached in the published benchmark (published.csv); the other columns hold if the run
-reaches 30 or 50 %. A card that has no microbatch in the table above is too small for the run."""
+SPEEDS = f"""\
+A forecast, without --compile: arithmetic, bytes and kernels of a step, by constants that are fitted to 31 published
+speeds of A100, H100, H200 and L40S. With each source left out in turn the largest error was {LARGEST_ERROR:.0%}, which is
+the range of days and dollars (docs/planning.md). Other cards are not tested; a column without a figure does not fit."""
+SCALING = f"""\
+From {GPUS_A_NODE} GPUs on each doubling keeps {KEPT_PER_DOUBLING:.1%} of a GPU's speed, as on the published A100s."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,14 @@ class Estimate:
         model: without memory.
         lasting: bytes by item that do not depend on the microbatch.
         step: bytes of a step.
+        work: of a step.
     """
     title: str
     settings: Train
     model: DiffusionModel
     lasting: dict[str, int]
     step: StepMemory
+    work: StepWork
 
     @property
     def share(self) -> int:
@@ -72,9 +81,23 @@ class Estimate:
         """The largest that fits into so much memory; None: not even one image does."""
         return max((size for size in sizes_to_try(self.share) if self.taken(size) <= gib), default=None)
 
+    def microbatch_on(self, card: Card) -> int | None:
+        """The microbatch that was asked for, or the largest; None: it does not fit."""
+        asked = self.settings.device_train_microbatch_size
+        if isinstance(asked, int):
+            return asked if self.taken(asked) <= card.gib else None
+        return self.largest_microbatch(card.gib)
+
+    def images_per_sec(self, card: Card, microbatch: int) -> float | None:
+        """Of all devices together; None where no peak of the card is known in this precision."""
+        speed = card.images_per_sec(self.work, microbatch, self.share, self.settings.precision)
+        if speed is None:
+            return None
+        return speed * self.settings.dry_run * kept_on(self.settings.dry_run)
+
 
 def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
-    """Print what the run would need and could reach; returns the largest microbatch for each of CARDS.
+    """Print what the run would need and could reach; returns the largest microbatch for each of MEMORY_SIZES.
 
     Args:
         settings: of the run.
@@ -84,28 +107,31 @@ def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
     """
     if dist.get_global_rank() > 0:
         return {}
-    gpus = gpus_named(settings.gpu)
+    cards = [CARDS[name] for name in gpus_named(settings.gpu)]
     latents = is_on_latents(settings)
-    print('counting the memory of a step', file=sys.stderr, flush=True)
+    print('counting memory and work of a step', file=sys.stderr, flush=True)
     given = estimate('as given', settings, latents, build_model)
-    lighter = [estimate(*each, build_model) for each in with_less_memory(settings, latents)]
+    others = [estimate(*each, build_model, given) for each in with_less_memory(settings, latents)]
     flops_per_image = sum(given.model.flops_per_image.values())
     parameters = sum(parameter.numel() for parameter in given.model.unet.parameters())
-    arithmetic = (f'{parameters:,} parameters of the UNet are trained, with {flops_per_image / 1e9:,.1f} GFLOP of '
-                  'arithmetic for an image')
-    print(title(settings, latents), arithmetic, memory_table(given).to_string(float_format='{:.2f}'.format),
-          f'{cards_table([given, *lighter]).to_string()}\n{ACCURACY}', speeds(settings, flops_per_image, gpus),
-          sep='\n\n')
-    return {card: given.largest_microbatch(gib) for card, gib in CARDS.items()}
+    blocks = [
+        title(settings, latents),
+        f'{parameters:,} parameters of the UNet are trained, with {flops_per_image / 1e9:,.1f} GFLOP of arithmetic for '
+        'an image',
+        memory_table(given).to_string(float_format='{:.2f}'.format),
+        f'{memory_sizes_table([given, *others]).to_string()}\n{ACCURACY}',
+        *speeds(given, others, cards)]
+    print(*blocks, sep='\n\n')
+    return {size: given.largest_microbatch(gib) for size, gib in MEMORY_SIZES.items()}
 
 
 def gpus_named(name: str | None) -> list[str]:
-    """The GPUs whose peak is known and whose names have all words of `name`; None: all. Raises ValueError if none has.
+    """The GPUs that are known and whose names have all words of `name`; None: all. Raises ValueError if none has.
     """
     words = set(re.findall('[A-Z0-9]+', (name or '').upper()))
-    found = [gpu for gpu in PEAKS if words <= set(re.findall('[A-Z0-9]+', gpu.upper()))]
+    found = [gpu for gpu in CARDS if words <= set(re.findall('[A-Z0-9]+', gpu.upper()))]
     if not found:
-        raise ValueError(f'--gpu {name} is no GPU that is known here; give one of {", ".join(PEAKS)}')
+        raise ValueError(f'--gpu {name} is no GPU that is known here; give one of {", ".join(CARDS)}')
     return found
 
 
@@ -134,11 +160,20 @@ def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, b
     return found
 
 
-def estimate(title: str, settings: Train, latents: bool, build_model: Callable) -> Estimate:
-    """The memory of a device for the model that is built with these settings."""
+def estimate(title: str, settings: Train, latents: bool, build_model: Callable, alike: Estimate | None = None
+             ) -> Estimate:
+    """Memory and work of a device for the model that is built with these settings.
+
+    Where the optimizer and the average are those of `alike`, their work is not traced again.
+    """
     model = build_outline(settings, find_model(settings.model_name), latents, build_model)  # sizes need no weights
     lasting = lasting_bytes(settings, model, settings.dry_run)
-    return Estimate(title, settings, model, lasting, trace_step(model, settings.precision))
+    is_updated_alike = alike is not None and settings.use_ema == alike.settings.use_ema
+    update = None if is_updated_alike else updater(settings.fused_optimizer, settings.use_ema)
+    memory, work = trace_step(model, settings.precision, update)
+    if is_updated_alike:
+        work = dataclasses.replace(work, update=alike.work.update)
+    return Estimate(title, settings, model, lasting, memory, work)
 
 
 def title(settings: Train, latents: bool) -> str:
@@ -157,7 +192,7 @@ def memory_table(given: Estimate) -> pd.DataFrame:
     columns = {}
     for size in sizes_to_try(given.share):
         columns[size] = given.needed(size)
-        if given.taken(size) > max(CARDS.values()):
+        if given.taken(size) > max(MEMORY_SIZES.values()):
             break
     table = pd.DataFrame(columns).fillna(0) / GIB
     counted = table.sum()
@@ -166,40 +201,128 @@ def memory_table(given: Estimate) -> pd.DataFrame:
     return table.rename_axis(columns='GiB by microbatch')
 
 
-def cards_table(estimates: list[Estimate]) -> pd.DataFrame:
+def memory_sizes_table(estimates: list[Estimate]) -> pd.DataFrame:
     """The largest microbatch on each card: where nothing fits in the first row, a later one says what would."""
-    table = pd.DataFrame(columns=CARDS)
+    table = pd.DataFrame(columns=MEMORY_SIZES)
     for each in estimates:
-        table.loc[each.title] = [each.largest_microbatch(gib) or 'none' for gib in CARDS.values()]
+        table.loc[each.title] = [each.largest_microbatch(gib) or 'none' for gib in MEMORY_SIZES.values()]
     return table.rename_axis(columns='largest microbatch on')
 
 
-def speeds(settings: Train, flops_per_image: int, gpus: list[str]) -> str:
-    """Images/s of each of these GPUs at shares of its peak, and what the whole training would take."""
+def speeds(given: Estimate, others: list[Estimate], cards: list[Card]) -> list[str]:
+    """Blocks of text: images/s, what the whole training would take, what was measured, where the time goes, and what
+    other flags would change."""
+    settings = given.settings
+    fitting = [card for card in cards if given.microbatch_on(card)]
+    if peak_of(cards[0].name, settings.precision) is None:
+        return [f'No peak is known in {settings.precision}, so nothing is said of speed; try another --precision.']
+    if not fitting:
+        return ['No card that is known here has the memory for one image of this run; see the table above.']
+    blocks = [f'{speed_table(given, fitting).to_string()}\n{SPEEDS}']
+    if settings.dry_run > GPUS_A_NODE:
+        blocks.append(SCALING)
+    if settings.training_images:
+        price = (f'Days and dollars are for {settings.training_images:,} images at ${settings.dollars_per_gpu_hour:g} a '
+                 'GPU-hour, one price for all cards (--dollars_per_gpu_hour).')
+        blocks.append(f'{cost_table(given, fitting).to_string()}\n{price}')
+    measured = measured_speeds(settings, fitting)
+    if len(measured):
+        blocks.append(measured.to_string(index=False))
+    blocks.append(kinds_table(given, fitting).to_string())
+    blocks.append(changes_table(given, others, fitting).to_string())
+    return blocks
+
+
+def speed_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
+    """Images/s of all devices for each microbatch that fits."""
+    rows = {}
+    for card in cards:
+        largest = given.largest_microbatch(card.gib)
+        sizes = [size for size in sizes_to_try(given.share) if size <= largest]
+        rows[card.name] = {size: three_digits(given.images_per_sec(card, size)) for size in sizes}
+    columns = f'images/s on {counted(given.settings.dry_run, "GPU")}, by microbatch'
+    return pd.DataFrame.from_dict(rows, orient='index').fillna('').rename_axis(columns=columns)
+
+
+def cost_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
+    """Days and dollars at the microbatch that was asked for, or the largest, each from the fastest to the slowest that the error allows."""
+    settings = given.settings
     devices = settings.dry_run
     images = settings.training_images
-    dollars = settings.dollars_per_gpu_hour
-    shares = ' / '.join(f'{share:.0%}' for share in SHARES_OF_PEAK)
     rows = {}
-    for gpu in gpus:
-        peak = peak_of(gpu, settings.precision)
-        if peak is None:
-            continue
-        images_per_sec = [share * devices * peak * 1e12 / flops_per_image for share in SHARES_OF_PEAK]
-        rows[gpu] = {'peak TFLOP/s': f'{peak:g}', f'images/s at {shares} of it': in_a_row(images_per_sec)}
-        if images:
-            rows[gpu]['days'] = in_a_row([days_to_train(speed, images) for speed in images_per_sec])
-            rows[gpu]['dollars'] = in_a_row([gpu_hours(speed, devices, images) * dollars for speed in images_per_sec])
-    if not rows:
-        return f'No peak is known in {settings.precision}, so nothing is said of speed; try another --precision.'
-    table = pd.DataFrame.from_dict(rows, orient='index').rename_axis(columns=f'on {counted(devices, "GPU")}')
-    text = f'{table.to_string()}\n{SPEEDS}'
-    if images:
-        text += (f'\nDays and dollars are for {images:,} images at ${dollars:g} a GPU-hour, one price for all cards '
-                 '(--dollars_per_gpu_hour).')
-    return text
+    for card in cards:
+        speed = given.images_per_sec(card, given.microbatch_on(card))
+        range_of_speeds = [speed * (1 + LARGEST_ERROR), speed / (1 + LARGEST_ERROR)]
+        days = [days_to_train(each, images) for each in range_of_speeds]
+        dollars = [gpu_hours(each, devices, images) * settings.dollars_per_gpu_hour for each in range_of_speeds]
+        rows[card.name] = {'images/s': in_a_range(range_of_speeds[::-1]), 'days': in_a_range(days),
+                           'dollars': in_a_range(dollars)}
+    return pd.DataFrame.from_dict(rows, orient='index').rename_axis(columns=at_microbatch(settings))
 
 
-def in_a_row(figures: list[float]) -> str:
-    """Figures with three significant digits, or whole."""
-    return ' / '.join(f'{figure:,.3g}' if figure < 100 else f'{figure:,.0f}' for figure in figures)
+def at_microbatch(settings: Train) -> str:
+    asked = settings.device_train_microbatch_size
+    return f'at a microbatch of {asked}' if isinstance(asked, int) else 'at the largest microbatch'
+
+
+def kinds_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
+    """Share of the time of a step by kind of operator, the largest share first."""
+    columns = {}
+    for card in cards:
+        microbatch = given.microbatch_on(card)
+        seconds = pd.Series(card.seconds_by_kind(given.work, microbatch, given.share, given.settings.precision))
+        columns[card.name.removeprefix('NVIDIA ')] = seconds / seconds.sum()
+    table = pd.DataFrame(columns)
+    table = table.sort_values(table.columns[0], ascending=False).map('{:.0%}'.format)
+    return table.rename_axis(columns=f'where the time goes, {at_microbatch(given.settings)}')
+
+
+def changes_table(given: Estimate, others: list[Estimate], cards: list[Card]) -> pd.DataFrame:
+    """Images/s with each change, at the microbatch that was asked for, or the largest that fits with the change."""
+    rows = {}
+    for card in cards:
+        row = {}
+        for each in [given, *others]:
+            microbatch = each.microbatch_on(card)
+            row[each.title] = three_digits(each.images_per_sec(card, microbatch)) if microbatch else 'none'
+        largest = given.largest_microbatch(card.gib)
+        if largest != given.microbatch_on(card):
+            row['the largest microbatch'] = three_digits(given.images_per_sec(card, largest))
+        rows[card.name.removeprefix('NVIDIA ')] = row
+    return pd.DataFrame(rows).rename_axis(columns='images/s with one change')
+
+
+def measured_speeds(settings: Train, cards: list[Card]) -> pd.DataFrame:
+    """A row for each record at hand of one of these cards at this image size: the published ones and --results."""
+    records = pd.read_csv(PUBLISHED).query('extrapolated == "no"').assign(file=PUBLISHED.name).to_dict('records')
+    if os.path.isfile(settings.results):
+        records += [{'file': settings.results} | record for record in read_json_lines(settings.results)]
+    names = {card.name for card in cards}
+    headings = {'device': 'measured on', 'num_devices': 'GPUs', 'device_train_microbatch_size': 'microbatch',
+                'encoders': 'encoders', 'use_ema': 'EMA', 'images_per_sec': 'images/s', 'file': 'in'}
+    rows = []
+    for record in records:
+        device = str(record.get('device'))
+        is_of_a_card = device in names or f'NVIDIA {device}' in names
+        if is_of_a_card and record.get('image_size') == settings.image_size and 'images_per_sec' in record:
+            rows.append({heading: record.get(key, '') for key, heading in headings.items()})
+    return pd.DataFrame(rows)
+
+
+def read_json_lines(path: str) -> list[dict]:
+    """The records of a file of --results. Raises ValueError if a line is none."""
+    with open(path) as file:
+        lines = file.read().splitlines()
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f'--results {path} holds a line that is no record ({error}); name another file') from None
+
+
+def in_a_range(figures: list[float]) -> str:
+    return ' to '.join(three_digits(figure) for figure in figures)
+
+
+def three_digits(figure: float) -> str:
+    """With three significant digits, or whole."""
+    return f'{figure:,.3g}' if figure < 100 else f'{figure:,.0f}'

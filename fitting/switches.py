@@ -14,6 +14,7 @@ from transformers.models.clip.modeling_clip import CLIPEncoder
 from fitting.compiling import compile_in_place
 from inputs.errors import one_line
 from models.diffusion_model import DiffusionModel
+from models.divisions import skip_divisions_by_one
 from models.norms import switch_norms_to_half
 from settings.train import Train
 
@@ -52,7 +53,9 @@ def apply_switches(model: DiffusionModel, settings: Train) -> None:
     if settings.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
     if settings.compile:
-        compile_model(model, settings)
+        compile_model(model, settings)  # a division in a larger kernel moves nothing
+    else:
+        skip_divisions_by_one(model)
 
 
 def compile_model(model: DiffusionModel, settings: Train) -> None:
