@@ -38,9 +38,9 @@ peak. CUDA, its libraries and its allocator take more: an H200 took 9 to 11 % mo
 32 images, 115.6 at 80). So {UNCOUNTED_SHARE:.0%} is added, and a microbatch is said to fit where that is in the card.
 --compile is not counted; as a rule it needs less."""
 SPEEDS = f"""\
-A forecast, without --compile: arithmetic, bytes and kernels of a step, by constants that are fitted to 31 published
-speeds of A100, H100, H200 and L40S. With each source left out in turn the largest error was {LARGEST_ERROR:.0%}, which is
-the range of days and dollars (docs/planning.md). Other cards are not tested; a column without a figure does not fit."""
+A forecast, without --compile, from the arithmetic, bytes and kernels of a step. Its constants are fitted to published
+speeds of A100, H100, H200 and L40S; other cards are not tested (docs/planning.md). With each source of them left out in
+turn the largest error was {LARGEST_ERROR:.0%}, and days and dollars have that range."""
 SCALING = f"""\
 From {GPUS_A_NODE} GPUs on each doubling keeps {KEPT_PER_DOUBLING:.1%} of a GPU's speed, as on the published A100s."""
 
@@ -222,8 +222,8 @@ def speeds(given: Estimate, others: list[Estimate], cards: list[Card]) -> list[s
     if settings.dry_run > GPUS_A_NODE:
         blocks.append(SCALING)
     if settings.training_images:
-        price = (f'Days and dollars are for {settings.training_images:,} images at ${settings.dollars_per_gpu_hour:g} a '
-                 'GPU-hour, one price for all cards (--dollars_per_gpu_hour).')
+        price = (f'Days and dollars are for {settings.training_images:,} images at ${settings.dollars_per_gpu_hour:g} '
+                 'a GPU-hour, one price for all cards (--dollars_per_gpu_hour).')
         blocks.append(f'{cost_table(given, fitting).to_string()}\n{price}')
     measured = measured_speeds(settings, fitting)
     if len(measured):
@@ -245,7 +245,7 @@ def speed_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
 
 
 def cost_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
-    """Days and dollars at the microbatch that was asked for, or the largest, each from the fastest to the slowest that the error allows."""
+    """Days and dollars, each from the fastest to the slowest speed that the error allows."""
     settings = given.settings
     devices = settings.dry_run
     images = settings.training_images

@@ -1,4 +1,4 @@
-"""Memory and work of a training step, found on tensors that have shapes but no memory. No GPU is needed, and no weights.
+"""Memory and work of a training step, found on tensors that have shapes but no memory: without a GPU and weights.
 
 The model takes a step, forward, backward and update, under torch's FakeTensorMode. At each operator the bytes that are
 alive are noted: so the peak is where it is on a device, and not the sum of what is alive at different times. What each

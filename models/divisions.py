@@ -1,7 +1,7 @@
 """Divisions by one, of which diffusers' blocks have 120 in a step: each reads and writes a whole image of channels."""
 import torch
 
-DIVISORS = ('output_scale_factor', 'rescale_output_factor')  # of residual blocks and of attention, as diffusers names them
+DIVISORS = ('output_scale_factor', 'rescale_output_factor')  # of residual blocks and of attention
 
 
 class NoDivision:

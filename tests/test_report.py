@@ -71,11 +71,18 @@ def columns(table: list[dict[str, str]], *names: str) -> list[tuple[str, ...]]:
 
 def test_published_csv_gives_the_published_table(printed):
     [table] = tables(printed(PUBLISHED))
-    assert columns(table, 'GPUs', 'images/s', 'days', 'cost', 'efficiency', 'notes') == [
+    assert columns(table[:6], 'GPUs', 'images/s', 'days', 'cost', 'efficiency', 'notes') == [
         ('8', '128.2', '258.85', '$99,400', '100.0 %', ''), ('16', '254.0', '130.65', '$100,339', '99.1 %', ''),
         ('32', '485.7', '68.32', '$104,946', '94.7 %', ''), ('64', '912.2', '36.38', '$111,757', '88.9 %', ''),
         ('128', '1,618.4', '20.50', '$125,982', '78.9 %', ''),
         ('256', '2,589.4', '12.82', '$157,480', '63.1 %', 'extrapolated by its source')]
+
+
+def test_published_csv_has_the_originals_program_on_an_h100_at_each_microbatch(printed):
+    [table] = tables(printed(PUBLISHED))
+    of_h100 = [row for row in table if row['device'] == 'H100 80GB HBM3' and row['use_ema'] == 'yes']
+    assert columns(of_h100, 'device_train_microbatch_size', 'images/s') == [
+        ('4', '189.3'), ('8', '289.2'), ('16', '353.8'), ('20', '358.7'), ('32', '385.3')]
 
 
 def test_price_and_images_are_flags(printed):
@@ -96,7 +103,7 @@ def test_64_and_128_gpus_are_predicted_from_8_16_and_32_within_1_5_percent(print
 def test_the_fit_leaves_out_the_row_that_its_source_extrapolated_and_says_how_good_it_is(printed):
     text = printed(PUBLISHED, '--extrapolate', 512, 1024)
     [table] = tables(text)
-    assert columns(table, 'notes')[6:] == [('extrapolated',), ('extrapolated; 2 images a GPU: a smaller microbatch',)]
+    assert columns(table, 'notes')[6:8] == [('extrapolated',), ('extrapolated; 2 images a GPU: a smaller microbatch',)]
     n, seconds = np.array(list(IMAGES_PER_SEC)[:5]), 2048 / np.array(list(IMAGES_PER_SEC.values())[:5])
     (a, b), *_ = np.linalg.lstsq(np.stack([1 / n, n**0], axis=1) / seconds[:, None], np.ones(5), rcond=None)
     assert f'step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of 2,048 images, fitted on 8, 16, 32, 64, 128' in text
@@ -254,8 +261,16 @@ def test_a_plan_joins_no_runs_of_different_settings(refused, write, other):
 
 # Files
 
-def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed):
-    printed(PUBLISHED, '--csv', tmp_path / 'table.csv', '--extrapolate', 512, '--phase', '1000000@512')
+@pytest.fixture
+def original(tmp_path) -> str:
+    """The rows of published.csv that the original's authors measured: one setting on several numbers of GPUs."""
+    path = tmp_path / 'original.csv'
+    path.write_text(''.join(Path(PUBLISHED).read_text().splitlines(keepends=True)[:7]))
+    return str(path)
+
+
+def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed, original):
+    printed(original, '--csv', tmp_path / 'table.csv', '--extrapolate', 512, '--phase', '1000000@512')
     rows = list(csv.DictReader((tmp_path / 'table.csv').open()))
     assert [row['extrapolated'] for row in rows] == ['no'] * 5 + ['yes'] * 2 + ['no'] * 5
     assert {row['device'] for row in rows} == {'A100-SXM4-40GB'}
@@ -370,8 +385,8 @@ def labels(axes) -> list[str]:
     return [label.get_text().replace('\n', ' ') for label in axes.get_yticklabels()]
 
 
-def test_several_gpu_counts_show_days_beside_efficiency(drawn):
-    figure = drawn(PUBLISHED, '--figure', 'days.png')
+def test_several_gpu_counts_show_days_beside_efficiency(drawn, original):
+    figure = drawn(original, '--figure', 'days.png')
     days, efficiency = figure.axes
     assert [bar.get_width() for bar in days.patches][::2] == pytest.approx([258.85, 68.32, 20.50], 1e-3)
     assert texts(days) == ['258.9', '130.7', '68.32', '36.38', '20.5', '12.82, extrapolated']

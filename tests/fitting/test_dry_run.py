@@ -1,18 +1,18 @@
 """--dry_run: what it says against what was published and measured, and that it needs nothing but the flags."""
-import csv
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 import benchmark
-from fitting.dry_run import CARDS, SHARES_OF_PEAK, Estimate, estimate, gpus_named
+from fitting.dry_run import MEMORY_SIZES, Estimate, estimate, gpus_named, measured_speeds
+from fitting.forecast import CARDS, LARGEST_ERROR
 from fitting.memory import GIB, lasting_bytes
-from models.flops import utilization
-from models.peaks import PEAKS
-from tests.runs import ROOT, one_error_line, settings_of
+from tests.runs import one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
+A100 = 'NVIDIA A100-SXM4-40GB'
 
 
 @pytest.fixture(scope='module')
@@ -33,55 +33,111 @@ def test_the_estimate_is_a_tenth_below_what_an_h200_took_and_within_what_is_adde
 def test_the_originals_microbatch_of_4_fits_40_gb(milabench):
     settings = settings_of('--dry_run', '8', '--use_ema')
     run = dataclasses.replace(milabench, settings=settings, lasting=lasting_bytes(settings, milabench.model, 8))
-    assert run.largest_microbatch(CARDS['40 GB']) >= 4
+    assert run.largest_microbatch(MEMORY_SIZES['40 GB']) >= 4
 
 
-def figures(lines: list[str], start: str) -> list[str]:
-    [line] = [line for line in lines if line.startswith(start)]
+def figures(lines: list[str], start: str, after: str = '') -> list[str]:
+    """The words behind `start` in the first line that begins so, below the first line that begins with `after`."""
+    first = [line.startswith(after) for line in lines].index(True)
+    line = next(line for line in lines[first:] if line.startswith(start))
     return line.removeprefix(start).split()
 
 
-def test_it_says_parameters_arithmetic_memory_and_speed_and_reads_only_an_index(shards, capfd, tmp_path, monkeypatch,
-                                                                               smallest_model):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / 'index.json').write_bytes(Path(shards, 'index.json').read_bytes())
-    fitting = benchmark.main(['--dry_run', '8', *TINY, '--model_name', smallest_model, '--image_size', '32',
-                              '--use_ema', '--training_images', '86400000', '--remote', '.', '--gpu', 'A100'])
-    lines = capfd.readouterr().out.splitlines()
-    assert [path.name for path in tmp_path.iterdir()] == ['index.json']  # no record, no cache
-    assert fitting == dict.fromkeys(CARDS, 8)
-    assert '8 images a step on each of 8 GPUs' in lines[0]
+def number(text: str) -> float:
+    return float(text.replace(',', ''))
+
+
+@pytest.fixture(scope='module')
+def printed(shards, tmp_path_factory, smallest_model) -> tuple[list[str], dict, Path]:
+    """What a dry run of a small model prints, what it returns, and the folder that it ran in."""
+    folder = tmp_path_factory.mktemp('dry_run')
+    (folder / 'index.json').write_bytes(Path(shards, 'index.json').read_bytes())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        text = []
+        patch.setattr('builtins.print', lambda *words, sep=' ', **_: text.append(sep.join(words)))
+        fitting = benchmark.main(['--dry_run', '8', *TINY, '--model_name', smallest_model, '--image_size', '32',
+                                  '--use_ema', '--training_images', '86400000', '--remote', '.', '--gpu', 'A100'])
+    return '\n'.join(text).splitlines(), fitting, folder
+
+
+def test_it_needs_only_an_index_and_leaves_no_record(printed):
+    _, _, folder = printed
+    assert [path.name for path in folder.iterdir()] == ['index.json']
+
+
+def test_it_says_parameters_and_arithmetic(printed, smallest_model):
+    lines, _, _ = printed
     model = benchmark.StableDiffusion(smallest_model, 32)
     unet = sum(weight.numel() for weight in model.unet.parameters())
     gflops = sum(model.flops_per_image.values()) / 1e9
     assert f'{unet:,} parameters of the UNet are trained, with {gflops:,.1f} GFLOP of arithmetic for an image' in lines
+    assert any('8 images a step on each of 8 GPUs' in line for line in lines)
+
+
+def test_it_says_the_memory_of_each_microbatch_and_the_largest_that_fits(printed):
+    lines, fitting, _ = printed
+    assert fitting == dict.fromkeys(MEMORY_SIZES, 8)
     assert figures(lines, 'GiB by microbatch') == ['1', '2', '4', '8']
     for item in ('weights', 'gradients', 'Adam moments', 'average of the weights', 'gradient buckets', 'VAE  ',
                  'cast weights', 'activations', 'working memory', 'counted'):
         assert len(figures(lines, item)) == 4
     for switches in ('as given', '--gradient_checkpointing', '--half_precision_norms', 'latents (encode.py)'):
         assert figures(lines, switches)[:4] == ['8'] * 4
-    _, _, _, _, half, days, _, _, _, _, dollars, *_ = figures(lines, 'NVIDIA A100-SXM4-40GB')[1:]
-    images_per_sec = 8 * 312e12 / sum(model.flops_per_image.values())
-    assert float(half.replace(',', '')) == pytest.approx(images_per_sec / 2, rel=0.01)
-    assert float(days) == pytest.approx(1000 / images_per_sec / SHARES_OF_PEAK[0], rel=0.01)
-    assert float(dollars) == pytest.approx(float(days) * 8 * 24 * 2, rel=0.01)
-    assert [line.split('  ')[0] for line in lines if line.startswith(tuple(PEAKS))] == gpus_named('A100')
 
 
-def test_the_first_share_of_the_peak_is_what_the_published_a100s_reached():
-    with open(ROOT / 'published.csv') as file:
-        row = next(csv.DictReader(file))
-    flops = 3570.5e9  # of an image at 512 pixels, encoders included
-    reached = utilization(float(row['images_per_sec']) / int(row['num_devices']), flops, 'amp_bf16',
-                          'NVIDIA A100-SXM4-40GB')
-    assert (row['num_devices'], row['image_size']) == ('8', '512')
-    assert SHARES_OF_PEAK[0] == pytest.approx(reached['mfu'], abs=0.005)
+def test_days_and_dollars_have_the_range_of_the_error(printed):
+    lines, _, _ = printed
+    speed = number(figures(lines, A100, 'images/s on 8 GPUs, by microbatch')[-1])
+    slow, _, fast, shortest, _, longest, least, _, most = map(
+        lambda word: word if word == 'to' else number(word), figures(lines, A100, 'at the largest microbatch'))
+    assert slow == pytest.approx(speed / (1 + LARGEST_ERROR), rel=0.01)
+    assert fast == pytest.approx(speed * (1 + LARGEST_ERROR), rel=0.01)
+    assert shortest == pytest.approx(1000 / fast, rel=0.01)
+    assert longest == pytest.approx(1000 / slow, rel=0.01)
+    assert least == pytest.approx(shortest * 8 * 24 * 2, rel=0.01)
+    assert most == pytest.approx(longest * 8 * 24 * 2, rel=0.01)
+
+
+def test_the_shares_of_the_time_by_kind_of_operator_are_all_of_it(printed):
+    lines, _, _ = printed
+    start = [line.startswith('where the time goes') for line in lines].index(True)
+    shares = []
+    for line in lines[start + 1:lines.index('', start)]:
+        shares.append(int(line.split()[-1].removesuffix('%')))
+    assert sum(shares) == pytest.approx(100, abs=len(shares) / 2)
+
+
+def test_latents_are_said_to_be_faster(printed):
+    lines, _, _ = printed
+    given, latents = (number(figures(lines, row, 'images/s with one change')[0])
+                      for row in ('as given', 'latents (encode.py)'))
+    assert latents > given
+
+
+def test_what_was_measured_on_the_same_card_stands_beside_the_forecast(tmp_path):
+    results = tmp_path / 'results.jsonl'
+    record = {'device': 'NVIDIA H100 80GB HBM3', 'num_devices': 2, 'image_size': 512, 'images_per_sec': 99.5}
+    others = [record | {'device': 'NVIDIA L4'}, record | {'image_size': 256}]
+    results.write_text('\n'.join(json.dumps(each) for each in [record, *others]))
+    measured = measured_speeds(settings_of('--dry_run', '--results', results), [CARDS['NVIDIA H100 80GB HBM3']])
+    assert list(measured['images/s']) == [189.28, 289.19, 353.81, 358.68, 385.31, 361.15, 99.5]
+    assert set(measured['in']) == {'published.csv', str(results)}
+
+
+def test_a_microbatch_that_is_asked_for_is_forecast_beside_the_largest(smallest_model, capfd):
+    benchmark.main(['--dry_run', '1', *TINY, '--model_name', smallest_model, '--image_size', '32', '--gpu', 'L40S',
+                    '--device_train_microbatch_size', '2'])
+    lines = capfd.readouterr().out.splitlines()
+    by_microbatch = figures(lines, 'NVIDIA L40S', 'images/s on 1 GPU, by microbatch')
+    assert figures(lines, 'as given', 'images/s with one change') == by_microbatch[1:2]
+    assert figures(lines, 'the largest microbatch', 'images/s with one change') == by_microbatch[-1:]
 
 
 def test_a_gpu_is_named_by_its_name_in_records_or_by_a_part_of_it():
-    assert gpus_named('A100-40GB') == ['NVIDIA A100-SXM4-40GB', 'NVIDIA A100-PCIE-40GB']
-    assert gpus_named('NVIDIA H100 80GB HBM3') == ['NVIDIA H100 80GB HBM3'] and gpus_named(None) == list(PEAKS)
+    assert gpus_named('A100-40GB') == [A100, 'NVIDIA A100-PCIE-40GB']
+    assert gpus_named('NVIDIA H100 80GB HBM3') == ['NVIDIA H100 80GB HBM3']
+    assert gpus_named(None) == list(CARDS)
 
 
 @pytest.mark.parametrize('flags, words', [
