@@ -48,6 +48,7 @@ report: $(VENV)/installed  ## The table and the figure of the published benchmar
 
 figures: $(VENV)/installed  ## The pictures of the documentation anew.
 	python benchmarks/learn.py $(FIGURES)/learned.png
+	python benchmarks/forecast.py $(FIGURES)/forecast.png
 	python report.py published.csv --figure $(FIGURES)/days.png
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11

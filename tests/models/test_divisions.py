@@ -1,0 +1,47 @@
+"""Divisions by one that are left out: nothing changes but the kernels."""
+import pytest
+import torch
+
+import benchmark
+from models.divisions import NoDivision, skip_divisions_by_one
+from tests.runs import settings_of
+
+
+def loss_and_gradients(skip: bool, latents: bool) -> list[torch.Tensor]:
+    """Of a step in bf16 by autocast, with the same weights, samples and noise each time."""
+    torch.manual_seed(0)
+    model = benchmark.StableDiffusion('tiny', 64, latents=latents).train()
+    if skip:
+        skip_divisions_by_one(model)
+    torch.manual_seed(1)
+    batch = {'caption': torch.randint(1000, (2, 77))}
+    if latents:
+        batch['moments'] = torch.randn(2, 8, 8, 8)
+    else:
+        batch['image'] = torch.rand(2, 3, 64, 64) * 2 - 1
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = model.loss(model(batch), batch)
+    loss.backward()
+    return [loss.detach(), *(weight.grad for weight in model.unet.parameters())]
+
+
+@pytest.mark.parametrize('latents', [False, True])
+def test_loss_and_gradients_are_the_same_to_the_bit(latents):
+    for divided, skipped in zip(loss_and_gradients(False, latents), loss_and_gradients(True, latents), strict=True):
+        assert torch.equal(divided, skipped)
+
+
+def test_another_divisor_than_one_stays():
+    block = torch.nn.Module()
+    block.output_scale_factor = 1.5
+    skip_divisions_by_one(block)
+    assert block.output_scale_factor == 1.5
+
+
+@pytest.mark.parametrize('flags, skips', [([], True), (['--compile'], False)])
+def test_a_run_skips_them_unless_it_is_compiled(flags, skips):
+    settings = settings_of('--use_synth_data', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', *flags)
+    model = benchmark.build_model(settings, False)
+    divisors = [module.output_scale_factor for module in model.modules() if hasattr(module, 'output_scale_factor')]
+    assert divisors
+    assert all(isinstance(divisor, NoDivision) == skips for divisor in divisors)
