@@ -40,7 +40,8 @@ def test_another_divisor_than_one_stays():
 
 @pytest.mark.parametrize('flags, skips', [([], True), (['--compile'], False)])
 def test_a_run_skips_them_unless_it_is_compiled(flags, skips):
-    settings = settings_of('--use_synth_data', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', *flags)
+    argv = ['--use_synth_data', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', *flags]
+    settings = settings_of(*argv)
     model = benchmark.build_model(settings, False)
     divisors = [module.output_scale_factor for module in model.modules() if hasattr(module, 'output_scale_factor')]
     assert divisors
