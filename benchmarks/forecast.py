@@ -25,6 +25,7 @@ from benchmark import build_model
 from fitting.fake_step import trace_step
 from fitting.forecast import CARDS, CONSTANTS, Constants, StepWork
 from fitting.memory import build_outline
+from fitting.operators import UPDATE
 from models.diffusion_model import DiffusionModel
 from models.divisions import DIVISORS, NoDivision
 from models.loading import SD2_BASE, find_model
@@ -85,14 +86,14 @@ def their_update(by: str, use_ema: bool) -> Callable | None:
     if by == SHARDED_OPTIMIZER:
         return None
 
-    def prepare(model: DiffusionModel) -> Callable:
+    def prepare(model: DiffusionModel) -> dict[str, Callable]:
         optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=by != LOOPED_OPTIMIZER)
 
         def update() -> None:
             optimizer.step()
             if use_ema:
                 composers_compute_ema(model, model, 0.999)  # of itself: the same work
-        return update
+        return {UPDATE: update}
     return prepare
 
 

@@ -19,6 +19,7 @@ from fitting.fake_step import StepMemory, trace_step, updater
 from fitting.forecast import CARDS, GPUS_A_NODE, KEPT_PER_DOUBLING, LARGEST_ERROR, Card, StepWork, kept_on
 from fitting.memory import GIB, build_outline, lasting_bytes
 from fitting.microbatch import sizes_to_try
+from fitting.operators import AVERAGE
 from inputs.shards import read_index
 from inputs.words import counted
 from models.diffusion_model import DiffusionModel
@@ -164,14 +165,18 @@ def estimate(title: str, settings: Train, latents: bool, build_model: Callable, 
              ) -> Estimate:
     """Memory and work of a device for the model that is built with these settings.
 
-    Where the optimizer and the average are those of `alike`, their work is not traced again.
+    What is the same in `alike` is not traced again: all of the step where it differs in the average alone, and else the
+    update.
     """
     model = build_outline(settings, find_model(settings.model_name), latents, build_model)  # sizes need no weights
     lasting = lasting_bytes(settings, model, settings.dry_run)
-    is_updated_alike = alike is not None and settings.use_ema == alike.settings.use_ema
-    update = None if is_updated_alike else updater(settings.fused_optimizer, settings.use_ema)
-    memory, work = trace_step(model, settings.precision, update)
-    if is_updated_alike:
+    if alike is None:
+        memory, work = trace_step(model, settings.precision, updater(settings.fused_optimizer, settings.use_ema))
+    elif settings.use_ema != alike.settings.use_ema:
+        update = {kind: work for kind, work in alike.work.update.items() if kind != AVERAGE}
+        memory, work = alike.step, dataclasses.replace(alike.work, update=update)
+    else:
+        memory, work = trace_step(model, settings.precision)
         work = dataclasses.replace(work, update=alike.work.update)
     return Estimate(title, settings, model, lasting, memory, work)
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ema import ShadowModel, compute_ema
 from fitting.forecast import StepWork, Work
 from fitting.microbatch import blank_batch
-from fitting.operators import EXCHANGE, UPDATE, count_operator
+from fitting.operators import AVERAGE, EXCHANGE, UPDATE, count_operator
 from models.diffusion_model import DiffusionModel
 
 AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
@@ -143,7 +143,7 @@ def trace_step(outline: DiffusionModel, precision: str, prepare_update: Callable
     Args:
         outline: the model on the meta device; its tensors become fake ones.
         precision: amp_bf16, amp_fp16 or fp32.
-        prepare_update: gives for a model the function that updates its weights after a step. None: nothing does.
+        prepare_update: gives for a model what is called after a step, by kind. None: nothing is.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
     cpu = torch.device('cpu')
@@ -182,26 +182,26 @@ def trace_update(model: DiffusionModel, prepare_update: Callable | None, mode: F
     """What happens once a step: the work of the second update, since the first makes the optimizer's state."""
     if prepare_update is None:
         return {}
+    works = {}
     with mode:
-        update = prepare_update(model)
-        update()
-        counter = StepCounter([])
-        with counter:
+        for kind, update in prepare_update(model).items():
             update()
-    return {UPDATE: sum(counter.fixed.values(), Work())}
+            counter = StepCounter([])
+            with counter:
+                update()
+            works[kind] = sum(counter.fixed.values(), Work())
+    return works
 
 
 def updater(fused: bool, use_ema: bool) -> Callable:
     """For `trace_step`: AdamW in one kernel or in several, and the average of the weights, as a run has them."""
-    def prepare(model: DiffusionModel) -> Callable:
+    def prepare(model: DiffusionModel) -> dict[str, Callable]:
         optimizer = torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused)
-        average = ShadowModel(model) if use_ema else None
-
-        def update() -> None:
-            optimizer.step()
-            if average is not None:
-                compute_ema(model, average, 0.999)
-        return update
+        updates = {UPDATE: optimizer.step}
+        if use_ema:
+            average = ShadowModel(model)
+            updates[AVERAGE] = lambda: compute_ema(model, average, 0.999)
+        return updates
     return prepare
 
 

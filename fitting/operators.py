@@ -17,7 +17,8 @@ ATTENTION = 'attention'
 NORMS = 'norms'
 CASTS = 'casts between precisions'
 POINTWISE = 'pointwise, sums and copies'
-UPDATE = 'optimizer and average'
+UPDATE = 'optimizer'
+AVERAGE = 'average of the weights'
 EXCHANGE = 'sums of gradients'  # over microbatches, and to and from the buckets that GPUs exchange
 
 KIND_BY_NAME = {'mm': PRODUCTS, 'addmm': PRODUCTS, 'bmm': PRODUCTS, 'baddbmm': PRODUCTS,
