@@ -5,7 +5,7 @@
 It traces a step of Stable Diffusion 2 as each source ran it, fits the constants of fitting/forecast.py to all points,
 and then once more without each source, which is whoever measured. It prints every point with both predictions, and the
 constants, which are those in the code. The points are in published.csv (the original's program) and in
-benchmarks/published_speeds.csv (others' programs for the same work).
+benchmarks/published_speeds.csv (the same at more microbatches, and others' programs for the same work).
 """
 import sys
 from collections.abc import Callable
