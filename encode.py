@@ -27,8 +27,9 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,9 +40,9 @@ from torch.utils.data import DataLoader, Dataset
 from fitting.compiling import compile_in_place
 from inputs.errors import DataError
 from inputs.images import decode_image, normalize_images, stack_images
-from inputs.places import is_address, number_of_samples
-from inputs.shards import LATENT_COLUMNS, LATENTS, index_hash, read_image_index, read_index
-from inputs.verified_stream import Shards, open_shards
+from inputs.places import number_of_samples
+from inputs.shards import LATENT_COLUMNS, LATENTS, read_image_index
+from inputs.verified_stream import Shards, is_readable_in_place, open_shards
 from inputs.words import counted
 from measuring.record import circumstances, keep, redacted
 from models.flops import flops_of_latents, utilization
@@ -56,44 +57,70 @@ SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ah
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
 
 
-class Samples(Dataset):
-    """The samples of shards by (shard, number in it) and without stand-ins: a bad one is its reason."""
+class ImageShard(NamedTuple):
+    """A shard of images, which a part is made of.
+
+    Attributes:
+        entry: its own in the index.json of the images.
+        first: number of its first sample among all.
+    """
+    entry: dict
+    first: int
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return self.entry['raw_data']['basename']
+
+
+class Batches(Dataset):
+    """Batches of shards, without stand-ins: a bad sample is its reason.
+
+    A batch has the number of its `shard` among these, the images uint8 (B, 3, H, H) of the good samples, their
+    `caption` and their `number` in the shard, and (number, reason) of each `bad` one.
+    """
 
     def __init__(self, shards: Shards, image_size: int):
         self.shards = shards
         self.image_size = image_size
 
-    def __getitem__(self, place: tuple[int, int]) -> dict:
-        shard, number = place
-        try:
-            columns = self.shards.readers[shard][number]
-            if not columns['caption'].strip():
-                raise ValueError('no caption')
-            image = decode_image(columns['jpg'], self.image_size)  # uint8 (3, H, H)
-        except ValueError as error:  # also of a caption that is not UTF-8
-            return {'shard': shard, 'bad': (number, str(error))}
-        return {'shard': shard, 'number': number, 'image': image, 'caption': columns['caption']}
-
-    def collate(self, samples: list[dict]) -> dict:
-        """`image` uint8 (B, 3, H, H) of the good samples, their `caption` and `number`, the `bad` ones, and `shard`."""
-        good = [sample for sample in samples if 'image' in sample]
-        batch = {name: [sample[name] for sample in good] for name in ('caption', 'number', 'image')}
-        if good:
-            batch['image'] = stack_images(batch['image'], self.image_size)
-        batch['bad'] = [sample['bad'] for sample in samples if 'bad' in sample]
-        batch['shard'] = samples[0]['shard']
+    def __getitem__(self, place: tuple[int, range]) -> dict:
+        shard, numbers = place
+        reader = self.shards.readers[shard]
+        batch = {'shard': shard, 'number': [], 'caption': [], 'bad': []}
+        images = []
+        for number in numbers:
+            try:
+                columns = reader[number]
+                if not columns['caption'].strip():
+                    raise ValueError('no caption')
+                images.append(decode_image(columns['jpg'], self.image_size))
+            except ValueError as error:  # also of a caption that is not UTF-8
+                batch['bad'].append((number, str(error)))
+                continue
+            batch['number'].append(number)
+            batch['caption'].append(columns['caption'])
+        if images:
+            batch['image'] = stack_images(images, self.image_size)
         return batch
 
 
-def batches_of_shards(shards: Shards, numbers: list[int], batch_size: int) -> Iterator[list[tuple[int, int]]]:
-    """The places in `Samples` of all samples of some shards, in batches, none of which is of two shards.
+def places_of_batches(shards: Shards, batch_size: int) -> Iterator[tuple[int, range]]:
+    """The shard of each batch and the numbers of its samples; a shard without samples has one batch without samples.
 
     The shards are fetched meanwhile, one after the other.
     """
     with ThreadPoolExecutor(1) as fetcher:
-        for shard, reader in zip(numbers, fetcher.map(shards.fetch, numbers), strict=True):
-            for start in range(0, len(reader), batch_size):
-                yield [(shard, number) for number in range(start, min(start + batch_size, len(reader)))]
+        for shard, reader in enumerate(fetcher.map(shards.fetch, range(len(shards.readers)))):
+            for start in range(0, max(1, len(reader)), batch_size):
+                yield shard, range(start, min(start + batch_size, len(reader)))
+
+
+class Progress(NamedTuple):
+    """How far a process is."""
+    batches: int
+    images: int
+    seconds: float  # of the clock
 
 
 class Encoder:
@@ -101,24 +128,19 @@ class Encoder:
 
     Args:
         settings: of the encoding.
-        index: the hash of the images' index.json, which must be the same on every machine.
         gpu: its number; None: the processor.
     """
 
-    def __init__(self, settings: Encode, index: str, gpu: int | None):
+    def __init__(self, settings: Encode, gpu: int | None):
         self.settings = settings
         self.name = uuid.uuid4().hex
         self.device = torch.device('cpu')
         if gpu is not None:
             self.device = torch.device('cuda', gpu)
             torch.cuda.set_device(self.device)
-        self.index = read_index(settings.remote)
-        if index_hash(self.index) != index:
-            raise DataError(f'--remote {settings.remote} is not the same on every machine; use a shared one or a store')
-        samples = (shard['samples'] for shard in self.index['shards'])
-        self.first_numbers = [0, *accumulate(samples)]  # of the shards' samples
         self.vae = self.build_vae()
-        self.clock = [(0, time.perf_counter())]  # images so far, and when, at the start and after each batch
+        self.now = Progress(0, 0, time.perf_counter())
+        self.warm = self.now  # where the measurement begins
 
     def build_vae(self) -> AutoencoderKL:
         """The VAE on its device, its random weights drawn from the seed, with its switches."""
@@ -136,36 +158,35 @@ class Encoder:
             compile_in_place([vae.encoder], settings.compile)
         return vae
 
-    def encode(self, output: Output, parts: list[Part], shards: Shards) -> None:
-        """Encode a part after the other."""
+    def encode(self, output: Output, parts: list[Part], copies: str | None) -> None:
+        """Encode a part after the other; `copies` is a folder for their shards, None where these are read in place."""
         settings = self.settings
-        samples = Samples(shards, settings.image_size)
-        batches = batches_of_shards(shards, [number for part in parts for number in part.files], settings.batch_size)
-        loader = DataLoader(samples, batch_sampler=batches, collate_fn=samples.collate,
-                            num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda')
-        for part, (number, of_shard) in zip(parts, groupby(loader, itemgetter('shard')), strict=True):
-            writer = PartWriter(output, part.name, latent_columns(settings.image_size))
-            self.encode_shard(number, of_shard, writer)
-            if settings.local is None:
-                shards.drop(number)
+        shards = open_shards(settings.remote, copies, [part.files[0].entry for part in parts])
+        loader = DataLoader(Batches(shards, settings.image_size), batch_size=None,
+                            sampler=places_of_batches(shards, settings.batch_size), num_workers=settings.num_workers,
+                            pin_memory=self.device.type == 'cuda')
+        for number, batches in groupby(loader, itemgetter('shard')):
+            self.encode_part(output, parts[number], batches)
+            shards.drop(number)
 
-    def encode_shard(self, shard: int, batches: Iterator[dict], writer: PartWriter) -> None:
-        """Encode the batches of a shard into a part, which lists the bad samples by their number among all."""
-        source = self.index['shards'][shard]['raw_data']['basename']
+    def encode_part(self, output: Output, part: Part, batches: Iterator[dict]) -> None:
+        """Encode the batches of a part's shard. The part lists the bad samples by their number among all."""
+        [shard] = part.files
+        writer = PartWriter(output, part.name, latent_columns(self.settings.image_size))
         skipped = []
         writing = []
         with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
             for batch in batches:
-                writing.append(pen.submit(write_batch, writer, self.moments_of(batch), batch['caption']))
+                writing.append(pen.submit(write_batch, writer, self.moments_of(batch, shard), batch['caption']))
                 for number, reason in batch['bad']:
-                    skipped.append({'source': source, 'key': self.first_numbers[shard] + number, 'reason': reason})
-                self.clock.append((self.clock[-1][0] + len(batch['caption']), time.perf_counter()))
+                    skipped.append({'source': shard.name, 'key': shard.first + number, 'reason': reason})
+                self.count(len(batch['caption']))
         for written in writing:
             written.result()
         writer.finish(skipped)
 
     @torch.no_grad()
-    def moments_of(self, batch: dict) -> list[np.ndarray]:
+    def moments_of(self, batch: dict, shard: ImageShard) -> list[np.ndarray]:
         """The moments of each of a batch's good images, float16 (8, H/8, W/8).
 
         Raises DataError if one is not finite.
@@ -179,22 +200,27 @@ class Encoder:
         moments = vae_moments(self.vae, images)[:len(batch['number'])].half().cpu()
         for number, of_image in zip(batch['number'], moments, strict=True):
             if not of_image.isfinite().all():
-                raise DataError(f'sample {self.first_numbers[batch["shard"]] + number} has moments that are not finite '
-                                f'in float16, with --encoder_precision {self.settings.encoder_precision}; try another, '
-                                'or leave that image out')
+                raise DataError(f'sample {shard.first + number} has moments that are not finite in float16, with '
+                                f'--encoder_precision {self.settings.encoder_precision}; try another, or leave that '
+                                'image out')
         return list(moments.numpy())
+
+    def count(self, images: int) -> None:
+        """Note that a batch has ended. What is measured begins behind the warm-up, and has a batch at least."""
+        if self.now.batches <= self.settings.warmup_batches:
+            self.warm = self.now
+        self.now = Progress(self.now.batches + 1, self.now.images + images, time.perf_counter())
 
     def figures(self) -> dict:
         """What is known of this process's speed so far: `measured` images in `measured_batches` and in `seconds`, after
         its warm-up; a single batch is measured with the start of the loader."""
-        start = min(self.settings.warmup_batches, max(0, len(self.clock) - 2))
         device = None  # the name of a processor takes a second to find out
         if self.device.type == 'cuda':
             device = torch.cuda.get_device_name(self.device)
         return {'name': self.name, 'machine': platform.node(), 'device': device,
-                'measured': self.clock[-1][0] - self.clock[start][0],
-                'measured_batches': len(self.clock) - 1 - start,
-                'seconds': self.clock[-1][1] - self.clock[start][1]}
+                'measured': self.now.images - self.warm.images,
+                'measured_batches': self.now.batches - self.warm.batches,
+                'seconds': self.now.seconds - self.warm.seconds}
 
 
 def write_batch(writer: PartWriter, moments: list[np.ndarray], captions: list[str]) -> None:
@@ -203,37 +229,44 @@ def write_batch(writer: PartWriter, moments: list[np.ndarray], captions: list[st
         writer.write({LATENTS: of_image, 'caption': caption})
 
 
-encoders: dict[tuple, Encoder] = {}  # of this process, by what it was made from
+encoders: dict[int | None, Encoder] = {}  # that of this process, by its GPU
 
 
-def encode_parts(settings: Encode, output: Output, index: str, parts: list[Part], gpu: int | None = None) -> dict:
+def encode_parts(settings: Encode, output: Output, parts: list[Part], gpu: int | None = None) -> dict:
     """Encode shards of images: what a worker does.
 
     Args:
         settings: of the encoding.
         output: where to.
-        index: the hash of the images' index.json.
-        parts: each of the number of a shard.
+        parts: each of one ImageShard.
         gpu: number of the worker's GPU; None: it works on the processor.
 
     Returns the figures of this process so far, and the number of `images` that the parts are made of.
     """
     output.require_begun()
-    made_from = settings, index, gpu
-    if made_from not in encoders:
-        encoders[made_from] = Encoder(*made_from)
-    encoder = encoders[made_from]
-    with tempfile.TemporaryDirectory(prefix='shards-') as copies:
-        folder = settings.local
-        if folder is None and is_address(settings.remote):
-            folder = copies
-        encoder.encode(output, parts, open_shards(settings.remote, folder, encoder.index))
-    return encoder.figures() | {'images': number_of_images(encoder.index, parts)}
+    if gpu not in encoders:
+        encoders[gpu] = Encoder(settings, gpu)
+    if settings.local:
+        os.makedirs(settings.local, exist_ok=True)
+    in_place = not settings.local and is_readable_in_place(settings.remote, [part.files[0].entry for part in parts])
+    with tempfile.TemporaryDirectory(prefix='shards-', dir=settings.local) as copies:
+        encoders[gpu].encode(output, parts, None if in_place else copies)
+    return encoders[gpu].figures() | {'images': number_of_images(parts)}
 
 
-def number_of_images(index: dict, parts: list[Part]) -> int:
+def number_of_images(parts: list[Part]) -> int:
     """That parts are made of, good and bad ones."""
-    return sum(index['shards'][number]['samples'] for part in parts for number in part.files)
+    return sum(shard.entry['samples'] for part in parts for shard in part.files)
+
+
+def parts_of(shards: list[dict], facts: dict) -> list[Part]:
+    """A part for each shard of the index: its name follows from the shard's entry and the `facts` of the encoding."""
+    parts = []
+    first = 0
+    for entry in shards:
+        parts.append(Part(part_name(facts, entry), [ImageShard(entry, first)]))
+        first += entry['samples']
+    return parts
 
 
 def latent_columns(image_size: int) -> dict[str, str]:
@@ -246,24 +279,24 @@ def whole_name(name: str | None) -> str | None:
     return os.path.abspath(name) if name and os.path.isdir(name) else name
 
 
-def open_workers(settings: Encode, output: Output, index: dict, most: int) -> LocalWorkers | RayWorkers:
+def open_workers(settings: Encode, output: Output, most: int) -> LocalWorkers | RayWorkers:
     """The processes that encode: one for each GPU, or one on the processor; at `most` so many."""
     names = {flag: whole_name(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
-    do = partial(encode_parts, dataclasses.replace(settings, **names), output, index_hash(index))
+    do = partial(encode_parts, dataclasses.replace(settings, **names), output)
     if settings.ray:
         return RayWorkers(do, settings.ray, for_gpus=True)
     return LocalWorkers(do, min(max(1, torch.cuda.device_count()), most), on_gpus=torch.cuda.is_available())
 
 
-def encode_missing(settings: Encode, output: Output, index: dict, missing: list[Part]) -> tuple[list[dict], int]:
-    """Encode what no earlier run has encoded; returns the figures of each process, and how many work at once."""
+def encode_missing(settings: Encode, output: Output, total: int, missing: list[Part]) -> tuple[list[dict], int]:
+    """Encode what no earlier run has encoded, of `total` images; returns the figures of each process, and how many work
+    at once."""
     figures = {}  # by the name of a process
     devices = 0
-    total = number_of_samples(index)
-    to_do = number_of_images(index, missing)
+    to_do = number_of_images(missing)
     print(f'encoding {counted(to_do, "image")} of {redacted(settings.remote)}', file=sys.stderr, flush=True)
     at_once = ON_RAY_AT_ONCE if settings.ray else SHARDS_AT_ONCE
-    with (open_workers(settings, output, index, len(missing)) as workers,
+    with (open_workers(settings, output, len(missing)) as workers,
           progress_bar(total, ' images', total - to_do) as bar):
         for answer in work(workers, missing, output.is_done, at_once):
             figures[answer['name']] = answer
@@ -324,13 +357,13 @@ def encode(settings: Encode) -> dict | None:
     origin = origin_of_latents(files, settings.image_size)
     index = read_image_index(settings.remote)
     facts = {'encoder_precision': settings.encoder_precision, **origin}
-    parts = [Part(part_name(facts, shard), [number]) for number, shard in enumerate(index['shards'])]
+    parts = parts_of(index['shards'], facts)
     output = Output(settings.out, '--out')
     with output.begun({'program': PROGRAM, 'remote': whole_name(settings.remote), **facts}):
         there = output.parts()
         missing = [part for part in parts if not there.get(part.name)]
         if missing:
-            figures, devices = encode_missing(settings, output, index, missing)
+            figures, devices = encode_missing(settings, output, number_of_samples(index), missing)
         joined = join_parts(output, [part.name for part in parts])
         if joined.samples == 0:
             raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')

@@ -55,8 +55,7 @@ class VerifiedStream(Stream):
                  download_retry: int = 2, download_timeout: float = 120):
         if remote is None:
             remote, local = local, None
-        is_compressed = any(shard['zip_data'] for shard in index['shards'])
-        if local is None and os.path.isdir(remote) and not is_compressed:
+        if local is None and is_readable_in_place(remote, index['shards']):
             remote, local = None, remote
         else:
             local = cache_folder(local, index)
@@ -184,14 +183,15 @@ class VerifiedDataset(StreamingDataset):
 
 
 class Shards(NamedTuple):
-    """The shards of a dataset by their number, each verified when it is fetched. See `open_shards`."""
+    """Some shards of a dataset, each verified when it is fetched. See `open_shards`."""
     stream: VerifiedStream
     readers: list[MDSReader]
 
     def fetch(self, number: int) -> MDSReader:
-        """The reader of a shard, which is present and verified from now on. Raises DataError if it cannot be had.
+        """The reader of one of these shards, which is present and verified from now on.
 
-        `len(reader)` is its number of samples, and `reader[0]` the first, a dict of columns.
+        `len(reader)` is its number of samples, and `reader[0]` the first, a dict of columns. Raises DataError if it
+        cannot be had.
         """
         reader = self.readers[number]
         self.stream.prepare_shard(reader)
@@ -203,16 +203,21 @@ class Shards(NamedTuple):
             Path(path_of(self.readers[number])).unlink(missing_ok=True)
 
 
-def open_shards(remote: str, folder: str | None, index: dict) -> Shards:
-    """The shards of `remote`, for any number of processes on any machines.
+def open_shards(remote: str, folder: str | None, entries: list[dict]) -> Shards:
+    """Some shards of `remote`, for any number of processes on any machines.
 
     Args:
         remote: folder or object store with the shards.
-        folder: in which the copies have a folder of their own. None: `remote` is read in place where that can be.
-        index: the index.json of `remote`.
+        folder: for the copies; None: `remote` is read in place.
+        entries: of these shards in the index.json of `remote`.
     """
-    stream = VerifiedStream(index, remote, folder)
-    return Shards(stream, [reader_from_json(stream.local, '', entry) for entry in index['shards']])
+    stream = VerifiedStream({'version': 2, 'shards': entries}, remote, folder)
+    return Shards(stream, [reader_from_json(stream.local, '', entry) for entry in entries])
+
+
+def is_readable_in_place(remote: str, entries: list[dict]) -> bool:
+    """Whether shards can be read where they are: in a folder, and not compressed."""
+    return os.path.isdir(remote) and not any(entry['zip_data'] for entry in entries)
 
 
 def cache_folder(parent: str | None, index: dict) -> str:

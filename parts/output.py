@@ -195,7 +195,9 @@ class PartWriter(MDSWriter):
         self.part = part
 
     def flush_shard(self) -> None:
-        """Send the samples that were written since the last shard as the next one."""
+        """Send the samples that were written since the last shard, if any, as the next one."""
+        if not self.new_samples:
+            return  # Streaming would write an empty shard before a sample that is larger than a shard
         name, _ = self._name_next_shard()
         content = self.encode_joint_shard()
         self.shards.append({'samples': len(self.new_samples), 'raw_data': self._hash(content, name), 'zip_data': None,
@@ -204,9 +206,7 @@ class PartWriter(MDSWriter):
 
     def finish(self, skipped: Iterable[dict] = ()) -> None:
         """Send the last samples, and then say that the part is whole. `skipped` is what was left out of it."""
-        if self.new_samples:
-            self.flush_shard()
-            self._reset_cache()
+        self.flush_shard()
         index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped)}
         self.output.write(f'{self.part}/{INDEX}', json.dumps(index).encode())
 

@@ -16,14 +16,14 @@ import encode
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
-from inputs.shards import index_hash, read_index
+from inputs.shards import read_index
 from settings.commands import Encode
 from settings.flags import parse
 from settings.here import encoding_here
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
 from tests.runs import TINY, error_line, files_of, start, wait_until, workers_of
-from tests.samples import encoded, picture, write_shards
+from tests.samples import encoded, good, picture, write_shards
 
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0']
 
@@ -126,6 +126,18 @@ def test_images_that_were_added_to_a_dataset_are_encoded_and_no_others(tmp_path,
     assert captions(out) == [str(index) for index in range(12)]
 
 
+def test_every_part_holds_its_own_shard_also_where_one_is_empty(tmp_path, model_folder):
+    """As Streaming's own writer leaves one before a sample that is larger than a shard."""
+    samples = [good(index) for index in range(6)]
+    samples[0]['jpg'] = encoded(picture(0, 512, 512), quality=100)
+    images, out = write_shards(tmp_path / 'images', samples, size_limit=3000), tmp_path / 'latents'
+    shards = read_index(images)['shards']
+    assert shards[0]['samples'] == 0 and len(shards) > 3
+    for _ in range(2):
+        encode_shards(images, out, model_folder)
+        assert captions(out) == [sample['caption'] for sample in samples]
+
+
 def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, capfd):
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(10)]
     samples[2]['jpg'], samples[9]['caption'] = b'no', ''
@@ -209,11 +221,12 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
     monkeypatch.setattr(torch.nn.Module, 'compile', functools.partialmethod(torch.nn.Module.compile, backend=as_it_is))
     argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
     torch._dynamo.reset()
-    plain, compiled = (encode.Encoder(encoding_here(parse(Encode, '', [*argv, *flags])), index_hash(read_index(shards)),
-                                      None) for flags in ([], ['--compile']))
+    plain, compiled = (encode.Encoder(encoding_here(parse(Encode, '', [*argv, *flags])), None)
+                       for flags in ([], ['--compile']))
+    shard = encode.ImageShard(read_index(shards)['shards'][0], 0)
     for number in (4, 3, 1, 0, 2):
         batch = {'image': torch.randint(256, (number, 3, 64, 64), dtype=torch.uint8), 'number': range(number)}
-        for one, other in zip(plain.moments_of(batch), compiled.moments_of(batch), strict=True):
+        for one, other in zip(plain.moments_of(batch, shard), compiled.moments_of(batch, shard), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-3, rtol=2e-3)
     torch._dynamo.reset()
     assert len(graphs) == 1

@@ -55,6 +55,15 @@ def test_an_index_is_that_of_all_parts_in_their_order(output, tmp_path):
         assert [dataset[index]['caption'] for index in (0, 9, 15)] == ['3 0', '2 0', '1 0']
 
 
+def test_a_sample_larger_than_a_shard_is_one_and_no_shard_is_empty(output):
+    begin(output)
+    write_part(output, 'one', ['x' * 300, 'a', 'y' * 300])
+    shards = json.loads(output.read('one/index.json'))['shards']
+    assert [shard['samples'] for shard in shards] == [1, 1, 1]
+    write_part(output, 'none', [])
+    assert json.loads(output.read('none/index.json'))['shards'] == []
+
+
 def test_a_part_is_done_once_it_has_its_index_and_a_damaged_one_is_named(output):
     begin(output)
     part = PartWriter(output, 'one', {'caption': 'str'}, shard_bytes=220)
