@@ -8,6 +8,11 @@ import pandas as pd
 
 from inputs.words import counted
 
+MEASURED = 'measured'  # the status of a row
+EXTRAPOLATED = 'extrapolated'  # the status of a row that nobody has measured
+# What scores of one line agree in, and what else, of the judge of each score.
+CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
+JUDGES = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b')
 PANELS = {'days': '{:,.4g}', 'scaling_efficiency': '{:.1%}', 'images_per_sec': '{:,.4g}'}  # how a figure is printed
 LINE_INCHES = 0.2  # of text
@@ -40,7 +45,7 @@ def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: st
         axes.bar_label(bars, [text_of(row, key) for _, row in rows.iterrows()], padding=4, fontsize=9)
         for bar, (_, row) in zip(bars, rows.iterrows(), strict=True):
             color = COLORS[row['setting'] % len(COLORS)]
-            bar.set(edgecolor=color, facecolor='none' if row['extrapolated'] == 'yes' else color)
+            bar.set(edgecolor=color, facecolor='none' if row['status'] == EXTRAPOLATED else color)
         axes.set_title(title, loc='left', fontsize=11)
         axes.margins(x=0.2)  # for the texts
         axes.set_xticks([])  # each bar has its figure
@@ -65,24 +70,23 @@ def text_of(row: pd.Series, key: str) -> str:
     if pd.isna(row[key]):
         return textwrap.shorten(row['notes'], 40, placeholder=' ...')
     text = PANELS[key].format(row[key])
-    if row['extrapolated'] == 'yes':
-        text += ', extrapolated'
-    elif not row['is_reliable']:
-        text += f', {row["notes"].partition(":")[0]}'
+    if row['status'] != MEASURED:
+        text += f', {row["status"]}'
     return text
 
 
 def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
     """Writes the picture of a table of scores: FID against CLIP score, a line for each checkpoint over its guidance
-    scales; and both against the images of the training, a line for each model and guidance scale. `caption` and what
-    is noted of the scores stand below.
+    scales; and both against the images of the training, a line for each model and guidance scale. Scores that differ
+    in one of CONDITIONS or in their JUDGES are never on one line. `caption` and what is noted of the scores stand
+    below.
 
     Raises ValueError if there is nothing to draw.
     """
     from matplotlib.figure import Figure
-    panels = [('clip_score', 'fid', ['model', 'weights', 'trained_batches']),
-              ('images_seen', 'fid', ['model', 'weights', 'guidance']),
-              ('images_seen', 'clip_score', ['model', 'weights', 'guidance'])]
+    panels = [('clip_score', 'fid', [*CONDITIONS, *JUDGES['fid'], *JUDGES['clip_score'], 'trained_batches']),
+              ('images_seen', 'fid', [*CONDITIONS, *JUDGES['fid'], 'guidance']),
+              ('images_seen', 'clip_score', [*CONDITIONS, *JUDGES['clip_score'], 'guidance'])]
     panels = [panel for panel in panels if len(rows.dropna(subset=panel[:2]))]
     if not panels:
         raise ValueError(f'--quality {path}: no evaluation has both scores, or the images of its training')
@@ -121,4 +125,6 @@ def words_of(key: str, value) -> str:
         return f'guidance {value:g}'
     if key == 'trained_batches':
         return f'batch {value:,.0f}'
+    if key not in ('model', 'weights'):
+        value = f'{key} {value}'
     return textwrap.shorten(value, LABEL_CHARACTERS, placeholder=' ...')

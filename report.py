@@ -30,18 +30,22 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from figures import draw_quality, draw_speeds
+from figures import CONDITIONS, EXTRAPOLATED, JUDGES, MEASURED, draw_quality, draw_speeds
 from inputs.words import counted
 from settings.caution import doubt
 from settings.costs import TRAINING_IMAGES, days_to_train, gpu_hours
 from settings.train import SWITCHES
 from settings.versions import PACKAGES
 
+HASHES = ['inception_sha256', 'clip_sha256']  # shown by their beginning
 VERSIONS = ['python', 'cuda', *PACKAGES]
 # Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
 SETTINGS = ['stage', 'device', 'image_size', 'model_name', 'input', 'dataset', 'batch_size', *SWITCHES, 'use_ema',
             'num_workers', 'clip_grad_norm', 'ema_start', *VERSIONS]
-EVALUATED = ['model', 'weights', 'data', 'samples', 'image_size', 'steps', 'network', 'clip']
+EVALUATED = [*CONDITIONS, *JUDGES['fid'], *JUDGES['clip_score']]
+# What a row's figures are; any other status is that of a run without figures to rely on, such as failed.
+DOUBTED = 'not reliable'
+WITH_FIGURES = [MEASURED, EXTRAPOLATED]
 INPUTS = {'in_loop': 'images', 'text_in_loop': 'latents'}  # of a training, by the encoders in its loop
 NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
            'loader_images_per_sec')
@@ -60,7 +64,7 @@ COLUMNS = {  # key: heading, template and decimals in print; None: of a whole nu
     'gpu_hours': ('GPU-hours', '{}', 0),
     'cost_usd': ('cost', '${}', 0),
 }
-FOR_US = ['record', 'setting', 'label', 'is_reliable', 'is_measured', 'on_cpu']  # columns that are not for the CSV file
+FOR_US = ['record', 'setting', 'label', 'on_cpu']  # columns that are not for the CSV file
 
 TINY = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
 FROM_SPEED = ('GPU-hours and cost of an evaluation are those of the images seen, at the images/s of the training in '
@@ -182,8 +186,8 @@ def rows_of(record: dict) -> list[dict]:
 def speed_row(record: dict) -> dict:
     """What the table needs of a record of speed: settings are text, '' where it does not state one.
 
-    A row `is_reliable` where its run is complete and there is no `doubt` about its speed, and `is_measured` where its
-    source has not extrapolated it either. Raises ValueError if a number that is needed is missing or not positive.
+    Its `status` is MEASURED, EXTRAPOLATED by its source, DOUBTED, or that of a run that is not complete. Raises
+    ValueError if a number that is needed is missing or not positive.
     """
     record = {'stage': 'train', 'status': 'complete', 'extrapolated': False} | record | record.get('versions', {})
     speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
@@ -197,7 +201,7 @@ def speed_row(record: dict) -> dict:
         if key in record and (type(record[key]) not in (int, float) or not 0 < record[key] < math.inf):
             raise ValueError(f'{key} {record[key]!r} is not a positive number')
 
-    row = {key: words(record.get(key)) for key in (*SETTINGS, 'num_nodes', 'status', 'extrapolated')}
+    row = {key: words(record.get(key)) for key in (*SETTINGS, 'num_nodes')}
     if record['stage'] == 'loader':
         row['model_name'] = ''  # it has none
     encoders = words(record.get('encoders'))
@@ -210,23 +214,29 @@ def speed_row(record: dict) -> dict:
     row['num_devices'] = record['num_devices']
     row['images_per_sec'] = float(record.get(speed, math.nan))
     row['on_cpu'] = record.get('device_type') == 'cpu'
-    row['notes'] = ''
-    if row['status'] != 'complete':
-        reason = f'{row["status"]}: {words(record.get("error"))}'
-        row['notes'] = textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
-    elif doubt(record):
-        row['notes'] = f'not reliable: {doubt(record)}'
-    row['is_reliable'] = not row['notes']
-    if row['is_reliable'] and row['extrapolated'] != 'no':
-        row['notes'] = 'extrapolated by its source'
-    row['is_measured'] = not row['notes']
+    row['status'], row['notes'] = status_and_notes(record)
     row['record'] = record
     return row
+
+
+def status_and_notes(record: dict) -> tuple[str, str]:
+    """What the speed of a record is, and what the table says of that."""
+    status = words(record['status'])
+    if status != 'complete':
+        reason = f'{status}: {words(record.get("error"))}'
+        return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
+    if doubt(record):
+        return DOUBTED, f'{DOUBTED}: {doubt(record)}'
+    if words(record['extrapolated']) != 'no':
+        return EXTRAPOLATED, 'extrapolated by its source'
+    return MEASURED, ''
 
 
 def score_rows(record: dict) -> list[dict]:
     """A row for each guidance scale of an evaluation; a score that was not asked for is NaN."""
     row = {key: words(record.get(key)) for key in EVALUATED}
+    for key in HASHES:
+        row[key] = row[key][:8]
     if row['model'].endswith('.pt'):
         row['model'] = row['model'].rpartition('/')[0] or row['model']  # checkpoints of one training are one model
     row['trained_batches'] = float(record.get('trained_batches', math.nan))
@@ -236,7 +246,7 @@ def score_rows(record: dict) -> list[dict]:
         notes.append('FID of few pictures is too high')
     if record.get('fid_of_published_weights') is False:
         notes.append('FID by other weights')
-    row |= {'stage': 'evaluate', 'notes': ', '.join(notes), 'record': record}
+    row |= {'stage': 'evaluate', 'status': MEASURED, 'notes': ', '.join(notes), 'record': record}
     rows = []
     for score in record['scores']:
         figures = {key: math.nan if score[key] is None else float(score[key])
@@ -274,7 +284,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
         several = rows.groupby('setting')['num_devices'].transform('nunique') > 1
         rows['scaling_efficiency'] = over_first(rows, 'images_per_sec_per_device', ['setting']).where(several)
 
-    has_days = (rows['stage'] == 'train') & rows['is_reliable']
+    has_days = (rows['stage'] == 'train') & rows['status'].isin(WITH_FIGURES)
     if settings.training_images is None and (rows['model_name'] == 'tiny').any():
         has_days &= rows['model_name'] != 'tiny'
         sentences.append(TINY)
@@ -283,16 +293,17 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row with the median of the reliable runs of each setting on so many devices and nodes, and one for each other
+    """A row with the median of the measured runs of each setting on so many devices and nodes, and one for each other
     record."""
+    is_measured = rows['status'] == MEASURED
     merged = []
-    for _, runs in rows[rows['is_measured']].groupby(['setting', 'num_devices', 'num_nodes']):
+    for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes']):
         speeds = runs['images_per_sec']
         row = runs.iloc[[0]].assign(images_per_sec=speeds.median())
         if len(runs) > 1:
             row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
         merged.append(row)
-    return pd.concat([*merged, rows[~rows['is_measured']]])
+    return pd.concat([*merged, rows[~is_measured]])
 
 
 def with_costs(rows: pd.DataFrame, days: pd.Series, dollars_per_gpu_hour: float) -> pd.DataFrame:
@@ -302,9 +313,10 @@ def with_costs(rows: pd.DataFrame, days: pd.Series, dollars_per_gpu_hour: float)
 
 
 def over_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
-    """A figure of reliable rows over that of the first of them in the same group; NaN for others."""
-    figures = rows[key].where(rows['is_reliable'])
-    return figures / figures.groupby([rows[name] for name in group]).transform('first')
+    """A figure of the rows that have figures over that of the first that was measured in the same group."""
+    measured = rows[key].where(rows['status'] == MEASURED)
+    bases = measured.groupby([rows[name] for name in group]).transform('first')
+    return rows[key].where(rows['status'].isin(WITH_FIGURES)) / bases
 
 
 def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
@@ -316,7 +328,7 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
     counts = sorted(set(counts))
     predicted = []
     sentences = []
-    trained = rows[rows['is_measured'] & (rows['stage'] == 'train')]
+    trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
     trained = trained.sort_values(['num_devices', 'num_nodes'], key=pd.to_numeric).drop_duplicates(
         ['setting', 'num_devices'])
     for _, runs in trained.groupby('setting'):
@@ -331,7 +343,7 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
                 note += f'; {batch / count:.3g} images a GPU: a smaller microbatch'
             predicted.append(first.to_dict() | {
                 'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
-                'extrapolated': 'yes', 'is_measured': False, 'notes': note})
+                'status': EXTRAPOLATED, 'notes': note})
         residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
         worst = residuals.abs().argmax()
         sentences.append(
@@ -361,7 +373,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
 
     A phase takes the speed of the fastest run of its size, whatever the microbatch. Raises ValueError if there is none.
     """
-    trained = records[records['is_measured'] & (records['stage'] == 'train')]
+    trained = records[(records['status'] == MEASURED) & (records['stage'] == 'train')]
     keys = [key for key in SETTINGS if key not in ('image_size', 'device_train_microbatch_size')]
     sizes = [size for _, size in settings.phase]
     plans = []

@@ -110,6 +110,11 @@ def test_the_fit_leaves_out_the_row_that_its_source_extrapolated_and_says_how_go
     assert f'worst residual {worst[1]:+.1%} of the images/s, on {worst[0]} GPUs' in text
 
 
+def test_efficiency_is_over_the_fewest_gpus_that_were_measured(printed):
+    [table] = tables(printed(PUBLISHED, '--extrapolate', 4))
+    assert columns(table, 'GPUs', 'efficiency')[:3] == [('4', '101.2 %'), ('8', '100.0 %'), ('16', '99.1 %')]
+
+
 def test_fewer_than_three_measured_counts_are_not_extrapolated(refused, write):
     path = write(*({'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 8, 8, 16)))
     assert 'trainings of one setting on three numbers of GPUs' in refused(path, '--extrapolate', 64)
@@ -271,7 +276,7 @@ def original(tmp_path) -> str:
 def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed, original):
     printed(original, '--csv', tmp_path / 'table.csv', '--extrapolate', 512, '--phase', '1000000@512')
     rows = list(csv.DictReader((tmp_path / 'table.csv').open()))
-    assert [row['extrapolated'] for row in rows] == ['no'] * 5 + ['yes'] * 2 + ['no'] * 5
+    assert [row['status'] for row in rows] == ['measured'] * 5 + ['extrapolated'] * 2 + ['measured'] * 5
     assert {row['device'] for row in rows} == {'A100-SXM4-40GB'}
     assert float(rows[3]['days']) == 2_867_200_000 / 912.2 / 86_400
     assert float(rows[3]['scaling_efficiency']) == pytest.approx(912.2 / 64 / (128.2 / 8), rel=1e-14)
@@ -413,6 +418,23 @@ def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images(dr
     assert list(fid.lines[0].get_xdata()) == list(clip.lines[0].get_xdata()) == [2_048_000, 4_096_000]
     names = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (curve, fid)]
     assert names == [['batch 1,000, guidance 1.5, 4', 'batch 2,000, guidance 1.5, 4'], ['guidance 1.5', 'guidance 4']]
+
+
+@pytest.mark.parametrize('change, name', [
+    ({'data': 'laion.txt'}, 'data'), ({'samples': 10000}, 'samples'), ({'image_size': 256}, 'image_size'),
+    ({'steps': 25}, 'steps'), ({'network': 'other'}, 'network'), ({'inception_sha256': 'b' * 64}, 'inception_sha256')])
+def test_scores_that_were_made_otherwise_are_lines_of_their_own_which_name_that(drawn, write, change, name):
+    evaluation = EVALUATION | {'network': 'inception', 'inception_sha256': 'a' * 64}
+    curve, fid, _ = drawn(write(evaluation, evaluation | change), '--quality', 'quality.png').axes
+    for axes, lines in ((curve, 2), (fid, 4)):
+        names = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert len(axes.lines) == lines
+        assert all(f'{name} ' in text for text in names), names
+
+
+def test_another_clip_model_is_another_line_where_its_score_is_drawn_alone(drawn, write):
+    curve, fid, clip = drawn(write(EVALUATION, EVALUATION | {'clip': 'other'}), '--quality', 'quality.png').axes
+    assert [len(axes.lines) for axes in (curve, fid, clip)] == [2, 2, 4]
 
 
 def test_the_picture_of_quality_leaves_out_what_nothing_is_known_for(drawn, refused, write):
