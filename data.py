@@ -24,7 +24,7 @@ from inputs.images import FLIP, decode_image, decode_whole_image, normalize_imag
 from inputs.places import number_of_samples
 from inputs.shards import LATENTS, index_hash, read_index, require_same_origin
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
-from inputs.verified_stream import VerifiedDataset, VerifiedStream
+from inputs.verified_stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from inputs.words import counted
 from models.latents import origin_of_latents
 from models.loading import ModelFiles
@@ -100,7 +100,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         tokenizer_name_or_path: folder or hub name; the default is CLIP's own vocabulary, which is at hand.
         transform: called with each image, a PIL.Image in RGB as it is stored; its result is the sample's `image`.
         predownload: samples to fetch ahead; default: Streaming's own, a few batches.
-        download_retry: times that a download is tried again.
+        download_retry: tries of a download, 1, 2, 4 ... seconds apart.
         download_timeout: seconds for the download of a shard.
         batch_size: samples a device.
         image_size: without a transform, larger images are reduced to this many pixels a side.
@@ -112,7 +112,7 @@ class StreamingLAIONDataset(VerifiedDataset):
     """
     def __init__(self, remote: str | None = None, local: str | None = None, split: str | None = None,
                  shuffle: bool = False, tokenizer_name_or_path: str = SD2_BASE, transform: Callable | None = None,
-                 predownload: int | None = None, download_retry: int = 2, download_timeout: float = 120,
+                 predownload: int | None = None, download_retry: int = DOWNLOADS, download_timeout: float = 120,
                  batch_size: int | None = None, *, image_size: int = 512, index: dict | None = None,
                  cache_limit: int | str | None = None, **kwargs):
         if remote is None and local is None:

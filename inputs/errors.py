@@ -5,6 +5,9 @@ import re
 # of torch and CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN where no algorithm's workspace fits
 OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
 
+# such as ;AccountKey=... in a connection string of Azure
+SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
+
 
 class DataError(Exception):
     """A run cannot go on with this data."""
@@ -17,6 +20,13 @@ def one_line(error: BaseException) -> str:
     text = ' '.join(str(error).split())
     _, _, last = text.rpartition('DataError: ')
     return last
+
+
+def redacted(text: str) -> str:
+    """A text without the passwords, keys and signatures that addresses and connection strings can carry."""
+    without_users = re.sub(r'://([^/@:\s]*:\S*|[^/@\s]+)@', '://***@', text)  # a password may hold a /
+    without_queries = re.sub(r"\?[^\s']*=[^\s']*", '?***', without_users)
+    return re.sub(SECRET_SETTING, r'\1=***', without_queries)
 
 
 def unreadable_shard(error: BaseException, place: str | None = None) -> DataError:
@@ -38,7 +48,10 @@ def ended_worker(error: BaseException) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: torch's allocator has an error of its own for it, CUDA and its libraries have not."""
+    """Whether memory ran out: Python and torch's allocator have an error of their own for it, CUDA and its libraries
+    have not."""
+    if isinstance(error, MemoryError):
+        return True
     return type(error).__name__ == 'OutOfMemoryError' or re.search(OUT_OF_MEMORY, str(error)) is not None
 
 

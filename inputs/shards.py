@@ -11,6 +11,7 @@ from streaming.base.storage import CloudDownloader
 from inputs.errors import one_line
 from inputs.places import INDEX
 
+LARGEST_SHARD = 1 << 32  # bytes, which MDS counts in 32 bits
 LATENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
 LATENT_COLUMNS = {'caption': 'str'}  # and LATENTS, whose type has the size in it
@@ -64,7 +65,12 @@ def index_hash(index: dict) -> str:
 
 
 def refuse_harmful_entry(shard: dict, place: str) -> None:
-    """Raises ValueError if the entry of a shard would be written outside its folder, or run as code."""
+    """Raises ValueError if the entry of a shard would be written outside its folder, or run as code, or is no MDS."""
+    if shard['format'] != 'mds':  # others name more files, which a small cache would remove
+        raise ValueError(f'{place} has a shard of format {shard["format"]}, which is not read; convert the data anew')
+    if shard['raw_data']['bytes'] >= LARGEST_SHARD:
+        raise ValueError(f'{place} has a shard of {shard["raw_data"]["bytes"]:,} bytes, more than MDS can have; do not '
+                         'use it')
     for file in (shard['raw_data'], shard['zip_data']):
         name = PurePosixPath(file['basename'] if file else '')
         if name.is_absolute() or '..' in name.parts:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 import tempfile
 import time
 import uuid
@@ -15,24 +16,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import cramjam
 import numpy as np
 import streaming.base.dataset
 from composer.utils import dist
 from streaming import Stream, StreamingDataset
-from streaming.base.compression import decompress
 from streaming.base.constant import LOCALS, TICK
 from streaming.base.dataset import _ShardState
 from streaming.base.format import FileInfo, reader_from_json
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 from streaming.base.shared import SharedMemory
-from streaming.base.util import bytes_to_int
+from streaming.base.util import bytes_to_int, retry
 from streaming.base.world import World
 
 from inputs.errors import DataError, unreadable_shard
 from inputs.places import INDEX
 from inputs.shards import index_hash
 
+DOWNLOADS = 8  # tries, 1, 2, 4 ... 64 seconds apart: two minutes, as inputs.stores waits for a store
+FINAL_CODES = ('400', '403', '404', 'AccessDenied', 'NoSuchBucket', 'NoSuchKey')  # of S3: no waiting mends these
+UNPACKERS = {  # into a buffer, by the names of compressions in an index
+    'br': cramjam.brotli.decompress_into,
+    'bz2': cramjam.bzip2.decompress_into,
+    'gz': cramjam.gzip.decompress_into,
+    'snappy': cramjam.snappy.decompress_raw_into,
+    'zstd': cramjam.zstd.decompress_into,
+}
 NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes
 
 
@@ -45,14 +55,14 @@ class VerifiedStream(Stream):
         remote: folder or object store with the shards; None: they are in `local`.
         local: folder in which the cache has a folder of its own. None: see `cache_folder`.
         cache_limit: bytes of the copies, or a text such as 500gb: the oldest are dropped.
-        download_retry: times that a download is tried again.
+        download_retry: tries of a download.
         download_timeout: seconds for a download.
 
     Raises ValueError if `cache_limit` is no size, or there is no cache that it could bound.
     """
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
-                 download_retry: int = 2, download_timeout: float = 120):
+                 download_retry: int = DOWNLOADS, download_timeout: float = 120):
         if remote is None:
             remote, local = local, None
         if local is None and is_readable_in_place(remote, index['shards']):
@@ -95,16 +105,55 @@ class VerifiedStream(Stream):
     def _fetch(self, shard: MDSReader) -> str | None:
         """Download a shard to where no other run does, and give it its name if it is good; else what is wrong."""
         path = Path(path_of(shard))
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
             file = shard.zip_data or shard.raw_data
-            fetched = Path(self._download_file(file.basename, os.path.join(folder, 'shard')))
+            fetched = Path(folder, 'shard')
+            self._download(os.path.join(self.remote, file.basename), str(fetched))
             if shard.zip_data:
-                fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
+                fetched.write_bytes(unpacked(fetched.read_bytes(), shard.compression, shard.raw_data.bytes))
             fault = fault_of_file(fetched, shard.raw_data)
             if fault is None:
                 os.replace(fetched, path)
             return fault
+
+    def _download(self, remote: str, local: str) -> None:
+        """Download a file, in several tries where another may help.
+
+        Without this: Streaming waits as long for a shard that is not there.
+        Test: test_a_shard_that_is_not_there_is_not_waited_for.
+        """
+        def download() -> Exception | None:
+            try:
+                self._downloader.download(remote, local, self.download_timeout)
+            except Exception as error:  # every storage client has its own
+                if not is_final(error):
+                    raise
+                return error
+        error = retry(clean_up_fn=self._downloader.clean_up, num_attempts=self.download_retry)(download)()
+        if error is not None:
+            raise error
+
+
+def is_final(error: Exception) -> bool:
+    """Whether an error of a download is the same however often that is tried."""
+    response = getattr(error, 'response', None) or {}  # of boto3
+    return isinstance(error, (FileNotFoundError, PermissionError)) or response.get('Error', {}).get(
+        'Code') in FINAL_CODES
+
+
+def unpacked(content: bytes, compression: str, size: int) -> bytearray:
+    """The `size` bytes of a compressed shard. Raises ValueError if it has more, or is damaged.
+
+    Without this: Streaming unpacks whatever there is, until the memory is full.
+    Test: test_a_compressed_shard_that_is_larger_than_its_index_says_is_not_unpacked.
+    """
+    buffer = bytearray(size)
+    try:
+        unpacked_bytes = UNPACKERS[compression.partition(':')[0]](content, buffer)
+    except cramjam.DecompressionError as error:
+        raise ValueError(f'it does not unpack to the {size:,} bytes of {INDEX}: {error}') from None
+    return buffer[:unpacked_bytes]
 
 
 class VerifiedDataset(StreamingDataset):
@@ -228,10 +277,16 @@ def cache_folder(parent: str | None, index: dict) -> str:
     Args:
         parent: folder that it lies in; None: one of this user alone in the folder for temporary files.
         index: the index.json of the dataset.
+
+    Raises ValueError if others can write to that one.
     """
     if parent is None:
         parent = os.path.join(tempfile.gettempdir(), f'mds-cache-{os.getuid()}')
         Path(parent).mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(parent)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise ValueError(f'{parent}, for copies of shards, is not a folder that only you can write to; '
+                             'give --local a folder, or set TMPDIR')
     folder = Path(parent, index_hash(index)[:16])
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / INDEX).exists():

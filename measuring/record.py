@@ -5,7 +5,6 @@ import datetime
 import json
 import os
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
-from inputs.errors import DataError
+from inputs.errors import DataError, redacted
 from inputs.words import counted
 from measuring.measurement import loader_figures
 from measuring.tracing import PROFILED
@@ -26,8 +25,6 @@ from settings.times import is_young, to_batches
 from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
 from settings.versions import git_commit, package_versions
 
-# such as ;AccountKey=... in a connection string of Azure
-SECRET_SETTING = re.compile(r"\b(\w*(?:key|secret|password|token|signature|credential))=[^;&\s'\"]+", re.IGNORECASE)
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 MUCH_WAITING = 0.05
 # The lines of a summary; one is left out where the record has no value for it.
@@ -104,13 +101,6 @@ def circumstances(stage: str, values: dict[str, Any], flags: Sequence[str]) -> d
         'versions': {'python': platform.python_version(),
                      'cuda': torch.version.cuda if torch.cuda.is_available() else None, **package_versions()},
     }
-
-
-def redacted(text: str) -> str:
-    """A text without the passwords, keys and signatures that addresses and connection strings can carry."""
-    without_users = re.sub(r'://([^/@:\s]*:\S*|[^/@\s]+)@', '://***@', text)  # a password may hold a /
-    without_queries = re.sub(r"\?[^\s']*=[^\s']*", '?***', without_users)
-    return re.sub(SECRET_SETTING, r'\1=***', without_queries)
 
 
 def processor_name() -> str:

@@ -46,7 +46,8 @@ def load_pipeline(folder: str, place: str) -> StableDiffusionPipeline:
     text_encoder = load_weights(CLIPTextModel, Path(folder, 'text_encoder'), place)
     try:
         scheduler_config = DDIMScheduler.load_config(Path(folder, 'scheduler'), local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, 'tokenizer'), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, 'tokenizer'), local_files_only=True,
+                                                  trust_remote_code=False)  # else it may ask on the terminal
     except Exception as error:  # transformers raises many kinds
         raise ValueError(f'{place} has no scheduler or tokenizer that loads ({one_line(error)[:300]})') from None
     return build_pipeline(unet, vae, scheduler_config, text_encoder, tokenizer)

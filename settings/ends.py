@@ -7,15 +7,20 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
+from inputs.errors import DataError, is_out_of_memory, one_line, redacted
+
 
 def end(program: str, status: int, message: str) -> NoReturn:
-    """End the process with one line. Rank 0 says it for all; another speaks where rank 0 has nothing to say."""
+    """End the process with one line, without passwords.
+
+    Rank 0 says it for all; another speaks where rank 0 has nothing to say.
+    """
     rank = int(os.environ.get('RANK', 0))
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how a launcher ends this rank when rank 0 has spoken
         time.sleep(10)
         message = f'rank {rank}: {message}'
-    print(f'{program}: error: {" ".join(message.split())}', file=sys.stderr)
+    print(f'{program}: error: {redacted(" ".join(message.split()))}', file=sys.stderr)
     sys.exit(status)
 
 
@@ -30,7 +35,6 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         program: name of the command.
         what_stays: of its work, and how to go on; it stands behind what ends with 1 or 130.
     """
-    from inputs.errors import DataError, is_out_of_memory, one_line
     behind = what_stays and f'; {what_stays}'
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
@@ -39,7 +43,7 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         end(program, 2, one_line(error))
     except (DataError, OSError, ImportError) as error:
         end(program, 1, one_line(error) + behind)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         end(program, 1, f'out of memory ({one_line(error)[:200]}); use a smaller --batch_size{behind}')

@@ -43,6 +43,17 @@ def test_nothing_in_a_dataset_runs_code_or_writes_outside_its_cache(tmp_path, ca
     assert not trace.exists() and not (tmp_path / 'escaped.mds').exists()
 
 
+@pytest.mark.parametrize('change, words', [({'format': 'jsonl'}, 'has a shard of format jsonl, which is not read'),
+                                           ({'raw_data': {'basename': 'a', 'bytes': 1 << 40}}, 'more than MDS can')])
+def test_shards_of_other_formats_and_of_impossible_sizes_are_refused(tmp_path, change, words):
+    folder = Path(write_shards(tmp_path / 'shards', [good(0)]))
+    index = json.loads((folder / 'index.json').read_text())
+    index['shards'][0] |= change
+    (folder / 'index.json').write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=words):
+        read_index(str(folder))
+
+
 def test_a_wrong_bucket_and_wrong_credentials_are_one_line_each(s3, samples, tmp_path, results, capfd, monkeypatch):
     tar = write_sample_tar(tmp_path / '00000.tar', samples)
     assert '--remote s3://nobody/photos' in one_error_line(['--remote', 's3://nobody/photos', *TINY], capfd)

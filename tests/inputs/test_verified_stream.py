@@ -1,6 +1,7 @@
 """Samples come from the shards of the index alone, in Streaming's own order, and an epoch ends whole or with the
 reason, whatever a remote, a cache, another dataset, another run or a killed one does."""
 import contextlib
+import json
 import os
 import shutil
 import threading
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+from streaming.base.compression import compress
 
 from data import StreamingLAIONDataset, build_loader
 from inputs.captions import build_tokenizer
 from inputs.errors import DataError
 from inputs.shards import read_index
-from inputs.verified_stream import cache_folder, own_shared_memory
+from inputs.verified_stream import cache_folder, own_shared_memory, unpacked
 from tests.forked_runs import RUN, run, traced
 from tests.samples import good, write_shards
 
@@ -127,6 +129,64 @@ def test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason(tmp_path, remot
     for _ in range(2):  # and so does one that is begun after that
         with pytest.raises(DataError, match=r'remote/shard\.00001\.mds, could not be read \(FileNotFoundError'):
             loaded(dataset, num_workers)
+
+
+@pytest.fixture
+def waited(monkeypatch) -> list[float]:
+    """Seconds that downloads wait between their tries, without waiting."""
+    seconds = []
+    monkeypatch.setattr('streaming.base.util.sleep', seconds.append)
+    return seconds
+
+
+def test_a_store_that_is_away_for_a_minute_is_waited_for(tmp_path, remote, waited, monkeypatch):
+    dataset = open_text(remote, tmp_path / 'cache')
+    downloader = dataset.streams[0]._downloader
+    download = downloader.download
+
+    def download_after_a_minute(*args):
+        if sum(waited) < 60:
+            raise ConnectionError('slow down')
+        return download(*args)
+    monkeypatch.setattr(downloader, 'download', download_after_a_minute)
+    assert dataset.sample(0)['caption'] == CAPTIONS[0]
+    assert 60 <= sum(waited) < 120
+
+
+def test_a_shard_that_is_not_there_is_not_waited_for(s3, remote, tmp_path, waited):
+    for path in remote.iterdir():
+        s3.put(f'mds/{path.name}', path.read_bytes())
+    dataset = open_text('s3://bucket/mds', tmp_path / 'cache')
+    s3.client.delete_object(Bucket='bucket', Key='mds/shard.00000.mds')
+    with pytest.raises(DataError, match='could not be read'):
+        dataset.sample(0)
+    assert not waited
+
+
+@pytest.mark.parametrize('compression', ['br:1', 'bz2', 'gz', 'snappy', 'zstd:7'])
+def test_a_compressed_shard_that_is_larger_than_its_index_says_is_not_unpacked(compression):
+    packed = compress(compression, bytes(10_000_000))
+    with pytest.raises(ValueError, match='does not unpack to the 1,000 bytes of index.json'):
+        unpacked(packed, compression, 1000)
+    assert unpacked(packed, compression, 10_000_000) == bytes(10_000_000)
+
+
+def test_shards_two_folders_deep_are_read(s3, remote, tmp_path):
+    index = json.loads((remote / 'index.json').read_text())
+    for shard in index['shards']:
+        name = shard['raw_data']['basename']
+        shard['raw_data']['basename'] = f'a/b/{name}'
+        s3.put(f'mds/a/b/{name}', (remote / name).read_bytes())
+    s3.put('mds/index.json', json.dumps(index).encode())
+    assert by_number(open_text('s3://bucket/mds', tmp_path / 'cache')) == CAPTIONS
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(tmp_path, remote, monkeypatch):
+    monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+    (tmp_path / f'mds-cache-{os.getuid()}').mkdir(mode=0o777)
+    (tmp_path / f'mds-cache-{os.getuid()}').chmod(0o777)
+    with pytest.raises(ValueError, match='is not a folder that only you can write to; give --local a folder'):
+        cache_folder(None, read_index(str(remote)))
 
 
 def test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_too(tmp_path, remote):
