@@ -21,6 +21,7 @@ if __name__ == '__main__':
 import contextlib
 import dataclasses
 import hashlib
+import json
 import math
 import os
 import sys
@@ -42,12 +43,12 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
 from data import StreamingLAIONDataset
-from inputs.errors import DataError
+from inputs.errors import DataError, redacted
 from inputs.images import resize
 from inputs.places import number_of_samples
 from inputs.shards import index_hash, read_image_index
 from inputs.words import counted
-from measuring.record import circumstances, keep, redacted
+from measuring.record import circumstances, keep
 from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from models.loading import hash_of_weights
 from models.sampling import SAMPLER, decode, load_pipeline, seeded
@@ -104,6 +105,20 @@ def load_model(place: str) -> tuple[StableDiffusionPipeline, dict]:
                  'images_seen': trained.samples, 'training': trained.flags, 'model_name': trained.flags['model_name']}
     about['model_sha256'] = hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)
     return pipeline, about
+
+
+def sources_of_pictures(pipeline: StableDiffusionPipeline) -> dict:
+    """What pictures depend on beside the weights: the tokenizer's hash, and what the scheduler is set to."""
+    tokenizer = json.loads(pipeline.tokenizer.backend_tokenizer.to_str())
+    for changing in ('truncation', 'padding'):  # each call sets them
+        tokenizer.pop(changing)
+    padding = [pipeline.tokenizer.pad_token_id, pipeline.tokenizer.model_max_length]
+    content = json.dumps([tokenizer, padding], sort_keys=True)
+    scheduler = {}
+    for key, value in pipeline.scheduler.config.items():
+        if not key.startswith('_'):  # such as the version of diffusers
+            scheduler[key] = value
+    return {'tokenizer_sha256': hashlib.sha256(content.encode()).hexdigest(), 'scheduler': scheduler}
 
 
 def read_data(settings: Evaluate) -> dict:
@@ -263,6 +278,9 @@ def in_words(score: float | None) -> str:
 def evaluate(settings: Evaluate) -> dict:
     """Draw what is missing, and judge it; returns the record."""
     refuse_more_ranks_than_gpus()
+    if settings.samples < dist.get_world_size():
+        raise ValueError(f'--samples {settings.samples} is fewer than the {dist.get_world_size()} ranks, each of which '
+                         'draws and judges some; give more samples, or use fewer ranks')
     join_ranks(get_device(None), SECONDS_FOR_THE_SLOWEST)
     device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')
     judges, about_judges = load_judges(settings, device)
@@ -271,7 +289,7 @@ def evaluate(settings: Evaluate) -> dict:
     index = on_rank_0(partial(read_data, settings))
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
                'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
-               'precision': settings.precision}
+               'precision': settings.precision, **sources_of_pictures(pipeline)}
     with contextlib.ExitStack() as stack:
         begun = Output(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))

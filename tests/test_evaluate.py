@@ -161,6 +161,28 @@ def test_pictures_of_other_settings_and_somebodys_files_are_refused(tmp_path, pi
     assert list((tmp_path / 'mine').iterdir()) == [tmp_path / 'mine/holiday.png']
 
 
+@pytest.mark.parametrize('file, key', [('scheduler/scheduler_config.json', 'scheduler'),
+                                       ('tokenizer/tokenizer.json', 'tokenizer_sha256')])
+def test_pictures_by_another_tokenizer_or_scheduler_are_refused(tmp_path, pipeline, shards, clip, capfd, file, key):
+    run(pipeline, shards, tmp_path / 'out', *clip)
+    other = shutil.copytree(pipeline, tmp_path / 'other')
+    path = other / file
+    content = json.loads(path.read_text())
+    if key == 'scheduler':
+        content['prediction_type'] = 'v_prediction'
+    else:
+        content['normalizer'] = None
+    path.write_text(json.dumps(content))
+    assert f'out was begun with {key} ' in refusal(capfd, other, shards, tmp_path / 'out', *clip)
+
+
+def test_fewer_samples_than_ranks_are_refused_before_anything_is_drawn(tmp_path, pipeline, shards, clip, capfd,
+                                                                       monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '5')
+    monkeypatch.setattr(evaluate, 'refuse_more_ranks_than_gpus', lambda: None)
+    assert '--samples 4 is fewer than the 5 ranks' in refusal(capfd, pipeline, shards, tmp_path / 'out', *clip)
+
+
 def test_the_fid_is_that_of_torchmetrics_for_the_pictures_and_the_real_ones(
         tmp_path, pipeline, shards, samples, small_inception):
     record = run(pipeline, shards, tmp_path / 'out', *small_inception, '--guidance', 1, 4)
