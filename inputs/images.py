@@ -10,6 +10,8 @@ import torch.nn.functional as F
 import torchvision
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from inputs.errors import is_out_of_memory
+
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
 # What turns an image of each EXIF orientation upright. ImageOps.exif_transpose also writes the EXIF anew: odd ones make
@@ -25,7 +27,7 @@ TURNS = {
 }
 FLIP = 'flip'  # bool (B,): which images of a batch are to be mirrored
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
-USUAL_BITS = (8, 10, 12, 14, 16, 24, 32)
+FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
 
 
 @functools.cache
@@ -59,7 +61,8 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
     """All of an image of any of FORMATS, uint8 (3, H, W), upright and in RGB; what is transparent is put on white.
 
     Args:
-        data: the encoded image. Raises ValueError if it does not decode, or has so many pixels that Pillow warns.
+        data: the encoded image. Raises ValueError if it does not decode, or has so many pixels that Pillow warns, and
+            MemoryError if there is no memory for it at the moment.
         image_size: a much larger image may be decoded smaller, with no side shorter than this.
     """
     try:
@@ -70,7 +73,11 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
                 return decode_pixels(image, data, image_size)
     except UnidentifiedImageError:
         raise ValueError('image does not decode: not a known format') from None
+    except MemoryError:
+        raise  # which says nothing of the image
     except Exception as error:  # damaged bytes make Pillow raise nearly anything
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):  # of torch's own decoder
+            raise MemoryError(str(error)) from None
         raise ValueError(f'image does not decode: {error or type(error).__name__}'.splitlines()[0]) from None
 
 
@@ -98,15 +105,18 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
 def eight_bits(image: Image.Image) -> Image.Image:
     """A grey image of more than 8 bits as one of 8, where Pillow's own conversion would be white from 255 on.
 
-    Its depth is the smallest of USUAL_BITS that holds its largest value, since cameras and scanners store 10, 12 or 14
-    bits as 16. Floats up to 1 are brightness.
+    Whole numbers have 16 bits, as PNG, PPM and JPEG 2000 say and nearly every TIFF; 31 where one is larger. So a dark
+    image stays dark. Of floats, which have no depth, those up to 1 are brightness, and others have the fewest of
+    FLOAT_BITS that hold the largest.
     """
     values = np.nan_to_num(np.asarray(image, np.float64), posinf=0, neginf=0)  # (H, W)
     largest = values.max()
     if image.mode == 'F' and largest <= 1:
         end = 1
+    elif image.mode == 'F':
+        end = next((2 ** bits for bits in FLOAT_BITS if largest < 2 ** bits), largest)
     else:
-        end = next(2 ** bits for bits in USUAL_BITS if largest < 2 ** bits)
+        end = 2 ** 16 if largest < 2 ** 16 else 2 ** 31
     return Image.fromarray((values * (256 / end)).clip(0, 255).astype(np.uint8))
 
 

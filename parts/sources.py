@@ -1,8 +1,8 @@
 """What SOURCE names: the tars and images to convert, and what else lies there, with the reason why it is left out.
 
 One rule splits a name, in tars and in folders: what follows the last dot is the suffix, and what stands before it is
-the key. The caption of KEY.jpg is KEY.txt, or else the "caption" of KEY.json, by these exact names. (WebDataset splits
-at the first dot: all of IMG_2020.01.02.jpg, IMG_2020.01.03.jpg and so on would be one sample.)
+the key. The caption of KEY.jpg is KEY.txt, or else the "caption" of KEY.json; the case of a suffix does not matter.
+(WebDataset splits at the first dot: all of IMG_2020.01.02.jpg, IMG_2020.01.03.jpg and so on would be one sample.)
 
 Links in folders are followed wherever they lead (part1 -> /disk1): whoever made SOURCE made them. Each real folder is
 searched once, so that loops end, and a file that has two names by links is converted once.
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 import obstore
@@ -32,10 +32,19 @@ BESIDE_TARS = ('.parquet', '_stats.json')  # what img2dataset writes for 00000.t
 
 
 class File(NamedTuple):
-    """A tar or an image, as it was found."""
-    name: str  # a whole path, or an address in a store
-    size: int  # bytes, with those of the captions beside it
-    captions: tuple[str, ...] = ()  # of an image: the suffixes of the captions beside it
+    """A tar or an image, as it was found.
+
+    Attributes:
+        name: a whole path, or an address in a store.
+        size: in bytes, with those of the captions beside it.
+        captions: of an image, the suffixes of the captions beside it.
+        changed: what is another when a file was written again: the nanosecond of its last change, and those of its
+            captions; in a store the ETag.
+    """
+    name: str
+    size: int
+    captions: tuple[str, ...] = ()
+    changed: tuple[int | str, ...] = ()
 
 
 class Found(NamedTuple):
@@ -97,11 +106,71 @@ def is_image(suffix: str) -> bool:
     return suffix.lower() in IMAGES or (suffix.lower() in HEIF and 'HEIF' in formats())
 
 
+def is_caption(suffix: str) -> bool:
+    """Whether a file of this suffix, in any case, may hold a caption."""
+    return suffix.lower() in CAPTIONS
+
+
+def captions_among(suffixes: Iterable[str]) -> list[str]:
+    """Those of captions, the one that is taken first."""
+    return sorted(filter(is_caption, suffixes), key=lambda suffix: (CAPTIONS.index(suffix.lower()), suffix))
+
+
 def why_not_read(suffix: str) -> str:
     """Why a file of this suffix is neither image, caption nor tar."""
     if suffix.lower() in HEIF:
         return f'{suffix} needs a package (pip install pillow-heif)'
     return f'{suffix or "a file without a suffix"} is not read'
+
+
+class Folder:
+    """A folder of this machine, and the names in it."""
+    has_images = True  # that can be read
+
+    def __init__(self, path: str, names: Iterable[str]):
+        self.path = path
+        self.real_path = os.path.realpath(path)
+        self.names = set(names)
+
+    def path_of(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def real_path_of(self, name: str) -> str:
+        """The path of a file without links."""
+        path = os.path.join(self.real_path, name)
+        return os.path.realpath(path) if os.path.islink(path) else path
+
+    def is_file(self, name: str) -> bool:
+        return os.path.isfile(self.path_of(name))
+
+    def size_and_change(self, name: str) -> tuple[int, int | str]:
+        """Bytes, and what is another when the file was written again."""
+        status = os.stat(self.path_of(name))
+        return status.st_size, status.st_mtime_ns
+
+
+class StoredFolder:
+    """What a store has below one address: for all that is asked of a Folder, from one list."""
+    has_images = False
+
+    def __init__(self, address: str):
+        self.address = address
+        self.objects = {}  # what obstore says of each, by name
+
+    @property
+    def names(self) -> Set[str]:
+        return self.objects.keys()
+
+    def path_of(self, name: str) -> str:
+        return f'{self.address}/{name}'
+
+    real_path_of = path_of
+
+    def is_file(self, name: str) -> bool:
+        return True
+
+    def size_and_change(self, name: str) -> tuple[int, int | str]:
+        return self.objects[name]['size'], self.objects[name]['e_tag'] or str(self.objects[name]['last_modified'])
 
 
 class Search:
@@ -112,6 +181,8 @@ class Search:
     """
 
     def __init__(self, sources: list[str], excluded: list[str]):
+        if '' in sources:
+            raise ValueError('SOURCE is empty; a variable of the shell may not be set')
         self.sources = [source if is_address(source) else os.path.abspath(source) for source in sources]
         self.excluded_folders = {os.path.realpath(place) for place in excluded if not is_address(place)}
         self.excluded_addresses = tuple(f'{place.rstrip("/")}/' for place in excluded if is_address(place))
@@ -138,12 +209,12 @@ class Search:
             elif self.is_to_be_searched(path):
                 self.add_folder(path)
         for folder, names in sorted(named.items()):
-            self.add_files(folder, names, set(os.listdir(folder)))
+            self.add_files(Folder(folder, os.listdir(folder)), names)
 
     def add_folder(self, top: str) -> None:
         """All that a folder holds, and those below it."""
         for folder, subfolders, names in os.walk(top, onerror=self.list_unreadable, followlinks=True):
-            self.add_files(folder, names, set(names))
+            self.add_files(Folder(folder, names), names)
             paths = [os.path.join(folder, name) for name in sorted(subfolders)]
             subfolders[:] = [os.path.basename(path) for path in paths if self.is_to_be_searched(path)]
 
@@ -173,50 +244,63 @@ class Search:
             raise DataError(f'SOURCE {error.filename} cannot be read ({one_line(error)})') from None
         self.leave_out(error.filename, 'cannot be opened: Permission denied')
 
-    def add_files(self, folder: str, names: Iterable[str], present: set[str]) -> None:
-        """Those files of a folder that are called `names`; their captions are among all that are `present`."""
-        real_folder = os.path.realpath(folder)
+    def add_files(self, folder: Folder | StoredFolder, names: Iterable[str]) -> None:
+        """Those files of a folder that are called `names`; their captions are among all that it has."""
         images = defaultdict(list)  # by key
         captions = []
         for name in sorted(names):
             key, suffix = split_name(name)
-            path = os.path.join(folder, name)
-            if not os.path.isfile(path):
+            path = folder.path_of(name)
+            if not folder.is_file(name):
                 self.leave_out(path, 'no file: a broken link, a pipe, a socket or a device')
             elif name.startswith('.') and path not in self.sources:
                 self.leave_out(path, 'hidden')
+            elif suffix.lower() == '.tar':
+                self.add(folder, name)
+            elif is_beside_tar(name, folder.names):
+                continue
+            elif (is_image(suffix) or is_caption(suffix)) and not folder.has_images:
+                self.leave_out(path, 'no tar: of a store, tars are read; copy the folder here, or pack it')
             elif is_image(suffix):
                 images[key].append(name)
-            elif suffix.lower() == '.tar':
-                self.add(folder, real_folder, name)
-            elif suffix in CAPTIONS:
+            elif is_caption(suffix):
                 captions.append(name)
-            elif not is_beside_tar(name, present):
-                self.leave_out(path, f'not an image, a caption or a tar: {why_not_read(suffix)}')
-        for key, of_key in images.items():
-            if len(of_key) > 1:  # one may be a mask of the other
-                for name in of_key:
-                    self.leave_out(os.path.join(folder, name), f'more than one image: {", ".join(of_key)}')
             else:
-                beside = [suffix for suffix in CAPTIONS if key + suffix in present]
-                beside = [suffix for suffix in beside if os.path.isfile(os.path.join(folder, key + suffix))]
-                self.add(folder, real_folder, of_key[0], beside)
+                self.leave_out(path, f'not an image, a caption or a tar: {why_not_read(suffix)}')
         for name in captions:
             key, _ = split_name(name)
-            if key not in images and not is_beside_tar(name, present):
-                self.leave_out(os.path.join(folder, name), 'no image')
+            if key not in images:
+                self.leave_out(folder.path_of(name), 'no image')
+        if images:
+            self.add_images(folder, images)
 
-    def add(self, folder: str, real_folder: str, name: str, captions: Iterable[str] = ()) -> None:
+    def add_images(self, folder: Folder, images: dict[str, list[str]]) -> None:
+        """The images of a folder by their key, each with the captions that the folder has for it."""
+        captions = defaultdict(list)  # suffixes, by key
+        for name in folder.names:
+            key, suffix = split_name(name)
+            if key in images and is_caption(suffix) and folder.is_file(name):
+                captions[key].append(suffix)
+        for key, names in images.items():
+            if len(names) == 1:
+                self.add(folder, names[0], captions_among(captions[key]))
+                continue
+            for name in names:  # one may be a mask of the other
+                self.leave_out(folder.path_of(name), f'more than one image: {", ".join(names)}')
+
+    def add(self, folder: Folder | StoredFolder, name: str, captions: Iterable[str] = ()) -> None:
         """A tar, or an image with the suffixes of its captions, unless it was found by another name."""
+        path = folder.path_of(name)
+        if not self.is_new(path, folder.real_path_of(name)):
+            return
         key, _ = split_name(name)
-        path = os.path.join(folder, name)
-        real = os.path.join(real_folder, name)
-        if os.path.islink(real):
-            real = os.path.realpath(real)
-        if self.is_new(path, real):
-            parts = (name, *(key + suffix for suffix in captions))
-            size = sum(os.path.getsize(os.path.join(folder, part)) for part in parts)
-            self.files.append(File(path, size, tuple(captions)))
+        size, change = folder.size_and_change(name)
+        changed = [change]
+        for suffix in captions:
+            size_of_caption, change = folder.size_and_change(key + suffix)
+            size += size_of_caption
+            changed.append(change)
+        self.files.append(File(path, size, tuple(captions), tuple(changed)))
 
     def add_store(self, source: str) -> None:
         """The tars of an address, from one list of it.
@@ -230,36 +314,34 @@ class Search:
             beginning = beginning.rpartition('/')[0]
         print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
         try:
-            sizes = {entry['path']: entry['size'] for page in obstore.list(store, beginning or None) for entry in page}
-            if beginning != key:
-                sizes = {path: size for path, size in sizes.items() if fnmatch.fnmatchcase(path, key)}  # * matches /
-            elif not sizes and key:
-                sizes = {key: obstore.head(store, key)['size']}
+            found = [entry for page in obstore.list(store, beginning or None) for entry in page]
+            if not found and key and beginning == key:
+                found = [obstore.head(store, key)]
         except FileNotFoundError:
-            sizes = {}
+            found = []
         except (BaseError, OSError) as error:
             raise DataError(store_error(error, f'SOURCE {source}')) from None
-        if not sizes:
+        folders: dict[str, StoredFolder] = {}
+        named = defaultdict(list)  # objects by their folders
+        for entry in found:
+            path, _, name = f'{bucket}/{entry["path"]}'.rpartition('/')
+            folder = folders.setdefault(path, StoredFolder(path))
+            folder.objects[name] = entry
+            if beginning == key or fnmatch.fnmatchcase(entry['path'], key):  # in which * matches /
+                named[path].append(name)
+        if not named:
             raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
-        for path, size in sizes.items():
-            if not f'{bucket}/{path}'.startswith(self.excluded_addresses):
-                self.add_object(f'{bucket}/{path}', path.removeprefix(beginning) or path, size)
-
-    def add_object(self, address: str, path: str, size: int) -> None:
-        """A tar of a store, or why it is none; `path` is what follows the address that was listed."""
-        _, suffix = split_name(path.rpartition('/')[2])
-        if is_hidden(path):
-            self.leave_out(address, 'hidden')
-        elif suffix.lower() == '.tar':
-            if self.is_new(address, address):
-                self.files.append(File(address, size))
-        elif is_image(suffix) or suffix in CAPTIONS:
-            self.leave_out(address, 'no tar: of a store, tars are read; copy the folder here, or pack it')
-        else:
-            self.leave_out(address, f'not an image, a caption or a tar: {why_not_read(suffix)}')
+        for path, names in named.items():
+            if f'{path}/'.startswith(self.excluded_addresses):
+                continue
+            if is_hidden(path.removeprefix(f'{bucket}/{beginning}')):
+                for name in names:
+                    self.leave_out(f'{path}/{name}', 'hidden')
+            else:
+                self.add_files(folders[path], names)
 
 
-def is_beside_tar(name: str, present: set[str]) -> bool:
+def is_beside_tar(name: str, present: Set[str]) -> bool:
     """Whether a file is one of those that img2dataset writes for a tar, which is there."""
     return any(name.endswith(end) and f'{name.removesuffix(end)}.tar' in present for end in BESIDE_TARS)
 

@@ -15,11 +15,13 @@ from inputs.images import decode_image
 from inputs.places import is_address
 from inputs.stores import StoredFile
 from parts.output import DAMAGED
-from parts.sources import CAPTIONS, File, is_hidden, is_image, split_name, why_not_read
+from parts.sources import File, captions_among, is_caption, is_hidden, is_image, split_name, why_not_read
 
 MAX_BYTES = 256 << 20  # of an image or a caption: a tar can declare any size
 MAX_OPEN = 4  # samples whose files may lie between each other's, such as a.jpg, a.seg.png, a.txt
 BUFFER_BYTES = 1 << 20
+END_BYTES = 1024  # of zeros, that a tar ends with
+RECORD_BYTES = 10240  # writers of tars fill the last record of so many bytes with zeros
 
 
 class Unread(str):
@@ -45,8 +47,10 @@ def whole_files(file: File) -> Iterator[tuple[str | None, str, bytes | Unread]]:
     read_files = read_tar if split_name(file.name)[1].lower() == '.tar' else read_image
     try:
         yield from read_files(file)
-    except (OSError, MemoryError) as error:
-        if getattr(error, 'errno', None) != errno.EINVAL:  # no place of a file is as far as a garbled header says
+    except MemoryError:
+        raise  # which says nothing of the file
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # no place of a file is as far as a garbled header says
             raise DataError(f'{file.name} cannot be read ({type(error).__name__}: {one_line(error)})') from None
         yield None, DAMAGED, Unread(one_line(error))
     except Exception as error:  # a garbled header makes tarfile raise nearly anything
@@ -74,25 +78,52 @@ def read_image(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
 
 
 def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
-    """Yield (key, suffix, content) of a tar's files, `a/b.jpg` being the .jpg of a/b."""
+    """Yield (key, suffix, content) of a tar's files, `a/b.jpg` being the .jpg of a/b, and of all tars that follow it in
+    the same file.
+
+    Raises tarfile.ReadError, or nearly anything else, where it is damaged.
+    """
     raw = StoredFile(file.name) if is_address(file.name) else open(file.name, 'rb', buffering=0)
-    with io.BufferedReader(raw, BUFFER_BYTES) as reader, tarfile.open(fileobj=reader, mode='r:') as tar:
+    with io.BufferedReader(raw, BUFFER_BYTES) as reader:
         is_empty = True
-        while member := tar.next():
-            is_empty = False
-            tar.members.clear()  # tarfile would keep every header
-            if tar.offset < member.offset_data:
-                raise tarfile.ReadError('negative size')  # tarfile would go round for ever
-            if not member.isdir():
-                folder, name = os.path.split(member.name)
-                key, suffix = split_name(name)
-                yield os.path.join(folder, key), suffix, read_member(tar, member, suffix)
-        # tarfile also stops, without a word, where a tar is cut between two files and at a garbled header.
-        reader.seek(tar.offset)
-        if reader.read(1024) != bytes(1024):
-            raise tarfile.ReadError('no end mark')
+        is_more = True
+        while is_more:
+            start = reader.tell()
+            with tarfile.open(fileobj=reader, mode='r:') as tar:
+                while member := tar.next():
+                    is_empty = False
+                    tar.members.clear()  # tarfile would keep every header
+                    if tar.offset < member.offset_data:
+                        raise tarfile.ReadError('negative size')  # tarfile would go round for ever
+                    if not member.isdir():
+                        folder, name = os.path.split(member.name)
+                        key, suffix = split_name(name)
+                        yield os.path.join(folder, key), suffix, read_member(tar, member, suffix)
+            if tar.offset == start > 0:
+                raise tarfile.ReadError('what follows its end is no tar')
+            is_more = skip_end(reader, tar.offset)
     if is_empty:
         yield '', '', Unread('nothing is in this tar')
+
+
+def skip_end(reader: io.BufferedReader, end: int) -> bool:
+    """Go on behind the zeros at the `end` of a tar; returns whether something is there.
+
+    Raises tarfile.ReadError if these are not the zeros of a whole tar: tarfile also stops, without a word, where a tar
+    is cut between two files, at a garbled header, and where a file was not fetched to its end and is filled with zeros.
+    """
+    reader.seek(end)
+    zeros = 0
+    rest = b''
+    while not rest and (content := reader.read(BUFFER_BYTES)):
+        rest = content.lstrip(bytes(1))
+        zeros += len(content) - len(rest)
+    if zeros < END_BYTES:
+        raise tarfile.ReadError('no end mark')
+    if not rest and zeros > END_BYTES + RECORD_BYTES:
+        raise tarfile.ReadError(f'it ends in zeros, {zeros:,} of them')
+    reader.seek(end + zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE)
+    return bool(rest)
 
 
 def read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> bytes | Unread:
@@ -101,7 +132,7 @@ def read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> b
         return Unread('it is hidden')
     if not member.isreg():
         return Unread('a link, a pipe or a device in a tar is not read')
-    if not is_image(suffix) and suffix not in CAPTIONS:
+    if not is_image(suffix) and not is_caption(suffix):
         return Unread(why_not_read(suffix))
     if member.size > MAX_BYTES:
         return Unread('too large')
@@ -138,12 +169,12 @@ def require_read(content: bytes | Unread, kind: str) -> bytes:
 
 def read_caption(fields: Fields) -> str:
     """The text of a sample's .txt, or the `caption` of its .json. ValueError, with the reason: there is none."""
-    found = [suffix for suffix in CAPTIONS if suffix in fields]
+    found = captions_among(fields)
     if not found:
         raise ValueError('no caption')
     content = require_read(fields[found[0]], 'no caption')
     try:
-        if found[0] == '.txt':
+        if found[0].lower() == '.txt':
             return content.decode('utf-8-sig').rstrip('\r\n')
         return json.loads(content)['caption'].encode().decode()  # JSON can hold what UTF-8 cannot
     except UnicodeError:

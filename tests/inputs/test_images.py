@@ -81,19 +81,20 @@ GREY = np.asarray(picture(9).convert('L')).astype(np.uint16)  # (64, 64), 0 to 2
 
 
 @pytest.mark.parametrize('format', ['PNG', 'TIFF', 'JPEG2000', 'PPM'])
-@pytest.mark.parametrize('bits', [8, 10, 12, 14, 16])
-def test_a_grey_image_of_more_than_8_bits_is_as_bright_as_its_bits_say(format, bits):
-    """Cameras and scanners store fewer as 16."""
+@pytest.mark.parametrize('darker', [0, 2, 6])
+def test_a_grey_image_of_16_bits_is_as_bright_as_it_was_stored(format, darker):
+    """Also a dark one."""
+    values = (GREY << 8) >> darker
     options = {'irreversible': False} if format == 'JPEG2000' else {}
-    decoded = decode_image(encoded(Image.fromarray(GREY << (bits - 8)), format, **options))
+    decoded = decode_image(encoded(Image.fromarray(values), format, **options))
     for channel in decoded.numpy():
-        np.testing.assert_array_equal(channel, GREY)
+        np.testing.assert_array_equal(channel, values >> 8)
 
 
 @pytest.mark.parametrize('values, expected', [
     ((GREY / 255).astype(np.float32), GREY),             # brightness from 0 to 1
     ((GREY * 257).astype(np.float32), GREY),
-    (GREY.astype(np.int32) << 16, GREY),                 # 24 bits
+    (GREY.astype(np.int32) << 23, GREY),                 # 31 bits and a sign
 ])
 def test_other_deep_images_decode_without_surprise(values, expected):
     decoded = decode_image(encoded(Image.fromarray(values), 'TIFF'))[0].numpy().astype(int)

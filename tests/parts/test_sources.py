@@ -63,7 +63,8 @@ def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path, monkeypat
     make(tmp_path, 'a.jpg', 'a.txt', 'b.png', 'b.txt', 'folder/c.jpg')
     monkeypatch.chdir(tmp_path)
     found = find_files(['*.jpg', f'{tmp_path}/fol*'])
-    assert found.files == [File(f'{tmp_path}/a.jpg', 2, ('.txt',)), File(f'{tmp_path}/folder/c.jpg', 1)]
+    assert [(file.name, file.size, file.captions) for file in found.files] == [
+        (f'{tmp_path}/a.jpg', 2, ('.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
     assert not found.left_out
     with pytest.raises(ValueError, match='SOURCE .* does not exist; give a tar, a folder, or a glob'):
         find_files([f'{tmp_path}/*.gif'])
@@ -101,13 +102,14 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
                     'tars.tar'):
             store.put(key, b'1')
         found = find_files(['s3://bucket/tars/'])
-        assert found.files == [File('s3://bucket/tars/0.tar', 1), File('s3://bucket/tars/deep/[1] #?%41.tar', 1)]
+        assert [(file.name, file.size) for file in found.files] == [
+            ('s3://bucket/tars/0.tar', 1), ('s3://bucket/tars/deep/[1] #?%41.tar', 1)]
         assert {line['source'].removeprefix('s3://bucket/tars/'): line['reason'].partition(':')[0]
                 for line in found.left_out} == {
             '.tmp/2.tar': 'hidden', '3.jpg': 'no tar', 'x.tar.gz': 'not an image, a caption or a tar'}
         assert [file.name for file in find_files(['s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar']).files] == [
             's3://bucket/tars/deep/[1] #?%41.tar', 's3://bucket/tars.tar']
-        assert find_files(['s3://bucket/']).files[-1] == File('s3://bucket/tars.tar', 1)
+        assert find_files(['s3://bucket/']).files[-1].name == 's3://bucket/tars.tar'
         with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
             find_files(['s3://bucket/nothing'])
         store.refusals = [(403, 'AccessDenied')]
@@ -126,3 +128,44 @@ def test_what_is_being_made_inside_source_is_passed_over(tmp_path, monkeypatch):
             store.put(f'tars/{name}', b'1')
         found = find_files(['s3://bucket/tars'], ['s3://bucket/tars/out'])
         assert [file.name for file in found.files] == ['s3://bucket/tars/outside/z.tar', 's3://bucket/tars/x.tar']
+
+
+@pytest.mark.parametrize('name', ['x.tar', 'a.jpg', 'a.TXT'])
+def test_a_file_that_was_changed_is_another_one_also_at_the_same_size(tmp_path, name):
+    make(tmp_path, 'x.tar', 'a.jpg', 'a.TXT')
+    before = find_files([str(tmp_path)]).files
+    assert find_files([str(tmp_path)]).files == before
+    assert before[0].captions == ('.TXT',)
+    (tmp_path / name).write_bytes(b'2')
+    os.utime(tmp_path / name, (1, 1))
+    after = find_files([str(tmp_path)]).files
+    assert after != before
+    assert [file[:2] for file in after] == [file[:2] for file in before]
+
+
+def test_an_object_that_was_changed_is_another_one_also_at_the_same_size(monkeypatch):
+    found = []
+    with local_s3(monkeypatch) as store:
+        for content in (b'1', b'1', b'2'):
+            store.put('tars/0.tar', content)
+            found.append(find_files(['s3://bucket/tars']).files + find_files(['s3://bucket/tars/0.tar']).files)
+    assert found[0] == found[1] != found[2]
+    assert found[2][0] == found[2][1]
+
+
+def test_what_img2dataset_writes_beside_tars_is_not_listed_in_a_store_either(tmp_path, monkeypatch):
+    names = ('00000.tar', '00000.parquet', '00000_stats.json', '00001.parquet')
+    make(tmp_path / 'tars', *names)
+    with local_s3(monkeypatch) as store:
+        for name in names:
+            store.put(f'tars/{name}', b'1')
+        for place in (f'{tmp_path}/tars', 's3://bucket/tars', 's3://bucket/tars/*'):
+            found = find_files([place])
+            left_out = [line['source'].rpartition('/')[2] for line in found.left_out]
+            assert [len(found.files), *left_out] == [1, '00001.parquet'], place
+
+
+def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(make(tmp_path, 'x.tar'))
+    with pytest.raises(ValueError, match='SOURCE is empty'):
+        find_files([''])

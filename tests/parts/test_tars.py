@@ -78,3 +78,48 @@ def test_what_cannot_be_read_at_the_moment_is_no_damage_and_ends_the_run(tmp_pat
     path.chmod(0)
     with pytest.raises(DataError, match='x.tar cannot be read .*Permission denied'):
         without_privileges(lambda: list(read_samples(File(str(path), 1))))
+
+
+def keys_and_damage(path: Path) -> tuple[list[str], str | None]:
+    """The keys of the samples, and what is said of damage at the end."""
+    samples = read_file(path)
+    damage = None
+    if samples[-1][0] is None:
+        damage = str(samples.pop()[1][DAMAGED])
+    return [key for key, _ in samples], damage
+
+
+def tar_of(folder: Path, *numbers: int) -> bytes:
+    files = {name: data for number in numbers for name, data in sample_files(str(number), number).items()}
+    return write_tar(folder / 'some.tar', files).read_bytes()
+
+
+def test_of_tars_in_a_row_all_are_read(tmp_path):
+    (tmp_path / 'row.tar').write_bytes(tar_of(tmp_path, 0, 1) + tar_of(tmp_path, 2) + tar_of(tmp_path, 3, 4))
+    assert keys_and_damage(tmp_path / 'row.tar') == (['0', '1', '2', '3', '4'], None)
+
+
+@pytest.mark.parametrize('tail, words', [
+    (b'something else' * 100, 'what follows its end is no tar'),
+    (bytes(100_000) + b'x', 'what follows its end is no tar'), (bytes(20_000), 'it ends in zeros')])
+def test_what_follows_the_end_of_a_tar_and_is_no_tar_is_damage(tmp_path, tail, words):
+    (tmp_path / 'tail.tar').write_bytes(tar_of(tmp_path, 0, 1) + tail)
+    keys, damage = keys_and_damage(tmp_path / 'tail.tar')
+    assert keys == ['0', '1']
+    assert words in damage
+
+
+@pytest.mark.parametrize('error', [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_an_image_that_there_is_no_memory_for_is_no_bad_one(monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+    monkeypatch.setattr('inputs.images.decode_pixels', fail)
+    image = sample_files('x', 1)['x.jpg']
+    with pytest.raises(MemoryError):
+        make_sample({'.jpg': image, '.txt': b'a'})
+
+
+def test_the_case_of_a_captions_suffix_does_not_matter(tmp_path):
+    write_tar(tmp_path / 'x.tar', {'A.JPG': sample_files('x', 1)['x.jpg'], 'A.TXT': b'a cat'})
+    [(_, fields)] = read_file(tmp_path / 'x.tar')
+    assert make_sample(fields)['caption'] == 'a cat'
