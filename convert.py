@@ -8,7 +8,7 @@
 
 Image bytes stay as they are, and samples in the order of the sorted files. What is left out is counted by reason and
 listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same command, started again, converts only what
-is missing: what is new in SOURCE, and what has another size than it had. OUT/index.json comes last.
+is missing: what is new in SOURCE, and what was changed there. OUT/index.json comes last.
 """
 from settings.commands import Convert
 from settings.ends import one_line_errors
@@ -28,8 +28,10 @@ from functools import partial
 import torch
 
 from inputs.errors import DataError, one_line
+from inputs.images import formats
 from inputs.places import is_address
 from inputs.shards import MDS_COLUMNS
+from inputs.stores import parse_address
 from inputs.words import counted
 from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, training_command, write_index
 from parts.sources import find_files, join_neighbours
@@ -38,9 +40,15 @@ from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
 
 
 def held_out_beside(out: str) -> str:
-    """Where the samples that are held out of OUT lie: beside it, OUT-held-out."""
+    """Where the samples that are held out of OUT lie: beside it, OUT-held-out.
+
+    Raises ValueError if OUT is a whole bucket, beside which there is only another one.
+    """
     if not is_address(out):
         out = os.path.abspath(out)
+    elif not parse_address(out, 'OUT')[-1]:
+        raise ValueError(f'OUT {out} is a whole bucket; with --held_out give a folder in it, such as '
+                         f'{out.rstrip("/")}/mds')
     return f'{out.rstrip("/")}-held-out'
 
 
@@ -134,12 +142,13 @@ def convert(settings: Convert) -> int:
         raise ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {found[0]}')
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
              'seed': settings.seed if settings.held_out else None}
-    parts = [Part(part_name(facts, of_part), of_part) for of_part in join_neighbours(files, settings.size_limit)]
-    source = [name if is_address(name) else os.path.abspath(name) for name in settings.source]
+    parts = []
+    for of_part in join_neighbours(files, settings.size_limit):
+        parts.append(Part(part_name(facts, formats(), of_part), of_part))
     with contextlib.ExitStack() as stack:
         for number, output in enumerate(outputs):
-            made_of = {'program': PROGRAM, 'source': source, 'is_held_out': number == 1, **facts}
-            stack.enter_context(output.begun(made_of))
+            made_of = {'program': PROGRAM, 'is_held_out': number == 1, **facts}
+            stack.enter_context(output.begun(made_of, settings.source))
         return convert_and_join(settings, outputs, parts, left_out)
 
 

@@ -38,13 +38,13 @@ from diffusers import AutoencoderKL
 from torch.utils.data import DataLoader, Dataset
 
 from fitting.compiling import compile_in_place
-from inputs.errors import DataError
+from inputs.errors import DataError, redacted
 from inputs.images import decode_image, normalize_images, stack_images
 from inputs.places import number_of_samples
 from inputs.shards import LATENT_COLUMNS, LATENTS, read_image_index
 from inputs.verified_stream import Shards, is_readable_in_place, open_shards
 from inputs.words import counted
-from measuring.record import circumstances, keep, redacted
+from measuring.record import circumstances, keep
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents, vae_moments
 from models.loading import build_vae, find_model
@@ -52,6 +52,7 @@ from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, tra
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
 from settings.caution import doubt
 from settings.here import encoding_here
+from settings.train import TINY
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
@@ -143,11 +144,10 @@ class Encoder:
         self.warm = self.now  # where the measurement begins
 
     def build_vae(self) -> AutoencoderKL:
-        """The VAE on its device, its random weights drawn from the seed, with its switches."""
+        """The VAE on its device, with its switches. Random weights are drawn from the seed, the same on each device."""
         settings = self.settings
         torch.manual_seed(settings.seed)
-        with self.device:
-            vae = build_vae(find_model(settings.model_name, settings.pretrained), settings.encoder_precision)
+        vae = build_vae(find_model(settings.model_name, settings.pretrained), settings.encoder_precision)
         vae = vae.to(self.device)
         channels_last = settings.channels_last
         if channels_last is None:  # on a cluster each worker decides for its device
@@ -284,7 +284,7 @@ def open_workers(settings: Encode, output: Output, most: int) -> LocalWorkers | 
     names = {flag: whole_name(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
     do = partial(encode_parts, dataclasses.replace(settings, **names), output)
     if settings.ray:
-        return RayWorkers(do, settings.ray, for_gpus=True)
+        return RayWorkers(do, settings.ray, on_gpus=not settings.cpu)
     return LocalWorkers(do, min(max(1, torch.cuda.device_count()), most), on_gpus=torch.cuda.is_available())
 
 
@@ -357,9 +357,14 @@ def encode(settings: Encode) -> dict | None:
     origin = origin_of_latents(files, settings.image_size)
     index = read_image_index(settings.remote)
     facts = {'encoder_precision': settings.encoder_precision, **origin}
+    if not settings.pretrained:
+        facts |= {'model_name': whole_name(settings.model_name), 'seed': settings.seed}  # which random weights
+        if settings.model_name != TINY:
+            print(f'{PROGRAM}: warning: without --pretrained the VAE is random, so that no model can draw from these '
+                  'latents; give --model_name FOLDER --pretrained', file=sys.stderr)
     parts = parts_of(index['shards'], facts)
     output = Output(settings.out, '--out')
-    with output.begun({'program': PROGRAM, 'remote': whole_name(settings.remote), **facts}):
+    with output.begun({'program': PROGRAM, **facts}, [settings.remote]):
         there = output.parts()
         missing = [part for part in parts if not there.get(part.name)]
         if missing:

@@ -9,10 +9,11 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
-from inputs.errors import DataError
+from inputs.errors import DataError, redacted
 from inputs.places import CLAIM, INDEX, is_address
 from inputs.stores import open_store, parse_address, store_error
 from settings.train import BATCH_SIZE
@@ -32,7 +33,7 @@ from settings.train import BATCH_SIZE
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'cut short or damaged'  # how the reason begins for which a file was not read to its end
-LAYOUT = 2  # of OUT; in that of earlier versions parts had numbers
+LAYOUT = 3  # of OUT; in that of earlier versions parts were named otherwise
 READERS = 64  # of part indexes, at once
 SHARD_BYTES = 1 << 26  # the most that a shard takes: Streaming's own default
 
@@ -56,20 +57,27 @@ class Output:
             parse_address(out, flag)
 
     @contextlib.contextmanager
-    def begun(self, settings: dict) -> Iterator[None]:
+    def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
         """A context in which this run makes OUT, and in a folder no other does.
 
-        In a store two runs of the same settings may work at once: both write the same.
+        In a store two runs of the same settings may work at once: both write the same. So where it is made of files of
+        a machine, the claim names that.
 
         Args:
             settings: that its samples depend on, which JSON can hold; `program` is the name of the one that makes it.
+            sources: the paths and addresses that it is made of.
 
         Raises ValueError if OUT holds somebody's files, was begun with other settings, or another run works in it.
         """
+        claim = {'layout': LAYOUT, **settings}
+        if sources:
+            claim['source'] = [redacted(name if is_address(name) else os.path.abspath(name)) for name in sources]
+        if not self.is_folder and not all(map(is_address, sources)):
+            claim['machine'] = platform.node()
         with contextlib.ExitStack() as stack:
             if self.is_folder:
                 stack.enter_context(self._locked())
-            self._claim(json.loads(json.dumps({'layout': LAYOUT, **settings})))
+            self._claim(json.loads(json.dumps(claim)))
             yield
 
     @contextlib.contextmanager
@@ -102,9 +110,14 @@ class Output:
             held = self.read(CLAIM)  # another run was faster
         begun = json.loads(held)
         for key in ('program', *settings, *begun):
-            if begun.get(key) != settings.get(key):
-                raise ValueError(f'{self.place} was begun with {key} {begun.get(key)}, and this command has '
-                                 f'{settings.get(key)}; give the same flags as then, or a new folder')
+            if begun.get(key) == settings.get(key):
+                continue
+            remedy = 'give the same flags as then, or a new folder'
+            if key == 'machine':
+                remedy = ('each may have other files there: give each machine an OUT of its own; if both see the same '
+                          f'files, write the new name into {CLAIM}')
+            raise ValueError(f'{self.place} was begun with {key} {begun.get(key)}, and this command has '
+                             f'{settings.get(key)}; {remedy}')
 
     def _create(self, name: str, content: bytes) -> bool:
         """Write a file if there is none of that name, as a store itself decides; returns whether there was none."""

@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class WorkerDied(Exception):
-    """A call ended without an answer."""
+    """A call ended without an answer: its process or machine is gone, or had no memory for it."""
 
 
 def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: Callable[[str], bool],
@@ -153,6 +153,8 @@ class LocalWorkers:
         self.idle.append(number)
         try:
             return call.result()
+        except MemoryError:  # of a worker that lives on
+            raise WorkerDied from None
         except BrokenProcessPool:
             self.pools.pop(number).shutdown()  # and the next call makes another
             raise WorkerDied from None
@@ -180,17 +182,18 @@ def end_with_command(alive: connection.Connection) -> None:
 
 
 class RayWorkers:
-    """Tasks on a Ray cluster, one at once for each GPU; or for each CPU, where it has no GPU or the work needs none.
+    """Tasks on a Ray cluster, one at once for each CPU, or for each GPU, of which one is waited for.
 
     Args:
         do: as for LocalWorkers. Where each task has a GPU, its number is 0: it sees no other.
         address: of the cluster, as `ray.init` takes it.
-        for_gpus: whether the work needs GPUs.
+        on_gpus: whether each task has a GPU. It is a process of its own then, since one that went on would keep its
+            GPU's memory beside the next.
 
     Raises ValueError if there is no cluster at that address.
     """
 
-    def __init__(self, do: Callable, address: str, for_gpus: bool = False):
+    def __init__(self, do: Callable, address: str, on_gpus: bool = False):
         os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')  # Ray reports how it is used unless it is told not to
         import ray
         self.ray = ray
@@ -201,10 +204,13 @@ class RayWorkers:
             ray.init(address, runtime_env=environment, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise no_cluster_error(address, error) from None
-        self.on_gpus = for_gpus and 'GPU' in ray.cluster_resources()
-        needs = {'num_gpus': 1} if self.on_gpus else {'num_cpus': 1}
+        self.on_gpus = on_gpus
+        needs = {'num_gpus': 1, 'max_calls': 1} if on_gpus else {'num_cpus': 1}
+        if on_gpus and 'GPU' not in ray.cluster_resources():
+            print(f'--ray {address}: no machine of the cluster has a GPU yet; waiting for one (--cpu works on CPUs)',
+                  file=sys.stderr, flush=True)
         # What is lost is given out here again, and not by Ray, so that it is known which part each worker died of.
-        self.task = ray.remote(call_on_cluster).options(max_retries=0, **needs)
+        self.task = ray.remote(max_retries=0, **needs)(call_on_cluster)
         ray.cloudpickle.register_pickle_by_value(sys.modules[do.func.__module__])  # a command, which is in none of them
         self.do = ray.put(do)
 
@@ -232,6 +238,8 @@ class RayWorkers:
         try:
             return self.ray.get(call)
         except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, MemoryError):
+                raise WorkerDied from None
             raise error.cause from error
         except self.ray.exceptions.RuntimeEnvSetupError as error:
             raise DataError(f'a machine of the cluster cannot work for this program ({one_line(error)})') from None

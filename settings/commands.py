@@ -64,6 +64,8 @@ class Encode(Samples, Model, Encoders, Warmup, Results, Seed, Cluster):
     """latents"""
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
     batch_size: int = flag(32, 'images at once on each device', kind=count)
+    cpu: bool = flag(False, 'work on the CPUs of the Ray cluster (default: off, on its GPUs, which are waited for)',
+                     needs='ray')
 
     def check(self) -> None:
         if not (self.remote or self.local) or not self.out:

@@ -51,6 +51,12 @@ def times(out: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in out.rglob('*') if path.is_file() and path.suffix != '.lock'}
 
 
+def make_photo(folder: Path, key: str, caption: bytes) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f'{key}.jpg').write_bytes(shaded(1))
+    (folder / f'{key}.txt').write_bytes(caption)
+
+
 @pytest.fixture
 def tars(tmp_path) -> Path:
     """Three tars of 3, 1 and 2 samples in all three formats."""
@@ -173,7 +179,7 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     printed = capsys.readouterr()
     assert printed.out.startswith('done already') and '00000.tar is cut short or damaged' in printed.err
 
-    (tars / '00000.tar').write_bytes(whole)  # fetched again, and of another size
+    (tars / '00000.tar').write_bytes(whole)  # fetched again
     write_tar(tars / '00003.tar', sample_files('6', 6))
     (tars / '00001.tar').unlink()
     assert convert.main(argv) == 0
@@ -183,6 +189,37 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     assert read_back(out) == pairs(0, 1, 2) + pairs(4, 5, suffix='webp') + pairs(6)
     parts = {path: time for path, time in before.items() if path.parent != out}
     assert {path: times(out)[path] for path in parts} == parts  # also those that are no longer used
+
+
+def test_a_caption_that_was_edited_is_converted_anew_at_the_same_size(tmp_path):
+    out = tmp_path / 'out'
+    make_photo(tmp_path / 'photos', 'cat', b'a cat 3')
+    assert convert.main([str(tmp_path / 'photos'), str(out)]) == 0
+    (tmp_path / 'photos/cat.txt').write_bytes(b'a dog 3')
+    os.utime(tmp_path / 'photos/cat.txt', (1, 1))  # as if by another second
+    assert convert.main([str(tmp_path / 'photos'), str(out)]) == 0
+    assert [caption for _, caption in read_back(out)] == ['a dog 3']
+
+
+def test_formats_that_can_be_read_since_make_a_tar_another_part(tars, tmp_path, monkeypatch, capsys):
+    argv = [str(tars), str(tmp_path / 'out'), '--num_workers', '1']
+    assert convert.main(argv) == 0
+    monkeypatch.setattr('convert.formats', lambda: ('HEIF', 'JPEG'))
+    capsys.readouterr()
+    assert convert.main(argv) == 0
+    assert 'converting 3 files in 1 of 1 part' in capsys.readouterr().err
+
+
+def test_an_error_holds_no_password(tars, capsys):
+    assert failing_status(tars, 'nowhere://me:PASSWORD@bucket/out') == 2
+    line = error_line(capsys)
+    assert 'nowhere://***@bucket/out' in line
+    assert 'PASSWORD' not in line
+
+
+def test_a_whole_bucket_has_nothing_beside_it_to_hold_out(tars, capsys):
+    assert failing_status(tars, 's3://bucket', '--held_out', '0.5') == 2
+    assert 'OUT s3://bucket is a whole bucket' in error_line(capsys)
 
 
 def test_a_share_is_held_out_by_the_images_and_the_seed_alone(tmp_path, capsys):

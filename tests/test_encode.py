@@ -177,6 +177,19 @@ def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_ref
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
+def test_random_weights_are_warned_of_and_those_of_another_seed_are_refused(tmp_path, shards, model_folder, capfd):
+    random = ['--no-pretrained', '--seed']
+    encode_shards(shards, tmp_path / 'out', model_folder, *random, 1)
+    assert 'encode.py: warning: without --pretrained the VAE is random' in capfd.readouterr().err
+    assert 'out was begun with seed 1, and this command has 2' in refusal(
+        capfd, encode_shards, shards, tmp_path / 'out', model_folder, *random, 2)
+    names = []
+    for seed in (1, 2):
+        encode_shards(shards, tmp_path / f'seed{seed}', model_folder, *random, seed)
+        names.append({path.parent.name for path in (tmp_path / f'seed{seed}').glob('*/index.json')})
+    assert not names[0] & names[1]
+
+
 def changed(model_folder, folder: Path, part: str) -> Path:
     """A copy of the model with another scaling factor or other weights of the VAE."""
     shutil.copytree(model_folder, folder)

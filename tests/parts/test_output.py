@@ -105,6 +105,35 @@ def test_of_several_runs_that_start_at_once_in_a_store_one_has_begun_it(monkeypa
     assert len(refused) == 7 and all('was begun with size_limit' in line for line in refused)
 
 
+def test_of_files_of_another_machine_a_store_is_not_made(output, monkeypatch):
+    with output.begun(SETTINGS, ['/data/tars']):
+        pass
+    monkeypatch.setattr('platform.node', lambda: 'another')
+    if output.is_folder:  # which is that machine's as well
+        with output.begun(SETTINGS, ['/data/tars']):
+            return
+    with pytest.raises(ValueError, match='was begun with machine .*, and this command has another; each may have'):
+        with output.begun(SETTINGS, ['/data/tars']):
+            pass
+
+
+def test_of_files_in_a_store_any_machine_may_make_a_part(output, monkeypatch):
+    for machine in ('one', 'another'):
+        monkeypatch.setattr('platform.node', lambda machine=machine: machine)
+        with output.begun(SETTINGS, ['s3://bucket/tars']):
+            pass
+    assert 'one' not in json.loads(output.read(CLAIM)).values()
+
+
+def test_a_claim_holds_no_password(output):
+    with output.begun(SETTINGS, ['s3://me:PASSWORD@bucket/tars?token=SECRET']):
+        pass
+    claim = output.read(CLAIM).decode()
+    assert 's3://***@bucket/tars' in claim
+    assert 'PASSWORD' not in claim
+    assert 'SECRET' not in claim
+
+
 def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path):
     first, second = (Output(str(tmp_path / 'out'), 'OUT') for _ in range(2))
     with first.begun(SETTINGS):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ import pytest
 
 import convert
 import encode
-from parts.work import PACKAGES
+from parts.work import PACKAGES, Part, RayWorkers, work
 from settings.commands import Convert
 from settings.flags import parse
 from tests.local_s3 import local_s3
@@ -118,10 +119,30 @@ def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, s
             task.kill()
             killed.append(task.pid)
     killer, _ = in_thread(kill_one)
-    record = encode.main([*argv, '--out', str(out), '--ray', cluster.address])
+    record = encode.main([*argv, '--out', str(out), '--ray', cluster.address, '--cpu'])
     killer.join()
     assert killed and record['samples'] == 24 and record['status'] == 'complete' and record['num_devices'] <= 2
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
+
+
+def process_of(name: str, parts: list[Part], gpu: int | None = None) -> tuple[int, int | None]:
+    """In which process a task is, and its GPU: work that needs neither."""
+    return os.getpid(), gpu
+
+
+@pytest.mark.long
+def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_its_own(cluster, capfd):
+    parts = [Part(str(number), []) for number in range(3)]
+    with RayWorkers(partial(process_of, 'x'), cluster.address, on_gpus=True) as workers:
+        assert 'no machine of the cluster has a GPU yet; waiting for one (--cpu' in capfd.readouterr().err
+        made, answers = in_thread(lambda: list(work(workers, parts, lambda name: False)))
+        assert workers.places() == 1
+        node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=1 << 27)
+        made.join(300)
+    cluster.remove_node(node)
+    [answers] = answers
+    assert [gpu for _, gpu in answers] == [0, 0, 0]
+    assert len({process for process, _ in answers}) == 3
 
 
 @pytest.mark.long
