@@ -327,6 +327,18 @@ def test_what_cannot_be_judged_is_one_line(pipeline, shards, clip, tmp_path, cap
     assert not out.exists()
 
 
+def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, pipeline, monkeypatch):
+    asked = []
+    monkeypatch.setattr('builtins.input', lambda question='': asked.append(question) or 'n')
+    folder = shutil.copytree(pipeline, tmp_path / 'foreign')
+    config = folder / 'tokenizer/tokenizer_config.json'
+    foreign = {'tokenizer_class': 'Mine', 'auto_map': {'AutoTokenizer': ['mine.Mine', None]}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | foreign))
+    with pytest.raises(ValueError, match='no scheduler or tokenizer that loads'):
+        load_pipeline(folder, 'MODEL')
+    assert not asked
+
+
 def test_a_checkpoint_of_a_training_on_latents_draws_with_the_vae_of_its_model(tmp_path, model_folder):
     kept = str(tmp_path / 'kept')
     train(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--save_folder', kept,
