@@ -131,12 +131,14 @@ def process_of(name: str, parts: list[Part], gpu: int | None = None) -> tuple[in
 
 
 @pytest.mark.long
-def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_its_own(cluster, capfd):
+def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_its_own(cluster, capfd,
+                                                                                          monkeypatch):
     parts = [Part(str(number), []) for number in range(3)]
     with RayWorkers(partial(process_of, 'x'), cluster.address, on_gpus=True) as workers:
         assert 'no machine of the cluster has a GPU yet; waiting for one (--cpu' in capfd.readouterr().err
         made, answers = in_thread(lambda: list(work(workers, parts, lambda name: False)))
         assert workers.places() == 1
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')  # which Ray looks at: the tests hide all
         node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=1 << 27)
         made.join(300)
     cluster.remove_node(node)
