@@ -6,7 +6,7 @@
 """
 import os
 
-from settings.ends import end_with_launcher, one_line_errors
+from errors.exits import end_with_launcher, one_line_errors
 from settings.flags import parse
 from settings.train import Train
 
@@ -37,7 +37,7 @@ from fitting.dry_run import dry_run
 from fitting.microbatch import find_microbatch
 from fitting.switches import apply_switches, process_switches, switch_callbacks
 from inputs.held_out import NOISE, TIMESTEP
-from inputs.shards import LATENTS
+from inputs.shards import MOMENTS
 from measuring.measurement import Measurement
 from measuring.record import measure_loader, training_settings
 from measuring.tracing import build_profiler
@@ -45,17 +45,17 @@ from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from settings.here import agreed, on_this_machine
+from settings.here import broadcast_from_rank_0, resolve_defaults
 from settings.times import times_in_batches
 from training.augmentation import CaptionDrop, RandomFlip
-from training.checkpoints import WholeCheckpoints, newest_checkpoint, resuming, saving_alone
+from training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
 from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers
 from training.optimization import build_schedule
 from training.progress import Progress
 from training.ranks import join_ranks, leave_ranks
-from training.run import finish_run, fit, is_over, say_how_it_begins, say_what_is_built, training_record
+from training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from training.safeguard import Safeguard, flags_to_keep
 from training.sampling import Sampling
 from training.signals import StopAtSignal
@@ -126,8 +126,8 @@ class StableDiffusion(DiffusionModel):
     @torch.no_grad()
     def encode(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
-        if LATENTS in batch:
-            moments = batch[LATENTS]
+        if MOMENTS in batch:
+            moments = batch[MOMENTS]
         else:
             image = normalize(batch)['image']  # (B, 3, H, W) in [-1, 1]
             with self.encoder_autocast(image.device.type):
@@ -228,7 +228,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
     if settings.sample_prompts:
         callbacks.append(Sampling(settings, model, files, measurement, stop))
     if settings.save_folder:
-        callbacks.append(WholeCheckpoints(settings.save_folder, settings.save_interval,
+        callbacks.append(AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
                                           settings.save_num_checkpoints_to_keep))
     return callbacks
 
@@ -300,7 +300,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     # FLOPs are counted here for the loggers, before the clock runs: SpeedMonitor asks for them between two batches.
     flops = {'flops_per_image': sum(model.flops_per_image.values())}
     trainer.logger.log_hyperparameters(training_settings(settings, dataset.latents, microbatch) | flops)
-    say_how_it_begins(settings, trainer.state, checkpoint)
+    log_start(settings, trainer.state, checkpoint)
     return model, trainer
 
 
@@ -310,7 +310,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
     Raises RunFailed if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
     settings = times_in_batches(settings, len(data.dataloader))
-    say_what_is_built(settings)
+    log_config(settings)
     with StopAtSignal() as stop:
         model, trainer = build_training(settings, files, data, stop, callbacks)
         if is_over(trainer.state):
@@ -329,15 +329,15 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
     end_with_launcher()
     with one_line_errors(PROGRAM):
         # The flags, and what this machine says of those that were not given.
-        settings = on_this_machine(parse(Train, __doc__, argv, PROGRAM))
+        settings = resolve_defaults(parse(Train, __doc__, argv, PROGRAM))
         if settings.dry_run is not None:
             return dry_run(settings, build_model)
 
         # All ranks meet, and train for as long as rank 0.
         join_ranks(get_device(), settings.dist_timeout)
-        settings = agreed(settings)
+        settings = broadcast_from_rank_0(settings)
 
-        with saving_alone(settings.save_folder, settings.autoresume), process_switches(settings):
+        with locked_save_folder(settings.save_folder, settings.autoresume), process_switches(settings):
             # The files of the model, and data that fits it.
             files = find_model(settings.model_name, settings.pretrained)
             data = build_data(settings, files)

@@ -10,8 +10,8 @@ Image bytes stay as they are, and samples in the order of the sorted files. What
 listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same command, started again, converts only what
 is missing: what is new in SOURCE, and what was changed there. OUT/index.json comes last.
 """
+from errors.exits import one_line_errors
 from settings.commands import Convert
-from settings.ends import one_line_errors
 from settings.flags import parse
 
 PROGRAM = 'convert.py'
@@ -27,12 +27,11 @@ from functools import partial
 
 import torch
 
-from inputs.errors import DataError, one_line
+from errors.messages import DataError, one_line, plural
 from inputs.images import formats
-from inputs.places import is_address
+from inputs.paths import is_url
 from inputs.shards import MDS_COLUMNS
 from inputs.stores import parse_address
-from inputs.words import counted
 from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, training_command, write_index
 from parts.sources import find_files, join_neighbours
 from parts.tars import make_sample, read_samples
@@ -44,7 +43,7 @@ def held_out_beside(out: str) -> str:
 
     Raises ValueError if OUT is a whole bucket, beside which there is only another one.
     """
-    if not is_address(out):
+    if not is_url(out):
         out = os.path.abspath(out)
     elif not parse_address(out, 'OUT')[-1]:
         raise ValueError(f'OUT {out} is a whole bucket; with --held_out give a folder in it, such as '
@@ -52,13 +51,13 @@ def held_out_beside(out: str) -> str:
     return f'{out.rstrip("/")}-held-out'
 
 
-def is_held_out(image: bytes, share: float, seed: int) -> bool:
-    """Whether an image is one of the share that is held out: by its bytes and the seed alone.
+def is_held_out(image: bytes, fraction: float, seed: int) -> bool:
+    """Whether an image is one of the fraction that is held out: by its bytes and the seed alone.
 
     So neither the number of workers nor what else SOURCE holds changes that, and copies of an image are on one side.
     """
     draw = hashlib.blake2b(image, digest_size=8, key=str(seed).encode()).digest()
-    return int.from_bytes(draw) < share * 2 ** 64
+    return int.from_bytes(draw) < fraction * 2 ** 64
 
 
 def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -> tuple[int, int]:
@@ -116,8 +115,8 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
     """Make the parts that no earlier run has made."""
     sizes = {part.name: sum(file.size for file in part.files) for part in parts}
     to_do = sum(sizes[part.name] for part in missing)
-    files = counted(sum(len(part.files) for part in missing), 'file')
-    print(f'converting {files} in {len(missing):,} of {counted(len(parts), "part")}', file=sys.stderr, flush=True)
+    files = plural(sum(len(part.files) for part in missing), 'file')
+    print(f'converting {files} in {len(missing):,} of {plural(len(parts), "part")}', file=sys.stderr, flush=True)
     images = 0
     with (open_workers(settings, outputs, len(missing)) as workers,
           progress_bar(sum(sizes.values()), 'B', sum(sizes.values()) - to_do) as bar):
@@ -132,11 +131,11 @@ def convert(settings: Convert) -> int:
 
     Raises DataError if that is nothing, or it cannot go on, and ValueError if OUT is of something else.
     """
-    places = [settings.out]
+    outs = [settings.out]
     if settings.held_out:
-        places.append(held_out_beside(settings.out))
-    outputs = [Output(place, 'OUT') for place in places]
-    files, left_out = find_files(settings.source, places)
+        outs.append(held_out_beside(settings.out))
+    outputs = [Output(out, 'OUT') for out in outs]
+    files, left_out = find_files(settings.source, outs)
     if not files:
         found = [f'{line["source"]}: {line["reason"]}' for line in left_out] or ['it holds neither tars nor images']
         raise ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {found[0]}')
@@ -173,7 +172,7 @@ def convert_and_join(settings: Convert, outputs: list[Output], parts: list[Part]
     if is_new:
         print_summary(joined, held_out, settings)
     else:
-        print(f'done already: OUT {settings.out} holds {counted(joined.samples, "sample")}, all of this SOURCE')
+        print(f'done already: OUT {settings.out} holds {plural(joined.samples, "sample")}, all of this SOURCE')
     print_next(joined, held_out, settings)
     return 1 if joined.damaged else 0
 
@@ -196,16 +195,16 @@ def warn(joined: Joined, unused: list[str], settings: Convert) -> None:
               'kept; fetch it again, and the same command converts it anew', file=sys.stderr)
     if unused:
         names = ' '.join(unused[:3]) + (' ...' if len(unused) > 3 else '')
-        print(f'{PROGRAM}: warning: {counted(len(unused), "folder")} in OUT {settings.out} for which SOURCE has no '
+        print(f'{PROGRAM}: warning: {plural(len(unused), "folder")} in OUT {settings.out} for which SOURCE has no '
               f'files any more: {names}; remove what you do not need', file=sys.stderr)
 
 
 def print_summary(joined: Joined, held_out: Joined | None, settings: Convert) -> None:
     """What was converted, and what was not."""
     size = f'{joined.bytes / 1e6:,.1f} MB' if joined.bytes >= 1e6 else f'{joined.bytes / 1e3:,.1f} kB'
-    print(f'converted  {counted(joined.samples, "sample")}, {size} in {counted(len(joined.shards), "shard")}')
+    print(f'converted  {plural(joined.samples, "sample")}, {size} in {plural(len(joined.shards), "shard")}')
     if held_out:
-        print(f'held out   {counted(held_out.samples, "sample")}, in {held_out_beside(settings.out)}')
+        print(f'held out   {plural(held_out.samples, "sample")}, in {held_out_beside(settings.out)}')
     if joined.skipped:
         print(f'skipped    {what_was_skipped(joined, held_out, settings)}')
 

@@ -17,15 +17,14 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
+from errors.messages import DataError, plural, unreadable_shard
 from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
-from inputs.errors import DataError, unreadable_shard
 from inputs.held_out import HeldOutSamples, collate_held_out
 from inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
-from inputs.places import number_of_samples
-from inputs.shards import LATENTS, index_hash, read_index, require_same_origin
+from inputs.paths import number_of_samples
+from inputs.shards import MOMENTS, index_hash, read_index, require_same_origin
 from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from inputs.verified_stream import DOWNLOADS, VerifiedDataset, VerifiedStream
-from inputs.words import counted
 from models.latents import origin_of_latents
 from models.loading import ModelFiles
 from settings.train import SD2_BASE, Train
@@ -79,7 +78,7 @@ class SyntheticImageCaptionDataset(Dataset):
         side = self.image_size
         if self.latents:
             moments = torch.randn(number, 8, side // 8, side // 8, generator=generator)
-            batch = {LATENTS: moments.half()}
+            batch = {MOMENTS: moments.half()}
         else:
             batch = {'image': torch.randint(256, (number, 3, side, side), dtype=torch.uint8, generator=generator)}
         batch['caption'] = torch.randint(self.vocab_size, (number, self.caption_length), generator=generator)
@@ -137,7 +136,7 @@ class StreamingLAIONDataset(VerifiedDataset):
     @property
     def latents(self) -> bool:
         """Whether the samples are the VAE's moments, not images."""
-        return LATENTS in self.shards[0].column_names
+        return MOMENTS in self.shards[0].column_names
 
     def __getitem__(self, index: int) -> dict:
         """Sample `index`, or where it is bad the next good one, with tensors for torch's own collate function.
@@ -190,7 +189,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         if not columns['caption'].strip():
             raise ValueError('no caption')
         if self.latents:
-            return {LATENTS: torch.from_numpy(columns[LATENTS].copy()), 'caption': columns['caption']}
+            return {MOMENTS: torch.from_numpy(columns[MOMENTS].copy()), 'caption': columns['caption']}
         if self.transform:
             image = decode_whole_image(columns['jpg'])  # (3, H, W)
         else:
@@ -232,8 +231,8 @@ class BadSamples:
 
 def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
     """One batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`."""
-    if LATENTS in samples[0]:
-        batch = {LATENTS: torch.stack([sample[LATENTS] for sample in samples])}
+    if MOMENTS in samples[0]:
+        batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
     else:
         batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
     captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
@@ -253,7 +252,7 @@ def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> 
     Raises ValueError if the images are whole numbers of another type, so that nothing says what is black and what is
     white.
     """
-    if LATENTS in batch:
+    if MOMENTS in batch:
         return batch
     batch = dict(batch)
     image = normalize_images(batch['image'], image_size)
@@ -343,7 +342,7 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
         require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
     samples = number_of_samples(index)
     if samples < settings.batch_size:
-        raise ValueError(f'--remote {settings.remote} holds {counted(samples, "sample")}, fewer than --batch_size '
+        raise ValueError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
                          f'{settings.batch_size}; use a smaller batch')
     if settings.random_flip and 'latents' in index:
         raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')

@@ -8,8 +8,8 @@ training draws a latent anew each time) and the caption. Every GPU of this machi
 Ray cluster. What cannot be encoded is left out and listed in OUT/skipped.jsonl. A run that was stopped, when started
 again with the same command, encodes only what is missing. OUT/index.json comes last.
 """
+from errors.exits import one_line_errors
 from settings.commands import ENCODING_FLAGS, Encode
-from settings.ends import one_line_errors
 from settings.flags import parse
 
 PROGRAM = 'encode.py'
@@ -37,22 +37,21 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch.utils.data import DataLoader, Dataset
 
+from errors.messages import DataError, plural, redacted
 from fitting.compiling import compile_in_place
-from inputs.errors import DataError, redacted
 from inputs.images import decode_image, normalize_images, stack_images
-from inputs.places import number_of_samples
-from inputs.shards import LATENT_COLUMNS, LATENTS, read_image_index
+from inputs.paths import number_of_samples
+from inputs.shards import LATENT_COLUMNS, MOMENTS, read_image_index
 from inputs.verified_stream import Shards, is_readable_in_place, open_shards
-from inputs.words import counted
-from measuring.record import circumstances, keep
+from measuring.record import append_record, run_metadata
+from measuring.reliability import why_unreliable
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents, vae_moments
 from models.loading import build_vae, find_model
 from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, training_command, write_index
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
-from settings.caution import doubt
-from settings.here import encoding_here
-from settings.train import TINY
+from settings.here import resolve_encoding_defaults
+from settings.train import TINY_MODEL
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
@@ -85,8 +84,8 @@ class Batches(Dataset):
         self.shards = shards
         self.image_size = image_size
 
-    def __getitem__(self, place: tuple[int, range]) -> dict:
-        shard, numbers = place
+    def __getitem__(self, key: tuple[int, range]) -> dict:
+        shard, numbers = key
         reader = self.shards.readers[shard]
         batch = {'shard': shard, 'number': [], 'caption': [], 'bad': []}
         images = []
@@ -106,7 +105,7 @@ class Batches(Dataset):
         return batch
 
 
-def places_of_batches(shards: Shards, batch_size: int) -> Iterator[tuple[int, range]]:
+def keys_of_batches(shards: Shards, batch_size: int) -> Iterator[tuple[int, range]]:
     """The shard of each batch and the numbers of its samples; a shard without samples has one batch without samples.
 
     The shards are fetched meanwhile, one after the other.
@@ -163,7 +162,7 @@ class Encoder:
         settings = self.settings
         shards = open_shards(settings.remote, copies, [part.files[0].entry for part in parts])
         loader = DataLoader(Batches(shards, settings.image_size), batch_size=None,
-                            sampler=places_of_batches(shards, settings.batch_size), num_workers=settings.num_workers,
+                            sampler=keys_of_batches(shards, settings.batch_size), num_workers=settings.num_workers,
                             pin_memory=self.device.type == 'cuda')
         for number, batches in groupby(loader, itemgetter('shard')):
             self.encode_part(output, parts[number], batches)
@@ -226,7 +225,7 @@ class Encoder:
 def write_batch(writer: PartWriter, moments: list[np.ndarray], captions: list[str]) -> None:
     """Write the samples of a batch."""
     for of_image, caption in zip(moments, captions, strict=True):
-        writer.write({LATENTS: of_image, 'caption': caption})
+        writer.write({MOMENTS: of_image, 'caption': caption})
 
 
 encoders: dict[int | None, Encoder] = {}  # that of this process, by its GPU
@@ -271,7 +270,7 @@ def parts_of(shards: list[dict], facts: dict) -> list[Part]:
 
 def latent_columns(image_size: int) -> dict[str, str]:
     """Names and MDS types."""
-    return LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{image_size // 8},{image_size // 8}'}
+    return LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{image_size // 8},{image_size // 8}'}
 
 
 def whole_name(name: str | None) -> str | None:
@@ -294,13 +293,13 @@ def encode_missing(settings: Encode, output: Output, total: int, missing: list[P
     figures = {}  # by the name of a process
     devices = 0
     to_do = number_of_images(missing)
-    print(f'encoding {counted(to_do, "image")} of {redacted(settings.remote)}', file=sys.stderr, flush=True)
+    print(f'encoding {plural(to_do, "image")} of {redacted(settings.remote)}', file=sys.stderr, flush=True)
     at_once = ON_RAY_AT_ONCE if settings.ray else SHARDS_AT_ONCE
     with (open_workers(settings, output, len(missing)) as workers,
           progress_bar(total, ' images', total - to_do) as bar):
         for answer in work(workers, missing, output.is_done, at_once):
             figures[answer['name']] = answer
-            devices = min(len(figures), workers.places())  # a successor of a process is on the same device
+            devices = min(len(figures), workers.slots())  # a successor of a process is on the same device
             bar.update(answer['images'])
     return list(figures.values()), devices
 
@@ -315,7 +314,7 @@ def encoding_record(settings: Encode, figures: list[dict], devices: int, stored:
         stored: the entries that say what this run has encoded, and what is stored by all runs that have made OUT.
         flops_per_image: of the VAE.
     """
-    record = circumstances('encode', dataclasses.asdict(settings), ENCODING_FLAGS) | {
+    record = run_metadata('encode', dataclasses.asdict(settings), ENCODING_FLAGS) | {
         'dataset': 'streaming', 'status': 'complete', 'num_devices': devices,
         'num_nodes': len({worker['machine'] for worker in figures}), **stored}
     if figures[0]['device']:
@@ -329,14 +328,14 @@ def encoding_record(settings: Encode, figures: list[dict], devices: int, stored:
 def summary(record: dict, settings: Encode) -> str:
     """The record for people, and the command that trains on what was encoded."""
     caution = ''
-    if doubt(record):
-        caution = (f'caution         {doubt(record)} of a device, too few to rely on its images/s; encode more images, '
-                   'or use a smaller --batch_size\n')
+    if why_unreliable(record):
+        caution = (f'caution         {why_unreliable(record)} of a device, too few to rely on its images/s; encode '
+                   'more images, or use a smaller --batch_size\n')
     skipped = ''
     if record['bad_samples']:
-        bad = counted(record['bad_samples'], 'bad sample')
+        bad = plural(record['bad_samples'], 'bad sample')
         skipped = f'skipped         {bad}; listed in {settings.out}/{SKIPPED}\n'
-    encoded, stored = (counted(record[key], 'image') for key in ('samples', 'stored_samples'))
+    encoded, stored = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
     return (f'encoded         {encoded}, {record["images_per_sec"]:,.4g} images/s\n'
             f'stored          {stored}, {record["bytes_per_image"]:,.0f} bytes each\n'
             f'{caution}{skipped}'
@@ -359,7 +358,7 @@ def encode(settings: Encode) -> dict | None:
     facts = {'encoder_precision': settings.encoder_precision, **origin}
     if not settings.pretrained:
         facts |= {'model_name': whole_name(settings.model_name), 'seed': settings.seed}  # which random weights
-        if settings.model_name != TINY:
+        if settings.model_name != TINY_MODEL:
             print(f'{PROGRAM}: warning: without --pretrained the VAE is random, so that no model can draw from these '
                   'latents; give --model_name FOLDER --pretrained', file=sys.stderr)
     parts = parts_of(index['shards'], facts)
@@ -374,7 +373,7 @@ def encode(settings: Encode) -> dict | None:
             raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')
         write_index(output, joined, latents=origin)
     if not missing:
-        print(f'done already: --out {settings.out} holds {counted(joined.samples, "sample")}, all of this --remote')
+        print(f'done already: --out {settings.out} holds {plural(joined.samples, "sample")}, all of this --remote')
         print(next_line(joined.samples, settings))
         return None
     stored = {
@@ -385,7 +384,7 @@ def encode(settings: Encode) -> dict | None:
     }
     flops_per_image = flops_of_latents(files.configs['vae'], settings.image_size)
     record = encoding_record(settings, figures, devices, stored, flops_per_image)
-    return keep(record, summary(record, settings), settings.results)
+    return append_record(record, summary(record, settings), settings.results)
 
 
 def main(argv: list[str] | None = None) -> dict | None:
@@ -393,7 +392,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     settings = parse(Encode, __doc__, argv, PROGRAM)
     stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):
-        return encode(encoding_here(settings))
+        return encode(resolve_encoding_defaults(settings))
 
 
 if __name__ == '__main__':

@@ -9,8 +9,8 @@ it draws on one GPU (python) or on several (composer, torchrun). The same comman
 stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
 error says where to get them.
 """
+from errors.exits import end_with_launcher, one_line_errors
 from settings.commands import EVALUATE_FLAGS, Evaluate
-from settings.ends import end_with_launcher, one_line_errors
 from settings.flags import parse
 
 PROGRAM = 'evaluate.py'
@@ -43,19 +43,18 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
 from data import StreamingLAIONDataset
-from inputs.errors import DataError, redacted
+from errors.messages import DataError, plural, redacted
 from inputs.images import resize
-from inputs.places import number_of_samples
+from inputs.paths import number_of_samples
 from inputs.shards import index_hash, read_image_index
-from inputs.words import counted
-from measuring.record import circumstances, keep
+from measuring.record import append_record, run_metadata
 from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from models.loading import hash_of_weights
 from models.sampling import SAMPLER, decode, load_pipeline, seeded
 from parts.output import Output
 from settings.here import best_precision, refuse_more_ranks_than_gpus
-from training.ranks import join_ranks, leave_ranks, on_rank_0
 from training.pipeline import trained_pipeline
+from training.ranks import join_ranks, leave_ranks, on_rank_0
 from training.trained import read_trained
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
@@ -86,21 +85,21 @@ def load_judges(settings: Evaluate, device: torch.device) -> tuple[dict[str, Met
     return judges, about
 
 
-def load_model(place: str) -> tuple[StableDiffusionPipeline, dict]:
+def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     """The pipeline of MODEL, on the CPU in float32, and what the record says of it.
 
     Raises ValueError if there is none, or it cannot draw.
     """
     about = {'weights': None, 'trained_batches': None, 'images_seen': None, 'training': None}
-    if os.path.isfile(os.path.join(place, PIPELINE_INDEX)):
-        pipeline = load_pipeline(place, f'MODEL {place}')
-        about['model_name'] = redacted(place)
+    if os.path.isfile(os.path.join(path, PIPELINE_INDEX)):
+        pipeline = load_pipeline(path, f'MODEL {path}')
+        about['model_name'] = redacted(path)
     else:
-        trained = read_trained(place, 'MODEL')
+        trained = read_trained(path, 'MODEL')
         if trained.vae is None and not trained.flags.get('pretrained'):
-            raise ValueError(f'MODEL {place} has no VAE to decode with, because it was trained on latents; make a '
+            raise ValueError(f'MODEL {path} has no VAE to decode with, because it was trained on latents; make a '
                              'pipeline of it by export.py --model_name FOLDER --pretrained, and evaluate that')
-        pipeline = trained_pipeline(trained, f'MODEL {place}', pretrained=True)
+        pipeline = trained_pipeline(trained, f'MODEL {path}', pretrained=True)
         about = {'weights': 'live' if trained.averaged is None else 'averaged', 'trained_batches': trained.batch,
                  'images_seen': trained.samples, 'training': trained.flags, 'model_name': trained.flags['model_name']}
     about['model_sha256'] = hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)
@@ -126,7 +125,7 @@ def read_data(settings: Evaluate) -> dict:
     index = read_image_index(settings.data, 'DATA')
     number = number_of_samples(index)
     if number < settings.samples:
-        raise ValueError(f'DATA {settings.data} holds {counted(number, "sample")}, fewer than --samples '
+        raise ValueError(f'DATA {settings.data} holds {plural(number, "sample")}, fewer than --samples '
                          f'{settings.samples:,}; use --samples {number}, or give more')
     return index
 
@@ -299,13 +298,13 @@ def evaluate(settings: Evaluate) -> dict:
         scores = [scores_at(settings, guidance, captions, judges) for guidance in settings.guidance]
 
     values = dataclasses.asdict(settings) | about_model | {'image_size': image_size}
-    record = circumstances('evaluate', values, EVALUATE_FLAGS) | about_model | about_judges | drawn | {
+    record = run_metadata('evaluate', values, EVALUATE_FLAGS) | about_model | about_judges | drawn | {
         'status': 'complete', 'model': redacted(settings.model), 'data': redacted(settings.data), 'sampler': SAMPLER,
         'scores': scores}
     if settings.inception:
         record |= {'resize': f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}',
                    'fid_is_biased': settings.samples < FEWEST_SAMPLES}
-    return keep(record, summary(record), settings.results)
+    return append_record(record, summary(record), settings.results)
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -7,8 +7,8 @@
 OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
 """
+from errors.exits import one_line_errors
 from settings.commands import Export
-from settings.ends import one_line_errors
 from settings.flags import parse
 from settings.times import is_young
 
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from inputs.words import counted
+from errors.messages import plural
 from training.pipeline import trained_pipeline
 from training.trained import Trained, read_trained
 
@@ -65,13 +65,13 @@ def warn_of_young_average(flags: Export, trained: Trained) -> None:
 
 def summary(flags: Export, trained: Trained) -> str:
     """What was written, and how to draw from it."""
-    kind = 'averaged'
+    weights = 'averaged'
     if flags.live:
-        kind = 'live'
+        weights = 'live'
     elif trained.averaged is None:
-        kind = 'live (there is no average)'
-    age = f' after {counted(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
-    return (f'{flags.out} holds the pipeline{age}, with the {kind} weights\n'
+        weights = 'live (there is no average)'
+    age = f' after {plural(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
+    return (f'{flags.out} holds the pipeline{age}, with the {weights} weights\n'
             f"draw: StableDiffusionPipeline.from_pretrained('{flags.out}')('a photo of a cat').images[0]")
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pandas as pd
 
-from inputs.words import counted
+from errors.messages import plural
 
 MEASURED = 'measured'  # the status of a row
 EXTRAPOLATED = 'extrapolated'  # the status of a row that nobody has measured
@@ -57,7 +57,7 @@ def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: st
 
 def label_of(row: pd.Series) -> str:
     """The number of a run where it has one, its devices, and what tells its setting from others."""
-    label = counted(row['num_devices'], 'CPU rank' if row['on_cpu'] else 'GPU')
+    label = plural(row['num_devices'], 'CPU rank' if row['on_cpu'] else 'GPU')
     if 'run' in row:
         label = f'run {row["run"]}: {label}'
     if row['label']:

@@ -11,8 +11,8 @@ keys as columns. A setting is a column where rows differ in it, and stands above
 is rounded once, when printed: to the decimals of the published table, or to three significant digits where these are
 more. --csv holds the rows of all tables unrounded, with every setting.
 """
+from errors.exits import one_line_errors
 from settings.commands import Report
-from settings.ends import one_line_errors
 from settings.flags import parse
 
 if __name__ == '__main__':
@@ -30,12 +30,12 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
+from errors.messages import plural
 from figures import CONDITIONS, EXTRAPOLATED, JUDGES, MEASURED, draw_quality, draw_speeds
-from inputs.words import counted
-from settings.caution import doubt
-from settings.costs import TRAINING_IMAGES, days_to_train, gpu_hours
+from measuring.costs import TRAINING_IMAGES, days_to_train, gpu_hours
+from measuring.reliability import why_unreliable
+from measuring.versions import PACKAGES
 from settings.train import SWITCHES
-from settings.versions import PACKAGES
 
 HASHES = ['inception_sha256', 'clip_sha256']  # shown by their beginning
 VERSIONS = ['python', 'cuda', *PACKAGES]
@@ -66,7 +66,7 @@ COLUMNS = {  # key: heading, template and decimals in print; None: of a whole nu
 }
 FOR_US = ['record', 'setting', 'label', 'on_cpu']  # columns that are not for the CSV file
 
-TINY = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
+TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
 FROM_SPEED = ('GPU-hours and cost of an evaluation are those of the images seen, at the images/s of the training in '
               'these records that has the same flags; what was trained before with other flags is not in them.')
 
@@ -98,7 +98,7 @@ def report(settings: Report) -> str:
     if settings.phase:
         plans = plan_table(records, settings)
         tables.append(plans)
-        phases = [f'{counted(images, "image")} at {size} px' for images, size in settings.phase]
+        phases = [f'{plural(images, "image")} at {size} px' for images, size in settings.phase]
         plan = f'Plan, for each number of devices that was measured: train on {", then ".join(phases)}'
         blocks += [plan, markdown(plans, SETTINGS)]
     if len(evaluations):
@@ -225,8 +225,8 @@ def status_and_notes(record: dict) -> tuple[str, str]:
     if status != 'complete':
         reason = f'{status}: {words(record.get("error"))}'
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
-    if doubt(record):
-        return DOUBTED, f'{DOUBTED}: {doubt(record)}'
+    if why_unreliable(record):
+        return DOUBTED, f'{DOUBTED}: {why_unreliable(record)}'
     if words(record['extrapolated']) != 'no':
         return EXTRAPOLATED, 'extrapolated by its source'
     return MEASURED, ''
@@ -287,7 +287,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     has_days = (rows['stage'] == 'train') & rows['status'].isin(WITH_FIGURES)
     if settings.training_images is None and (rows['model_name'] == 'tiny').any():
         has_days &= rows['model_name'] != 'tiny'
-        sentences.append(TINY)
+        sentences.append(TINY_NOTE)
     days = days_to_train(rows['images_per_sec'], settings.training_images or TRAINING_IMAGES).where(has_days)
     return with_costs(rows, days, settings.dollars_per_gpu_hour), sentences
 
@@ -348,7 +348,7 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
         worst = residuals.abs().argmax()
         sentences.append(
             f'{first["label"] or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
-            f'{counted(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
+            f'{plural(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
             f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
     if not predicted:
         raise ValueError(f'--extrapolate {counts[-1]} needs complete and reliable trainings of one setting on three '

@@ -30,7 +30,7 @@ from models.diffusion_model import DiffusionModel
 from models.divisions import DIVISORS, NoDivision
 from models.loading import SD2_BASE, find_model
 from settings.flags import parse
-from settings.here import on_this_machine
+from settings.here import resolve_defaults
 from settings.train import Train
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +66,7 @@ def trace(latents: bool, image_size: int, precision: str, encoder_precision: str
         argv += ['--encoder_precision', encoder_precision]
     if half_precision_norms:
         argv.append('--half_precision_norms')
-    settings = on_this_machine(parse(Train, '', argv, 'benchmark.py'))
+    settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
     outline = build_outline(settings, find_model(SD2_BASE), latents, build_model)
     divide_by_one(outline)
     _, work = trace_step(outline, precision, their_update(by, use_ema))

@@ -32,7 +32,7 @@ from PIL import Image, ImageOps
 
 from benchmark import StableDiffusion
 from export import main as export
-from inputs.shards import LATENT_COLUMNS, LATENTS
+from inputs.shards import LATENT_COLUMNS, MOMENTS
 from models.latents import origin_of_latents
 from models.loading import BUILT_IN, find_model
 from parts.output import Output, PartWriter, join_parts, write_index
@@ -89,7 +89,7 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
                   jitter: float = JITTER) -> None:
     """Shards with the moments of the captions' pictures, as encode.py writes them, so many samples of all."""
     size = image_size // 8
-    columns = LATENT_COLUMNS | {LATENTS: f'ndarray:float16:8,{size},{size}'}
+    columns = LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{size},{size}'}
     folder.mkdir(parents=True, exist_ok=True)
     output = Output(str(folder), 'OUT')
     part = PartWriter(output, 'all', columns)
@@ -98,7 +98,7 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
         moments = np.zeros((8, size, size), np.float16)  # mean and log variance
         moments[:3] = picture_of(caption, size) / SCALE
         moments[4:] = 2 * math.log(jitter / SCALE)
-        part.write({LATENTS: moments, 'caption': caption})
+        part.write({MOMENTS: moments, 'caption': caption})
     part.finish()
     origin = origin_of_latents(find_model(str(model), pretrained=True), image_size)
     write_index(output, join_parts(output, ['all']), latents=origin)

@@ -15,17 +15,17 @@ from pathlib import Path
 import pandas as pd
 from composer.utils import dist
 
+from errors.messages import plural
 from fitting.fake_step import StepMemory, trace_step, updater
 from fitting.forecast import CARDS, GPUS_A_NODE, KEPT_PER_DOUBLING, LARGEST_ERROR, Card, StepWork, kept_on
 from fitting.memory import GIB, build_outline, lasting_bytes
 from fitting.microbatch import sizes_to_try
 from fitting.operators import AVERAGE
 from inputs.shards import read_index
-from inputs.words import counted
+from measuring.costs import days_to_train, gpu_hours
 from models.diffusion_model import DiffusionModel
 from models.loading import find_model
 from models.peaks import peak_of
-from settings.costs import days_to_train, gpu_hours
 from settings.train import Train
 
 MEMORY_SIZES = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
@@ -66,13 +66,13 @@ class Estimate:
     work: StepWork
 
     @property
-    def share(self) -> int:
+    def device_batch_size(self) -> int:
         """Images of a batch on each device."""
         return self.settings.batch_size // self.settings.dry_run
 
     def needed(self, microbatch: int) -> dict[str, int]:
         """Bytes by item at the peak of a step, which is within a microbatch."""
-        return self.lasting | self.step.peak(microbatch, accumulated=microbatch < self.share)
+        return self.lasting | self.step.peak(microbatch, accumulated=microbatch < self.device_batch_size)
 
     def taken(self, microbatch: int) -> float:
         """GiB of a GPU, with what cannot be counted."""
@@ -80,7 +80,7 @@ class Estimate:
 
     def largest_microbatch(self, gib: float) -> int | None:
         """The largest that fits into so much memory; None: not even one image does."""
-        return max((size for size in sizes_to_try(self.share) if self.taken(size) <= gib), default=None)
+        return max((size for size in sizes_to_try(self.device_batch_size) if self.taken(size) <= gib), default=None)
 
     def microbatch_on(self, card: Card) -> int | None:
         """The microbatch that was asked for, or the largest; None: it does not fit."""
@@ -91,7 +91,7 @@ class Estimate:
 
     def images_per_sec(self, card: Card, microbatch: int) -> float | None:
         """Of all devices together; None where no peak of the card is known in this precision."""
-        speed = card.images_per_sec(self.work, microbatch, self.share, self.settings.precision)
+        speed = card.images_per_sec(self.work, microbatch, self.device_batch_size, self.settings.precision)
         if speed is None:
             return None
         return speed * self.settings.dry_run * kept_on(self.settings.dry_run)
@@ -188,14 +188,14 @@ def title(settings: Train, latents: bool) -> str:
         words.append('latents that are encoded already')
     if settings.use_ema:
         words.append('EMA')
-    share = counted(settings.batch_size // devices, 'image')
-    return f'{settings.model_name}: {", ".join(words)}; {share} a step on each of {counted(devices, "GPU")}'
+    images = plural(settings.batch_size // devices, 'image')
+    return f'{settings.model_name}: {", ".join(words)}; {images} a step on each of {plural(devices, "GPU")}'
 
 
 def memory_table(given: Estimate) -> pd.DataFrame:
     """GiB of a device by item, for each microbatch up to the first that no card holds."""
     columns = {}
-    for size in sizes_to_try(given.share):
+    for size in sizes_to_try(given.device_batch_size):
         columns[size] = given.needed(size)
         if given.taken(size) > max(MEMORY_SIZES.values()):
             break
@@ -243,9 +243,9 @@ def speed_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
     rows = {}
     for card in cards:
         largest = given.largest_microbatch(card.gib)
-        sizes = [size for size in sizes_to_try(given.share) if size <= largest]
+        sizes = [size for size in sizes_to_try(given.device_batch_size) if size <= largest]
         rows[card.name] = {size: three_digits(given.images_per_sec(card, size)) for size in sizes}
-    columns = f'images/s on {counted(given.settings.dry_run, "GPU")}, by microbatch'
+    columns = f'images/s on {plural(given.settings.dry_run, "GPU")}, by microbatch'
     return pd.DataFrame.from_dict(rows, orient='index').fillna('').rename_axis(columns=columns)
 
 
@@ -275,7 +275,8 @@ def kinds_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
     columns = {}
     for card in cards:
         microbatch = given.microbatch_on(card)
-        seconds = pd.Series(card.seconds_by_kind(given.work, microbatch, given.share, given.settings.precision))
+        by_kind = card.seconds_by_kind(given.work, microbatch, given.device_batch_size, given.settings.precision)
+        seconds = pd.Series(by_kind)
         columns[card.name.removeprefix('NVIDIA ')] = seconds / seconds.sum()
     table = pd.DataFrame(columns)
     table = table.sort_values(table.columns[0], ascending=False).map('{:.0%}'.format)

@@ -11,11 +11,10 @@ import torch
 from composer.core import DataSpec, get_precision_context
 from composer.utils import dist, get_device
 
+from errors.messages import is_out_of_memory, plural
 from fitting.memory import ADAM_MOMENTS
 from inputs.captions import CAPTION_LENGTH
-from inputs.errors import is_out_of_memory
-from inputs.shards import LATENTS
-from inputs.words import counted
+from inputs.shards import MOMENTS
 from models.diffusion_model import DiffusionModel
 from settings.train import Train
 
@@ -30,23 +29,24 @@ def find_microbatch(settings: Train, model: DiffusionModel, data: DataSpec) -> i
     """Images that go through the model at once: as asked for, or found. Raises ValueError if not even one fits."""
     if not settings.searches_microbatch:
         return settings.device_train_microbatch_size
-    share = settings.batch_size // dist.get_world_size()
-    microbatch = largest_microbatch(model, data, share, settings.precision, settings.use_ema)
+    device_batch_size = settings.batch_size // dist.get_world_size()
+    microbatch = largest_microbatch(model, data, device_batch_size, settings.precision, settings.use_ema)
     if dist.get_global_rank() == 0:
-        found = f'{counted(microbatch, "image")} at once: the largest power of two that fits'
+        found = f'{plural(microbatch, "image")} at once: the largest power of two that fits'
         print(found, file=sys.stderr, flush=True)
     return microbatch
 
 
-def sizes_to_try(share: int) -> list[int]:
+def sizes_to_try(device_batch_size: int) -> list[int]:
     """The powers of two that divide a device's share of the batch, the smallest first."""
     sizes = [1]
-    while share % (2 * sizes[-1]) == 0:
+    while device_batch_size % (2 * sizes[-1]) == 0:
         sizes.append(2 * sizes[-1])
     return sizes
 
 
-def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precision: str, use_ema: bool) -> int:
+def largest_microbatch(model: DiffusionModel, data: DataSpec, device_batch_size: int, precision: str,
+                       use_ema: bool) -> int:
     """The largest of `sizes_to_try` that trains within the memory of every rank.
 
     One image comes first, which makes the handles and workspaces of CUDA's libraries while there is room. Each size is
@@ -57,7 +57,7 @@ def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precis
         model: with its switches; it is moved to its device. A compiled part runs uncompiled: compiling takes minutes
             for each size, and as a rule a compiled model needs less memory.
         data: what the run will train on.
-        share: images of a batch on each device.
+        device_batch_size: images of a batch on each device.
         precision: amp_bf16, amp_fp16 or fp32.
         use_ema: whether the run keeps an average of the weights.
 
@@ -67,7 +67,7 @@ def largest_microbatch(model: DiffusionModel, data: DataSpec, share: int, precis
     copies = int(use_ema) + int(dist.get_world_size() > 1)  # the average, and the buckets of DDP
     largest = 0
     with torch.compiler.set_stance('force_eager'):
-        for size in sizes_to_try(share):
+        for size in sizes_to_try(device_batch_size):
             if not on_all_ranks(fits(model, data, size, precision, copies)):
                 break
             largest = size
@@ -144,7 +144,7 @@ def blank_batch(model: DiffusionModel, size: int, image_type: torch.dtype, devic
     side = model.image_size
     batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long, device=device)}
     if model.vae is None:
-        batch[LATENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half, device=device)
+        batch[MOMENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half, device=device)
     else:
         batch['image'] = torch.zeros(size, 3, side, side, dtype=image_type, device=device)
     return batch

@@ -11,8 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.clip.modeling_clip import CLIPEncoder
 
+from errors.messages import one_line
 from fitting.compiling import compile_in_place
-from inputs.errors import one_line
 from models.diffusion_model import DiffusionModel
 from models.divisions import skip_divisions_by_one
 from models.norms import switch_norms_to_half

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torchvision
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from inputs.errors import is_out_of_memory
+from errors.messages import is_out_of_memory
 
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')

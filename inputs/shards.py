@@ -8,13 +8,13 @@ from pathlib import Path, PurePosixPath
 from streaming.base.format.mds.encodings import is_mds_encoding_safe
 from streaming.base.storage import CloudDownloader
 
-from inputs.errors import one_line
-from inputs.places import INDEX
+from errors.messages import one_line
+from inputs.paths import INDEX
 
 LARGEST_SHARD = 1 << 32  # bytes, which MDS counts in 32 bits
-LATENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
+MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
-LATENT_COLUMNS = {'caption': 'str'}  # and LATENTS, whose type has the size in it
+LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in it
 
 
 def read_index(remote: str, flag: str = '--remote') -> dict:
@@ -23,21 +23,21 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     Raises ValueError, by the `flag` that the dataset was given by, if there is none that can be read and trusted, or a
     shard lacks a column.
     """
-    place = f'{flag} {remote}'
+    label = f'{flag} {remote}'
     try:
         index = json.loads(fetch_index(remote))
     except FileNotFoundError:
-        raise ValueError(f'{place} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
+        raise ValueError(f'{label} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
                          'convert.py and encode.py write that file last') from None
     except Exception as error:  # every storage client has its own
-        raise ValueError(f'{place} has no {INDEX} that can be read ({type(error).__name__}: {one_line(error)[:200]})'
+        raise ValueError(f'{label} has no {INDEX} that can be read ({type(error).__name__}: {one_line(error)[:200]})'
                          ) from None
     try:
         for shard in index['shards']:
-            refuse_harmful_entry(shard, place)
-            require_columns(shard, 'latents' in index, place)
+            refuse_harmful_entry(shard, label)
+            require_columns(shard, 'latents' in index, label)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f'{place} has an {INDEX} that is not one of MDS shards; convert the data anew') from None
+        raise ValueError(f'{label} has an {INDEX} that is not one of MDS shards; convert the data anew') from None
     return index
 
 
@@ -64,33 +64,33 @@ def index_hash(index: dict) -> str:
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
-def refuse_harmful_entry(shard: dict, place: str) -> None:
+def refuse_harmful_entry(shard: dict, label: str) -> None:
     """Raises ValueError if the entry of a shard would be written outside its folder, or run as code, or is no MDS."""
     if shard['format'] != 'mds':  # others name more files, which a small cache would remove
-        raise ValueError(f'{place} has a shard of format {shard["format"]}, which is not read; convert the data anew')
+        raise ValueError(f'{label} has a shard of format {shard["format"]}, which is not read; convert the data anew')
     if shard['raw_data']['bytes'] >= LARGEST_SHARD:
-        raise ValueError(f'{place} has a shard of {shard["raw_data"]["bytes"]:,} bytes, more than MDS can have; do not '
+        raise ValueError(f'{label} has a shard of {shard["raw_data"]["bytes"]:,} bytes, more than MDS can have; do not '
                          'use it')
     for file in (shard['raw_data'], shard['zip_data']):
         name = PurePosixPath(file['basename'] if file else '')
         if name.is_absolute() or '..' in name.parts:
-            raise ValueError(f'{place} has a shard named {name}, outside its folder; do not use it')
+            raise ValueError(f'{label} has a shard named {name}, outside its folder; do not use it')
     for name, encoding in zip(shard['column_names'], shard['column_encodings'], strict=True):
         if not is_mds_encoding_safe(encoding):
-            raise ValueError(f'{place} has a column {name} of type {encoding}, which can run code; do not use it')
+            raise ValueError(f'{label} has a column {name} of type {encoding}, which can run code; do not use it')
 
 
-def require_columns(shard: dict, latents: bool, place: str) -> None:
+def require_columns(shard: dict, latents: bool, label: str) -> None:
     """Raises ValueError if the entry of a shard lacks a column, of images and captions or of latents and captions."""
     columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
     needed = MDS_COLUMNS
     if latents:
-        needed = LATENT_COLUMNS | {LATENTS: columns.get(LATENTS, 'moments')}
+        needed = LATENT_COLUMNS | {MOMENTS: columns.get(MOMENTS, 'moments')}
     missing = sorted(needed.items() - columns.items())
     if missing:
         wanted = ', '.join(f'{name} of {encoding}' for name, encoding in missing)
         present = ', '.join(f'{name} of {encoding}' for name, encoding in columns.items())
-        raise ValueError(f'{place} lacks the columns {wanted}; it has {present}')
+        raise ValueError(f'{label} lacks the columns {wanted}; it has {present}')
 
 
 def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--remote') -> None:

@@ -20,7 +20,7 @@ import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from inputs.errors import one_line
+from errors.messages import one_line
 
 AZURE_HOST = 'blob.core.windows.net'
 GOOGLE_S3 = 'https://storage.googleapis.com'  # which takes HMAC keys
@@ -37,11 +37,11 @@ def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
 
     Raises ValueError if there is no client for such an address, or it names no bucket.
     """
-    scheme, _, place = address.partition('://')
+    scheme, _, rest = address.partition('://')
     if scheme not in ('s3', 'gs', 'azure'):
         raise ValueError(f'{flag} {address}: of stores, s3://, gs:// and azure:// can be used; '
                          'use an S3-compatible address with S3_ENDPOINT_URL')
-    bucket, _, key = place.partition('/')
+    bucket, _, key = rest.partition('/')
     account = None
     if scheme == 'azure':
         account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
@@ -124,14 +124,14 @@ def azure_client(account: str, container: str) -> AzureStore:
     return AzureStore(container, credential_provider=AzureCredentialProvider(), **options)
 
 
-def store_error(error: BaseException, place: str) -> str:
-    """What an error of obstore says of a place, in one line, without what may be secret."""
+def store_error(error: BaseException, label: str) -> str:
+    """What an error of obstore says of a folder or file, in one line, without what may be secret."""
     text = short_text(error)
     if 'NoSuchBucket' in text or 'ContainerNotFound' in text:
-        return f'{place}: there is no such bucket; check its name and S3_ENDPOINT_URL'
+        return f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL'
     if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or re.search('status code: 40[13]', text):
-        return f'{place}: access is denied; check the name and the credentials, which may lack the permission ({text})'
-    return f'{place} cannot be read or written ({text})'
+        return f'{label}: access is denied; check the name and the credentials, which may lack the permission ({text})'
+    return f'{label} cannot be read or written ({text})'
 
 
 def short_text(error: BaseException) -> str:

@@ -30,8 +30,8 @@ from streaming.base.shared import SharedMemory
 from streaming.base.util import bytes_to_int, retry
 from streaming.base.world import World
 
-from inputs.errors import DataError, unreadable_shard
-from inputs.places import INDEX
+from errors.messages import DataError, unreadable_shard
+from inputs.paths import INDEX
 from inputs.shards import index_hash
 
 DOWNLOADS = 8  # tries, 1, 2, 4 ... 64 seconds apart: two minutes, as inputs.stores waits for a store
@@ -90,16 +90,16 @@ class VerifiedStream(Stream):
 
     def prepare_shard(self, shard: MDSReader) -> int:
         """Make a shard present and verified; returns the bytes that it takes. Raises DataError if it cannot be had."""
-        place = path_of(shard)
+        path = path_of(shard)
         try:
-            fault = fault_of_file(place, shard.raw_data)
+            fault = fault_of_file(path, shard.raw_data)
             if fault and self.remote is not None:
-                place = os.path.join(self.remote, (shard.zip_data or shard.raw_data).basename)
+                path = os.path.join(self.remote, (shard.zip_data or shard.raw_data).basename)
                 fault = self._fetch(shard)
         except Exception as error:  # every storage client has its own
-            raise unreadable_shard(error, place) from None
+            raise unreadable_shard(error, path) from None
         if fault:
-            raise DataError(f'shard {place} {fault}; put a good copy in its place')
+            raise DataError(f'shard {path} {fault}; put a good copy in its place')
         return shard.raw_data.bytes
 
     def _fetch(self, shard: MDSReader) -> str | None:
@@ -332,7 +332,7 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def draw_number(streams_local: list[str], streams_remote: list[str | None], world: World) -> tuple[int, SharedMemory]:
-    """In the place of Streaming's own `get_shm_prefix`: a random number for this node's ranks, and the memory of that
+    """In the path of Streaming's own `get_shm_prefix`: a random number for this node's ranks, and the memory of that
     name."""
     numbers = dist.all_gather_object(secrets.choice(NUMBERS))
     number = numbers[dist.get_global_rank() - dist.get_local_rank()]  # that of the node's first rank

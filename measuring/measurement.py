@@ -14,8 +14,8 @@ from composer import Callback
 from composer.core import DataSpec, State
 from composer.utils import dist, get_device
 
-from settings.caution import QUEUES_IN_WINDOW
 from measuring.gpu_monitor import GIB, GpuMonitor
+from measuring.reliability import QUEUES_IN_WINDOW
 
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 

@@ -15,15 +15,14 @@ from composer.core import DataSpec
 from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
-from inputs.errors import DataError, redacted
-from inputs.words import counted
+from errors.messages import DataError, plural, redacted
+from measuring.costs import days_to_train, gpu_hours
 from measuring.measurement import loader_figures
+from measuring.reliability import remedy, why_unreliable
 from measuring.tracing import PROFILED
-from settings.caution import doubt, remedy
-from settings.costs import days_to_train, gpu_hours
+from measuring.versions import git_commit, package_versions
 from settings.times import is_young, to_batches
 from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
-from settings.versions import git_commit, package_versions
 
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 MUCH_WAITING = 0.05
@@ -71,19 +70,19 @@ def training_settings(settings: Train, latents: bool, microbatch: int | None = N
     """
     values = dataclasses.asdict(settings)
     if settings.loader_only:
-        stated = circumstances('loader', values, LOADER_FLAGS)
+        stated = run_metadata('loader', values, LOADER_FLAGS)
     else:
         values |= {flag: redacted(values[flag] or '') or None for flag in ('load_weights', 'eval_remote')}
         if microbatch is not None:
             values['device_train_microbatch_size'] = microbatch
-        stated = circumstances('train', values, TRAINING_FLAGS)
+        stated = run_metadata('train', values, TRAINING_FLAGS)
     return stated | {
         'dataset': 'streaming' if settings.remote else 'synthetic',
         'encoders': 'text_in_loop' if latents else 'in_loop',
     }
 
 
-def circumstances(stage: str, values: dict[str, Any], flags: Sequence[str]) -> dict:
+def run_metadata(stage: str, values: dict[str, Any], flags: Sequence[str]) -> dict:
     """The part of a record that a training shares with an encoding, and of the `values` of flags those of `flags`."""
     return {
         'stage': stage,
@@ -139,28 +138,28 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
         values['export_flags'] += f' --model_name {folder} --pretrained'
     if not record['images_per_sec']:
         return values | {'why_no_speed': 'the run was over before the clock started, so that no batch was measured'}
-    values |= {'caution': caution_sentence(record), 'on_waiting': ''}
+    values |= {'caution': reliability(record), 'on_waiting': ''}
     if record['data_wait_fraction'] > MUCH_WAITING:
         values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
     if settings.training_images and torch.cuda.is_available() and not values['caution']:
         speed = record['images_per_sec']
         hours = gpu_hours(speed, record['num_devices'], settings.training_images)
         values |= {'images': settings.training_images, 'days': days_to_train(speed, settings.training_images),
-                   'gpus': counted(record['num_devices'], 'GPU'), 'gpu_hours': hours,
+                   'gpus': plural(record['num_devices'], 'GPU'), 'gpu_hours': hours,
                    'dollars': hours * settings.dollars_per_gpu_hour}
     return values
 
 
-def caution_sentence(record: dict) -> str | None:
+def reliability(record: dict) -> str | None:
     """Why these figures should not be trusted yet, and the remedy; None where they can be."""
     if record.get('status') == PROFILED:
         return 'these figures include the cost of the trace, so that no report counts them'
-    if doubt(record):
-        return f'{doubt(record)}: {remedy(record)}'
+    if why_unreliable(record):
+        return f'{why_unreliable(record)}: {remedy(record)}'
     return None
 
 
-def append(line: str, path: str) -> None:
+def append_line(line: str, path: str) -> None:
     """Add a line to a file in one write. Raises DataError if it could not be."""
     try:
         content = line.encode() + b'\n'
@@ -173,7 +172,7 @@ def append(line: str, path: str) -> None:
         raise DataError(f'--results {path} could not be written: {error.strerror}; see the record above') from None
 
 
-def keep(record: dict, text: str, path: str) -> dict:
+def append_record(record: dict, text: str, path: str) -> dict:
     """On rank 0: append the record to `path`, and print `text` and where the record is.
 
     Where `path` is -, the record itself is printed last; also where it cannot be kept, for which DataError is raised.
@@ -184,7 +183,7 @@ def keep(record: dict, text: str, path: str) -> dict:
     last_line = line
     try:
         if path != '-':
-            append(line, path)
+            append_line(line, path)
             last_line = f'{"record":<15} appended to {path}'
     finally:
         with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
@@ -197,7 +196,7 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
     record = training_settings(settings, data.dataloader.dataset.latents) | {'status': 'complete'}
     record |= loader_figures(data, settings.warmup_batches, settings.measure_batches)
     text = f'loader {record["loader_images_per_sec"]:.4g} images/s'
-    caution = caution_sentence(record)
+    caution = reliability(record)
     if caution:
         text += f'\ncaution: {caution}'
-    return keep(record, text, settings.results)
+    return append_record(record, text, settings.results)

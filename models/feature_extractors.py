@@ -7,7 +7,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 from torchmetrics.multimodal.clip_score import CLIPScore
 from transformers import CLIPModel, CLIPProcessor
 
-from inputs.errors import one_line
+from errors.messages import one_line
 from models.loading import load_weights
 from settings.commands import CLIP_MODEL
 

@@ -10,12 +10,12 @@ import torch
 from diffusers import AutoencoderKL
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from inputs.errors import one_line
+from errors.messages import one_line
 from inputs.hub import local_folder
-from settings.train import SD2_BASE, TINY
+from settings.train import SD2_BASE, TINY_MODEL
 
 # These folders hold no weights: random ones train as fast.
-BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY: Path(__file__).parent / 'tiny'}
+BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
 CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
                 'scheduler': 'scheduler_config.json'}
 VAE_WEIGHTS = 'vae/diffusion_pytorch_model.safetensors'
@@ -90,27 +90,27 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     return ModelFiles(name, folder, configs, pretrained)
 
 
-def load_weights(kind: type, folder: str | os.PathLike, place: str) -> Any:
+def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     """A network of diffusers or transformers with the weights of its folder: on the CPU, in float32, frozen, in eval
     mode.
 
     Args:
-        kind: its class, such as UNet2DConditionModel.
+        cls: its class, such as UNet2DConditionModel.
         folder: with its configuration and its weights, as safetensors.
-        place: what errors call the model that it is a part of, a flag with its value.
+        label: what errors call the model that it is a part of, a flag with its value.
 
     Raises ValueError if the weights do not load, or are not those of the network: diffusers and transformers go on
     with random numbers in the place of what is missing, and without what is foreign.
     """
     try:
-        network, loading = kind.from_pretrained(folder, use_safetensors=True, local_files_only=True,
+        network, loading = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True,
                                                 output_loading_info=True)
     except Exception as error:  # of nearly any kind, for files that are not there, damaged, or make no sense
-        raise ValueError(f'{place}: {folder} holds no {kind.__name__} that loads ({one_line(error)[:300]}); give '
+        raise ValueError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error)[:300]}); give '
                          'another model') from None
     wrong = sorted(map(str, {*loading['missing_keys'], *loading['unexpected_keys']}))
     if wrong:
-        raise ValueError(f'{place}: {folder} holds the weights of another model: {len(wrong)} are missing or foreign, '
+        raise ValueError(f'{label}: {folder} holds the weights of another model: {len(wrong)} are missing or foreign, '
                          f'first {wrong[0]}; give one that is whole')
     return network.float().requires_grad_(False).eval()
 

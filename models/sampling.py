@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from PIL import Image
 from transformers import AutoTokenizer, CLIPTextModel, PreTrainedTokenizerBase
 
-from inputs.errors import one_line
+from errors.messages import one_line
 from models.loading import load_weights
 
 SAMPLER = 'DDIM'
@@ -36,20 +36,20 @@ def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_con
     return pipeline
 
 
-def load_pipeline(folder: str, place: str) -> StableDiffusionPipeline:
+def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
     """The pipeline of a folder in the layout of diffusers, on the CPU in float32, with the sampler of `build_pipeline`.
 
-    Raises ValueError, which calls it `place`, if there is none that loads.
+    Raises ValueError, which calls it `label`, if there is none that loads.
     """
-    unet = load_weights(UNet2DConditionModel, Path(folder, 'unet'), place)
-    vae = load_weights(AutoencoderKL, Path(folder, 'vae'), place)
-    text_encoder = load_weights(CLIPTextModel, Path(folder, 'text_encoder'), place)
+    unet = load_weights(UNet2DConditionModel, Path(folder, 'unet'), label)
+    vae = load_weights(AutoencoderKL, Path(folder, 'vae'), label)
+    text_encoder = load_weights(CLIPTextModel, Path(folder, 'text_encoder'), label)
     try:
         scheduler_config = DDIMScheduler.load_config(Path(folder, 'scheduler'), local_files_only=True)
         tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, 'tokenizer'), local_files_only=True,
                                                   trust_remote_code=False)  # else it may ask on the terminal
     except Exception as error:  # transformers raises many kinds
-        raise ValueError(f'{place} has no scheduler or tokenizer that loads ({one_line(error)[:300]})') from None
+        raise ValueError(f'{label} has no scheduler or tokenizer that loads ({one_line(error)[:300]})') from None
     return build_pipeline(unet, vae, scheduler_config, text_encoder, tokenizer)
 
 

@@ -25,8 +25,8 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
-from inputs.errors import DataError, redacted
-from inputs.places import CLAIM, INDEX, is_address
+from errors.messages import DataError, redacted
+from inputs.paths import CLAIM, INDEX, is_url
 from inputs.stores import open_store, parse_address, store_error
 from settings.train import BATCH_SIZE
 
@@ -50,8 +50,8 @@ class Output:
 
     def __init__(self, out: str, flag: str):
         self.flag = flag
-        self.place = f'{flag} {out}'  # as errors call it
-        self.is_folder = not is_address(out)
+        self.label = f'{flag} {out}'  # as errors call it
+        self.is_folder = not is_url(out)
         self.out = os.path.realpath(out) if self.is_folder else out.rstrip('/')
         if not self.is_folder:
             parse_address(out, flag)
@@ -71,8 +71,8 @@ class Output:
         """
         claim = {'layout': LAYOUT, **settings}
         if sources:
-            claim['source'] = [redacted(name if is_address(name) else os.path.abspath(name)) for name in sources]
-        if not self.is_folder and not all(map(is_address, sources)):
+            claim['source'] = [redacted(name if is_url(name) else os.path.abspath(name)) for name in sources]
+        if not self.is_folder and not all(map(is_url, sources)):
             claim['machine'] = platform.node()
         with contextlib.ExitStack() as stack:
             if self.is_folder:
@@ -86,13 +86,13 @@ class Output:
             os.makedirs(self.out, exist_ok=True)
             names = {*os.listdir(self.out)} - {LOCK}
             if names and CLAIM not in names:
-                raise ValueError(f'{self.place} already holds something; give a new folder')
+                raise ValueError(f'{self.label} already holds something; give a new folder')
             path = Path(self.out, LOCK)
             lock = FileLock(path, thread_local=False)
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                raise ValueError(f'{self.place} is in use by another run; wait until that has ended') from None
+                raise ValueError(f'{self.label} is in use by another run; wait until that has ended') from None
         try:
             yield
         finally:
@@ -104,7 +104,7 @@ class Output:
         held = self.read(CLAIM)
         if held is None:
             if not self.is_folder and any(name != CLAIM for name in self.names()):
-                raise ValueError(f'{self.place} already holds something; give a new folder')
+                raise ValueError(f'{self.label} already holds something; give a new folder')
             if self._create(CLAIM, json.dumps(settings).encode()):
                 return
             held = self.read(CLAIM)  # another run was faster
@@ -116,7 +116,7 @@ class Output:
             if key == 'machine':
                 remedy = ('each may have other files there: give each machine an OUT of its own; if both see the same '
                           f'files, write the new name into {CLAIM}')
-            raise ValueError(f'{self.place} was begun with {key} {begun.get(key)}, and this command has '
+            raise ValueError(f'{self.label} was begun with {key} {begun.get(key)}, and this command has '
                              f'{settings.get(key)}; {remedy}')
 
     def _create(self, name: str, content: bytes) -> bool:
@@ -168,7 +168,7 @@ class Output:
     def require_begun(self) -> None:
         """Raises DataError if a worker does not see the OUT that the command has begun."""
         if self.read(CLAIM) is None:
-            raise DataError(f'{self.place} is not the same folder on every machine; use a shared one or a store')
+            raise DataError(f'{self.label} is not the same folder on every machine; use a shared one or a store')
 
     def _at(self, name: str) -> tuple[ObjectStore, str]:
         """The client and the key of a file."""
@@ -183,7 +183,7 @@ class Output:
         try:
             yield
         except (BaseError, OSError) as error:
-            raise DataError(store_error(error, self.place)) from None
+            raise DataError(store_error(error, self.label)) from None
 
 
 def part_name(*facts) -> str:
@@ -274,7 +274,7 @@ def read_parts(output: Output, parts: list[str]) -> Iterator[tuple[str, dict]]:
         try:
             return part, json.loads(output.read(f'{part}/{INDEX}'))
         except (ValueError, TypeError):
-            raise DataError(f'{part}/{INDEX} of {output.place} is gone or damaged; remove the folder {part}, and run '
+            raise DataError(f'{part}/{INDEX} of {output.label} is gone or damaged; remove the folder {part}, and run '
                             'the same command again') from None
 
     with ThreadPoolExecutor(READERS) as readers:

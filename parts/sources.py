@@ -20,9 +20,9 @@ from typing import NamedTuple
 import obstore
 from obstore.exceptions import BaseError
 
-from inputs.errors import DataError, one_line
+from errors.messages import DataError, one_line
 from inputs.images import formats
-from inputs.places import is_address
+from inputs.paths import is_url
 from inputs.stores import open_store, store_error
 
 IMAGES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2', '.ppm')
@@ -63,7 +63,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = ()) -> Found:
     """
     search = Search(list(sources), list(excluded))
     for source in search.sources:
-        if is_address(source):
+        if is_url(source):
             search.add_store(source)
         else:
             search.add_paths(source)
@@ -183,9 +183,9 @@ class Search:
     def __init__(self, sources: list[str], excluded: list[str]):
         if '' in sources:
             raise ValueError('SOURCE is empty; a variable of the shell may not be set')
-        self.sources = [source if is_address(source) else os.path.abspath(source) for source in sources]
-        self.excluded_folders = {os.path.realpath(place) for place in excluded if not is_address(place)}
-        self.excluded_addresses = tuple(f'{place.rstrip("/")}/' for place in excluded if is_address(place))
+        self.sources = [source if is_url(source) else os.path.abspath(source) for source in sources]
+        self.excluded_folders = {os.path.realpath(path) for path in excluded if not is_url(path)}
+        self.excluded_addresses = tuple(f'{url.rstrip("/")}/' for url in excluded if is_url(url))
         self.files: list[File] = []
         self.left_out: list[dict] = []
         self.names: dict[str, str] = {}

@@ -10,9 +10,9 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from inputs.errors import DataError, one_line
+from errors.messages import DataError, one_line
 from inputs.images import decode_image
-from inputs.places import is_address
+from inputs.paths import is_url
 from inputs.stores import StoredFile
 from parts.output import DAMAGED
 from parts.sources import File, captions_among, is_caption, is_hidden, is_image, split_name, why_not_read
@@ -83,7 +83,7 @@ def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
 
     Raises tarfile.ReadError, or nearly anything else, where it is damaged.
     """
-    raw = StoredFile(file.name) if is_address(file.name) else open(file.name, 'rb', buffering=0)
+    raw = StoredFile(file.name) if is_url(file.name) else open(file.name, 'rb', buffering=0)
     with io.BufferedReader(raw, BUFFER_BYTES) as reader:
         is_empty = True
         is_more = True
@@ -160,10 +160,10 @@ def make_sample(fields: Fields) -> dict[str, bytes | str]:
     return {'jpg': image, 'caption': caption}
 
 
-def require_read(content: bytes | Unread, kind: str) -> bytes:
+def require_read(content: bytes | Unread, label: str) -> bytes:
     """The content itself. Raises ValueError if it was not read."""
     if isinstance(content, Unread):
-        raise ValueError(f'{kind}: {content}')
+        raise ValueError(f'{label}: {content}')
     return content
 
 

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from inputs.errors import DataError, one_line
+from errors.messages import DataError, one_line
 
 ATTEMPTS = 3  # workers that may die of a part before the run ends
-SECONDS_BETWEEN_LOOKS = 1.0  # at how many places a cluster has
+SECONDS_BETWEEN_LOOKS = 1.0  # at how many slots a cluster has
 SECONDS_TO_CONNECT = 20
 OPEN_FILES = 256  # of the command itself
 OPEN_FILES_A_PROCESS = 8
@@ -62,9 +62,9 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
     at_work = {}  # the parts of each call
     deaths = Counter()  # of workers, by the name of the part that each was at
     while waiting or at_work:
-        places = workers.places()
-        while waiting and len(at_work) < places:
-            number = min(at_once, 1 + len(waiting) // (2 * places))  # fewer towards the end
+        slots = workers.slots()
+        while waiting and len(at_work) < slots:
+            number = min(at_once, 1 + len(waiting) // (2 * slots))  # fewer towards the end
             given = [waiting.popleft() for _ in range(number)]
             at_work[workers.call(given)] = given
         for call in workers.ended(list(at_work)):
@@ -123,7 +123,7 @@ class LocalWorkers:
         for pool in self.pools.values():
             pool.shutdown(cancel_futures=True)
 
-    def places(self) -> int:
+    def slots(self) -> int:
         """How many calls there may be at once."""
         return self.number
 
@@ -220,7 +220,7 @@ class RayWorkers:
     def __exit__(self, *error) -> None:
         self.ray.shutdown()
 
-    def places(self) -> int:
+    def slots(self) -> int:
         """How many calls there may be, now. At least one, for which a cluster that grows by itself starts a machine."""
         return max(1, int(self.ray.cluster_resources().get('GPU' if self.on_gpus else 'CPU', 0)))
 
@@ -229,7 +229,7 @@ class RayWorkers:
         return self.task.remote(self.do, parts, self.on_gpus)
 
     def ended(self, calls: list) -> list:
-        """A call that has ended; none after a second, when there may be more places."""
+        """A call that has ended; none after a second, when there may be more slots."""
         ended, _ = self.ray.wait(calls, timeout=SECONDS_BETWEEN_LOOKS)
         return ended
 
@@ -254,11 +254,11 @@ def call_on_cluster(do: Callable, parts: list[Part], on_gpu: bool):
 
 def refuse_silent_address(address: str) -> None:
     """Raises ValueError if nothing listens at HOST:PORT, which Ray would call for many minutes."""
-    place = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
-    if place is None:
+    match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
+    if match is None:
         return  # such as auto
     try:
-        socket.create_connection((place[1], int(place[2])), SECONDS_TO_CONNECT).close()
+        socket.create_connection((match[1], int(match[2])), SECONDS_TO_CONNECT).close()
     except (OSError, OverflowError) as error:
         raise no_cluster_error(address, error) from None
 

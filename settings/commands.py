@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from settings.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
-from settings.flags import count, flag, number, positional, positive, seed, share
-from settings.train import Encoders, Model, Results, Samples, Seed, Warmup, check_image_size
+from measuring.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from settings.flags import count, flag, fraction, number, positional, positive, seed
+from settings.train import Encoders, Model, Results, SampleFlags, Seed, Warmup, check_image_size
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
@@ -17,7 +17,7 @@ LARGEST_SHARD = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
 
 def shard_size(text: str) -> int:
-    """A kind of value: a size such as 64mb, that shards can have, in bytes."""
+    """A converter: a size such as 64mb, that shards can have, in bytes."""
     match = re.fullmatch('([0-9]{1,9})(kb|mb|gb)', text.lower())
     size = int(match[1]) * BYTES[match[2]] if match else 0
     if 0 < size <= LARGEST_SHARD:
@@ -26,7 +26,7 @@ def shard_size(text: str) -> int:
 
 
 def phase(text: str) -> tuple[int, str]:
-    """A kind of value: the images of a phase, and the size of a side in pixels, that IMAGES@SIZE stands for."""
+    """A converter: the images of a phase, and the size of a side in pixels, that IMAGES@SIZE stands for."""
     match = re.fullmatch('([1-9][0-9]*)@([1-9][0-9]*)', text)
     if match is None:
         raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
@@ -52,18 +52,20 @@ class Convert(Cluster):
     out: str = positional('new folder, or an address in an object store (s3://, gs://, azure://)')
     held_out: float | None = flag(
         None, 'keep this share of the samples, drawn by --seed, out of OUT, and write them to OUT-held-out, for '
-        '--eval_remote of benchmark.py', kind=share, metavar='SHARE')
+        '--eval_remote of benchmark.py', converter=fraction, metavar='SHARE')
     seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
-                     kind=seed)
-    num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)', kind=count)
-    size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', kind=shard_size, metavar='SIZE')
+                     converter=seed)
+    num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)',
+                                   converter=count)
+    size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', converter=shard_size,
+                           metavar='SIZE')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(Samples, Model, Encoders, Warmup, Results, Seed, Cluster):
+class Encode(SampleFlags, Model, Encoders, Warmup, Results, Seed, Cluster):
     """latents"""
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
-    batch_size: int = flag(32, 'images at once on each device', kind=count)
+    batch_size: int = flag(32, 'images at once on each device', converter=count)
     cpu: bool = flag(False, 'work on the CPUs of the Ray cluster (default: off, on its GPUs, which are waited for)',
                      needs='ray')
 
@@ -102,15 +104,18 @@ class Evaluate(Results):
     clip: str | None = flag(None, f'a CLIP model in the layout of transformers, such as {CLIP_MODEL} (default: none, '
                             'and no CLIP score)', metavar='FOLDER')
     samples: int = flag(30_000, 'captions of DATA to draw, the first N, at each guidance scale', metavar='N',
-                        kind=number(int, 2, 10 ** 9, 'a whole number above 1'))
+                        converter=number(int, 2, 10 ** 9, 'a whole number above 1'))
     guidance: tuple[float, ...] = flag((7.5,), 'scales of classifier-free guidance, each of which draws all captions; '
-                                       '1 is none (default: 7.5)', kind=number(float, 1, 1000, 'a scale from 1 on'),
+                                       '1 is none (default: 7.5)',
+                                       converter=number(float, 1, 1000, 'a scale from 1 on'),
                                        metavar='SCALE')
-    steps: int = flag(50, 'of the sampler, DDIM; a divisor of its 1000 timesteps', kind=count)
-    seed: int = flag(17, 'of the noise: that of a sample follows from it and from the number of the sample', kind=seed)
+    steps: int = flag(50, 'of the sampler, DDIM; a divisor of its 1000 timesteps', converter=count)
+    seed: int = flag(17, 'of the noise: that of a sample follows from it and from the number of the sample',
+                     converter=seed)
     image_size: int | None = flag(None, 'height and width of the pictures in pixels (default: those that the model was '
-                                  'trained at)', kind=count)
-    batch_size: int = flag(16, 'pictures at once on each device; an H100 needs more than 16 at 256 pixels', kind=count)
+                                  'trained at)', converter=count)
+    batch_size: int = flag(16, 'pictures at once on each device; an H100 needs more than 16 at 256 pixels',
+                           converter=count)
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'of the UNet; all else is in float32 (default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, '
         'fp32 on a CPU)')
@@ -132,15 +137,16 @@ class Report:
     """report"""
     records: tuple[str, ...] = positional('files of JSON lines, or of CSV where the name ends in .csv')
     training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES}, those '
-                                       'of Stable Diffusion 2; for the model tiny no days are shown)', kind=count)
-    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price of one GPU for an hour, in dollars', kind=positive)
-    extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)', kind=count,
-                                        metavar='GPUS')
+                                       'of Stable Diffusion 2; for the model tiny no days are shown)', converter=count)
+    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price of one GPU for an hour, in dollars',
+                                       converter=positive)
+    extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)',
+                                        converter=count, metavar='GPUS')
     compare: bool = flag(False, 'a row for each training, numbered, with its speed over that of the first one of the '
                          'same model and image size')
     phase: tuple[tuple[int, str], ...] = flag(
         (), 'a phase of a plan: how many images to train on, and the side of each in pixels; the next phase stands '
-        'behind it (default: no plan)', kind=phase, metavar='IMAGES@SIZE')
+        'behind it (default: no plan)', converter=phase, metavar='IMAGES@SIZE')
     figure: str | None = flag(None, 'file for a picture, such as days.png: days and efficiency, or with --compare '
                               'images per second of each record', metavar='FILE')
     quality: str | None = flag(None, 'file for a picture, such as quality.png, of what evaluate.py has scored: FID '

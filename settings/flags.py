@@ -4,7 +4,7 @@
     class Greeting:
         '''greeting'''                                     # the heading of these flags in --help
         name: str = positional('who is greeted')
-        times: int = flag(1, 'how often', kind=count)
+        times: int = flag(1, 'how often', converter=count)
         loud: bool = flag(False, 'in capitals')
 
     settings = parse(Greeting, 'Greet somebody.')          # of sys.argv
@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from settings.ends import end
+from errors.exits import exit_with_error
 
 Settings = TypeVar('Settings')
 
 
-def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, metavar: str | None = None,
+def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
          bare: Any = None, needs: str | None = None) -> Any:
     """A field that is a flag. Its type says what it takes: a bool is on or off (--flag, --no-flag), a Literal one of
     its texts, a tuple one value or several. Of a bool | Literal the value may be left out.
@@ -33,12 +33,12 @@ def flag(default: Any, help: str, *, kind: Callable[[str], Any] | None = None, m
     Args:
         default: its value where it is not given; None: see `help`.
         help: what it is, in words; the default is added, unless they name it.
-        kind: turns the text into the value, or raises argparse.ArgumentTypeError; None: the type of the field does.
+        converter: turns the text into the value, or raises argparse.ArgumentTypeError; None: the field's type does.
         metavar: what the value is called in the help.
         bare: the value of the flag alone, where its value may be left out.
         needs: another flag, without which this one does nothing, so that it is refused.
     """
-    about = {'help': help, 'kind': kind, 'metavar': metavar, 'bare': bare, 'needs': needs}
+    about = {'help': help, 'converter': converter, 'metavar': metavar, 'bare': bare, 'needs': needs}
     return dataclasses.field(default=default, metadata=about)
 
 
@@ -47,22 +47,22 @@ def positional(help: str) -> Any:
     return dataclasses.field(metadata={'help': help, 'positional': True})
 
 
-def parse(kind: type[Settings], description: str, argv: Sequence[str] | None = None,
+def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = None,
           program: str | None = None) -> Settings:
     """The settings that a command line gives, or the end of the process in one line, with status 2.
 
     Args:
-        kind: the dataclass. Its bases with a docstring are the headings of --help, in their order, and what `check`
+        cls: the dataclass. Its bases with a docstring are the headings of --help, in their order, and what `check`
             any of them has is called last; it raises ValueError for what cannot be.
         description: for --help.
         argv: the arguments; None: those of this process.
         program: name of the command; None: that of the script.
     """
-    parser = build_parser(kind, description, program)
+    parser = build_parser(cls, description, program)
     try:
         given = vars(parser.parse_args(argv))
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-        settings = kind(**values)
+        settings = cls(**values)
         check(settings)
     except ValueError as error:
         parser.error(str(error))
@@ -87,13 +87,13 @@ def is_given(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def build_parser(kind: type, description: str, program: str | None = None) -> 'Parser':
+def build_parser(cls: type, description: str, program: str | None = None) -> 'Parser':
     """The parser of a dataclass; `parse` has the arguments."""
     parser = Parser(program or Path(sys.argv[0]).name, description)
-    hints = get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    hints = get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     groups = {}
-    for owner in (*kind.__bases__, kind):
+    for owner in (*cls.__bases__, cls):
         for name in vars(owner).get('__annotations__', ()):
             field = fields[name]
             if 'positional' in field.metadata:
@@ -110,33 +110,33 @@ def build_parser(kind: type, description: str, program: str | None = None) -> 'P
 def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     """Add a field to argparse's group. `hint` is its type."""
     about = field.metadata
-    kinds = [hint]
+    types_of_value = [hint]
     if get_origin(hint) in (Union, types.UnionType):
-        kinds = [kind for kind in get_args(hint) if kind is not types.NoneType]
+        types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
     help = about['help'].replace('%', '%%')
     if '(default' not in help:
         default = {'True': 'on', 'False': 'off', 'None': 'none'}.get(str(field.default), field.default)
         help += f' (default: {default})'
     options = {'default': argparse.SUPPRESS, 'help': help}  # the dataclass has the defaults
-    if kinds == [bool]:
+    if types_of_value == [bool]:
         group.add_argument(f'--{field.name}', action=argparse.BooleanOptionalAction, **options)
         return
-    kind = next(kind for kind in kinds if kind is not bool)
-    if get_origin(kind) is tuple:
-        kind = get_args(kind)[0]
+    converter = next(one for one in types_of_value if one is not bool)
+    if get_origin(converter) is tuple:
+        converter = get_args(converter)[0]
         options |= {'nargs': '+', 'action': 'extend'}
-    if about['kind'] is not None:
-        kind = about['kind']
-    elif get_origin(kind) is Literal:
-        options['choices'] = get_args(kind)
-        kind = str
+    if about['converter'] is not None:
+        converter = about['converter']
+    elif get_origin(converter) is Literal:
+        options['choices'] = get_args(converter)
+        converter = str
     if about['bare'] is not None:
         options |= {'nargs': '?', 'const': about['bare']}
     metavar = about['metavar']
     if metavar is None and 'choices' not in options:
         metavar = field.name.upper()
-    group.add_argument(f'--{field.name}', type=kind, metavar=metavar, **options)
-    if bool in kinds:
+    group.add_argument(f'--{field.name}', type=converter, metavar=metavar, **options)
+    if bool in types_of_value:
         group.add_argument(f'--no-{field.name}', dest=field.name, action='store_const', const=False,
                            default=argparse.SUPPRESS, help=f'leave --{field.name} off')
 
@@ -169,14 +169,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """End with one line and status 2."""
-        end(self.prog, 2, message)
+        exit_with_error(self.prog, 2, message)
 
 
-def number(kind: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
-    """A kind of value: an int or a float from `least` to `most`, which errors call `name`."""
+def number(cls: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
+    """A converter: an int or a float from `least` to `most`, which errors call `name`."""
     def parse_number(text: str) -> int | float:
         try:
-            value = kind(text)
+            value = cls(text)
         except ValueError:
             value = math.nan
         if least <= value <= most:
@@ -189,5 +189,5 @@ count = number(int, 1, sys.maxsize, 'a whole number above 0')
 whole_number = number(int, 0, sys.maxsize, 'a whole number')
 amount = number(float, 0, sys.float_info.max, 'an amount')
 positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
-share = number(float, 0, 1, 'a share between 0 and 1')
+fraction = number(float, 0, 1, 'a share between 0 and 1')
 seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # NumPy takes 32 bits, with the rank on top

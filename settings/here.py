@@ -7,16 +7,16 @@ import torch
 from composer.utils import dist
 
 from inputs.timed_loader import queued_batches
-from settings.caution import fewest_batches
+from measuring.costs import TRAINING_IMAGES
+from measuring.reliability import fewest_batches
 from settings.commands import Encode
-from settings.costs import TRAINING_IMAGES
-from settings.train import ENCODER_PRECISIONS, TINY, Train, number_of_devices
+from settings.train import ENCODER_PRECISIONS, TINY_MODEL, Train, number_of_devices
 
 MOST_WORKERS = 8
 FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
 
 
-def on_this_machine(settings: Train) -> Train:
+def resolve_defaults(settings: Train) -> Train:
     """The settings of a run with each flag filled in. Raises ValueError for what this machine cannot do."""
     refuse_more_ranks_than_gpus()
     devices = number_of_devices(settings)
@@ -37,14 +37,14 @@ def on_this_machine(settings: Train) -> Train:
         'save_interval': '1000ba' if settings.save_folder else None,
         'eval_interval': '1000ba' if settings.eval_remote else None,
         'sample_interval': '1000ba' if settings.sample_prompts else None,
-        'training_images': TRAINING_IMAGES if settings.model_name != TINY else None,  # tiny is for trying things out
+        'training_images': None if settings.model_name == TINY_MODEL else TRAINING_IMAGES,  # tiny is for trials
     })
     settings = with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[settings.precision]})
     refuse_what_cannot_be_here(settings, is_for_gpus, devices)
     return with_length(settings)
 
 
-def agreed(settings: Train) -> Train:
+def broadcast_from_rank_0(settings: Train) -> Train:
     """Once the ranks have met: with the length of rank 0's run, and as many loader processes as it has.
 
     Ranks whose loaders differ, as hosts with other numbers of cores have them, would train for different numbers of
@@ -55,7 +55,7 @@ def agreed(settings: Train) -> Train:
                                max_duration=first.max_duration)
 
 
-def encoding_here(settings: Encode) -> Encode:
+def resolve_encoding_defaults(settings: Encode) -> Encode:
     """The settings of an encoding with each flag filled in."""
     has_gpu = torch.cuda.is_available()
     if settings.ray and settings.encoder_precision is None and not has_gpu:
@@ -118,14 +118,14 @@ def refuse_more_ranks_than_gpus() -> None:
 
 def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int) -> None:
     """Raises ValueError, with the flag, its value and the remedy, if a flag would do nothing, or wrong."""
-    share = settings.batch_size // devices
+    device_batch_size = settings.batch_size // devices
     if settings.searches_microbatch and not is_for_gpus:
-        raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {share}')
+        raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {device_batch_size}')
     if settings.half_precision_norms and settings.precision == 'fp32':
         raise ValueError('--half_precision_norms does nothing in --precision fp32; leave it out')
-    if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != share:
+    if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != device_batch_size:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
-                         f'overwrite; use --device_train_microbatch_size {share}')
+                         f'overwrite; use --device_train_microbatch_size {device_batch_size}')
     if settings.attention == 'cudnn' and torch.cuda.is_available():
         version = torch.backends.cudnn.version() or FAULTLESS_CUDNN
         if version < FAULTLESS_CUDNN:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from settings.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
-from settings.flags import amount, count, flag, positive, seed, share, whole_number
+from measuring.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from settings.flags import amount, count, flag, fraction, positive, seed, whole_number
 
-TINY = 'tiny'  # a small model of the same kind, also built in
+TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
 TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
@@ -18,7 +18,7 @@ TIME = '([1-9][0-9]{0,14})(ba|ep)|(0?[.][0-9]+|1)(dur)'  # 5000 batches or epoch
 
 
 def time_in(units: str) -> Callable[[str], str]:
-    """A kind of value: a time such as 5000ba in one of `units`, as the text that Composer takes."""
+    """A converter: a time such as 5000ba in one of `units`, as the text that Composer takes."""
     example = ' or '.join({'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}[unit] for unit in units.split())
 
     def parse(text: str) -> str:
@@ -30,19 +30,19 @@ def time_in(units: str) -> Callable[[str], str]:
 
 
 def microbatch(text: str) -> int | Literal['auto']:
-    """A kind of value: how many images go through the model at once, or auto."""
+    """A converter: how many images go through the model at once, or auto."""
     return text if text == 'auto' else count(text)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class SampleFlags:
     """data"""
     remote: str | None = flag(None, 'MDS shards, a folder or an object store: images and captions as convert.py writes '
                               'them, or for a training latents as encode.py does')
     local: str | None = flag(None, 'folder that caches the shards (default: one for each remote; a remote that is a '
                              'folder is read in place); without --remote, the folder with the shards')
     num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
-                                   kind=whole_number)
+                                   converter=whole_number)
     num_workers_by_default: bool | None = None  # no flag: whether the program chose their number
 
 
@@ -50,14 +50,14 @@ class Samples:
 class TrainingSamples:
     """data"""
     cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)')
-    max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', kind=share)
+    max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', converter=fraction)
     use_synth_data: bool = flag(False, 'train on random images that cost nothing to load')
     use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had made them')
-    batch_size: int = flag(BATCH_SIZE, 'images in a step, over all devices', kind=count)
+    batch_size: int = flag(BATCH_SIZE, 'images in a step, over all devices', converter=count)
     tokenizer: str | None = flag(None, "folder or hub name (default: CLIP's own, from the package open_clip_torch)")
     random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn anew in each epoch')
     caption_drop: float = flag(0.0, 'share of the captions that the empty one replaces, such as 0.1, so that images '
-                               'can be drawn with classifier-free guidance', kind=share)
+                               'can be drawn with classifier-free guidance', converter=fraction)
 
     def check(self) -> None:
         given = [bool(self.remote), self.use_synth_data, self.use_synth_latents]
@@ -76,11 +76,11 @@ class Model:
                            'is built in)')
     pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name (default: off, '
                             'random weights, which train as fast)')
-    image_size: int = flag(512, 'height and width in pixels', kind=count)
+    image_size: int = flag(512, 'height and width in pixels', converter=count)
 
     def check(self) -> None:
         check_image_size(self.image_size)
-        if self.model_name == TINY and self.pretrained:
+        if self.model_name == TINY_MODEL and self.pretrained:
             raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after '
                              'a recipe that has it, or name a diffusers folder')
 
@@ -107,7 +107,7 @@ class Speed:
     """speed"""
     device_train_microbatch_size: int | Literal['auto'] | None = flag(
         None, "images that go through the model at once, or auto, the most that fit (default: auto; on a CPU the "
-        "device's share of the batch)", kind=microbatch, metavar='N')
+        "device's share of the batch)", converter=microbatch, metavar='N')
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32, which keeps 10 bits of the fraction '
         '(default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
@@ -149,7 +149,7 @@ def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> 
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
     """measurement"""
-    warmup_batches: int = flag(3, 'batches before the clock starts', kind=count)
+    warmup_batches: int = flag(3, 'batches before the clock starts', converter=count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,20 +160,20 @@ class Results:
 
     def check(self) -> None:
         """Raises ValueError if nothing can be appended there: it is said before the run, not after it."""
-        place = self.results if os.path.exists(self.results) else os.path.dirname(os.path.abspath(self.results))
-        if self.results != '-' and (os.path.isdir(self.results) or not os.access(place, os.W_OK)):
+        path = self.results if os.path.exists(self.results) else os.path.dirname(os.path.abspath(self.results))
+        if self.results != '-' and (os.path.isdir(self.results) or not os.access(path, os.W_OK)):
             raise ValueError(f'--results {self.results} is no file that can be written; name another, or - to print')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class MeasurementFlags:
     """measurement"""
     measure_batches: int | None = flag(
         None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
-        "with streamed data five times the loader's queue if that is more)", kind=count)
+        "with streamed data five times the loader's queue if that is more)", converter=count)
     dry_run: int | None = flag(
         None, 'train nothing: say, without a GPU, which microbatch fits on which card, and how fast so many GPUs could '
-        'be (default: off; without a number, as many as there are processes)', kind=count, metavar='GPUS', bare=0)
+        'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS', bare=0)
     gpu: str | None = flag(None, 'the card, by its name in records or a part of it, such as A100-40GB (default: all '
                            'that are known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
@@ -188,14 +188,14 @@ class Measurement:
 @dataclass(frozen=True, kw_only=True)
 class Seed:
     """training and checkpoints"""
-    seed: int = flag(17, 'of weights, noise and shuffle', kind=seed)
+    seed: int = flag(17, 'of weights, noise and shuffle', converter=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """training and checkpoints"""
     max_duration: str | None = flag(None, 'length of the run, such as 5000ba or 2ep (default: warm-up and measured '
-                                    'batches)', kind=time_in('ba ep'), metavar='TIME')
+                                    'batches)', converter=time_in('ba ep'), metavar='TIME')
     load_weights: str | None = flag(
         None, 'start from the weights, and with --use_ema their average, of a checkpoint, the newest of a folder or an '
         'object store, or a diffusers UNet or pipeline (default: random weights)')
@@ -204,33 +204,33 @@ class Training:
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
     save_interval: str | None = flag(
         None, 'time between checkpoints (default: 1000ba); one is also saved at the end and on Ctrl-C or '
-        'SIGTERM', kind=time_in('ba ep dur'), metavar='TIME', needs='save_folder')
+        'SIGTERM', converter=time_in('ba ep dur'), metavar='TIME', needs='save_folder')
     save_num_checkpoints_to_keep: int | None = flag(
         None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
-        'store keeps all', kind=count, metavar='N', needs='save_folder')
+        'store keeps all', converter=count, metavar='N', needs='save_folder')
     autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
                             needs='save_folder')
     dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one of them compiles, saves '
-                             'or draws', kind=count)
+                             'or draws', converter=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """optimizer and average"""
-    learning_rate: float = flag(1e-4, 'of AdamW', kind=positive)
+    learning_rate: float = flag(1e-4, 'of AdamW', converter=positive)
     lr_warmup: str | None = flag(None, 'time in which the learning rate rises from 0, such as 10000ba',
-                                 kind=time_in('ba ep dur'), metavar='TIME')
+                                 converter=time_in('ba ep dur'), metavar='TIME')
     lr_schedule: Literal['constant', 'cosine', 'linear'] = flag(
         'constant', 'how the learning rate goes on after the warm-up: it stays, or falls to 0 at the end of '
         '--max_duration along a cosine or a line')
-    weight_decay: float = flag(0.001, 'of AdamW', kind=amount)
+    weight_decay: float = flag(0.001, 'of AdamW', converter=amount)
     clip_grad_norm: float | None = flag(None, 'scale the gradients of a step down to this norm where it is larger',
-                                        kind=positive, metavar='NORM')
+                                        converter=positive, metavar='NORM')
     use_ema: bool = flag(False, 'keep an exponential moving average of the UNet')
     ema_half_life: str | None = flag(None, "time after which today's weights count half in the average (default: "
-                                     '1000ba)', kind=time_in('ba ep'), metavar='TIME', needs='use_ema')
+                                     '1000ba)', converter=time_in('ba ep'), metavar='TIME', needs='use_ema')
     ema_start: str | None = flag(None, 'training before the average starts, such as 5000ba or 0.5dur, half of it',
-                                 kind=time_in('ba ep dur'), metavar='TIME', needs='use_ema')
+                                 converter=time_in('ba ep dur'), metavar='TIME', needs='use_ema')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,12 +239,12 @@ class EvaluationAndDrawing:
     eval_remote: str | None = flag(None, 'MDS shards that are held out, a folder or an object store: the loss on them '
                                    'is calculated with the same noise and timesteps each time', metavar='PATH')
     eval_interval: str | None = flag(None, 'time between evaluations (default: 1000ba); there is also one at the end',
-                                     kind=time_in('ba ep'), metavar='TIME', needs='eval_remote')
+                                     converter=time_in('ba ep'), metavar='TIME', needs='eval_remote')
     sample_prompts: str | None = flag(
         None, 'draw each prompt of this file, one a line, with the averaged weights where there are any, 50 steps and '
         'guidance 7.5; needs --pretrained, but for the model tiny, whose pictures are noise', metavar='FILE')
     sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba); the end of the run is also '
-                                       'drawn', kind=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
+                                       'drawn', converter=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
     sample_folder: str = flag('samples', 'folder for the drawings, a PNG each time', metavar='DIR')
 
     def check(self) -> None:
@@ -253,7 +253,7 @@ class EvaluationAndDrawing:
                              'samples')
         if self.sample_prompts and not os.path.isfile(self.sample_prompts):
             raise ValueError(f'--sample_prompts {self.sample_prompts} is no file; give one with a prompt on each line')
-        if self.sample_prompts and not self.pretrained and self.model_name != TINY:
+        if self.sample_prompts and not self.pretrained and self.model_name != TINY_MODEL:
             raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
                              '--pretrained it is random; give --model_name FOLDER --pretrained')
         if self.sample_prompts and not self.autoresume and list(Path(self.sample_folder).glob('ba*.png')):
@@ -273,12 +273,13 @@ class Logging:
 class Cost:
     """cost"""
     training_images: int | None = flag(None, f'images of the whole training, for its cost (default: {TRAINING_IMAGES}, '
-                                       'those of Stable Diffusion 2; for the model tiny no cost is shown)', kind=count)
-    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price in dollars, for the cost', kind=amount)
+                                       'those of Stable Diffusion 2; for the model tiny no cost is shown)',
+                                       converter=count)
+    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price in dollars, for the cost', converter=amount)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(Samples, TrainingSamples, Model, Encoders, Speed, Warmup, Measurement, Results, Seed, Training,
+class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, MeasurementFlags, Results, Seed, Training,
             Optimizer, EvaluationAndDrawing, Logging, Cost):
     """All flags of benchmark.py. What is None here and has another default in --help, `settings/here.py` fills in."""
 

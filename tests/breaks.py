@@ -35,7 +35,7 @@ class Break(NamedTuple):
 BREAKS = {
     'ema_smoothing': Break(
         'the average keeps what it should give away', 'ema.py',
-        {'(averages, weights, 1 - smoothing)': '(averages, weights, smoothing)'},
+        {'(floating_averages, floating_weights, 1 - smoothing)': '(floating_averages, floating_weights, smoothing)'},
         'tests/test_ema.py'),
     'ema_before_the_step': Break(
         'the average takes the weights of before the optimizer step', 'ema.py',
@@ -80,7 +80,7 @@ BREAKS = {
         {"content, mode='create')": "content, mode='overwrite')"}, 'tests/parts/test_output.py'),
     'caption_drop_ignores_its_share': Break(
         'half of the captions are left out, whatever --caption_drop says', 'training/augmentation.py',
-        {'device_batch] < self.share)': 'device_batch] < 0.5)'}, 'tests/training/test_augmentation.py'),
+        {'device_batch] < self.probability)': 'device_batch] < 0.5)'}, 'tests/training/test_augmentation.py'),
     'a_file_is_dropped_in_silence': Break(
         'a file that cannot be converted is not listed in skipped.jsonl', 'parts/sources.py',
         {"self.leave_out(path, f'not an image, a caption or a tar: {why_not_read(suffix)}')": 'pass'},
@@ -96,7 +96,7 @@ BREAKS = {
         {'json.dumps(facts).encode()': 'json.dumps(facts[1:]).encode()'}, 'tests/parts/test_output.py'),
     'a_signal_saves_nothing': Break(
         'a run that a signal ends leaves no checkpoint', 'training/checkpoints.py',
-        {'from composer.utils import ma': 'from composer.utils import create_interval_scheduler, ma',
+        {'from composer.utils import dist, ma': 'from composer.utils import create_interval_scheduler, dist, ma',
          'save_interval=save_interval,': 'save_interval=create_interval_scheduler(save_interval, False),'},
         'tests/training/test_signals.py'),
     'a_flag_is_not_filled_in': Break(

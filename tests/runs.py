@@ -14,7 +14,7 @@ import torch
 
 from benchmark import main
 from settings.flags import parse
-from settings.here import on_this_machine
+from settings.here import resolve_defaults
 from settings.train import Train
 from training.checkpoints import checkpoints_in, load_checkpoint
 
@@ -35,7 +35,7 @@ RECORD_KEYS = {
 
 def settings_of(*argv) -> Train:
     """The settings of a run with these flags, on this machine."""
-    return on_this_machine(parse(Train, '', [str(argument) for argument in argv], 'benchmark.py'))
+    return resolve_defaults(parse(Train, '', [str(argument) for argument in argv], 'benchmark.py'))
 
 
 def check_record(record: dict) -> None:

@@ -19,7 +19,7 @@ from inputs.captions import build_tokenizer
 from inputs.shards import read_index
 from settings.commands import Encode
 from settings.flags import parse
-from settings.here import encoding_here
+from settings.here import resolve_encoding_defaults
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
 from tests.runs import TINY, error_line, files_of, start, wait_until, workers_of
@@ -234,7 +234,7 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
     monkeypatch.setattr(torch.nn.Module, 'compile', functools.partialmethod(torch.nn.Module.compile, backend=as_it_is))
     argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
     torch._dynamo.reset()
-    plain, compiled = (encode.Encoder(encoding_here(parse(Encode, '', [*argv, *flags])), None)
+    plain, compiled = (encode.Encoder(resolve_encoding_defaults(parse(Encode, '', [*argv, *flags])), None)
                        for flags in ([], ['--compile']))
     shard = encode.ImageShard(read_index(shards)['shards'][0], 0)
     for number in (4, 3, 1, 0, 2):

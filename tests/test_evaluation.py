@@ -12,7 +12,7 @@ import benchmark
 from benchmark import StableDiffusion, main
 from ema import EMA
 from inputs.captions import build_tokenizer
-from inputs.shards import LATENTS
+from inputs.shards import MOMENTS
 from models.latents import origin_of_latents
 from models.loading import find_model
 from tests.runs import TINY, assert_same_training, one_error_line
@@ -38,9 +38,9 @@ def held_out(tmp_path_factory, held_out_samples) -> str:
 def moments(tmp_path_factory) -> tuple[str, list[dict]]:
     """Latents of 5 images, as encode.py would store them for `tiny` at 64 pixels."""
     draw = np.random.default_rng(3)
-    samples = [{LATENTS: draw.normal(size=(8, 8, 8)).astype(np.float16), 'caption': f'latent {i}'} for i in range(5)]
+    samples = [{MOMENTS: draw.normal(size=(8, 8, 8)).astype(np.float16), 'caption': f'latent {i}'} for i in range(5)]
     folder = tmp_path_factory.mktemp('latents') / 'mds'
-    write_shards(folder, samples, {LATENTS: 'ndarray:float16:8,8,8', 'caption': 'str'})
+    write_shards(folder, samples, {MOMENTS: 'ndarray:float16:8,8,8', 'caption': 'str'})
     index = json.loads((folder / 'index.json').read_text())
     index['latents'] = origin_of_latents(find_model('tiny'), 64)
     (folder / 'index.json').write_text(json.dumps(index))
@@ -50,7 +50,7 @@ def moments(tmp_path_factory) -> tuple[str, list[dict]]:
 def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: int = 17) -> float:
     """The mean over the samples, one by one, of the averaged model's loss by the formulas of the papers."""
     state = load_checkpoint(checkpoint)['state']
-    model, ema = StableDiffusion('tiny', image_size, latents=LATENTS in samples[0]), EMA()
+    model, ema = StableDiffusion('tiny', image_size, latents=MOMENTS in samples[0]), EMA()
     model.load_state_dict(state['model'])
     ema.load_state_dict(dict(state['algorithms'])['EMA'])
     model = ema.get_ema_model(model).eval()
@@ -64,8 +64,8 @@ def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: in
         draw, noise = torch.randn(8, image_size // 8, image_size // 8, generator=generator)[None].split(4, dim=1)
         timestep = torch.randint(1000, (), generator=generator)
         with torch.no_grad():
-            if LATENTS in sample:
-                mean, log_variance = torch.from_numpy(sample[LATENTS])[None].float().split(4, dim=1)
+            if MOMENTS in sample:
+                mean, log_variance = torch.from_numpy(sample[MOMENTS])[None].float().split(4, dim=1)
             else:
                 image = torch.from_numpy(pixels(pillow_square(sample['jpg'])))[None].float()
                 image = F.interpolate(image, size=(image_size, image_size), mode='bilinear') / 127.5 - 1
@@ -144,11 +144,11 @@ def test_latents_are_evaluated_on_latents(moments, tmp_path, results, capfd):
 @pytest.mark.parametrize('source, flags, words', [
     (['--remote', 'SHARDS'], ['--eval_remote', 'SHARDS'], 'is what the run trains on'),
     (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere holds no index.json'),
-    (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'LATENTS'], 'latents with image_size 64'),
+    (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'MOMENTS'], 'latents with image_size 64'),
     (['--use_synth_latents'], ['--eval_remote', 'SHARDS'], 'holds images, and the training is on latents'),
 ])
 def test_what_cannot_be_evaluated_is_one_line(source, flags, words, shards, moments, results, capfd):
-    places = {'SHARDS': shards, 'LATENTS': moments[0]}
+    places = {'SHARDS': shards, 'MOMENTS': moments[0]}
     argv = [places.get(argument, argument) for argument in [*TINY, *source, *flags]]
     line = one_error_line([*argv, '--results', results], capfd)
     assert words in line and '--eval_' in line

@@ -9,7 +9,7 @@ from composer.utils import dist
 import benchmarks.smoke
 from benchmark import main
 from settings.flags import parse
-from settings.here import on_this_machine
+from settings.here import resolve_defaults
 from settings.train import Train
 from tests.runs import ROOT
 
@@ -59,7 +59,7 @@ def test_smoke_runs_the_originals_recipe_and_the_fastest_on_gpus(as_on_a_gpu, mo
     for name, command in runs.items():
         launcher = f'composer -n {gpus}' if gpus > 1 else 'python'
         assert ' '.join(command).startswith(f'{launcher} benchmark.py --use_synth_data --use_ema')
-        settings = on_this_machine(parsed(*command[command.index('benchmark.py') + 1:]))
+        settings = resolve_defaults(parsed(*command[command.index('benchmark.py') + 1:]))
         assert settings.batch_size == 64 * gpus and settings.use_ema
         speeds[name] = settings
     original, fastest = speeds['original'], speeds['fastest']

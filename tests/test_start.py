@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from tests.runs import ROOT, settings_of
-from training.run import say_what_is_built
+from training.run import log_config
 
 
 def test_segments_grow_before_torch_is_imported_unless_the_user_has_set_something():
@@ -30,9 +30,9 @@ runpy.run_path('benchmark.py', run_name='__main__')
 
 
 def test_a_cpu_is_told_what_stable_diffusion_takes_there_and_what_takes_less(capsys):
-    say_what_is_built(settings_of('--use_synth_data', '--device_train_microbatch_size', '4'))
+    log_config(settings_of('--use_synth_data', '--device_train_microbatch_size', '4'))
     warning, _ = capsys.readouterr().err.splitlines()
     assert '18 GB' in warning and '2,048 images' in warning
     command = warning.partition('python benchmark.py ')[2].split()
-    say_what_is_built(settings_of(*command))
+    log_config(settings_of(*command))
     assert 'warning' not in capsys.readouterr().err

@@ -7,24 +7,24 @@ from composer.utils import dist
 from inputs.images import FLIP
 
 
-class ByChance(Algorithm):
+class RandomBatchTransform(Algorithm):
     """Changes a share of the samples of each batch.
 
     Which ones depends on the seed, the number of the batch and the place in it, over all ranks, so that a run that is
     resumed changes the same, and each epoch others. The noise of the batch stays what it was.
 
     Args:
-        share: of the samples, 0 to 1.
+        probability: of the samples, 0 to 1.
         seed: of the run.
     """
     stream: int  # of random numbers, beside that of the noise
 
-    def __init__(self, share: float, seed: int):
-        self.share = share
+    def __init__(self, probability: float, seed: int):
+        self.probability = probability
         self.seed = seed
 
     def __repr__(self) -> str:  # Composer keeps it in checkpoints
-        return f'{type(self).__name__}(share={self.share})'
+        return f'{type(self).__name__}(probability={self.probability})'
 
     def match(self, event: Event, state: State) -> bool:
         return event == Event.BATCH_START
@@ -35,23 +35,23 @@ class ByChance(Algorithm):
         seeds = np.random.SeedSequence((self.seed, state.timestamp.batch.value), spawn_key=(self.stream,))
         drawn = np.random.default_rng(seeds).random(device_batch * dist.get_world_size())  # of all ranks
         first = device_batch * dist.get_global_rank()
-        return torch.from_numpy(drawn[first:first + device_batch] < self.share)
+        return torch.from_numpy(drawn[first:first + device_batch] < self.probability)
 
 
-class CaptionDrop(ByChance):
+class CaptionDrop(RandomBatchTransform):
     """Puts the empty caption in the place of a share of the captions, as classifier-free guidance needs it.
 
     The model so learns to draw without a caption as well (Ho and Salimans 2022).
 
     Args:
-        share: of the captions, 0 to 1.
+        probability: of the captions, 0 to 1.
         seed: of the run.
         empty_caption: int64 (77,), the token ids of no words.
     """
     stream = 1
 
-    def __init__(self, share: float, seed: int, empty_caption: torch.Tensor):
-        super().__init__(share, seed)
+    def __init__(self, probability: float, seed: int, empty_caption: torch.Tensor):
+        super().__init__(probability, seed)
         self.empty_caption = empty_caption
 
     def apply(self, event: Event, state: State, logger) -> None:
@@ -61,7 +61,7 @@ class CaptionDrop(ByChance):
         state.batch = {**state.batch, 'caption': torch.where(drop[:, None], empty_caption, captions)}
 
 
-class RandomFlip(ByChance):
+class RandomFlip(RandomBatchTransform):
     """Says of each image, with a chance of one half, that it is to be mirrored; `data.normalize` does it on the device.
 
     Args:

@@ -30,13 +30,13 @@ from torch.torch_version import TorchVersion
 from torch.utils.serialization import config as loading_config
 from tqdm import tqdm
 
-from inputs.errors import DataError, disk_is_full, one_line
+from errors.messages import DataError, disk_is_full, one_line
 from training.ranks import on_every_rank, on_rank_0
 from training.signals import SIGNALS
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
-UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.unfinished')  # as `written_whole` calls a checkpoint
+UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.unfinished')  # as `atomic_write` calls a checkpoint
 LOCK = '.lock'  # in a --save_folder
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
 PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own types
@@ -48,7 +48,7 @@ PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own typ
 
 
 @contextlib.contextmanager
-def written_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
+def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """A file that takes the name `path` when the context ends and all of it is on the disk; else nothing is left of it.
 
     What a killed process leaves of it is `.NAME.unfinished`.
@@ -66,18 +66,18 @@ def written_whole(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def saving_alone(folder: str | None, autoresume: bool) -> Iterator[None]:
+def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
     """A context in which no other run saves in a --save_folder; a store has no locks.
 
     Raises ValueError on all ranks if another run does, or if there are files that this one does not resume.
     """
     with contextlib.ExitStack() as at_the_end:
         if folder is not None:
-            on_rank_0(partial(take_folder, folder, autoresume, at_the_end))
+            on_rank_0(partial(lock_save_folder, folder, autoresume, at_the_end))
         yield
 
 
-def take_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
+def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
     """The same, on this rank; `at_the_end` gives the folder back."""
     if not autoresume and any(not os.path.basename(name).startswith('.') for name in names_in(folder)):
         raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
@@ -94,28 +94,28 @@ def take_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack)
                 os.remove(os.path.join(folder, name))
 
 
-def names_in(place: str, flag: str = '--save_folder') -> list[str]:
+def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
     """Paths or URIs of what lies directly in a folder or an object store; none where it is not there.
 
     Raises ValueError, which names `flag`, if they cannot be listed.
     """
     try:
-        store = maybe_create_object_store_from_uri(place)
+        store = maybe_create_object_store_from_uri(folder)
         if store:
-            prefix = os.path.join(parse_uri(place)[2], '')
+            prefix = os.path.join(parse_uri(folder)[2], '')
             return [store.get_uri(name) for name in store.list_objects(prefix) if '/' not in name[len(prefix):]]
-        if not os.path.lexists(place):
+        if not os.path.lexists(folder):
             return []
-        return [os.path.join(place, name) for name in os.listdir(place)]
+        return [os.path.join(folder, name) for name in os.listdir(folder)]
     except Exception as error:  # every storage client has its own exceptions
-        raise ValueError(f'{flag} {place} cannot be read ({one_line(error)}); check its name, and your permissions or '
+        raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name, and your permissions or '
                          'credentials') from None
 
 
-def checkpoints_in(place: str, flag: str = '--save_folder') -> list[str]:
+def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
     """Those of `names_in` that are Composer's checkpoints, by batch, the oldest first."""
     found = []
-    for name in names_in(place, flag):
+    for name in names_in(folder, flag):
         match = CHECKPOINT_NAME.fullmatch(os.path.basename(name))
         if match:
             epoch, batch = match.groups()
@@ -123,33 +123,33 @@ def checkpoints_in(place: str, flag: str = '--save_folder') -> list[str]:
     return [name for _, _, name in sorted(found)]
 
 
-def newest_checkpoint(place: str, flag: str = '--save_folder') -> str | None:
+def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
     """Path or URI of the newest whole checkpoint of a folder or an object store, for all ranks; None if there is none.
 
     A newer one that was not written to its end is passed over with a line, and stays. In a store all are whole.
 
-    Raises ValueError on all ranks, which names `flag`, if the place or the newest checkpoint cannot be read, or nodes
+    Raises ValueError on all ranks, which names `flag`, if the folder or the newest checkpoint cannot be read, or nodes
     see different ones: each would load its own, or wait for the others.
     """
-    if '://' in place:
-        return on_rank_0(partial(newest_whole, place, flag))
-    seen = on_every_rank(partial(newest_whole, place, flag))
+    if '://' in folder:
+        return on_rank_0(partial(newest_whole, folder, flag))
+    seen = on_every_rank(partial(newest_whole, folder, flag))
     for rank, checkpoint in enumerate(seen):
         if checkpoint != seen[0]:
-            raise ValueError(f'{flag} {place} is not the same folder on every node: its newest checkpoint is '
+            raise ValueError(f'{flag} {folder} is not the same folder on every node: its newest checkpoint is '
                              f'{seen[0] or "none"} on rank 0, and {checkpoint or "none"} on rank {rank}; give one that '
                              'all nodes share, or an object store')
     return seen[0]
 
 
-def newest_whole(place: str, flag: str) -> str | None:
+def newest_whole(folder: str, flag: str) -> str | None:
     """The same, as this rank sees it."""
-    for name in reversed(checkpoints_in(place, flag)):
+    for name in reversed(checkpoints_in(folder, flag)):
         try:
             if '://' in name or is_whole(name):
                 return name
         except OSError as error:
-            raise ValueError(f'{flag} {place}: {name} cannot be read ({error.strerror}); try again when its file '
+            raise ValueError(f'{flag} {folder}: {name} cannot be read ({error.strerror}); try again when its file '
                              'system has recovered, or move it away') from None
         if dist.get_local_rank() == 0:
             print(f'warning: {name} was not written to its end, and is passed over', file=sys.stderr)
@@ -164,7 +164,7 @@ def is_whole(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def tensors_alone_are_loaded(name: str | os.PathLike | None) -> Iterator[None]:
+def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
     """A context in which torch.load runs no code that a file holds, also where Composer 0.32 asks it to.
 
     It maps the file, so that a tensor is read when it is used, and the ranks of a host share what they read.
@@ -194,7 +194,7 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
     Other errors, as of memory or a network, stay what they are.
     """
     try:
-        with tensors_alone_are_loaded(checkpoint):
+        with weights_only_load(checkpoint):
             yield
     except (RuntimeError, KeyError, ValueError) as error:
         of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
@@ -207,11 +207,11 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
 
 def load_checkpoint(path: str | os.PathLike) -> dict:
     """A checkpoint, on the CPU. Raises ValueError if it holds more than tensors and plain types, such as code."""
-    with tensors_alone_are_loaded(path):
+    with weights_only_load(path):
         return torch.load(path, map_location='cpu', weights_only=True)
 
 
-class WholeCheckpoints(CheckpointSaver):
+class AtomicCheckpointSaver(CheckpointSaver):
     """Composer's saver, which leaves either a whole checkpoint or none, also where the run is killed or a disk fills.
 
     Composer 0.32 writes in place, into the name that a resume looks for. It forgets what the run that is resumed has
@@ -254,7 +254,7 @@ class WholeCheckpoints(CheckpointSaver):
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         """Raises DataError if the disk is full that the checkpoint is written to."""
         write_in_place = composer_checkpoint._write_checkpoint_file
-        composer_checkpoint._write_checkpoint_file = write_whole
+        composer_checkpoint._write_checkpoint_file = save_atomically
         try:
             super()._save_checkpoint(state, logger)
         except Exception as error:
@@ -330,7 +330,7 @@ def leave_out(state_dict: dict[str, Any]) -> None:
         del state_dict['state']['scaler']
 
 
-def write_whole(state_dict: dict[str, Any], filename: str) -> None:
+def save_atomically(state_dict: dict[str, Any], filename: str) -> None:
     """Save what Composer saves, under its name once it is on the disk."""
-    with written_whole(filename) as file:
+    with atomic_write(filename) as file:
         torch.save(state_dict, file)

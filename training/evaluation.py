@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from data import StreamingLAIONDataset, build_fitting_tokenizer, build_held_out_loader
 from inputs.held_out import HeldOutSamples
-from inputs.places import number_of_samples
+from inputs.paths import number_of_samples
 from inputs.shards import read_index, require_same_origin
 from models.latents import origin_of_latents
 from models.loading import ModelFiles

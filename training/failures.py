@@ -3,7 +3,7 @@ import traceback
 
 import torch
 
-from inputs.errors import DataError, disk_is_full, ended_worker, is_out_of_memory, one_line
+from errors.messages import DataError, disk_is_full, ended_worker, is_out_of_memory, one_line
 from training.safeguard import NonFiniteStep
 
 

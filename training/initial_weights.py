@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from diffusers import UNet2DConditionModel
 
-from inputs.errors import one_line
+from errors.messages import one_line
 from models.diffusion_model import DiffusionModel
 from models.loading import load_weights
 from training.ranks import on_rank_0
@@ -24,18 +24,18 @@ def load_initial_weights(path: str, model: DiffusionModel) -> dict | None:
 
     Raises ValueError if there is nothing of the kind, or it does not fit this model.
     """
-    place = f'--load_weights {path}'
+    label = f'--load_weights {path}'
     folder = on_rank_0(partial(unet_folder, path))
     if folder is not None:
-        weights, ema = weights_of_folder(folder, model, place), None
+        weights, ema = weights_of_folder(folder, model, label), None
     else:
         trained = read_trained(path, '--load_weights')
-        require_same_encoders(trained, model, place)
+        require_same_encoders(trained, model, label)
         weights, ema = trained.live, trained.ema
     try:
         model.unet.load_state_dict(weights)
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
-        raise ValueError(f'{place} is of another UNet than that of --model_name ({one_line(error)[:300]})') from None
+        raise ValueError(f'{label} is of another UNet than that of --model_name ({one_line(error)[:300]})') from None
     return ema
 
 
@@ -47,19 +47,19 @@ def unet_folder(path: str) -> Path | None:
     return None
 
 
-def weights_of_folder(folder: Path, model: DiffusionModel, place: str) -> dict[str, torch.Tensor]:
+def weights_of_folder(folder: Path, model: DiffusionModel, label: str) -> dict[str, torch.Tensor]:
     """The weights of the UNet in a folder of diffusers. Raises ValueError if it has none, or predicts another thing."""
-    unet = load_weights(UNet2DConditionModel, folder, place)
+    unet = load_weights(UNet2DConditionModel, folder, label)
     scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
     if scheduler.is_file():
         predicts = json.loads(scheduler.read_text()).get('prediction_type', 'epsilon')
         if predicts != model.prediction_type:
-            raise ValueError(f'{place} predicts {predicts}, and --model_name {model.prediction_type}; give the '
+            raise ValueError(f'{label} predicts {predicts}, and --model_name {model.prediction_type}; give the '
                              '--model_name that it is of')
     return unet.state_dict()
 
 
-def require_same_encoders(trained: Trained, model: DiffusionModel, place: str) -> None:
+def require_same_encoders(trained: Trained, model: DiffusionModel, label: str) -> None:
     """Raises ValueError if the UNet was trained with another VAE or text encoder than `model`, in any precision."""
     for part in ('vae', 'text_encoder'):
         theirs = getattr(trained, part)
@@ -68,7 +68,7 @@ def require_same_encoders(trained: Trained, model: DiffusionModel, place: str) -
             continue
         for name, ours in module.state_dict().items():
             if name in theirs and not nearly_equal(theirs[name], ours):
-                raise ValueError(f'{place} was trained with another {part}; give the --model_name, the --pretrained '
+                raise ValueError(f'{label} was trained with another {part}; give the --model_name, the --pretrained '
                                  'and, where its weights are random, the --seed of that run')
 
 

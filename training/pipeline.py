@@ -7,8 +7,8 @@ from accelerate import init_empty_weights
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from errors.messages import one_line
 from inputs.captions import pipeline_tokenizer
-from inputs.errors import one_line
 from models.loading import build_vae, find_model
 from models.sampling import build_pipeline
 from training.trained import Trained
@@ -16,13 +16,13 @@ from training.trained import Trained
 PIXELS_PER_LATENT = 8  # along each side
 
 
-def trained_pipeline(trained: Trained, place: str, model_name: str | None = None, tokenizer: str | None = None,
+def trained_pipeline(trained: Trained, label: str, model_name: str | None = None, tokenizer: str | None = None,
                      pretrained: bool = False, live: bool = False) -> StableDiffusionPipeline:
     """The pipeline of a checkpoint, on the CPU.
 
     Args:
         trained: what the checkpoint holds; its tensors in float32 are not copied.
-        place: what errors call it.
+        label: what errors call it.
         model_name: for the configuration of each part; None: that of the run.
         tokenizer: None: that of the run.
         pretrained: take the VAE from `model_name` where the checkpoint has none, instead of a random one.
@@ -32,7 +32,7 @@ def trained_pipeline(trained: Trained, place: str, model_name: str | None = None
     """
     name = model_name or trained.flags.get('model_name')
     if name is None:
-        raise ValueError(f'{place} does not say what model it is of; give --model_name of export.py')
+        raise ValueError(f'{label} does not say what model it is of; give --model_name of export.py')
     files = find_model(name, pretrained and trained.vae is None)
     unet_config = dict(files.configs['unet'])
     if 'image_size' in trained.flags:
@@ -49,7 +49,7 @@ def trained_pipeline(trained: Trained, place: str, model_name: str | None = None
         else:
             vae = with_weights(partial(AutoencoderKL.from_config, files.configs['vae']), trained.vae)
     except RuntimeError as error:
-        raise ValueError(f'--model_name {name} is not the model of {place} ({one_line(error)[:200]}); give the one '
+        raise ValueError(f'--model_name {name} is not the model of {label} ({one_line(error)[:200]}); give the one '
                          'that was trained') from None
     tokenizer = pipeline_tokenizer(tokenizer or trained.flags.get('tokenizer'))
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from inputs.errors import one_line
+from errors.messages import one_line
 
 
 def join_ranks(device, timeout: int) -> None:
@@ -24,9 +24,10 @@ def join_ranks(device, timeout: int) -> None:
     try:
         dist.initialize_dist(device, timeout)
     except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
-        place = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
-        raise ValueError(f'the {dist.get_world_size()} processes of this run did not meet at {place} within {timeout} '
-                         f'seconds ({one_line(error)[:200]}); check that every node runs, and can reach it') from None
+        address = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
+        raise ValueError(f'the {dist.get_world_size()} processes of this run did not meet at {address} within '
+                         f'{timeout} seconds ({one_line(error)[:200]}); check that every node runs, and can reach it'
+                         ) from None
 
 
 def leave_ranks() -> None:

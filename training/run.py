@@ -7,15 +7,14 @@ from composer import Callback, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
-from inputs.errors import DataError
-from inputs.words import counted
+from errors.messages import DataError, plural
 from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, whole_epochs
-from measuring.record import UNMEASURED, keep, redacted, summary, training_settings
+from measuring.record import UNMEASURED, append_record, redacted, summary, training_settings
 from measuring.tracing import PROFILED
 from models.diffusion_model import DiffusionModel
 from models.flops import utilization
-from settings.train import SD2_BASE, TINY, TINY_COMMAND, Train
+from settings.train import SD2_BASE, TINY_COMMAND, TINY_MODEL, Train
 from training.evaluation import Evaluations
 from training.failures import reason
 from training.loggers import log_record
@@ -31,7 +30,7 @@ class RunFailed(DataError):
     """A training ended early, or its record is lost; the text is for the user."""
 
 
-def say_what_is_built(settings: Train) -> None:
+def log_config(settings: Train) -> None:
     """On rank 0, since building and the first batch can take minutes, or without a GPU hours."""
     if dist.get_global_rank():
         return
@@ -39,12 +38,12 @@ def say_what_is_built(settings: Train) -> None:
         print('warning: there is no GPU. On a CPU Stable Diffusion 2 takes 18 GB of memory, 2 GB more for each image '
               f'at once, and seconds for each of {settings.batch_size:,} images of a batch. The tiny model takes less: '
               f'{TINY_COMMAND}', file=sys.stderr)
-    devices = counted(dist.get_world_size(), 'device')
+    devices = plural(dist.get_world_size(), 'device')
     print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
           f'{settings.batch_size:,} a batch, on {devices}', file=sys.stderr, flush=True)
 
 
-def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> None:
+def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
     """On rank 0: what is resumed or started from, and what will not come of it."""
     if dist.get_global_rank():
         return
@@ -60,7 +59,7 @@ def say_how_it_begins(settings: Train, state: State, checkpoint: str | None) -> 
         print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
     elif not settings.measures and not settings.save_folder:
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
-    if settings.save_folder and not settings.pretrained and settings.model_name != TINY:
+    if settings.save_folder and not settings.pretrained and settings.model_name != TINY_MODEL:
         print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw; '
               'give --model_name FOLDER --pretrained', file=sys.stderr)
 
@@ -70,9 +69,9 @@ def is_over(state: State) -> bool:
     return state.timestamp >= state.max_duration
 
 
-def callback_of(trainer: Trainer, kind: type[Callback]) -> Callback:
-    """The callback of that kind."""
-    return next(callback for callback in trainer.state.callbacks if isinstance(callback, kind))
+def callback_of(trainer: Trainer, cls: type[Callback]) -> Callback:
+    """The callback of this class."""
+    return next(callback for callback in trainer.state.callbacks if isinstance(callback, cls))
 
 
 def fit(trainer: Trainer) -> dict[str, str]:
@@ -133,7 +132,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         if record['status'] != 'failed':
             log_record(trainer.logger, record)
             trainer.close()
-        keep(record, text, settings.results)
+        append_record(record, text, settings.results)
     except Exception as error:
         raise RunFailed(redacted(reason(error, ''))) from None
     if record['status'] == 'interrupted':

@@ -123,14 +123,14 @@ class Safeguard(Callback):
 
     def _stop_or_skip(self, state, what: str) -> None:
         """Leave the step out, or raise NonFiniteStep."""
-        place = f'of batch {state.timestamp.batch.value + 1}'
+        label = f'of batch {state.timestamp.batch.value + 1}'
         if self.on_nan == 'stop':
-            raise NonFiniteStep(f'{what} {place} is not finite, at microbatch size '
+            raise NonFiniteStep(f'{what} {label} is not finite, at microbatch size '
                                 f'{state.device_train_microbatch_size}; --on_nan skip leaves such steps out')
         self.skipped_batches += 1
         self._skips_in_a_row += 1
         if self._skips_in_a_row > MOST_SKIPS_IN_A_ROW:
-            raise NonFiniteStep(f'{what} {place} is not finite, and {MOST_SKIPS_IN_A_ROW} steps before it were left '
+            raise NonFiniteStep(f'{what} {label} is not finite, and {MOST_SKIPS_IN_A_ROW} steps before it were left '
                                 'out for that; go on from an earlier checkpoint, in another precision or with '
                                 'another seed')
         for optimizer in state.optimizers:

@@ -16,14 +16,14 @@ from torchvision.utils import make_grid
 from tqdm import tqdm
 
 from ema import EMA
+from errors.messages import one_line
 from inputs.captions import build_tokenizer
-from inputs.errors import one_line
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
 from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from settings.train import Train
-from training.checkpoints import written_whole
+from training.checkpoints import atomic_write
 from training.signals import StopAtSignal
 
 
@@ -96,19 +96,19 @@ class Sampling(Callback):
 
     def _draw_and_keep(self, state: State, logger: Logger) -> None:
         """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
-        unet, kind = self.model.unet, 'live'
+        unet, weights = self.model.unet, 'live'
         for algorithm in state.algorithms:
             if isinstance(algorithm, EMA) and algorithm.ema_started:
-                unet, kind = algorithm.get_ema_model(self.model).unet, 'averaged'
+                unet, weights = algorithm.get_ema_model(self.model).unet, 'averaged'
         pictures = [pil_to_tensor(picture) for picture in self.draw(unet, state.device_train_microbatch_size)]
         columns = math.ceil(math.sqrt(len(pictures)))
         grid = make_grid(pictures, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
         text = PngInfo()
         text.add_itxt('prompts', '\n'.join(self.prompts))
-        text.add_itxt('weights', kind)
+        text.add_itxt('weights', weights)
         folder = Path(self.settings.sample_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(folder / f'ba{state.timestamp.batch.value}.png') as file:
+        with atomic_write(folder / f'ba{state.timestamp.batch.value}.png') as file:
             to_pil_image(grid).save(file, 'PNG', pnginfo=text)
         logger.log_images(grid.numpy(), 'samples', use_table=False)
 

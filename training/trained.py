@@ -9,7 +9,7 @@ import torch
 from composer.utils import dist, get_file
 
 from ema import DDP_PREFIX
-from inputs.errors import one_line
+from errors.messages import one_line
 from training.checkpoints import load_checkpoint, newest_checkpoint
 
 
@@ -37,27 +37,27 @@ class Trained:
     text_encoder: dict[str, torch.Tensor]
 
 
-def read_trained(place: str, flag: str) -> Trained:
+def read_trained(source: str, flag: str) -> Trained:
     """The model of a checkpoint, of the newest in a folder, or of either in an object store.
 
     Files are mapped, not read: the optimizer's moments, most of a checkpoint, never come into memory. All ranks call
     this together.
 
     Args:
-        place: path or URI; what ends with .pt is a checkpoint, and all else a folder of them.
+        source: path or URI; what ends with .pt is a checkpoint, and all else a folder of them.
         flag: what errors call it.
 
     Raises ValueError if there is no such checkpoint, or it cannot be read or trusted.
     """
-    name = place if place.endswith('.pt') else newest_checkpoint(place, flag)
+    name = source if source.endswith('.pt') else newest_checkpoint(source, flag)
     if name is None:
-        raise ValueError(f'{flag} {place} is not there, or holds no whole checkpoint; give one, or the --save_folder '
+        raise ValueError(f'{flag} {source} is not there, or holds no whole checkpoint; give one, or the --save_folder '
                          'of a run')
     with fetched(name, flag) as path:
         try:
             return trained_of(load_checkpoint(path)['state'])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
-            raise ValueError(f'{flag} {place}: {name} is no checkpoint of a training ({one_line(error)[:400]}); use '
+            raise ValueError(f'{flag} {source}: {name} is no checkpoint of a training ({one_line(error)[:400]}); use '
                              'another') from None
 
 

@@ -12,7 +12,7 @@ import benchmark
 from benchmark import StableDiffusion, build_data, main
 from fitting.microbatch import is_too_large, largest_microbatch
 from models.loading import find_model
-from settings.here import on_this_machine
+from settings.here import resolve_defaults
 from tests.forked_runs import run_ranks
 from tests.runs import TINY, settings_of
 
@@ -89,7 +89,7 @@ def test_nothing_of_a_try_is_alive_when_the_next_begins(model, where):
 def search_on_a_cpu(monkeypatch, limit: int) -> None:
     """Let main() search as it does on a GPU, with memory for `limit` images at once."""
     def fill_in_a_search(args):
-        return replace(on_this_machine(args), device_train_microbatch_size='auto')
+        return replace(resolve_defaults(args), device_train_microbatch_size='auto')
 
     def build_limited_model(*args, **options):
         model = build_model(*args, **options)
@@ -97,7 +97,7 @@ def search_on_a_cpu(monkeypatch, limit: int) -> None:
         return model
 
     build_model = benchmark.build_model
-    monkeypatch.setattr(benchmark, 'on_this_machine', fill_in_a_search)
+    monkeypatch.setattr(benchmark, 'resolve_defaults', fill_in_a_search)
     monkeypatch.setattr(benchmark, 'build_model', build_limited_model)
 
 

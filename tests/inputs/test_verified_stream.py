@@ -13,8 +13,8 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from streaming.base.compression import compress
 
 from data import StreamingLAIONDataset, build_loader
+from errors.messages import DataError
 from inputs.captions import build_tokenizer
-from inputs.errors import DataError
 from inputs.shards import read_index
 from inputs.verified_stream import cache_folder, own_shared_memory, unpacked
 from tests.forked_runs import RUN, run, traced

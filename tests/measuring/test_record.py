@@ -7,8 +7,8 @@ import pytest
 
 import report
 from benchmark import main
-from inputs.errors import DataError
-from measuring.record import keep, redacted, summary, training_settings
+from errors.messages import DataError, redacted
+from measuring.record import append_record, summary, training_settings
 from tests.runs import TINY, check_record, settings_of
 
 LENGTH = ['--max_duration', '3ba']
@@ -93,13 +93,13 @@ def test_the_next_command_of_a_run_on_latents_takes_the_vae_of_its_model():
 
 def test_a_record_that_cannot_be_kept_is_printed(tmp_path, capsys):
     with pytest.raises(DataError, match=f'--results {tmp_path} could not be written'):
-        keep({'name': 'a'}, 'summary', str(tmp_path))
+        append_record({'name': 'a'}, 'summary', str(tmp_path))
     assert capsys.readouterr().out == 'summary\n{"name": "a"}\n'
 
 
 def append_records(path: str, name: str):
     for index in range(20):
-        keep({'name': name, 'index': index, 'text': name * 200_000}, '', path)
+        append_record({'name': name, 'index': index, 'text': name * 200_000}, '', path)
 
 
 def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, capfd):

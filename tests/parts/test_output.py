@@ -6,8 +6,8 @@ import threading
 import pytest
 from streaming import StreamingDataset
 
-from inputs.errors import DataError
-from inputs.places import CLAIM
+from errors.messages import DataError
+from inputs.paths import CLAIM
 from inputs.verified_stream import own_shared_memory
 from parts.output import Output, PartWriter, join_parts, part_name, write_index
 from tests.local_s3 import local_s3

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from inputs.errors import DataError
+from errors.messages import DataError
 from parts.sources import File, find_files, join_neighbours
 from tests.local_s3 import local_s3
 from tests.privileges import without_privileges

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from inputs.errors import DataError
+from errors.messages import DataError
 from parts.output import DAMAGED
 from parts.sources import File
 from parts.tars import make_sample, read_samples

@@ -4,9 +4,9 @@ import signal
 import psutil
 import pytest
 
-from inputs.errors import DataError
-from tests.runs import start, wait_until, workers_of
+from errors.messages import DataError
 from tests.parts.slow_work import begun, run
+from tests.runs import start, wait_until, workers_of
 
 
 def refuse(*args) -> None:

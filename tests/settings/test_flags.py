@@ -23,7 +23,7 @@ HEAVY = ('torch', 'numpy', 'pandas', 'composer', 'streaming', 'transformers')
 class Greeting:
     """greeting"""
     name: str = positional('who is greeted')
-    times: int = flag(1, 'how often', kind=count)
+    times: int = flag(1, 'how often', converter=count)
     loud: bool = flag(False, 'in capitals')
     tune: bool | Literal['high', 'low'] = flag(False, 'sing it', bare=True)
     others: tuple[str, ...] = flag((), 'more to greet (default: none)')

@@ -5,10 +5,10 @@ import torch
 from composer.utils import dist
 
 from benchmark import main
+from errors.exits import one_line_errors
 from settings.commands import Convert, Encode
-from settings.ends import one_line_errors
 from settings.flags import parse
-from settings.here import agreed, encoding_here
+from settings.here import broadcast_from_rank_0, resolve_encoding_defaults
 from settings.train import Train
 from tests.runs import TINY, settings_of
 
@@ -113,7 +113,7 @@ def test_ranks_whose_hosts_differ_take_what_the_first_has_but_for_their_own_fold
              for workers, length in lengths.items()]
     monkeypatch.setattr(dist, 'all_gather_object', lambda mine: ranks)
     for mine in ranks:
-        together = agreed(mine)
+        together = broadcast_from_rank_0(mine)
         assert (together.num_workers, together.max_duration) == (6, '75ba')
         assert together.local == mine.local
 
@@ -131,15 +131,15 @@ def test_the_devices_that_encode_share_the_cores_and_a_clusters_precision_is_not
     flags = ['--remote', 'shards', '--out', 'x']
     as_on_a_gpu(count=0)
     with pytest.raises(ValueError, match='--ray auto needs --encoder_precision'):
-        encoding_here(parse(Encode, '', [*flags, '--ray', 'auto']))
+        resolve_encoding_defaults(parse(Encode, '', [*flags, '--ray', 'auto']))
     as_on_a_gpu(count=8)
-    assert encoding_here(parse(Encode, '', flags)).num_workers == 2
+    assert resolve_encoding_defaults(parse(Encode, '', flags)).num_workers == 2
 
 
 def test_a_local_without_a_remote_is_the_data():
     here = settings_of('--local', 'shards', *TINY)
     assert (here.remote, here.local) == ('shards', None)
-    there = encoding_here(parse(Encode, '', ['--local', 'shards', '--out', 'x']))
+    there = resolve_encoding_defaults(parse(Encode, '', ['--local', 'shards', '--out', 'x']))
     assert (there.remote, there.local, there.num_workers_by_default) == ('shards', None, True)
 
 

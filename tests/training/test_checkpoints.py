@@ -16,8 +16,15 @@ from benchmark import main
 from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
 from tests.runs import TINY, assert_same_training, error_line, failed, final_state, one_error_line
 from tests.samples import Hostile, good, write_shards
-from training.checkpoints import WholeCheckpoints, checkpoints_in, load_checkpoint, newest_checkpoint, saving_alone
-from training.checkpoints import resuming, written_whole
+from training.checkpoints import (
+    AtomicCheckpointSaver,
+    atomic_write,
+    checkpoints_in,
+    load_checkpoint,
+    locked_save_folder,
+    newest_checkpoint,
+    resuming,
+)
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
@@ -79,13 +86,13 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     path = tmp_path / 'x'
     path.write_text('before')
     (tmp_path / '.x.unfinished').write_text('of a run that was killed, and longer')
-    with pytest.raises(SystemExit), written_whole(path) as file:
+    with pytest.raises(SystemExit), atomic_write(path) as file:
         file.write(b'half')
         file.flush()
         assert path.read_text() == 'before'
         raise SystemExit
     assert path.read_text() == 'before' and os.listdir(tmp_path) == ['x']
-    with written_whole(path) as file:
+    with atomic_write(path) as file:
         file.write(b'after')
     assert path.read_text() == 'after' and os.listdir(tmp_path) == ['x']
 
@@ -95,7 +102,7 @@ def test_a_run_removes_what_a_killed_save_left_and_no_other_file(tmp_path):
     others = [tmp_path / name for name in ('.mine.unfinished', '.ep0-ba3-rank0.pt', 'ep0-ba3-rank0.pt.unfinished')]
     for path in (left, *others):
         path.write_text('half')
-    with saving_alone(str(tmp_path), autoresume=True):
+    with locked_save_folder(str(tmp_path), autoresume=True):
         assert not left.exists()
         assert all(path.exists() for path in others)
 
@@ -248,7 +255,7 @@ class Line(ComposerModel):
 def train_a_line(folder: Path, batches: int, to_keep: int | None = None, load_path: Path | None = None,
                  callbacks=()) -> None:
     """Train with checkpoints after every second batch."""
-    saver = WholeCheckpoints(str(folder), '2ba', to_keep)
+    saver = AtomicCheckpointSaver(str(folder), '2ba', to_keep)
     trainer = Trainer(model=Line(), train_dataloader=DataLoader(torch.ones(20, 1)), max_duration=f'{batches}ba',
                       device='cpu', progress_bar=False, callbacks=[*callbacks, saver],
                       load_path=load_path and str(load_path))
@@ -351,7 +358,7 @@ def test_a_run_on_a_cpu_goes_on_on_a_gpu_in_another_memory_format(tmp_path, smal
 
 
 def save_for_ever(folder: str, has_begun) -> None:
-    with saving_alone(folder, autoresume=True):
+    with locked_save_folder(folder, autoresume=True):
         has_begun.set()
         signal.pause()
 
@@ -363,9 +370,10 @@ def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(serv
     first = server.Process(target=save_for_ever, args=(folder, has_begun), daemon=True)
     first.start()
     has_begun.wait()
-    with pytest.raises(ValueError, match='kept is in use by another run'), saving_alone(folder, autoresume=False):
+    with pytest.raises(ValueError, match='kept is in use by another run'), locked_save_folder(folder, autoresume=False):
         pass
     first.kill()
     first.join()
-    with saving_alone(folder, autoresume=False), saving_alone(None, autoresume=False):  # the first was killed
+    # The first was killed.
+    with locked_save_folder(folder, autoresume=False), locked_save_folder(None, autoresume=False):
         pass

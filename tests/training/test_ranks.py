@@ -14,7 +14,7 @@ from tests.runs import free_port
 from tests.training import rank_program
 from training.checkpoints import checkpoints_in
 
-TINY = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
+TINY_RANKS = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
         '--measure_batches', '2', '--num_workers', '0']
 
 
@@ -29,8 +29,8 @@ def trained(tmp_path_factory, shards, server, smallest_with_attention) -> dict[i
     """What each rank of a run on one and on two ranks saw and learned in an epoch of three batches of 8."""
     folders = {ranks: tmp_path_factory.mktemp(f'ranks{ranks}') for ranks in (1, 2)}
     for ranks, folder in folders.items():
-        arguments = (folder, '--remote', shards, *TINY, '--model_name', smallest_with_attention, '--image_size', '16',
-                     '--results', '/dev/null', '--device_train_microbatch_size', '2')
+        arguments = (folder, '--remote', shards, *TINY_RANKS, '--model_name', smallest_with_attention,
+                     '--image_size', '16', '--results', '/dev/null', '--device_train_microbatch_size', '2')
         codes = run_ranks(server, [folder / 'log'] * ranks, rank_program.main, [arguments] * ranks)
         assert codes == [0] * ranks, (folder / 'log').read_text()
     return {ranks: [torch.load(folder / f'rank{rank}.pt') for rank in range(ranks)]
@@ -68,7 +68,7 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards, 
     folders = [tmp_path / f'node{rank}' for rank in (0, 1)]
     for folder in folders:
         folder.mkdir()
-    argv = ['--remote', shards, *TINY, '--results', str(tmp_path / 'records')]
+    argv = ['--remote', shards, *TINY_RANKS, '--results', str(tmp_path / 'records')]
     logs = [folder / 'log' for folder in folders]
     codes = run_ranks(server, logs, become_node, [(folder, argv) for folder in folders], nodes=2)
     assert codes == [0, 0], [log.read_text() for log in logs]
@@ -88,7 +88,7 @@ def become_node_with_a_disk_of_its_own(folder: Path, checkpoint: Path | None, ar
 @pytest.mark.parametrize('lost', [0, 1])
 def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tmp_path, smallest_model, server):
     skip_unless_mounts_are_allowed('/dev/shm')
-    argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '16', '--autoresume',
+    argv = ['--use_synth_data', *TINY_RANKS, '--model_name', smallest_model, '--image_size', '16', '--autoresume',
             '--results', str(tmp_path / 'records')]
     benchmark.main([*argv, '--max_duration', '1ba', '--save_folder', str(tmp_path / 'before')])
     [checkpoint] = map(Path, checkpoints_in(str(tmp_path / 'before')))
@@ -105,7 +105,7 @@ def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tm
 
 
 def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):
-    argv = ['--use_synth_data', *TINY, '--dist_timeout', '1', '--results', '/dev/null']
+    argv = ['--use_synth_data', *TINY_RANKS, '--dist_timeout', '1', '--results', '/dev/null']
     code, _, errors = run_program(server, tmp_path / 'run', benchmark.main, argv, **node(0, free_port()))
     [line] = errors.splitlines()
     assert code == 2 and line.startswith('benchmark.py: error: the 2 processes of this run did not meet at')
@@ -114,7 +114,7 @@ def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(se
 
 def test_bad_input_is_one_line_on_rank_0(server, tmp_path):
     logs = [tmp_path / f'log{rank}' for rank in range(2)]
-    argv = ['--use_synth_data', *TINY, '--batch_size', '9']
+    argv = ['--use_synth_data', *TINY_RANKS, '--batch_size', '9']
     codes = run_ranks(server, logs, benchmark.main, [(argv,)] * 2)
     assert 2 in codes
     assert logs[0].read_text() == 'benchmark.py: error: --batch_size 9 does not divide over 2 devices; use 8\n'

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-from inputs.errors import DataError, is_out_of_memory, one_line, redacted
+from errors.messages import DataError, is_out_of_memory, one_line, redacted
 
 
-def end(program: str, status: int, message: str) -> NoReturn:
+def exit_with_error(program: str, status: int, message: str) -> NoReturn:
     """End the process with one line, without passwords.
 
     Rank 0 says it for all; another speaks where rank 0 has nothing to say.
@@ -40,15 +40,15 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        end(program, 2, one_line(error))
+        exit_with_error(program, 2, one_line(error))
     except (DataError, OSError, ImportError) as error:
-        end(program, 1, one_line(error) + behind)
+        exit_with_error(program, 1, one_line(error) + behind)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        end(program, 1, f'out of memory ({one_line(error)[:200]}); use a smaller --batch_size{behind}')
+        exit_with_error(program, 1, f'out of memory ({one_line(error)[:200]}); use a smaller --batch_size{behind}')
     except KeyboardInterrupt:
-        end(program, 130, f'interrupted{behind}')
+        exit_with_error(program, 130, f'interrupted{behind}')
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -29,9 +29,9 @@ def redacted(text: str) -> str:
     return re.sub(SECRET_SETTING, r'\1=***', without_queries)
 
 
-def unreadable_shard(error: BaseException, place: str | None = None) -> DataError:
-    """An error of a storage client or a disk as ours, with the remedy where it is known; `place` is the shard's."""
-    which = f'a shard, {place},' if place else 'a shard'
+def unreadable_shard(error: BaseException, path: str | None = None) -> DataError:
+    """An error of a storage client or a disk as ours, with the remedy where it is known; `path` is the shard's."""
+    which = f'a shard, {path},' if path else 'a shard'
     text = f'{which} could not be read ({type(error).__name__}: {one_line(error)})'
     if 'No space left' in str(error):
         text += '; free some of the disk, or bound the cache with --cache_limit'
@@ -62,3 +62,16 @@ def disk_is_full(error: BaseException | None) -> bool:
             return True
         error = error.__context__
     return False
+
+
+def plural(number: int, one: str, several: str | None = None) -> str:
+    """A number of things, such as '1 batch' and '2,000 batches'.
+
+    Args:
+        number: of them.
+        one: what one is called.
+        several: what more of them are called; None: the same with an s.
+    """
+    if number == 1:
+        return f'1 {one}'
+    return f'{number:,} {several or one + "s"}'
