@@ -33,6 +33,7 @@ from scipy.optimize import nnls
 from errors.messages import plural
 from figures import CONDITIONS, EXTRAPOLATED, JUDGES, MEASURED, draw_quality, draw_speeds
 from measuring.costs import TRAINING_IMAGES, days_to_train, gpu_hours
+from measuring.figures import FIGURES, IN_TABLES, Figure
 from measuring.reliability import why_unreliable
 from measuring.versions import PACKAGES
 from settings.train import SWITCHES
@@ -49,21 +50,24 @@ WITH_FIGURES = [MEASURED, EXTRAPOLATED]
 INPUTS = {'in_loop': 'images', 'text_in_loop': 'latents'}  # of a training, by the encoders in its loop
 NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
            'loader_images_per_sec')
-COLUMNS = {  # key: heading, template and decimals in print; None: of a whole number
-    'num_devices': ('{}s', '{}', None),
-    'images_per_sec': ('images/s', '{}', 1),
-    'images_per_sec_per_device': ('images/s per {}', '{}', 2),
-    'scaling_efficiency': ('efficiency', '{} %', 1),
-    'speed_over_first': ('over the first', '{} x', 2),
-    'guidance': ('guidance', '{}', 1),
-    'fid': ('FID', '{}', 2),
-    'clip_score': ('CLIP score', '{}', 2),
-    'trained_batches': ('batches', '{}', None),
-    'images_seen': ('images seen', '{}', None),
-    'days': ('days', '{}', 2),
-    'gpu_hours': ('GPU-hours', '{}', 0),
-    'cost_usd': ('cost', '${}', 0),
+# Columns of figures in their order: those of a record, and those that follow from them.
+COLUMNS = {
+    'num_devices': Figure('{}s', cell='{}', decimals=None),
+    'images_per_sec': FIGURES['images_per_sec'],
+    'images_per_sec_per_device': Figure('images/s per {}', cell='{}', decimals=2),
+    'scaling_efficiency': Figure('efficiency', cell='{} %'),
+    'speed_over_first': Figure('over the first', cell='{} x', decimals=2),
+    **{key: FIGURES[key] for key in IN_TABLES},
+    'guidance': Figure('guidance', cell='{}'),
+    'fid': Figure('FID', cell='{}', decimals=2),
+    'clip_score': Figure('CLIP score', cell='{}', decimals=2),
+    'trained_batches': Figure('batches', cell='{}', decimals=None),
+    'images_seen': Figure('images seen', cell='{}', decimals=None),
+    'days': Figure('days', cell='{}', decimals=2),
+    'gpu_hours': Figure('GPU-hours', cell='{}', decimals=0),
+    'cost_usd': Figure('cost', cell='${}', decimals=0),
 }
+UNKNOWN = dict.fromkeys(IN_TABLES, math.nan)  # the figures of a row that was not measured
 FOR_US = ['record', 'setting', 'label', 'on_cpu']  # columns that are not for the CSV file
 
 TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
@@ -212,6 +216,8 @@ def speed_row(record: dict) -> dict:
     commit = words(record.get('git_commit'))
     row['git_commit'] = commit[:8] + commit[40:]  # with -dirty
     row['num_devices'] = record['num_devices']
+    for key in IN_TABLES:
+        row[key] = float(record.get(key, math.nan))
     row['images_per_sec'] = float(record.get(speed, math.nan))
     row['on_cpu'] = record.get('device_type') == 'cpu'
     row['status'], row['notes'] = status_and_notes(record)
@@ -299,7 +305,7 @@ def medians(rows: pd.DataFrame) -> pd.DataFrame:
     merged = []
     for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes']):
         speeds = runs['images_per_sec']
-        row = runs.iloc[[0]].assign(images_per_sec=speeds.median())
+        row = runs.iloc[[0]].assign(**{key: runs[key].median() for key in IN_TABLES})
         if len(runs) > 1:
             row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
         merged.append(row)
@@ -341,7 +347,7 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
             note = 'extrapolated'
             if batch > 1 and batch / count < int(first['device_train_microbatch_size'] or 1):
                 note += f'; {batch / count:.3g} images a GPU: a smaller microbatch'
-            predicted.append(first.to_dict() | {
+            predicted.append(first.to_dict() | UNKNOWN | {
                 'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
                 'status': EXTRAPOLATED, 'notes': note})
         residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
@@ -386,8 +392,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
         notes = [f'{printed("days", some)} days at {size} px' for some, size in zip(days, sizes, strict=True)]
         if runs['input'].iloc[0] == 'latents':
             notes.append('without encoding the images')
-        plan = runs.iloc[[0]].assign(stage='plan', image_size=', then '.join(sizes), images_per_sec=math.nan,
-                                     device_train_microbatch_size='', notes=', '.join(notes))
+        plan = runs.iloc[[0]].assign(stage='plan', image_size=', then '.join(sizes),
+                                     device_train_microbatch_size='', notes=', '.join(notes), **UNKNOWN)
         plans.append(with_costs(plan, pd.Series(sum(days), index=plan.index), settings.dollars_per_gpu_hour))
     if not plans:
         raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
@@ -454,8 +460,10 @@ def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> str:
         texts = [printed(key, value) for value in rows[key]]
         if not any(texts):
             continue
-        heading, _, _ = COLUMNS.get(key, (key, '', 0))
-        cells[heading.format(device)] = texts
+        heading = key
+        if key in COLUMNS:
+            heading = COLUMNS[key].heading.format(device)
+        cells[heading] = texts
         alignment.append('right' if key in COLUMNS else 'left')
     return cells.to_markdown(index=False, disable_numparse=True, colalign=alignment)
 
@@ -466,7 +474,7 @@ def printed(key: str, value: str | float) -> str:
         return value
     if math.isnan(value):
         return ''
-    _, template, decimals = COLUMNS[key]
+    template, decimals = COLUMNS[key].cell, COLUMNS[key].decimals
     if '%' in template:
         value *= 100
     if decimals is None:

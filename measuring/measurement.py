@@ -17,6 +17,9 @@ from composer.utils import dist, get_device
 from measuring.gpu_monitor import GIB, GpuMonitor
 from measuring.reliability import QUEUES_IN_WINDOW
 
+# what is known where a batch was measured
+OF_BATCHES = ('images_per_sec', 'images_per_sec_per_device', 'batch_seconds_median', 'batch_seconds_p10',
+              'batch_seconds_p90', 'drift', 'data_wait_fraction', 'peak_memory_gib')
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 
 
@@ -215,7 +218,7 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
     totals, waits, sustained_shares, memory, bad = zip(*ranks, strict=True)
     num_bad = len(set().union(*bad))
     if not window.batch_seconds:
-        return {'images_per_sec': None, 'measured_batches': 0, 'bad_samples': num_bad}
+        return dict.fromkeys(OF_BATCHES) | {'measured_batches': 0, 'bad_samples': num_bad}
     images_per_sec = float(window.samples * min(sustained_shares) / max(totals))
     return {
         'images_per_sec': images_per_sec,

@@ -17,6 +17,7 @@ from composer.utils.collect_env import get_cpu_model
 
 from errors.messages import DataError, plural, redacted
 from measuring.costs import days_to_train, gpu_hours
+from measuring.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
 from measuring.measurement import loader_figures
 from measuring.reliability import remedy, why_unreliable
 from measuring.tracing import PROFILED
@@ -26,38 +27,6 @@ from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
 
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 MUCH_WAITING = 0.05
-# The lines of a summary; one is left out where the record has no value for it.
-IMAGES_PER_SEC = {
-    'images/s': '{images_per_sec:.4g} on {num_devices} x {device}, {images_per_sec_per_device:.4g} each',
-    'no speed': '{why_no_speed}',
-}
-TRAINED = {
-    'trained': 'up to batch {trained_batches:,}',
-    'epochs': '{trained_epochs:,}',
-    'resumed': 'after batch {first_batch:,}',
-    'loss': '{loss:.3g}',
-    'held-out loss': '{eval_loss:.4g} after batch {eval_batch:,}',
-    'no average': 'yet, for --ema_start is {ema_start_to_come}',
-}
-MEASUREMENT = IMAGES_PER_SEC | {
-    'batch': '{batch_seconds_median:.3g} s median of {measured_batches}, 10th to 90th percentile '
-             '{batch_seconds_p10:.3g} to {batch_seconds_p90:.3g} s',
-    'change': '{drift:+.1%} in speed from the first third of the batches to the last',
-    'wait for data': '{data_wait_fraction:.1%} of the time{on_waiting}',
-    'peak memory': '{peak_memory_gib:.3g} GiB, microbatch {device_train_microbatch_size}',
-    'arithmetic': '{tflops_per_sec_per_device:.3g} TFLOP/s each',
-    'of the peak': '{mfu:.1%}',
-    'power': '{gpu_power_watts_mean:.0f} W each, {joules_per_image:.3g} J an image',
-    **TRAINED,
-    'caution': '{caution}',
-    'full training': 'training on {images:,} images would take {days:,.1f} days on {gpus}, {gpu_hours:,.0f} GPU-hours, '
-                     '${dollars:,.0f}',
-}
-TRAINING = TRAINED | {
-    'average': 'still near the weights at the start, for --ema_half_life is {young_half_life}',
-    'checkpoint': 'in {save_folder}',
-    'next': 'python export.py {save_folder} my-model{export_flags}',
-} | IMAGES_PER_SEC
 
 
 def training_settings(settings: Train, latents: bool, microbatch: int | None = None) -> dict:
@@ -109,44 +78,47 @@ def processor_name() -> str:
 
 
 def summary(record: dict, settings: Train) -> str:
-    """The record of a run for people; three significant digits or whole units.
-
-    Of a measurement the speed comes first; of a training what was trained, where it is, and what to do with it.
-    """
-    values = record | notes(record, settings)
-    known = {key: value for key, value in values.items() if value is not None}
-    templates = MEASUREMENT if settings.measures else TRAINING
-    lines = []
-    for name, template in templates.items():
-        with contextlib.suppress(KeyError):  # of a value that is not known
-            lines.append(f'{name:<15} {template.format_map(known)}')
-    return '\n'.join(lines)
+    """The record of a run for people; three significant digits or whole units."""
+    keys = OF_A_MEASUREMENT if settings.measures else OF_A_TRAINING
+    return '\n'.join(summary_lines(keys, record | notes(record, settings)))
 
 
 def notes(record: dict, settings: Train) -> dict[str, Any]:
-    """What a summary says beside the values of the record; None for those of these that would say nothing."""
-    values = {key: record.get(key) or None for key in ('trained_epochs', 'first_batch')} | {'export_flags': ''}
+    """What a summary says beside the values of the record; None for what would say nothing."""
+    values = dict.fromkeys(('why_no_speed', 'caution', 'on_waiting', 'save_folder', 'export_flags', 'young_half_life',
+                            'ema_start_to_come', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
+    values['whole_epochs'] = record['trained_epochs'] or None
+    values['resumed_after'] = record['first_batch'] or None
+
+    # where the checkpoints are, and how they become a pipeline
     if record['status'] not in ('failed', 'interrupted'):
         values['save_folder'] = settings.save_folder
+    values['export_flags'] = ''
     trained = record['trained_batches']
     if settings.ema_start and trained < to_batches(settings.ema_start):
-        values |= {'ema_start_to_come': settings.ema_start}
+        values['ema_start_to_come'] = settings.ema_start
     elif is_young(settings.ema_half_life, trained):
-        values |= {'young_half_life': settings.ema_half_life, 'export_flags': ' --live'}
+        values['young_half_life'] = settings.ema_half_life
+        values['export_flags'] = ' --live'
     if record['encoders'] == 'text_in_loop':  # no VAE is in the checkpoints
         folder = settings.model_name if settings.pretrained else 'FOLDER'
         values['export_flags'] += f' --model_name {folder} --pretrained'
+
+    # what the speed says, and what it would cost
     if not record['images_per_sec']:
-        return values | {'why_no_speed': 'the run was over before the clock started, so that no batch was measured'}
-    values |= {'caution': reliability(record), 'on_waiting': ''}
+        values['why_no_speed'] = 'the run was over before the clock started, so that no batch was measured'
+        return values
+    values['caution'] = reliability(record)
+    values['on_waiting'] = ''
     if record['data_wait_fraction'] > MUCH_WAITING:
         values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
     if settings.training_images and torch.cuda.is_available() and not values['caution']:
         speed = record['images_per_sec']
-        hours = gpu_hours(speed, record['num_devices'], settings.training_images)
-        values |= {'images': settings.training_images, 'days': days_to_train(speed, settings.training_images),
-                   'gpus': plural(record['num_devices'], 'GPU'), 'gpu_hours': hours,
-                   'dollars': hours * settings.dollars_per_gpu_hour}
+        values['images'] = settings.training_images
+        values['days'] = days_to_train(speed, settings.training_images)
+        values['gpus'] = plural(record['num_devices'], 'GPU')
+        values['gpu_hours'] = gpu_hours(speed, record['num_devices'], settings.training_images)
+        values['dollars'] = values['gpu_hours'] * settings.dollars_per_gpu_hour
     return values
 
 

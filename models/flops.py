@@ -55,13 +55,15 @@ def peak_tflops(precision: str) -> float | None:
     return peak_of(torch.cuda.get_device_name(), precision)
 
 
-def utilization(images_per_sec_per_device: float, flops_per_image: int, precision: str,
+def utilization(images_per_sec_per_device: float | None, flops_per_image: int, precision: str,
                 device: str) -> dict[str, float | None]:
     """TFLOPs of an image, TFLOP/s of a device, and its share of the peak of the `device` of that name; None where that
     is not known.
     """
-    tflops_per_sec = images_per_sec_per_device * flops_per_image / 1e12
-    peak = peak_of(device, precision)
-    return {'tflops_per_image': flops_per_image / 1e12,
-            'tflops_per_sec_per_device': tflops_per_sec,
-            'mfu': tflops_per_sec / peak if peak else None}
+    figures = {'tflops_per_image': flops_per_image / 1e12, 'tflops_per_sec_per_device': None, 'mfu': None}
+    if images_per_sec_per_device is not None:
+        figures['tflops_per_sec_per_device'] = images_per_sec_per_device * flops_per_image / 1e12
+        peak = peak_of(device, precision)
+        if peak is not None:
+            figures['mfu'] = figures['tflops_per_sec_per_device'] / peak
+    return figures

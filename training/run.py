@@ -104,9 +104,8 @@ def training_record(settings: Train, model: DiffusionModel, data: DataSpec, trai
     record |= figures(measurement.window, all_ranks, data.batch_transforms.found)
     record |= gather_gpu_figures(measurement.gpu, record['images_per_sec'], all_ranks)
     record['turnover_batches'] = measurement.turnover_batches
-    if record['images_per_sec']:
-        record |= utilization(record['images_per_sec_per_device'], sum(model.flops_per_image.values()),
-                              settings.precision, record['device'])
+    record |= utilization(record['images_per_sec_per_device'], sum(model.flops_per_image.values()), settings.precision,
+                          record['device'])
     record |= callback_of(trainer, Evaluations).figures()
     record |= {'first_batch': safeguard.first_batch, 'trained_batches': state.timestamp.batch.value,
                'trained_epochs': whole_epochs(state), 'loss': measurement.loss,

@@ -147,7 +147,8 @@ def measured(**changes) -> dict:
             'num_devices': 2, 'device': 'X', 'drift': 0.0, 'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1,
             'batch_seconds_p90': 0.1, 'measured_batches': 20, 'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0,
             'device_train_microbatch_size': 4, 'mfu': None, 'tflops_per_sec_per_device': 1.0, 'queue_batches': 0,
-            'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0, 'loss': 0.5} | changes
+            'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0, 'loss': 0.5, 'eval_loss': None,
+            'eval_batch': None, 'gpu_power_watts_mean': None, 'joules_per_image': None} | changes
 
 
 def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_a_cpu_has_none(as_on_a_gpu):
