@@ -113,7 +113,8 @@ def script(argv: list[str]) -> None:
 def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) -> tuple[str, str]:
     """Run the benchmark with a file system of that size at `where`; the line of its error, and what it printed."""
     code, output, errors = run_program(server, folder, benchmark.main, argv, (megabytes, str(where)))
-    assert code in (1, 2) and 'Traceback' not in errors, errors
+    assert code in (1, 2), errors
+    assert 'Traceback' not in errors, errors
     [line] = [line for line in errors.splitlines() if 'error:' in line]
     return line, output
 

@@ -41,15 +41,18 @@ def settings_of(*argv) -> Train:
 def check_record(record: dict) -> None:
     """What must hold between the figures of any record."""
     assert RECORD_KEYS <= set(record)
-    assert record['measured_batches'] == 3 and record['warmup_batches'] == 1
+    assert record['measured_batches'] == 3
+    assert record['warmup_batches'] == 1
     assert record['batch_seconds_p10'] <= record['batch_seconds_median'] <= record['batch_seconds_p90']
     slowest, fastest = (record['batch_size'] / record[f'batch_seconds_{p}'] for p in ('p90', 'p10'))
     assert slowest * 0.7 < record['images_per_sec'] < fastest * 1.3
     assert record['images_per_sec_per_device'] == pytest.approx(record['images_per_sec'] / record['num_devices'])
-    assert 0 <= record['data_wait_fraction'] < 1 and record['drift'] > -1
+    assert 0 <= record['data_wait_fraction'] < 1
+    assert record['drift'] > -1
     assert record['tflops_per_sec_per_device'] == pytest.approx(
         record['images_per_sec_per_device'] * record['tflops_per_image'])
-    assert 0.1 < record['peak_memory_gib'] < 24 and 0 < record['loss'] < 5
+    assert 0.1 < record['peak_memory_gib'] < 24
+    assert 0 < record['loss'] < 5
     assert record['versions']['torch'] == torch.__version__.split('+')[0]
 
 
@@ -65,7 +68,9 @@ def failed(argv, results, capfd, callbacks=()) -> str:
     with pytest.raises(SystemExit) as exit:
         main([*map(str, argv), '--results', str(results)], callbacks)
     line, record = error_line(capfd), json.loads(results.read_text().splitlines()[-1])
-    assert exit.value.code == 1 and record['status'] == 'failed' and line.endswith(record['error'])
+    assert exit.value.code == 1
+    assert record['status'] == 'failed'
+    assert line.endswith(record['error'])
     return line
 
 
@@ -75,7 +80,8 @@ def one_error_line(argv: list, capfd) -> str:
     with pytest.raises(SystemExit) as exit:
         main([str(argument) for argument in argv])
     error = re.sub('^building .*\n', '', capfd.readouterr().err)
-    assert exit.value.code in (1, 2) and error.count('\n') == 1, error
+    assert exit.value.code in (1, 2), error
+    assert error.count('\n') == 1, error
     return error
 
 

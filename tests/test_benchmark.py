@@ -18,7 +18,9 @@ def batch_of(size: int = 64, num: int = 2, vocab: int = 49408) -> dict[str, torc
 
 def test_the_encoders_are_frozen_in_eval_mode_and_get_no_gradient():
     model = StableDiffusion('tiny', image_size=64).train()
-    assert model.unet.training and not model.vae.training and not model.text_encoder.training
+    assert model.unet.training
+    assert not model.vae.training
+    assert not model.text_encoder.training
     assert not any(module.training for module in model.vae.modules())
     outputs = model(batch_of())
     model.loss(outputs, batch_of()).backward()
@@ -34,7 +36,8 @@ def test_bytes_that_reach_the_model_train_as_the_same_images_scaled():
     prediction, target = model(batch | {'image': image})  # as torch's own DataLoader gives them
     torch.manual_seed(7)
     expected, expected_target = model(batch | {'image': image / 127.5 - 1})
-    assert torch.equal(prediction, expected) and torch.equal(target, expected_target)
+    assert torch.equal(prediction, expected)
+    assert torch.equal(target, expected_target)
 
 
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
@@ -64,7 +67,8 @@ def test_every_timestep_is_drawn_the_first_and_the_last_too():
         seen.update(timesteps.tolist()), type('Output', (), {'sample': noised}))[1]
     for _ in range(5):
         model({})
-    assert min(seen) == 0 and max(seen) == 999
+    assert min(seen) == 0
+    assert max(seen) == 999
 
 
 def test_the_loss_falls_when_one_batch_is_learned():

@@ -144,12 +144,15 @@ def test_nothing_to_convert_is_one_line_and_the_same_command_goes_on_when_that_i
     out = tmp_path / 'out'
     assert failing_status(tmp_path / 'in', out) == 1
     line = error_line(capsys)
-    assert 'nothing could be converted' in line and '1 image does not decode, 1 no caption; listed in' in line
-    assert not (out / 'index.json').exists() and len((out / 'skipped.jsonl').read_text().splitlines()) == 2
+    assert 'nothing could be converted' in line
+    assert '1 image does not decode, 1 no caption; listed in' in line
+    assert not (out / 'index.json').exists()
+    assert len((out / 'skipped.jsonl').read_text().splitlines()) == 2
     write_tar(tmp_path / 'in/x.tar', {f'{name}.{suffix}': data for name in 'abcdefgh' for suffix, data in (
         ('jpg', shaded(1)), ('txt', b'b'))})
     assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
-    assert len(read_back(out)) == 8 and (out / 'skipped.jsonl').read_text() == ''
+    assert len(read_back(out)) == 8
+    assert (out / 'skipped.jsonl').read_text() == ''
 
 
 def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp_path, capsys):
@@ -177,7 +180,8 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     capsys.readouterr()
     assert convert.main(argv) == 1  # it is still damaged: nothing is made again, and it is named
     printed = capsys.readouterr()
-    assert printed.out.startswith('done already') and '00000.tar is cut short or damaged' in printed.err
+    assert printed.out.startswith('done already')
+    assert '00000.tar is cut short or damaged' in printed.err
 
     (tars / '00000.tar').write_bytes(whole)  # fetched again
     write_tar(tars / '00003.tar', sample_files('6', 6))
@@ -232,7 +236,9 @@ def test_a_share_is_held_out_by_the_images_and_the_seed_alone(tmp_path, capsys):
         assert convert.main([str(tmp_path / 'tars'), str(tmp_path / out), '--held_out', '0.2', *flags]) == 0
         return tuple({image for image, _ in read_back(Path(f'{tmp_path / out}{end}'))} for end in ('', '-held-out'))
     kept, held_out = sides('one', '--num_workers', '1')
-    assert kept | held_out == set(images) and not kept & held_out and 20 <= len(held_out) <= 60
+    assert kept | held_out == set(images)
+    assert not kept & held_out
+    assert 20 <= len(held_out) <= 60
     assert 'held out   ' in (printed := capsys.readouterr().out)
     assert f'--eval_remote {tmp_path}/one-held-out' in printed.splitlines()[-1]
     assert sides('parts', '--size_limit', '50kb') == (kept, held_out)
@@ -255,7 +261,8 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, caps
     beginning, error = error.split('\n', 1)
     assert beginning == 'converting 1 file in 1 of 1 part'
     assert (code, error.count('\n')) == (1, 1), error
-    assert f'OUT {disk}/out cannot be read or written' in error and 'No space left on device' in error
+    assert f'OUT {disk}/out cannot be read or written' in error
+    assert 'No space left on device' in error
     assert 'the same command, started again, goes on' in error
     assert not list((tmp_path / 'run/disk').rglob('index.json'))
 
@@ -276,7 +283,8 @@ def test_a_conversion_that_was_ended_goes_on_and_equals_one_that_never_was(tmp_p
         command = start(tmp_path / 'log', '-c', program, 'convert.py', *argv, out)
         wait_until(lambda: list(out.glob('*/index.json')))
         command.send_signal(number)
-        assert command.wait(300) == status and not (out / 'index.json').exists()
+        assert command.wait(300) == status
+        assert not (out / 'index.json').exists()
         store.delay = 0
         if line:
             lines = (tmp_path / 'log').read_text().splitlines()
@@ -292,12 +300,14 @@ def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, 
     (tmp_path / 'in/1.tar').write_bytes(b'no tar')
     assert convert.main([str(tmp_path / 'in'), 's3://bucket/mds/', '--num_workers', '2', '--size_limit', '40kb']) == 1
     assert '1.tar is cut short' in capsys.readouterr().err
-    assert s3.order[-1] == 'mds/index.json' and 'mds/skipped.jsonl' in s3.objects
+    assert s3.order[-1] == 'mds/index.json'
+    assert 'mds/skipped.jsonl' in s3.objects
     read = read_back(tmp_path / 'cache', remote='s3://bucket/mds', validate_hash='xxh64')
     assert read == [(sample['jpg'], sample['caption']) for sample in samples]
     record = main(['--remote', 's3://bucket/mds', *TINY, '--local', str(tmp_path / 'copies'), '--results',
                    str(results)])
-    assert record['dataset'] == 'streaming' and record['measured_batches'] == 3
+    assert record['dataset'] == 'streaming'
+    assert record['measured_batches'] == 3
 
 
 def test_tars_of_a_store_are_read_over_connections_that_break_and_refusals(tmp_path, monkeypatch, capsys):
@@ -310,9 +320,11 @@ def test_tars_of_a_store_are_read_over_connections_that_break_and_refusals(tmp_p
         store.cuts = [300_000, 400_000, 1000, 10]
         store.refusals = [(503, 'SlowDown'), (500, 'InternalError')]
         assert convert.main(['s3://bucket/tars/', str(tmp_path / 'out'), '--num_workers', '1']) == 1
-        assert not store.cuts and not store.refusals
+        assert not store.cuts
+        assert not store.refusals
         expected = [(data, 'a') for data in photos]
-        assert read_back(tmp_path / 'out')[:40] == expected and read_back(tmp_path / 'out')[-1:] == [(photos[0], 'b')]
+        assert read_back(tmp_path / 'out')[:40] == expected
+        assert read_back(tmp_path / 'out')[-1:] == [(photos[0], 'b')]
         assert 's3://bucket/tars/2.tar is cut short' in capsys.readouterr().err
         assert convert.main(['s3://bucket/tars/*/1.tar', str(tmp_path / 'glob')]) == 0
         assert read_back(tmp_path / 'glob') == [(photos[0], 'b')]

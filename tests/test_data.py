@@ -22,8 +22,10 @@ from tests.samples import encoded, good, picture, pillow_square, pixels, write_s
 def test_a_batch_of_one_size_travels_as_it_is_stored():
     images = [torch.full((3, 32, 32), value, dtype=torch.uint8) for value in (1, 2)]
     batch = collate([{'image': image, 'caption': 'x'} for image in images], build_tokenizer(), image_size=64)
-    assert batch['image'].dtype == torch.uint8 and batch['image'].shape == (2, 3, 32, 32)
-    assert batch['caption'].dtype == torch.int64 and batch['caption'].shape == (2, 77)
+    assert batch['image'].dtype == torch.uint8
+    assert batch['image'].shape == (2, 3, 32, 32)
+    assert batch['caption'].dtype == torch.int64
+    assert batch['caption'].shape == (2, 77)
     assert torch.equal(batch['image'], torch.stack(images))
 
 
@@ -56,11 +58,15 @@ def test_synthetic_batches_keep_the_contract_and_cost_no_draw():
     dataset = SyntheticImageCaptionDataset(image_size=16, num_samples=10)
     spec = build_loader(dataset, batch_size=4, num_workers=0)
     first, second = list(spec.dataloader)  # the last two samples make no whole batch
-    assert first['image'].dtype == torch.uint8 and first['image'].shape == (4, 3, 16, 16)
-    assert first['caption'].dtype == torch.int64 and first['caption'].shape == (4, 77)
-    assert 0 <= first['caption'].min() and first['caption'].max() < 49408
+    assert first['image'].dtype == torch.uint8
+    assert first['image'].shape == (4, 3, 16, 16)
+    assert first['caption'].dtype == torch.int64
+    assert first['caption'].shape == (4, 77)
+    assert 0 <= first['caption'].min()
+    assert first['caption'].max() < 49408
     assert first['image'].data_ptr() == second['image'].data_ptr()
-    assert len(first['image'].unique()) == 256 and not torch.equal(first['image'][0], first['image'][1])
+    assert len(first['image'].unique()) == 256
+    assert not torch.equal(first['image'][0], first['image'][1])
     assert not torch.equal(first['image'], SyntheticImageCaptionDataset(16, seed=18).draw(4)['image'])
     assert dataset[3]['image'].shape == (3, 16, 16)
 
@@ -91,7 +97,8 @@ def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_pa
     assert (record['status'], record['bad_samples'], record['measured_batches']) == ('complete', 3, 9)
     errors = capfd.readouterr().err
     for index, reason in ((3, 'not a known format'), (17, 'decompression bomb'), (18, 'no caption')):
-        assert errors.count(f'bad sample {index} is left out: ') == 1 and reason in errors
+        assert errors.count(f'bad sample {index} is left out: ') == 1
+        assert reason in errors
 
 
 def test_too_many_bad_samples_end_the_run(tmp_path, results, capfd):

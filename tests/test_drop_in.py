@@ -39,7 +39,8 @@ def test_a_local_folder_without_a_remote_is_read_in_place(shards, results):
 def test_the_synthetic_dataset_means_what_its_arguments_meant():
     dataset = SyntheticImageCaptionDataset(16, 9, 1000)
     assert len(dataset) == 1000
-    assert dataset[999]['image'].shape == (3, 16, 16) and dataset[0]['caption'].shape == (9,)
+    assert dataset[999]['image'].shape == (3, 16, 16)
+    assert dataset[0]['caption'].shape == (9,)
 
 
 @pytest.mark.parametrize('latents, name, shape', [(False, 'image', (3, 16, 16)), (True, 'moments', (8, 2, 2))])
@@ -47,7 +48,8 @@ def test_torchs_own_loader_takes_the_synthetic_dataset(latents, name, shape):
     dataset = SyntheticImageCaptionDataset(16, num_samples=10, latents=latents)
     batches = list(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2))
     assert [batch[name].shape for batch in batches] == [(4, *shape), (4, *shape), (2, *shape)]
-    assert batches[0]['caption'].shape == (4, 77) and batches[0]['caption'].dtype == torch.int64
+    assert batches[0]['caption'].shape == (4, 77)
+    assert batches[0]['caption'].dtype == torch.int64
     assert len(torch.cat([batch[name] for batch in batches]).unique(dim=0)) == 10
 
 
@@ -63,7 +65,9 @@ def test_the_originals_own_call_gives_batches_of_its_kind(shards, samples, tmp_p
     tokenizer = build_tokenizer()
     expected = {tuple(tokenizer.encode(sample['caption']).ids): transform(pillow_square(sample['jpg']))
                 for sample in samples}
-    assert captions.dtype == torch.int64 and images.dtype == torch.float32 and len(captions) == len(expected) == 24
+    assert captions.dtype == torch.int64
+    assert images.dtype == torch.float32
+    assert len(captions) == len(expected) == 24
     for ids, image in zip(captions.tolist(), images, strict=True):
         torch.testing.assert_close(image, expected[tuple(ids)], atol=1e-6, rtol=0)
 
@@ -87,7 +91,8 @@ def test_a_transform_sees_all_of_a_picture_in_rgb(tmp_path):
     seen = []
     dataset = StreamingLAIONDataset(local=shards, transform=lambda image: seen.append(image) or len(seen), batch_size=1)
     assert dataset[0]['image'] == 1
-    assert isinstance(seen[0], Image.Image) and (seen[0].mode, seen[0].size) == ('RGB', (40, 24))
+    assert isinstance(seen[0], Image.Image)
+    assert (seen[0].mode, seen[0].size) == ('RGB', (40, 24))
 
 
 def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path):

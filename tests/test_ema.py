@@ -210,7 +210,8 @@ def test_the_view_shares_memory_with_the_average_and_the_frozen_parts():
     view = ema.get_ema_model(model)
     assert view.layer.weight.data_ptr() == ema.ema_model.named_parameters_dict['layer.weight'].data_ptr()
     assert view.frozen.weight.data_ptr() == model.frozen.weight.data_ptr()
-    assert torch.equal(model.layer.weight, history[-1]) and not torch.equal(view.layer.weight, model.layer.weight)
+    assert torch.equal(model.layer.weight, history[-1])
+    assert not torch.equal(view.layer.weight, model.layer.weight)
 
 
 def test_a_shadow_lists_its_tensors_as_composers_and_is_put_into_a_model_by_one_call_also_from_its_state():

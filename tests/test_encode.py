@@ -53,7 +53,8 @@ def latents(tmp_path_factory, shards, model_folder) -> str:
 
 
 def test_every_sample_is_encoded_once_in_the_order_of_the_images(latents, shards):
-    assert captions(latents) == captions(shards) and len(captions(latents)) == 24
+    assert captions(latents) == captions(shards)
+    assert len(captions(latents)) == 24
 
 
 @pytest.mark.parametrize('prediction', ['epsilon', 'v_prediction'])
@@ -103,11 +104,14 @@ def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(tmp_path, monk
         command.wait(300)
         store.delay = 0
         if victim == 'command':
-            assert command.returncode == -signal.SIGKILL and not (out / 'index.json').exists()
+            assert command.returncode == -signal.SIGKILL
+            assert not (out / 'index.json').exists()
             assert encode.main(argv)['samples'] < 24
     record = json.loads((tmp_path / 'results.jsonl').read_text())
-    assert record['stored_samples'] == 24 and record['num_devices'] == 1, log.read_text()
-    assert done and all(path.stat().st_mtime_ns == time for path, time in done.items())
+    assert record['stored_samples'] == 24, log.read_text()
+    assert record['num_devices'] == 1, log.read_text()
+    assert done
+    assert all(path.stat().st_mtime_ns == time for path, time in done.items())
     of_latents, of_out = ({name: content for name, content in files_of(Path(folder)).items() if '#' not in name}
                           for folder in (latents, out))
     assert of_out.pop('claim.json') != of_latents.pop('claim.json')  # which names --remote
@@ -122,7 +126,8 @@ def test_images_that_were_added_to_a_dataset_are_encoded_and_no_others(tmp_path,
     shutil.rmtree(images)
     write_shards(images, samples, size_limit=6000)
     record = encode_shards(images, out, model_folder)
-    assert record['samples'] < 9 and record['stored_samples'] == 12
+    assert record['samples'] < 9
+    assert record['stored_samples'] == 12
     assert captions(out) == [str(index) for index in range(12)]
 
 
@@ -132,7 +137,8 @@ def test_every_part_holds_its_own_shard_also_where_one_is_empty(tmp_path, model_
     samples[0]['jpg'] = encoded(picture(0, 512, 512), quality=100)
     images, out = write_shards(tmp_path / 'images', samples, size_limit=3000), tmp_path / 'latents'
     shards = read_index(images)['shards']
-    assert shards[0]['samples'] == 0 and len(shards) > 3
+    assert shards[0]['samples'] == 0
+    assert len(shards) > 3
     for _ in range(2):
         encode_shards(images, out, model_folder)
         assert captions(out) == [sample['caption'] for sample in samples]
@@ -146,7 +152,8 @@ def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, cap
     assert (record['samples'], record['stored_samples'], record['bad_samples']) == (8, 8, 2)
     assert captions(tmp_path / 'latents') == [str(index) for index in range(9) if index != 2]
     out = capfd.readouterr().out
-    assert 'encoded         8 images, ' in out and 'stored          8 images, 1,0' in out
+    assert 'encoded         8 images, ' in out
+    assert 'stored          8 images, 1,0' in out
     assert 'too few to rely on its images/s' in out
     assert f'2 bad samples; listed in {tmp_path}/latents/skipped.jsonl' in out
     lines = map(json.loads, (tmp_path / 'latents/skipped.jsonl').read_text().splitlines())
@@ -256,4 +263,5 @@ def test_several_ranks_train_on_what_was_encoded(tmp_path, shards, model_folder,
     records = [json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
     assert [(record['stage'], record.get('encoders'), record['num_devices']) for record in records] == [
         ('encode', None, 1), ('train', 'text_in_loop', 2)]
-    assert records[0]['samples'] == 24 and captions(tmp_path / 'latents') == captions(shards)
+    assert records[0]['samples'] == 24
+    assert captions(tmp_path / 'latents') == captions(shards)

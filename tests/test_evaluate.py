@@ -111,9 +111,11 @@ def test_two_processes_with_other_batches_draw_the_same_pictures_and_give_the_sa
     log = tmp_path / 'log'
     assert run_ranks(server, [log, log], by_small_network, [(argv,)] * 2) == [0, 0], log.read_text()
     two = json.loads((tmp_path / 'results.jsonl').read_text().splitlines()[-1])
-    assert (one['num_devices'], two['num_devices']) == (1, 2) and two['samples_drawn'] == 5
+    assert (one['num_devices'], two['num_devices']) == (1, 2)
+    assert two['samples_drawn'] == 5
     pictures = [files_of(tmp_path / name / 'guidance-1.0') for name in ('one', 'two')]
-    assert pictures[0] == pictures[1] and len(pictures[0]) == 5
+    assert pictures[0] == pictures[1]
+    assert len(pictures[0]) == 5
     for score in ('fid', 'clip_score'):
         assert two['scores'][0][score] == pytest.approx(one['scores'][0][score], rel=1e-5)
 
@@ -136,7 +138,8 @@ def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undistur
     times = {path: path.stat().st_mtime_ns for path in out.glob('*/*.png')}
     assert len(times) == 2
     again = run(pipeline, shards, out, *clip)
-    assert again['samples_drawn'] == 2 and again['scores'] == undisturbed['scores']
+    assert again['samples_drawn'] == 2
+    assert again['scores'] == undisturbed['scores']
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
@@ -144,7 +147,9 @@ def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undistur
 def test_more_samples_and_another_judge_draw_only_what_is_new(tmp_path, pipeline, shards, clip, small_inception):
     run(pipeline, shards, tmp_path / 'out', *clip)
     more = run(pipeline, shards, tmp_path / 'out', *small_inception, '--samples', 5)
-    assert more['samples_drawn'] == 1 and more['scores'][0]['fid'] > 0 and more['scores'][0]['clip_score'] is None
+    assert more['samples_drawn'] == 1
+    assert more['scores'][0]['fid'] > 0
+    assert more['scores'][0]['clip_score'] is None
 
 
 def test_pictures_of_other_settings_and_somebodys_files_are_refused(tmp_path, pipeline, shards, clip, capfd):
@@ -227,25 +232,29 @@ def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(clip):
     scores = []
     for caption in ('b ' * 200, 'b ' * 75):  # the second is 77 tokens, with its start and its end
         scores.append(metric(image, caption).item())
-    assert scores[0] == pytest.approx(scores[1], rel=1e-5) and scores[0] != 0
+    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+    assert scores[0] != 0
 
 
 def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pipeline, small_inception, capfd):
     good = {'jpg': encoded(picture(1)), 'caption': 'a cat'}
     broken = write_shards(tmp_path / 'broken', [good, good | {'jpg': b'no'}, good, good])
     line = refusal(capfd, pipeline, broken, tmp_path / 'out', *small_inception, status=1)
-    assert f'sample 1 of DATA {broken}' in line and 'leave that sample out' in line
+    assert f'sample 1 of DATA {broken}' in line
+    assert 'leave that sample out' in line
 
 
 def test_the_record_is_kept_with_what_was_judged_and_by_what(tmp_path, pipeline, shards, clip, capfd):
     record = run(pipeline, shards, tmp_path / 'out', *clip)
     assert json.loads((tmp_path / 'results.jsonl').read_text()) == json.loads(json.dumps(record))
     assert (record['stage'], record['samples'], record['samples_drawn'], record['clip']) == ('evaluate', 4, 4, 'clip')
-    assert record['images_per_sec'] == record['images_per_sec_per_device'] > 0 and record['batch_size'] == 2
+    assert record['images_per_sec'] == record['images_per_sec_per_device'] > 0
+    assert record['batch_size'] == 2
     again = run(pipeline, shards, tmp_path / 'out', *clip)
     assert (again['samples_drawn'], again['images_per_sec']) == (0, None)
     summary = evaluate.summary(record | {'fid_is_biased': True, 'fid_of_published_weights': False})
-    assert 'too high: below 10,000 it is biased' in summary and 'not those of published FIDs' in summary
+    assert 'too high: below 10,000 it is biased' in summary
+    assert 'not those of published FIDs' in summary
 
 
 def write_checkpoint(path: Path, model: str, with_vae: bool = True) -> None:
@@ -278,7 +287,8 @@ def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_
     write_checkpoint(kept / 'ep0-ba7-rank0.pt', str(pipeline))
     record = run(kept, shards, tmp_path / 'out', *clip)
     assert (record['trained_batches'], record['images_seen'], record['weights']) == (7, 28, 'averaged')
-    assert record['training']['batch_size'] == 4 and record['model_name'] == 'tiny'
+    assert record['training']['batch_size'] == 4
+    assert record['model_name'] == 'tiny'
     exported = run(tmp_path / 'averaged', shards, tmp_path / 'exported', *clip)
     assert exported['model_sha256'] == record['model_sha256']
     assert files_of(tmp_path / 'exported') == files_of(tmp_path / 'out')
@@ -312,7 +322,8 @@ def test_a_score_that_is_not_finite_is_not_kept(pipeline, shards, clip, tmp_path
     weights['visual_projection.weight'][:] = torch.nan
     save_file(weights, broken / 'model.safetensors', {'format': 'pt'})
     line = refusal(capfd, pipeline, shards, tmp_path / 'out', '--clip', broken)
-    assert 'the clip_score at guidance 7.5 is nan' in line and not (tmp_path / 'results.jsonl').exists()
+    assert 'the clip_score at guidance 7.5 is nan' in line
+    assert not (tmp_path / 'results.jsonl').exists()
 
 
 def test_what_cannot_be_judged_is_one_line(pipeline, shards, clip, tmp_path, capfd):

@@ -84,7 +84,8 @@ class Witness(benchmark.Evaluations):
 
     def eval_batch_end(self, state, logger):
         [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
-        assert ema.ema_weights_active and not state.model.training
+        assert ema.ema_weights_active
+        assert not state.model.training
 
     def eval_end(self, state, logger):
         super().eval_end(state, logger)
@@ -108,9 +109,12 @@ def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated,
     folder, record, seen = evaluated
     expected = [loss_by_hand(path, held_out_samples, 64) for path in checkpoints_in(str(folder))]
     assert [batch for batch, _ in seen] == [2, 4]
-    assert [loss for _, loss in seen] == pytest.approx(expected, rel=1e-5) and expected[0] != expected[1]
+    assert [loss for _, loss in seen] == pytest.approx(expected, rel=1e-5)
+    assert expected[0] != expected[1]
     assert (record['evaluations'], record['eval_batch'], record['eval_loss']) == (2, 4, seen[-1][1])
-    assert record['evaluation_seconds'] > 0 and record['eval_remote'] and record['eval_interval'] == '2ba'
+    assert record['evaluation_seconds'] > 0
+    assert record['eval_remote']
+    assert record['eval_interval'] == '2ba'
 
 
 def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, smallest_model, tmp_path, results):
@@ -129,7 +133,8 @@ def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards,
     argv = ['--remote', shards, *TINY, '--num_workers', '2', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
             '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out, '--results', str(results)]
     later = main([*argv, '--device_train_microbatch_size', '1'])
-    assert later['eval_batch'] == 2 and later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
+    assert later['eval_batch'] == 2
+    assert later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
 
 
 def test_latents_are_evaluated_on_latents(moments, tmp_path, results, capfd):
@@ -151,4 +156,5 @@ def test_what_cannot_be_evaluated_is_one_line(source, flags, words, shards, mome
     places = {'SHARDS': shards, 'MOMENTS': moments[0]}
     argv = [places.get(argument, argument) for argument in [*TINY, *source, *flags]]
     line = one_error_line([*argv, '--results', results], capfd)
-    assert words in line and '--eval_' in line
+    assert words in line
+    assert '--eval_' in line

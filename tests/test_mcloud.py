@@ -35,7 +35,9 @@ def test_the_file_installs_and_runs_the_synthetic_example_on_eight_gpus(caplog):
     assert install == ['pip', 'install', '-r', 'requirements.txt']
     assert run[:2] == ['composer', 'benchmark.py']  # which takes processes and nodes from the platform
     settings = flags.parse(Train, '', run[2:])
-    assert settings.use_ema and settings.use_synth_data and settings.device_train_microbatch_size
+    assert settings.use_ema
+    assert settings.use_synth_data
+    assert settings.device_train_microbatch_size
 
 
 def test_the_second_example_and_the_rest_of_the_comments_hold_once_uncommented(tmp_path, caplog):
@@ -46,5 +48,8 @@ def test_the_second_example_and_the_rest_of_the_comments_hold_once_uncommented(t
     assert config.compute['cluster'] == 'my-cluster'
     assert config.env_variables['S3_ENDPOINT_URL'] == 'https://s3.example.com'
     synthetic, streaming = [flags.parse(Train, '', words[2:]) for words in commands(config) if words[0] == 'composer']
-    assert synthetic.use_synth_data and synthetic.wandb_name == 'synthetic'
-    assert streaming.remote == 's3://my-bucket/laion/mds' and streaming.use_ema and not streaming.use_synth_data
+    assert synthetic.use_synth_data
+    assert synthetic.wandb_name == 'synthetic'
+    assert streaming.remote == 's3://my-bucket/laion/mds'
+    assert streaming.use_ema
+    assert not streaming.use_synth_data

@@ -20,7 +20,8 @@ def pinned(as_on_a_gpu, monkeypatch) -> list[torch.Tensor]:
 def test_the_synthetic_batch_is_pinned_once_however_many_batches(pinned):
     dataset = SyntheticImageCaptionDataset(64, num_samples=20)
     batches = list(build_loader(dataset, batch_size=4, num_workers=0).dataloader)
-    assert len(batches) == 5 and len(pinned) == 2
+    assert len(batches) == 5
+    assert len(pinned) == 2
     for batch in batches:
         assert {batch['image'].data_ptr(), batch['caption'].data_ptr()} == {tensor.data_ptr() for tensor in pinned}
 

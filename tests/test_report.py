@@ -47,8 +47,10 @@ def refused(capsys):
         with pytest.raises(SystemExit) as exit_info:
             report.main([str(argument) for argument in argv])
         out, err = capsys.readouterr()
-        assert exit_info.value.code in (1, 2) and out == ''
-        assert err.count('\n') == 1 and err.startswith('report.py: error: ')
+        assert exit_info.value.code in (1, 2)
+        assert out == ''
+        assert err.count('\n') == 1
+        assert err.startswith('report.py: error: ')
         return err
     return refused
 
@@ -95,7 +97,8 @@ def test_64_and_128_gpus_are_predicted_from_8_16_and_32_within_1_5_percent(print
     few = write(*({'num_devices': n, 'images_per_sec': IMAGES_PER_SEC[n], 'batch_size': 2048} for n in (8, 16, 32)))
     [table] = tables(printed(few, '--extrapolate', 128, 64))
     for row, count in zip(table[3:], (64, 128), strict=True):
-        assert row['notes'] == 'extrapolated' and row['GPUs'] == str(count)
+        assert row['notes'] == 'extrapolated'
+        assert row['GPUs'] == str(count)
         assert float(row['images/s'].replace(',', '')) == pytest.approx(IMAGES_PER_SEC[count], rel=0.015)
 
 
@@ -127,7 +130,8 @@ def test_several_settings_are_predicted_each_from_its_own_runs(printed, write):
     [table] = tables(text)
     predicted = [row for row in table if row['notes'] == 'extrapolated']
     assert columns(predicted, 'use_ema', 'GPUs', 'images/s') == [('yes', '64', '640.0'), ('no', '64', '1,280.0')]
-    assert 'use_ema yes: step_seconds' in text and 'use_ema no: step_seconds' in text
+    assert 'use_ema yes: step_seconds' in text
+    assert 'use_ema no: step_seconds' in text
 
 
 # One table of what was measured
@@ -171,7 +175,8 @@ def test_workers_that_the_program_chose_are_one_setting_and_others_are_not(print
     [table] = tables(printed(write(*(run | {'num_workers_by_default': True} for run in runs))))
     assert columns(table, 'efficiency') == [('100.0 %',), ('50.0 %',)]
     [table] = tables(printed(write(*(run | {'num_workers_by_default': False} for run in runs))))
-    assert columns(table, 'num_workers') == [('8',), ('4',)] and 'efficiency' not in table[0]
+    assert columns(table, 'num_workers') == [('8',), ('4',)]
+    assert 'efficiency' not in table[0]
 
 
 def test_a_cpu_has_days_but_no_gpu_hours_or_dollars(printed, write):
@@ -183,9 +188,11 @@ def test_a_cpu_has_days_but_no_gpu_hours_or_dollars(printed, write):
 def test_the_model_tiny_has_no_days_unless_they_are_asked_for(printed, write):
     path = write({'model_name': 'tiny'})
     text = printed(path)
-    assert 'days' not in tables(text)[0][0] and '--training_images asks for them' in text
+    assert 'days' not in tables(text)[0][0]
+    assert '--training_images asks for them' in text
     asked_for = printed(path, '--training_images', 1_000_000)
-    assert tables(asked_for)[0][0]['cost'] and 'asks for them' not in asked_for
+    assert tables(asked_for)[0][0]['cost']
+    assert 'asks for them' not in asked_for
     [_, [plan]] = tables(printed(path, '--phase', '1000@512'))
     assert plan['days']
 
@@ -200,7 +207,8 @@ def test_a_run_that_is_not_complete_or_reliable_says_so_and_nothing_follows_from
     path = write({'images_per_sec': 400.0} | changes, sound, sound | {'images_per_sec': 820.0})
     sound, other = tables(printed(path))[0]
     assert columns([sound], 'images/s', 'days', 'notes') == [('810.0', '40.97', 'median of 2 runs, 800.0 to 820.0')]
-    assert other['days'] == '' and other['notes'].startswith(note)
+    assert other['days'] == ''
+    assert other['notes'].startswith(note)
     [compared] = tables(printed(path, '--compare'))
     assert columns(compared, 'over the first') == [('',), ('1.00 x',), ('1.02 x',)]
 
@@ -224,7 +232,9 @@ def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_
         ('1', 'no', '512', '2026-11-20 10:00:00', 'aaaaaaaa', '1.00 x'),
         ('2', 'yes', '512', '2026-11-21 10:00:00', 'bbbbbbbb', '1.25 x'),
         ('3', 'yes', '512', '2026-11-22 10:00:00', 'bbbbbbbb-dirty', '1.00 x'), ('4', 'yes', '256', '', '', '1.00 x')]
-    assert 'use_ema' not in table[0] and 'use_ema yes' in text.splitlines()[0] and 'cudnn_benchmark' not in text
+    assert 'use_ema' not in table[0]
+    assert 'use_ema yes' in text.splitlines()[0]
+    assert 'cudnn_benchmark' not in text
 
 
 def test_loaders_and_encodings_are_rows_with_a_speed_and_no_days(printed, write):
@@ -280,7 +290,8 @@ def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed, origi
     assert {row['device'] for row in rows} == {'A100-SXM4-40GB'}
     assert float(rows[3]['days']) == 2_867_200_000 / 912.2 / 86_400
     assert float(rows[3]['scaling_efficiency']) == pytest.approx(912.2 / 64 / (128.2 / 8), rel=1e-14)
-    assert rows[-1]['stage'] == 'plan' and 'compile' not in rows[0]
+    assert rows[-1]['stage'] == 'plan'
+    assert 'compile' not in rows[0]
 
 
 @pytest.mark.parametrize('record, reason', [
@@ -395,9 +406,11 @@ def test_several_gpu_counts_show_days_beside_efficiency(drawn, original):
     assert [bar.get_width() for bar in days.patches][::2] == pytest.approx([258.85, 68.32, 20.50], 1e-3)
     assert texts(days) == ['258.9', '130.7', '68.32', '36.38', '20.5', '12.82, extrapolated']
     assert texts(efficiency) == ['100.0%', '99.1%', '94.7%', '88.9%', '78.9%', '63.1%, extrapolated']
-    assert labels(days) == [f'{count} GPUs' for count in IMAGES_PER_SEC] and days.yaxis_inverted()
+    assert labels(days) == [f'{count} GPUs' for count in IMAGES_PER_SEC]
+    assert days.yaxis_inverted()
     assert [bar.get_facecolor()[3] for bar in days.patches] == [1] * 5 + [0]  # the extrapolated one is hollow
-    assert 'A100-SXM4-40GB' in figure.get_supxlabel() and '2,867,200,000 images' in days.get_title(loc='left')
+    assert 'A100-SXM4-40GB' in figure.get_supxlabel()
+    assert '2,867,200,000 images' in days.get_title(loc='left')
 
 
 def test_compare_is_a_bar_of_images_per_second_for_each_training_named_by_its_number_and_what_differs(drawn, write):
@@ -449,4 +462,5 @@ def test_pictures_are_written_and_named(tmp_path, printed, write):
     paths = [tmp_path / 'days.png', tmp_path / 'quality.svg']
     text = printed(write(TRAINING, EVALUATION), '--figure', paths[0], '--quality', paths[1])
     assert text.endswith(f'Written: {paths[0]}, {paths[1]}\n')
-    assert paths[0].read_bytes().startswith(b'\x89PNG') and 'guidance 4' in paths[1].read_text()
+    assert paths[0].read_bytes().startswith(b'\x89PNG')
+    assert 'guidance 4' in paths[1].read_text()

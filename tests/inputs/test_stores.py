@@ -53,7 +53,8 @@ def test_endpoint_region_and_keys_are_those_that_boto3_finds(tmp_path, monkeypat
         obstore.head(*open_store('s3://bucket/folder/a.tar/', 'SOURCE'))
     path, headers = server.requests[-1]
     assert path == '/bucket/folder/a.tar'
-    assert 'FROMPROFILE/' in headers['Authorization'] and '/eu-north-1/s3/' in headers['Authorization']
+    assert 'FROMPROFILE/' in headers['Authorization']
+    assert '/eu-north-1/s3/' in headers['Authorization']
 
 
 def test_without_credentials_requests_are_not_signed(monkeypatch):
@@ -77,7 +78,8 @@ def test_google_is_read_with_hmac_keys_or_unsigned(monkeypatch):
     monkeypatch.setenv('GCS_KEY', 'GOOG1')
     monkeypatch.setenv('GCS_SECRET', SECRET)
     store, key = open_store('gs://bucket/a/b', 'OUT')
-    assert key == 'a/b' and isinstance(store, obstore.store.S3Store)
+    assert key == 'a/b'
+    assert isinstance(store, obstore.store.S3Store)
     assert store.config['endpoint_url_s3'] == 'https://storage.googleapis.com'
     assert store.config['access_key_id'] == 'GOOG1'
 
@@ -85,7 +87,8 @@ def test_google_is_read_with_hmac_keys_or_unsigned(monkeypatch):
 def test_azure_takes_account_container_and_key_as_streaming_reads_them(monkeypatch):
     monkeypatch.setenv('AZURE_ACCOUNT_ACCESS_KEY', SECRET)
     store, key = open_store('azure://me.blob.core.windows.net/container/a/b', 'OUT')
-    assert key == 'a/b' and store.config['container_name'] == 'container'
+    assert key == 'a/b'
+    assert store.config['container_name'] == 'container'
     assert store.config['account_name'] == 'me'
 
 
@@ -97,7 +100,10 @@ def test_errors_of_a_store_are_one_line_without_secrets(monkeypatch):
         with pytest.raises((obstore.exceptions.BaseError, OSError)) as caught:
             obstore.get(*open_store('s3://bucket/a', 'SOURCE'))
         text = store_error(caught.value, 's3://bucket/a')
-        assert '\n' not in text and 'PASSWORD' not in text and 'Debug' not in text and '://' not in text[5:]
+        assert '\n' not in text
+        assert 'PASSWORD' not in text
+        assert 'Debug' not in text
+        assert '://' not in text[5:]
         return text
     with local_s3(monkeypatch) as server:
         monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', 'PASSWORD')

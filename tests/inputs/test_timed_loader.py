@@ -43,7 +43,8 @@ def test_the_streamed_loader_is_timed_and_counted(shards):
     loader = build_loader(dataset, 4, 2, build_tokenizer()).dataloader
     batches = iter(loader)
     next(batches)
-    assert loader.seconds_waited() > 0 and loader.queue_length == 4
+    assert loader.seconds_waited() > 0
+    assert loader.queue_length == 4
     wait_until(lambda: loader.ready_batches == 4)
     list(batches)
     loader._iterator._shutdown_workers()
@@ -55,5 +56,8 @@ def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words,
     with pytest.raises(RuntimeError) as error:
         list(loader)
     line = reason(error.value, '')
-    assert words in line and '--num_workers' in line and '--shm-size' in line and '\n' not in line
+    assert words in line
+    assert '--num_workers' in line
+    assert '--shm-size' in line
+    assert '\n' not in line
     assert 'Traceback' not in capfd.readouterr().err

@@ -78,7 +78,8 @@ def test_the_order_is_streamings_own_in_every_epoch_and_after_a_resume(remote, t
         theirs = StreamingDataset(local=str(remote), batch_size=1, shuffle=True, shuffle_seed=5)
     ours = open_text(remote, tmp_path / 'cache', shuffle=True, shuffle_seed=5)
     epochs = [loaded(theirs, num_workers) for _ in range(2)]
-    assert epochs[0] != epochs[1] and sorted(epochs[0]) == CAPTIONS
+    assert epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == CAPTIONS
     assert [loaded(ours, num_workers) for _ in range(2)] == epochs
     resumed = open_text(remote, shuffle=True, shuffle_seed=5, num_canonical_nodes=1)
     resumed.resume_at(1, 10)
@@ -228,7 +229,8 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path):
     for batch in loader:
         seen += batch['caption'].tolist()
         most = max(most, folder_size(cache))
-    assert len(set(map(tuple, seen))) == 120 and limit / 8 < most <= limit
+    assert len(set(map(tuple, seen))) == 120
+    assert limit / 8 < most <= limit
 
 
 def test_a_limit_that_would_drop_what_is_read_in_place_is_refused(remote):
@@ -256,7 +258,8 @@ def test_a_dataset_that_was_made_anew_has_another_cache(tmp_path, remote):
     assert by_number(old) == CAPTIONS
     shutil.rmtree(remote)
     new = open_text(write(remote, 'another'[:7]), folder)
-    assert by_number(new) == [f'another {index:03}' for index in range(24)] and by_number(old) == CAPTIONS
+    assert by_number(new) == [f'another {index:03}' for index in range(24)]
+    assert by_number(old) == CAPTIONS
     assert files(folder) == {'index.json': b'mine'}
     whole = new.streams[0].local
     assert by_number(StreamingLAIONDataset(local=whole, batch_size=1)) == by_number(new)  # which is a dataset
@@ -265,7 +268,8 @@ def test_a_dataset_that_was_made_anew_has_another_cache(tmp_path, remote):
 def test_a_split_is_a_dataset_of_its_own(tmp_path):
     write(tmp_path / 'remote' / 'train')
     dataset = open_text(tmp_path / 'remote', tmp_path / 'cache', split='train')
-    assert by_number(dataset) == CAPTIONS and os.listdir(tmp_path / 'cache') == ['train']
+    assert by_number(dataset) == CAPTIONS
+    assert os.listdir(tmp_path / 'cache') == ['train']
 
 
 def test_two_datasets_of_a_process_are_read_as_if_alone(shards, tmp_path):
@@ -287,4 +291,5 @@ def test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left(serve
     with ThreadPoolExecutor() as pool:
         codes = list(pool.map(lambda folder: run(server, 1, argv, folder), both))
     assert codes == [[0], [0]], [(folder / 'log').read_text() for folder in both]
-    assert traced(both[0], 1) == traced(both[1], 1) and len(traced(both[0], 1)[0]) == 12
+    assert traced(both[0], 1) == traced(both[1], 1)
+    assert len(traced(both[0], 1)[0]) == 12

@@ -38,7 +38,8 @@ def test_a_gpu_is_asked_at_the_end_of_batches_at_most_once_a_second_and_an_error
         monitor.batch_end()
     assert monitor.figures() == {'gpu_power_watts_mean': 325, 'gpu_power_watts_max': 350, 'gpu_sm_clock_mhz_mean': 1755,
                                  'gpu_sm_clock_mhz_max': 1755, 'peak_memory_allocated_gib': 20, 'allocator_retries': 4}
-    assert len(monitor.samples['gpu_sm_clock_mhz']) == 3 and not gpu.watts
+    assert len(monitor.samples['gpu_sm_clock_mhz']) == 3
+    assert not gpu.watts
 
 
 def test_of_a_part_of_a_gpu_no_power_is_told_since_others_use_the_rest(gpu, as_on_a_gpu):

@@ -27,9 +27,12 @@ def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
             previous_timestamp=Timestamp(batch=batch - 1, sample=4 * batch - 4), train_dataloader=loader,
             dataloader_len=3), None)
     window = measurement.window
-    assert window.batch_seconds == [5, 5] and window.wait_seconds == [2, 1] and window.samples == 8
+    assert window.batch_seconds == [5, 5]
+    assert window.wait_seconds == [2, 1]
+    assert window.samples == 8
     figures = measuring.figures(window)
-    assert figures['images_per_sec'] == 0.8 and figures['data_wait_fraction'] == pytest.approx(0.3)
+    assert figures['images_per_sec'] == 0.8
+    assert figures['data_wait_fraction'] == pytest.approx(0.3)
 
 
 def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
@@ -40,10 +43,12 @@ def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     monkeypatch.setattr(measuring, 'highest_of_ranks', lambda values, all_ranks: np.array(next(highest)))
     monkeypatch.setattr(measuring.dist, 'get_world_size', lambda: 2)
     figures = measuring.figures(window, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3
-    assert figures['images_per_sec'] == 60 / 11 and figures['images_per_sec_per_device'] == 30 / 11
+    assert figures['images_per_sec'] == 60 / 11
+    assert figures['images_per_sec_per_device'] == 30 / 11
     assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
     assert [figures[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]
-    assert figures['data_wait_fraction'] == pytest.approx(6 / 11) and figures['peak_memory_gib'] == 40
+    assert figures['data_wait_fraction'] == pytest.approx(6 / 11)
+    assert figures['peak_memory_gib'] == 40
     assert figures['bad_samples'] == 2
 
 
@@ -59,8 +64,11 @@ def test_an_epoch_is_whole_at_its_last_batch_before_composer_counts_it(epoch, ba
 def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, num_workers, batches, capfd):
     record = main(['--remote', shards, *TINY, '--loader_only', '--measure_batches', str(batches), '--num_workers',
                    str(num_workers), '--results', str(results)])
-    assert json.loads(results.read_text()) == record and record['stage'] == 'loader'
-    assert record['measured_batches'] == batches and record['loader_images_per_sec'] > 0  # over epochs of 6
+    assert json.loads(results.read_text()) == record
+    assert record['stage'] == 'loader'
+    assert record['measured_batches'] == batches  # over epochs of 6
+    assert record['loader_images_per_sec'] > 0
     printed = capfd.readouterr().out
-    assert 'images_per_sec' not in record and 'loader' in printed
+    assert 'images_per_sec' not in record
+    assert 'loader' in printed
     assert ('caution: only 19 measured batches: use --measure_batches 20' in printed) == (batches < 20)

@@ -18,11 +18,13 @@ def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file(plai
     record = json.loads((plain_run.folder / 'results.jsonl').read_text())
     check_record(record)
     assert (record['dataset'], record['use_ema'], record['num_devices'], record['mfu']) == ('synthetic', True, 1, None)
-    assert record['num_workers_by_default'] and record['device_type'] == 'cpu'
+    assert record['num_workers_by_default']
+    assert record['device_type'] == 'cpu'
     *_, speed, trained, loss, caution, last = plain_run.output.splitlines()
     assert (trained, loss) == ('trained         up to batch 4', f'loss            {record["loss"]:.3g}')
     assert caution.startswith('caution         only 3 measured batches: use --measure_batches 20 or more')
-    assert last == 'record          appended to results.jsonl' and '{' not in plain_run.output
+    assert last == 'record          appended to results.jsonl'
+    assert '{' not in plain_run.output
     assert 'GPU' not in plain_run.output  # nobody trains tiny for real
 
 
@@ -31,7 +33,8 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
     flags = ['--use_synth_data', '--use_ema', *TINY[:-2], *LENGTH, '--save_folder', str(kept), '--results', '-']
     record = main(flags)
     *lines, last = capfd.readouterr().out.splitlines()
-    assert json.loads(last) == record and not results.exists()
+    assert json.loads(last) == record
+    assert not results.exists()
     assert [line.split()[0] for line in lines] == ['trained', 'loss', 'average', 'checkpoint', 'next', 'images/s']
     assert 'still near the weights at the start, for --ema_half_life is 1000ba' in lines[2]
     assert lines[3:5] == [f'checkpoint      in {kept}', f'next            python export.py {kept} my-model --live']
@@ -53,7 +56,8 @@ def test_a_summary_says_that_there_is_no_average_yet(flags):
 ])
 def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_days(as_on_a_gpu, changed, sentence):
     text = summary(measured(**changed), settings_of('--use_synth_data'))
-    assert text.count('caution  ') == 1 and f'caution         {sentence}' in text
+    assert text.count('caution  ') == 1
+    assert f'caution         {sentence}' in text
     assert 'full training' not in text
     assert 'caution' not in summary(measured(drift=0.09), settings_of('--use_synth_data'))
 
@@ -112,7 +116,8 @@ def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, ca
         writer.join()
     cut, *lines = results.read_text().splitlines()
     records = [json.loads(line) for line in lines if line]  # an empty one where two ended the cut one at once
-    assert cut == '{"cut by a full di' and len(records) == 60
+    assert cut == '{"cut by a full di'
+    assert len(records) == 60
     assert {(record['name'], record['index']) for record in records} == {(n, i) for n in 'abc' for i in range(20)}
 
 
@@ -127,7 +132,9 @@ def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
     'DefaultEndpointsProtocol=https;AccountName=x;AccountKey=sec/ret+==;EndpointSuffix=y', 'https://a/b?sig=secret&x=y',
     'Error at s3://key:sec/ret@bucket: SharedAccessSignature=secret'])
 def test_no_form_of_password_is_left_in_a_text(text):
-    assert 'sec' not in redacted(text) and 'ret' not in redacted(text) and '***' in redacted(text)
+    assert 'sec' not in redacted(text)
+    assert 'ret' not in redacted(text)
+    assert '***' in redacted(text)
     assert redacted('s3://bucket/path, a@b, key: x, 5 = 6') == 's3://bucket/path, a@b, key: x, 5 = 6'
 
 

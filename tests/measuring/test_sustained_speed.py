@@ -102,7 +102,8 @@ def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, 
 def test_batches_that_lay_ready_are_not_counted_as_the_loaders_speed(monkeypatch, batch_seconds, true_speed):
     shown = simulated_run(monkeypatch, batch_seconds=batch_seconds)
     assert shown['images_per_sec'] == pytest.approx(true_speed, rel=0.05)
-    assert shown['turnover'] == 16 and shown['measured_batches'] == 80  # a queue, and five of them
+    assert shown['turnover'] == 16  # a queue, and five of them
+    assert shown['measured_batches'] == 80
 
 
 def test_a_short_run_is_measured_all_the_same(monkeypatch):
@@ -126,7 +127,8 @@ def test_a_checkpoint_that_one_rank_writes_is_no_slow_batch_of_the_others(monkey
     monkeypatch.setattr(measuring, 'highest_of_ranks',
                         lambda values, all_ranks: np.maximum(values, next(of_the_writer)))
     shown = figures(waiting)
-    assert shown['checkpoint_seconds'] == 5 and shown['images_per_sec'] == 10
+    assert shown['checkpoint_seconds'] == 5
+    assert shown['images_per_sec'] == 10
 
 
 def test_a_queue_that_has_yet_to_fill_at_an_epochs_start_is_not_the_loaders_slowness(monkeypatch):

@@ -25,7 +25,8 @@ def test_what_is_not_the_file_of_inception_is_refused_with_the_address_of_that_f
     line = str(refused.value)
     reason = "not there" if content is None else "not torch-fidelity's file with the weights of InceptionV3"
     assert line.startswith(f'--inception {path} is {reason}; fetch it')
-    assert line.endswith('weights-inception-2015-12-05-6726825d.pth') and '\n' not in line
+    assert line.endswith('weights-inception-2015-12-05-6726825d.pth')
+    assert '\n' not in line
     assert not (tmp_path / 'ran').exists()
 
 
@@ -34,7 +35,8 @@ def test_a_folder_without_a_whole_clip_model_and_its_processor_is_refused_with_a
         with pytest.raises(ValueError) as refused:
             load_clip(str(folder))
         line = str(refused.value)
-        assert line.startswith(f'--clip {folder} is no folder') and '\n' not in line
+        assert line.startswith(f'--clip {folder} is no folder')
+        assert '\n' not in line
         assert line.endswith('fetch one: hf download openai/clip-vit-large-patch14 --local-dir clip')
         return line
     refusal(tmp_path / 'nowhere')

@@ -25,6 +25,7 @@ def test_a_batch_takes_what_its_images_take_at_the_size_that_the_model_trains_at
         on_latents = StableDiffusion('tiny', 64, latents=True)
     stored = {'image': torch.empty(3, 3, 32, 32, device='meta'), 'caption': torch.empty(3, 77, device='meta')}
     of_parts = model.flops_per_image
-    assert model.flops_per_batch(stored) == 3 * sum(of_parts.values()) and min(of_parts.values()) > 0
+    assert model.flops_per_batch(stored) == 3 * sum(of_parts.values())
+    assert min(of_parts.values()) > 0
     assert on_latents.flops_per_image == of_parts | {'vae': 0}
     assert of_parts['vae'] == flops.flops_of_latents(model.vae.config, 64)

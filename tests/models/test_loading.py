@@ -47,7 +47,8 @@ def test_a_model_folder_gives_its_architecture_weights_and_tokenizer(shards, sam
     tokenizer = AutoTokenizer.from_pretrained(f'{model_folder}/tokenizer')
     captions = tokenizer([sample['caption'] for sample in samples], padding='max_length')['input_ids']
     batch = next(iter(build_data(settings, find_model(model_folder, pretrained=True)).dataloader))
-    assert len(batch['caption']) == 4 and all(ids in captions for ids in batch['caption'].tolist())
+    assert len(batch['caption']) == 4
+    assert all(ids in captions for ids in batch['caption'].tolist())
     model = StableDiffusion(model_folder, 64, pretrained=True)
     assert model.prediction_type == 'v_prediction'
     saved = AutoencoderKL.from_pretrained(model_folder, subfolder='vae').state_dict()

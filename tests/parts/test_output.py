@@ -41,12 +41,16 @@ def test_an_index_is_that_of_all_parts_in_their_order(output, tmp_path):
     assert output.parts() == {f'part{number}': True for number in range(4)}
     hidden = {'source': 'b', 'key': None, 'reason': 'hidden'}
     joined = join_parts(output, ['part3', 'part0', 'part2', 'part1'], [hidden])
-    assert write_index(output, joined, about=[1]) and not write_index(output, joined, about=[1])
+    assert write_index(output, joined, about=[1])
+    assert not write_index(output, joined, about=[1])
     index = json.loads(output.read('index.json'))
-    assert index['about'] == [1] and joined.skipped == {'no caption': 4, 'hidden': 1}
+    assert index['about'] == [1]
+    assert joined.skipped == {'no caption': 4, 'hidden': 1}
     names = [shard['raw_data']['basename'] for shard in index['shards']]
-    assert names[0] == 'part3/shard.00000.mds' and len(names) > 3
-    assert sum(len(output.read(name)) for name in names) == joined.bytes and joined.samples == 18
+    assert names[0] == 'part3/shard.00000.mds'
+    assert len(names) > 3
+    assert sum(len(output.read(name)) for name in names) == joined.bytes
+    assert joined.samples == 18
     lines = [json.loads(line) for line in output.read('skipped.jsonl').splitlines()]
     assert [line['key'] for line in lines] == [None, '3', '0', '2', '1']
     if output.is_folder:
@@ -69,7 +73,8 @@ def test_a_part_is_done_once_it_has_its_index_and_a_damaged_one_is_named(output)
     part = PartWriter(output, 'one', {'caption': 'str'}, shard_bytes=220)
     for index in range(40):
         part.write({'caption': str(index)})
-    assert output.parts() == {'one': False} and not output.is_done('one')
+    assert output.parts() == {'one': False}
+    assert not output.is_done('one')
     write_part(output, 'one', ['a'])  # by another worker
     assert output.is_done('one')
     output.write('one/index.json', b'{"shards": [')
@@ -84,7 +89,8 @@ def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
     output.write('one/index.json', b'mine')
     with pytest.raises(ValueError, match='^OUT .* already holds something'):
         begin(output)
-    assert list(output.names()) == ['one/index.json'] and output.read('one/index.json') == b'mine'
+    assert list(output.names()) == ['one/index.json']
+    assert output.read('one/index.json') == b'mine'
 
 
 def test_of_several_runs_that_start_at_once_in_a_store_one_has_begun_it(monkeypatch):
@@ -102,7 +108,8 @@ def test_of_several_runs_that_start_at_once_in_a_store_one_has_begun_it(monkeypa
             one.start()
         for one in runs:
             one.join()
-    assert len(refused) == 7 and all('was begun with size_limit' in line for line in refused)
+    assert len(refused) == 7
+    assert all('was begun with size_limit' in line for line in refused)
 
 
 def test_of_files_of_another_machine_a_store_is_not_made(output, monkeypatch):
@@ -147,4 +154,5 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path)
 
 def test_a_part_is_named_by_the_names_and_sizes_of_its_files_and_by_the_settings():
     names = {part_name({'size_limit': limit}, [('a.tar', size)]) for limit in (1, 2) for size in (1, 2)}
-    assert len(names) == 4 and part_name({'size_limit': 1}, [('a.tar', 1)]) in names
+    assert len(names) == 4
+    assert part_name({'size_limit': 1}, [('a.tar', 1)]) in names

@@ -85,7 +85,8 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
     conversion.join(300)  # on the machine that is left
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
     store.delay = 0
-    assert status == [0] and files_of(out) == files_of(tmp_path / 'undisturbed')
+    assert status == [0]
+    assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
 
 @pytest.mark.long
@@ -121,7 +122,10 @@ def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, s
     killer, _ = in_thread(kill_one)
     record = encode.main([*argv, '--out', str(out), '--ray', cluster.address, '--cpu'])
     killer.join()
-    assert killed and record['samples'] == 24 and record['status'] == 'complete' and record['num_devices'] <= 2
+    assert killed
+    assert record['samples'] == 24
+    assert record['status'] == 'complete'
+    assert record['num_devices'] <= 2
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
 
@@ -175,4 +179,6 @@ def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
         convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out'), '--ray', '127.0.0.1:1'])
     beginning, line = capsys.readouterr().err.splitlines()
     assert beginning == 'converting 1 file in 1 of 1 part'
-    assert stop.value.code == 2 and '--ray 127.0.0.1:1' in line and 'ray start --head' in line
+    assert stop.value.code == 2
+    assert '--ray 127.0.0.1:1' in line
+    assert 'ray start --head' in line

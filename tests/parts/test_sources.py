@@ -83,7 +83,8 @@ def test_neighbours_are_joined_up_to_the_size_of_a_part():
     parts = join_neighbours(files, 100)
     assert [file for part in parts for file in part] == files
     sizes = [sum(file.size for file in part) for part in parts]
-    assert max(sizes) <= 100 and sum(sizes) / len(sizes) > 40
+    assert max(sizes) <= 100
+    assert sum(sizes) / len(sizes) > 40
     assert join_neighbours([File('a.tar', 300), File('b.tar', 200)], 100) == [[File('a.tar', 300)],
                                                                               [File('b.tar', 200)]]
 

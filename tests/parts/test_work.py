@@ -29,13 +29,15 @@ def fail(*args) -> None:
 def test_every_part_is_made_once_by_two_workers(server, tmp_path):
     assert sorted(run(tmp_path, 9, seconds=0.05)) == [str(index) for index in range(9)]
     lines = [begun(tmp_path, str(index)) for index in range(9)]
-    assert {len(line) for line in lines} == {1} and len({line[0] for line in lines}) == 2
+    assert {len(line) for line in lines} == {1}
+    assert len({line[0] for line in lines}) == 2
 
 
 def test_what_died_workers_were_at_is_made_again_and_what_was_done_is_not(server, tmp_path, capfd):
     run(tmp_path, 8, at_once=4, seconds=0.05, fatal={'1': 2})
     assert all((tmp_path / str(index)).exists() for index in range(8))
-    assert len(begun(tmp_path, '1')) == 3 and len(begun(tmp_path, '0')) == 1
+    assert len(begun(tmp_path, '1')) == 3
+    assert len(begun(tmp_path, '0')) == 1
     assert 'was lost; what it was at is made again: 1.tar' in capfd.readouterr().err
 
 
@@ -47,7 +49,9 @@ def test_a_part_that_there_was_no_memory_for_is_made_again(server, tmp_path, cap
 def test_a_part_that_three_workers_die_of_is_named_and_no_other(server, tmp_path):
     with pytest.raises(DataError, match='3 workers were killed, each while it was at 2.tar, often for lack of memory'):
         run(tmp_path, 6, at_once=6, fatal={'2': 9})
-    assert len(begun(tmp_path, '2')) == 3 and (tmp_path / '0').exists() and (tmp_path / '1').exists()
+    assert len(begun(tmp_path, '2')) == 3
+    assert (tmp_path / '0').exists()
+    assert (tmp_path / '1').exists()
 
 
 def test_what_a_worker_raises_is_raised(server, tmp_path):

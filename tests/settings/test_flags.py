@@ -42,7 +42,10 @@ def error_of(capsys, *argv: str) -> str:
     with pytest.raises(SystemExit) as exit:
         greeting(*argv)
     out, err = capsys.readouterr()
-    assert exit.value.code == 2 and not out and err.count('\n') == 1 and err.startswith('greet.py: error: ')
+    assert exit.value.code == 2
+    assert not out
+    assert err.count('\n') == 1
+    assert err.startswith('greet.py: error: ')
     return err
 
 
@@ -81,7 +84,8 @@ def test_help_begins_with_commands_and_has_every_flag_with_its_default(program):
     module = ast.parse((ROOT / program).read_text())
     told = build_parser(COMMANDS[program], ast.get_docstring(module, clean=False), program).format_help()
     beginning, _, rest = told.partition('\n    ')
-    assert f' {program} ' in rest.splitlines()[0] and beginning.count('[--') == 1, 'the usage lists no flags'
+    assert f' {program} ' in rest.splitlines()[0], 'the usage lists no flags'
+    assert beginning.count('[--') == 1, 'the usage lists no flags'
     told = ' '.join(told.split())
     for field in fields(COMMANDS[program]):
         if 'positional' in field.metadata:
@@ -110,4 +114,6 @@ except SystemExit as exit:
     if argv == ['--help']:
         assert status == 0
     else:
-        assert status == 2 and run.stderr.count('\n') == 1 and run.stderr.startswith(f'{program}: error: ')
+        assert status == 2
+        assert run.stderr.count('\n') == 1
+        assert run.stderr.startswith(f'{program}: error: ')

@@ -19,7 +19,8 @@ def refused(capsys, *argv: str) -> str:
     with pytest.raises(SystemExit) as exit:
         parse(Train, '', argv, 'benchmark.py')
     error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count('\n') == 1
+    assert exit.value.code == 2
+    assert error.count('\n') == 1
     return error
 
 
@@ -90,11 +91,14 @@ def test_what_was_not_given_follows_from_the_machine(as_on_a_gpu, monkeypatch):
     here = settings_of(*SYNTHETIC, '--use_ema')
     assert (here.ema_half_life, here.max_duration, here.training_images) == ('1000ba', '4ba', None)
     assert (here.precision, here.encoder_precision, here.channels_last) == ('fp32', 'fp32', False)
-    assert here.device_train_microbatch_size == 4 and here.measures
+    assert here.device_train_microbatch_size == 4
+    assert here.measures
     as_on_a_gpu(count=8)
     monkeypatch.setenv('WORLD_SIZE', '8')
     on_gpus = settings_of('--use_synth_data', '--compile')
-    assert on_gpus.searches_microbatch and on_gpus.channels_last and on_gpus.compile_blocks
+    assert on_gpus.searches_microbatch
+    assert on_gpus.channels_last
+    assert on_gpus.compile_blocks
     assert (on_gpus.precision, on_gpus.encoder_precision) == ('amp_bf16', 'bf16')
     assert not settings_of('--use_synth_data', '--compile', 'max-autotune-no-cudagraphs', '--no-compile_blocks'
                            ).compile_blocks
@@ -157,7 +161,8 @@ def test_a_dry_run_speaks_of_gpus_without_one_and_without_data(monkeypatch):
 def test_a_command_ends_in_one_line_with_its_status(error, status, line, capsys):
     with pytest.raises(SystemExit) as exit, one_line_errors('x.py', 'it stays'):
         raise error
-    assert exit.value.code == status and capsys.readouterr().err == f'x.py: error: {line}\n'
+    assert exit.value.code == status
+    assert capsys.readouterr().err == f'x.py: error: {line}\n'
 
 
 def test_an_unexpected_error_keeps_its_traceback():
@@ -174,4 +179,6 @@ def test_what_a_run_of_the_program_is_given_wrong_ends_in_one_line(capfd, shards
         with pytest.raises(SystemExit) as exit:
             main(argv)
         error = capfd.readouterr().err
-        assert exit.value.code == 2 and error.count('\n') == 1 and words in error, error
+        assert exit.value.code == 2, error
+        assert error.count('\n') == 1, error
+        assert words in error, error

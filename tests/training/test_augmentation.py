@@ -21,7 +21,8 @@ def dropped(batch: int, device_batch: int = 64, seed: int = 17, share: float = 0
     state = SimpleNamespace(timestamp=Timestamp(batch=batch), batch={'caption': captions, 'image': 'untouched'})
     random_before = torch.get_rng_state()
     CaptionDrop(share, seed, EMPTY).apply(Event.BATCH_START, state, None)
-    assert torch.equal(torch.get_rng_state(), random_before) and state.batch['image'] == 'untouched'
+    assert torch.equal(torch.get_rng_state(), random_before)
+    assert state.batch['image'] == 'untouched'
     assert (captions == 320).all(), 'a synthetic batch is one for all steps, so it is not written to'
     is_empty = (state.batch['caption'] == EMPTY).all(dim=1)
     assert (state.batch['caption'][~is_empty] == 320).all()
@@ -50,7 +51,8 @@ def test_the_share_that_is_asked_for_is_drawn_and_each_batch_others():
 def test_what_is_drawn_depends_on_seed_and_batch_alone_and_ranks_draw_what_one_would(drawn, monkeypatch):
     whole = drawn(3)
     assert torch.equal(drawn(3), whole)
-    assert not torch.equal(drawn(4), whole) and not torch.equal(drawn(3, seed=18), whole)
+    assert not torch.equal(drawn(4), whole)
+    assert not torch.equal(drawn(3, seed=18), whole)
     monkeypatch.setattr(augmentation.dist, 'get_world_size', lambda: 4)
     parts = []
     for rank in range(4):
@@ -78,6 +80,9 @@ def test_the_model_is_given_the_empty_captions_and_the_mirrored_images_that_are_
     is_empty = torch.cat([(microbatch['caption'] == empty).all(dim=1) for microbatch in seen])
     assert torch.equal(is_empty, torch.cat([dropped(batch, 4) for batch in range(4)]))
     drawn = torch.cat([flipped(batch, 4) for batch in range(4)])
-    assert drawn.any() and not drawn.all() and is_empty.any() and not is_empty.all()
+    assert drawn.any()
+    assert not drawn.all()
+    assert is_empty.any()
+    assert not is_empty.all()
     images[drawn] = images[drawn].flip(3)
     assert torch.equal(torch.cat([microbatch['image'] for microbatch in seen]), images)

@@ -72,14 +72,16 @@ def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, res
     argv = ['--use_synth_data', '--use_ema', *TINY, '--save_interval', '1ba', '--save_folder', disk / 'kept',
             '--results', results]
     line, _ = on_small_disk(server, 40, disk, argv, tmp_path / 'out')
-    assert 'a disk is full' in line and json.loads(results.read_text())['status'] == 'failed'
+    assert 'a disk is full' in line
+    assert json.loads(results.read_text())['status'] == 'failed'
     kept = tmp_path / 'out' / 'disk' / 'kept'
     [first] = checkpoints_in(str(kept))
     assert not list(kept.glob('.*.unfinished'))
     assert load_checkpoint(first)['state']['timestamp']['Timestamp']['batch'] == 1
     record = main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', str(kept),
                    '--autoresume', '--results', str(results)])  # with room again
-    assert record['first_batch'] == 1 and record['status'] == 'complete'
+    assert record['first_batch'] == 1
+    assert record['status'] == 'complete'
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
@@ -91,10 +93,12 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
         file.flush()
         assert path.read_text() == 'before'
         raise SystemExit
-    assert path.read_text() == 'before' and os.listdir(tmp_path) == ['x']
+    assert path.read_text() == 'before'
+    assert os.listdir(tmp_path) == ['x']
     with atomic_write(path) as file:
         file.write(b'after')
-    assert path.read_text() == 'after' and os.listdir(tmp_path) == ['x']
+    assert path.read_text() == 'after'
+    assert os.listdir(tmp_path) == ['x']
 
 
 def test_a_run_removes_what_a_killed_save_left_and_no_other_file(tmp_path):
@@ -231,8 +235,10 @@ def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_l
     saved = checkpoints_in(str(tmp_path / 'kept'))
     with pytest.raises(SystemExit) as exit:
         main(argv)
-    assert exit.value.code == 0 and 'nothing left to do' in capfd.readouterr().out
-    assert checkpoints_in(str(tmp_path / 'kept')) == saved and len(results.read_text().splitlines()) == 1
+    assert exit.value.code == 0
+    assert 'nothing left to do' in capfd.readouterr().out
+    assert checkpoints_in(str(tmp_path / 'kept')) == saved
+    assert len(results.read_text().splitlines()) == 1
     main([*argv, '--max_duration', '2ep', '--save_interval', '1ep'])  # goes on at the epoch's end, and saves it once
     assert [Path(path).name for path in checkpoints_in(str(tmp_path / 'kept'))] == ['ep0-ba3-rank0.pt',
                                                                                     'ep1-ba6-rank0.pt']
@@ -275,7 +281,8 @@ def test_only_what_the_run_or_the_one_that_it_resumes_has_written_makes_room_for
     own.write_text('mine')
     train_a_line(folder, 8, to_keep=1, load_path=folder / 'ep0-ba4-rank0.pt', callbacks=[User()])
     assert sorted(path.name for path in folder.iterdir()) == [own.name, 'ep0-ba8-rank0.pt', 'latest-rank0.pt']
-    assert own.read_text() == 'mine' and (tmp_path / 'mine.pt').exists()
+    assert own.read_text() == 'mine'
+    assert (tmp_path / 'mine.pt').exists()
 
 
 @pytest.fixture
@@ -310,7 +317,8 @@ def test_a_newest_checkpoint_that_cannot_be_read_ends_the_run_and_everything_sta
     before = sorted(kept.iterdir())
     with pytest.raises(ValueError, match=words) as error:
         newest_checkpoint(str(kept))
-    assert str(unreadable) in str(error.value) and '\n' not in str(error.value)
+    assert str(unreadable) in str(error.value)
+    assert '\n' not in str(error.value)
     assert sorted(kept.iterdir()) == before
 
 

@@ -49,7 +49,9 @@ def test_a_second_phase_starts_from_weights_and_average_with_another_size_and_al
     unet, average = unet_and_average(load_checkpoint(checkpoints_in(str(first_phase))[-1])['state'])
     assert_equal(at_start['unet'], dict(unet))
     assert_equal(at_start['average'], dict(average))
-    assert at_start['optimizer'] == 0 and record['first_batch'] == 0 and record['load_weights'] == str(first_phase)
+    assert at_start['optimizer'] == 0
+    assert record['first_batch'] == 0
+    assert record['load_weights'] == str(first_phase)
     after_one = load_checkpoint(checkpoints_in(str(kept))[0])['state']
     assert after_one['timestamp']['Timestamp']['batch'] == 1
     weights, averages = unet_and_average(after_one)
@@ -73,7 +75,8 @@ def test_two_ranks_resume_a_second_phase_from_its_own_checkpoints_exactly(server
     shutil.rmtree(copied)  # a resumed run needs it no more
     assert run(server, 2, argv, killed) == [0, 0], (killed / 'log').read_text()
     expected = traced(whole, 2)
-    assert traced(killed, 2) == expected and all(sorted(rank) == list(range(4)) for rank in expected)
+    assert traced(killed, 2) == expected
+    assert all(sorted(rank) == list(range(4)) for rank in expected)
     assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
     losses = [json.loads((folder / 'results.jsonl').read_text().splitlines()[-1])['eval_loss']
               for folder in (whole, killed)]
@@ -139,7 +142,8 @@ def test_what_does_not_fit_is_one_line(first_phase, tmp_path, model_folder):
         with pytest.raises(ValueError) as error:
             load_initial_weights(place, fresh_model())
         line = str(error.value)
-        assert line.startswith(f'--load_weights {place}') and all(word in line for word in words), line
+        assert line.startswith(f'--load_weights {place}'), line
+        assert all(word in line for word in words), line
         assert '\n' not in line
     assert not (tmp_path / 'ran').exists()
 
@@ -147,4 +151,5 @@ def test_what_does_not_fit_is_one_line(first_phase, tmp_path, model_folder):
 def test_weights_that_were_trained_with_another_text_encoder_are_refused(first_phase, results, capfd):
     line = one_error_line(['--use_synth_data', *TINY, '--seed', '18', '--load_weights', first_phase, '--results',
                            results], capfd)
-    assert 'was trained with another vae' in line and '--seed' in line
+    assert 'was trained with another vae' in line
+    assert '--seed' in line

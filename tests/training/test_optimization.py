@@ -55,8 +55,10 @@ def test_the_flags_are_in_the_record_and_in_the_checkpoint(run):
 
 def test_the_learning_rate_rises_to_its_value_and_stays(run):
     rates = run.witness.rates
-    assert rates[0] == 0 and all(later >= earlier for earlier, later in zip(rates, rates[1:], strict=False))
-    assert sorted(set(rates)) == pytest.approx([0, 0.75e-4, 1.5e-4, 2.25e-4, 3e-4]) and rates[-1] == 3e-4
+    assert rates[0] == 0
+    assert all(later >= earlier for earlier, later in zip(rates, rates[1:], strict=False))
+    assert sorted(set(rates)) == pytest.approx([0, 0.75e-4, 1.5e-4, 2.25e-4, 3e-4])
+    assert rates[-1] == 3e-4
 
 
 @pytest.mark.parametrize('schedule, shares', [
@@ -111,7 +113,8 @@ def test_an_average_in_epochs_moves_in_every_batch_and_is_in_the_checkpoint(dura
 def test_without_the_flags_all_is_as_in_the_original():
     settings = settings_of('--use_synth_data', '--use_ema', *TINY)
     [ema] = benchmark.build_algorithms(settings)
-    assert ema.smoothing == 2 ** (-1 / 1000) and ema.ema_start.value == 0
+    assert ema.smoothing == 2 ** (-1 / 1000)
+    assert ema.ema_start.value == 0
     model = benchmark.StableDiffusion('tiny', 64)
     [group] = benchmark.build_optimizer(model, settings).param_groups
     assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)

@@ -48,7 +48,8 @@ def test_two_ranks_learn_what_one_learns_from_the_same_batches(trained):
 def test_the_ranks_split_an_epoch_without_overlap(trained):
     [one], (first, second) = trained[1], trained[2]
     seen = [tuple(caption) for caption in first['captions'] + second['captions']]
-    assert len(seen) == len(set(seen)) == 24 and set(seen) == {tuple(caption) for caption in one['captions']}
+    assert len(seen) == len(set(seen)) == 24
+    assert set(seen) == {tuple(caption) for caption in one['captions']}
 
 
 def test_only_the_last_microbatch_synchronises_gradients(trained):
@@ -108,7 +109,8 @@ def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(se
     argv = ['--use_synth_data', *TINY_RANKS, '--dist_timeout', '1', '--results', '/dev/null']
     code, _, errors = run_program(server, tmp_path / 'run', benchmark.main, argv, **node(0, free_port()))
     [line] = errors.splitlines()
-    assert code == 2 and line.startswith('benchmark.py: error: the 2 processes of this run did not meet at')
+    assert code == 2
+    assert line.startswith('benchmark.py: error: the 2 processes of this run did not meet at')
     assert 'within 1 seconds' in line
 
 

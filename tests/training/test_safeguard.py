@@ -73,7 +73,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_learned(argv, resul
     witness = Weights()
     line = failed(argv, results, capfd, [witness])
     assert 'the run failed at batch 3: the loss of batch 3 is not finite, at microbatch size 4' in line
-    assert len(witness.weights) == 2 and json.loads(results.read_text())['loss'] > 0
+    assert len(witness.weights) == 2
+    assert json.loads(results.read_text())['loss'] > 0
 
 
 @pytest.mark.parametrize('flags, value', [([], float('nan')), (['--clip_grad_norm', '1'], 3e38)], ids=str)
@@ -81,7 +82,8 @@ def test_a_gradient_of_a_finite_loss_that_cannot_be_measured_ends_the_run(argv, 
     witness = Weights(2, value=value)
     line = failed([*argv, *flags], results, capfd, [witness])
     assert 'a gradient of batch 3 is not finite, at microbatch size 4' in line
-    assert len(witness.weights) == 2 and witness.weights[-1].isfinite().all()
+    assert len(witness.weights) == 2
+    assert witness.weights[-1].isfinite().all()
 
 
 @pytest.mark.parametrize('what', ['loss', 'gradient'])
@@ -90,18 +92,23 @@ def test_on_nan_skip_leaves_the_step_out_and_counts_it(argv, results, loss_of_ba
         loss_of_batch_3_is(float('nan'))
     witness = Weights(*([2] if what == 'gradient' else []))
     record = main([*argv, '--on_nan', 'skip', '--results', str(results)], [witness])
-    assert (record['status'], record['skipped_batches']) == ('complete', 1) and record['loss'] > 0
+    assert (record['status'], record['skipped_batches']) == ('complete', 1)
+    assert record['loss'] > 0
     assert torch.equal(witness.weights[1], witness.weights[2])
     assert not torch.equal(witness.weights[2], witness.weights[3])
-    assert witness.weights[4].isfinite().all() and witness.averages[4].isfinite().all()
+    assert witness.weights[4].isfinite().all()
+    assert witness.averages[4].isfinite().all()
 
 
 def test_too_many_skips_in_a_row_end_the_run(argv, results, capfd, monkeypatch):
     monkeypatch.setattr(safeguard, 'MOST_SKIPS_IN_A_ROW', 2)
     witness = Weights(1, 2, 4, 5, 6)
     line = failed([*argv[:-1], '50ba', '--on_nan', 'skip'], results, capfd, [witness])
-    assert 'the run failed at batch 7' in line and '2 steps before it were left out' in line
-    assert len(witness.weights) == 6 and witness.weights[-1].isfinite().all() and MOST_SKIPS_IN_A_ROW == 10
+    assert 'the run failed at batch 7' in line
+    assert '2 steps before it were left out' in line
+    assert len(witness.weights) == 6
+    assert witness.weights[-1].isfinite().all()
+    assert MOST_SKIPS_IN_A_ROW == 10
 
 
 def test_the_noise_of_a_batch_depends_on_seed_batch_and_rank_alone(monkeypatch):

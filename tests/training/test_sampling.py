@@ -46,7 +46,8 @@ def kept(folder: Path) -> list[str]:
 def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
     """Those in the grid of three prompts, int (size, size, 3)."""
     grid = np.asarray(Image.open(path), dtype=int)
-    assert grid.shape == (2 * size, 2 * size, 3) and (grid[size:, size:] == 255).all()
+    assert grid.shape == (2 * size, 2 * size, 3)
+    assert (grid[size:, size:] == 255).all()
     return [grid[top:top + size, left:left + size] for top, left in ((0, 0), (0, size), (size, 0))]
 
 
@@ -69,7 +70,8 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
     whole, drawing = tmp_path / 'whole', tmp_path / 'drawing'
     whole.mkdir(), drawing.mkdir()
     record = run(whole, model_folder, *kept(whole), '--max_duration', '6ba')
-    assert record['sampling_seconds'] == 0 and not (whole / 'drawn').exists()
+    assert record['sampling_seconds'] == 0
+    assert not (whole / 'drawn').exists()
     flags = [*kept(drawing), '--sample_prompts', prompts, '--sample_interval', '3ba', '--autoresume']
     run(drawing, model_folder, *flags, '--max_duration', '3ba')
     record = run(drawing, model_folder, *flags, '--max_duration', '6ba', '--tensorboard', tmp_path / 'board')
@@ -79,10 +81,12 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
     assert names == ['ba3.png', 'ba6.png']
     [folder] = (tmp_path / 'board').iterdir()
     [image] = EventAccumulator(str(folder)).Reload().Images('samples')
-    assert image.step == 6 and (image.width, image.height) == Image.open(drawing / 'drawn' / 'ba6.png').size
+    assert image.step == 6
+    assert (image.width, image.height) == Image.open(drawing / 'drawn' / 'ba6.png').size
 
     text = Image.open(drawing / 'drawn' / 'ba6.png').text
-    assert text['prompts'].splitlines() == PROMPTS and text['weights'] == 'averaged'
+    assert text['prompts'].splitlines() == PROMPTS
+    assert text['weights'] == 'averaged'
 
     # and what it drew is what diffusers' pipeline draws, by the average and not by the live weights
     for flags in ([], ['--live']):
@@ -128,7 +132,8 @@ def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompt
     assert run_ranks(server, 2, argv, tmp_path) == [0, 0], (tmp_path / 'log').read_text()
     assert sorted(path.name for path in (tmp_path / 'drawn').iterdir()) == ['ba2.png', 'ba3.png']
     record = json.loads((tmp_path / 'results.jsonl').read_text())
-    assert record['num_devices'] == 2 and record['sampling_seconds'] > 0
+    assert record['num_devices'] == 2
+    assert record['sampling_seconds'] > 0
 
 
 def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder, prompts, results, capfd):
@@ -148,5 +153,6 @@ def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, sm
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(Sampling, 'draw', fail)
     record = run(tmp_path, smallest_model, '--image_size', '32', '--max_duration', '3ba', '--sample_prompts', prompts)
-    assert record['status'] == 'complete' and record['trained_batches'] == 3
+    assert record['status'] == 'complete'
+    assert record['trained_batches'] == 3
     assert 'warning: nothing was drawn at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err

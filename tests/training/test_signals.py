@@ -48,7 +48,8 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     record = json.loads(results.read_text().splitlines()[-1])
     assert (exit.value.code, record['status'], record['trained_batches']) == (130, 'interrupted', 4)
     assert record['images_per_sec'] > 0
-    assert record['evaluations'] == 0 and not (tmp_path / 'drawn').exists()
+    assert record['evaluations'] == 0
+    assert not (tmp_path / 'drawn').exists()
     assert capfd.readouterr().err.count('a signal came') == 1
     [checkpoint] = checkpoints_in(tmp_path / 'stopped')
     assert load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch'] == 4
@@ -68,7 +69,8 @@ def test_a_second_ctrl_c_ends_the_process_at_once(server, tmp_path):
     process = server.Process(target=interrupt_twice, args=(tmp_path / 'goes on',))
     process.start()
     process.join()
-    assert process.exitcode == -signal.SIGINT and (tmp_path / 'goes on').exists()
+    assert process.exitcode == -signal.SIGINT
+    assert (tmp_path / 'goes on').exists()
 
 
 def test_a_run_leaves_the_signals_as_they_were(plain_run):
@@ -109,6 +111,7 @@ def test_a_signal_under_the_launcher_leaves_a_record_and_a_checkpoint_to_go_on_f
     [checkpoint] = checkpoints_in(folder)
     done = load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch']
     assert (record['status'], record['trained_batches']) == ('interrupted', done)
-    assert record['num_devices'] == 2 and record['images_per_sec'] > 0
+    assert record['num_devices'] == 2
+    assert record['images_per_sec'] > 0
     resumed = main([*argv, '--max_duration', f'{done + 3}ba', '--autoresume'])
     assert (resumed['status'], resumed['first_batch'], resumed['measured_batches']) == ('complete', done, 2)
