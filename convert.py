@@ -83,7 +83,9 @@ def convert_part(settings: Convert, outputs: list[Output], part: Part) -> int:
     """Make a part; returns the number of its images."""
     for output in outputs:
         output.require_begun()
-    writers = [PartWriter(output, part.name, MDS_COLUMNS, settings.size_limit) for output in outputs]
+    writer = PartWriter(outputs[0], part.name, MDS_COLUMNS, settings.size_limit)
+    if settings.held_out:
+        held_out_writer = PartWriter(outputs[1], part.name, MDS_COLUMNS, settings.size_limit)
     images = 0
     skipped = []
     for file in part.files:
@@ -93,12 +95,14 @@ def convert_part(settings: Convert, outputs: list[Output], part: Part) -> int:
             except ValueError as reason:
                 skipped.append({'source': file.name, 'key': key, 'reason': str(reason)})
                 continue
-            held_out = bool(settings.held_out) and is_held_out(sample['jpg'], settings.held_out, settings.seed)
-            writers[held_out].write(sample)
+            if settings.held_out and is_held_out(sample['jpg'], settings.held_out, settings.seed):
+                held_out_writer.write(sample)
+            else:
+                writer.write(sample)
             images += 1
-    for writer in writers[1:]:
-        writer.finish()
-    writers[0].finish(skipped)  # last: it says that the part is done
+    if settings.held_out:
+        held_out_writer.finish()
+    writer.finish(skipped)  # last: it says that the part is done
     return images
 
 

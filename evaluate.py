@@ -50,6 +50,7 @@ from inputs.shards import index_hash, read_image_index
 from measuring.record import append_record, run_metadata
 from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from models.loading import hash_of_weights
+from models.precisions import AUTOCAST_DTYPES
 from models.sampling import SAMPLER, decode, load_pipeline, seeded
 from parts.output import Output
 from settings.here import best_precision, refuse_more_ranks_than_gpus
@@ -58,7 +59,6 @@ from training.ranks import join_ranks, leave_ranks, on_rank_0
 from training.trained import read_trained
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
-AUTOCAST = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16, 'fp32': None}
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
 FEWEST_SAMPLES = 10_000  # with fewer, FID is biased upwards by much
 SECONDS_FOR_THE_SLOWEST = 6 * 60 * 60  # a process waits so long for another that draws
@@ -200,9 +200,13 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
         list(saved)
     mine = (sum(len(numbers) for _, numbers in batches), time.perf_counter() - start)
     drawn, seconds = zip(*dist.all_gather_object(mine), strict=True)
-    rate = sum(drawn) / max(seconds) or None
+    rate = None
+    rate_of_each = None
+    if sum(drawn) > 0:
+        rate = sum(drawn) / max(seconds)
+        rate_of_each = rate / dist.get_world_size()
     return {'samples_drawn': sum(drawn), 'images_per_sec': rate,
-            'images_per_sec_per_device': rate and rate / dist.get_world_size()}
+            'images_per_sec_per_device': rate_of_each}
 
 
 def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.device) -> None:
@@ -211,7 +215,7 @@ def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.d
     if device.type == 'cuda':  # whose convolutions are faster so
         pipeline.unet.to(memory_format=torch.channels_last)
         pipeline.vae.to(memory_format=torch.channels_last)
-    dtype = AUTOCAST[precision]
+    dtype = AUTOCAST_DTYPES.get(precision)
     autocast = torch.autocast(device.type, dtype, enabled=dtype is not None)
     pipeline.unet.forward = autocast(pipeline.unet.forward)
 

@@ -18,11 +18,12 @@ from composer.utils import dist
 from errors.messages import plural
 from fitting.fake_step import StepMemory, trace_step, updater
 from fitting.forecast import CARDS, GPUS_A_NODE, KEPT_PER_DOUBLING, LARGEST_ERROR, Card, StepWork, kept_on
-from fitting.memory import GIB, build_outline, lasting_bytes
+from fitting.memory import build_outline, lasting_bytes
 from fitting.microbatch import sizes_to_try
 from fitting.operators import AVERAGE
 from inputs.shards import read_index
 from measuring.costs import days_to_train, gpu_hours
+from measuring.gpu_monitor import GIB
 from models.diffusion_model import DiffusionModel
 from models.loading import find_model
 from models.peaks import peak_of

@@ -24,8 +24,8 @@ from fitting.forecast import StepWork, Work
 from fitting.microbatch import blank_batch
 from fitting.operators import AVERAGE, EXCHANGE, UPDATE, count_operator
 from models.diffusion_model import DiffusionModel
+from models.precisions import AUTOCAST_DTYPES
 
-AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
 # Images of the step that is traced, a prime that divides the size of nothing else: a storage whose bytes it divides
 # holds something for each image.

@@ -12,7 +12,6 @@ from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles
 from settings.train import Train
 
-GIB = 2 ** 30
 ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 
 

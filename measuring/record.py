@@ -41,7 +41,9 @@ def training_settings(settings: Train, latents: bool, microbatch: int | None = N
     if settings.loader_only:
         stated = run_metadata('loader', values, LOADER_FLAGS)
     else:
-        values |= {flag: redacted(values[flag] or '') or None for flag in ('load_weights', 'eval_remote')}
+        for flag in ('load_weights', 'eval_remote'):
+            if values[flag] is not None:
+                values[flag] = redacted(values[flag])
         if microbatch is not None:
             values['device_train_microbatch_size'] = microbatch
         stated = run_metadata('train', values, TRAINING_FLAGS)

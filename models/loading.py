@@ -12,6 +12,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from errors.messages import one_line
 from inputs.hub import local_folder
+from models.precisions import DTYPES
 from settings.train import SD2_BASE, TINY_MODEL
 
 # These folders hold no weights: random ones train as fast.
@@ -21,7 +22,6 @@ CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'co
 VAE_WEIGHTS = 'vae/diffusion_pytorch_model.safetensors'
 WEIGHT_FILES = [VAE_WEIGHTS, 'text_encoder/model.safetensors']
 SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent
-DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
 
 
 @dataclass(frozen=True)

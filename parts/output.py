@@ -284,6 +284,7 @@ def read_parts(output: Output, parts: list[str]) -> Iterator[tuple[str, dict]]:
 
 def write_index(output: Output, joined: Joined, **about) -> bool:
     """Write OUT/index.json with `about` in it, unless it is there as it should be; returns whether it was not."""
+    # The shards' entries are JSON already: as objects, those of a large dataset would take gigabytes.
     beginning = json.dumps({'version': 2, **about}).removesuffix('}')
     index = f'{beginning}, "shards": [{", ".join(joined.shards)}]}}'.encode()
     if output.read(INDEX) == index:

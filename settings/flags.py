@@ -107,6 +107,17 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     return parser
 
 
+def default_in_words(default: Any) -> str:
+    """A default as --help says it."""
+    if default is None:
+        return 'none'
+    if default is True:
+        return 'on'
+    if default is False:
+        return 'off'
+    return str(default)
+
+
 def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     """Add a field to argparse's group. `hint` is its type."""
     about = field.metadata
@@ -115,8 +126,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
         types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
     help = about['help'].replace('%', '%%')
     if '(default' not in help:
-        default = {'True': 'on', 'False': 'off', 'None': 'none'}.get(str(field.default), field.default)
-        help += f' (default: {default})'
+        help += f' (default: {default_in_words(field.default)})'
     options = {'default': argparse.SUPPRESS, 'help': help}  # the dataclass has the defaults
     if types_of_value == [bool]:
         group.add_argument(f'--{field.name}', action=argparse.BooleanOptionalAction, **options)

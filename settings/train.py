@@ -14,18 +14,20 @@ TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
 TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
-TIME = '([1-9][0-9]{0,14})(ba|ep)|(0?[.][0-9]+|1)(dur)'  # 5000 batches or epochs, or a share of the run
+TIME = '([1-9][0-9]{0,14}(?=ba|ep)|(0?[.][0-9]+|1)(?=dur))(?P<unit>ba|ep|dur)'  # batches, epochs, a share of the run
+EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
 
 
 def time_in(units: str) -> Callable[[str], str]:
     """A converter: a time such as 5000ba in one of `units`, as the text that Composer takes."""
-    example = ' or '.join({'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}[unit] for unit in units.split())
+    allowed = units.split()
+    examples = ' or '.join(EXAMPLES[unit] for unit in allowed)
 
     def parse(text: str) -> str:
         match = re.fullmatch(TIME, text)
-        if match and (match[2] or match[4]) in units.split():
-            return text
-        raise argparse.ArgumentTypeError(f'{text} is not a time such as {example}')
+        if match is None or match['unit'] not in allowed:
+            raise argparse.ArgumentTypeError(f'{text} is not a time such as {examples}')
+        return text
     return parse
 
 
@@ -160,8 +162,15 @@ class Results:
 
     def check(self) -> None:
         """Raises ValueError if nothing can be appended there: it is said before the run, not after it."""
-        path = self.results if os.path.exists(self.results) else os.path.dirname(os.path.abspath(self.results))
-        if self.results != '-' and (os.path.isdir(self.results) or not os.access(path, os.W_OK)):
+        if self.results == '-':
+            return
+        if os.path.isdir(self.results):
+            can_be_written = False
+        elif os.path.exists(self.results):
+            can_be_written = os.access(self.results, os.W_OK)
+        else:
+            can_be_written = os.access(os.path.dirname(os.path.abspath(self.results)), os.W_OK)
+        if not can_be_written:
             raise ValueError(f'--results {self.results} is no file that can be written; name another, or - to print')
 
 

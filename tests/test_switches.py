@@ -8,7 +8,8 @@ from composer import Callback
 import benchmark
 from benchmark import StableDiffusion
 from fitting.fake_step import norms_in_float32
-from models.loading import DTYPES, find_model
+from models.loading import find_model
+from models.precisions import DTYPES
 from settings.train import Train
 from tests.cuda_rules import HALF, Dtypes, composer_on_a_gpu
 from tests.runs import TINY, settings_of

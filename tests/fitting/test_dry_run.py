@@ -8,7 +8,8 @@ import pytest
 import benchmark
 from fitting.dry_run import MEMORY_SIZES, Estimate, estimate, gpus_named, measured_speeds
 from fitting.forecast import CARDS, LARGEST_ERROR
-from fitting.memory import GIB, lasting_bytes
+from fitting.memory import lasting_bytes
+from measuring.gpu_monitor import GIB
 from tests.runs import one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
