@@ -148,18 +148,24 @@ def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, b
     """The run with each thing that it has not and that takes less memory: in words, its settings, and whether it is on
     latents."""
     half = settings.image_size // 16 * 8
-    changes = {
-        '--encoder_precision bf16': {'encoder_precision': 'bf16'},
-        '--half_precision_norms': {'half_precision_norms': settings.precision != 'fp32'},
-        '--gradient_checkpointing': {'gradient_checkpointing': True},
-        'without --use_ema': {'use_ema': False},
-        f'--image_size {half}': {'image_size': half if half >= 64 else settings.image_size},
-    }
-    runs = [(words, dataclasses.replace(settings, **change), latents) for words, change in changes.items()]
-    found = [run for run in runs if run[1] != settings]
+    changes = {}
+    if settings.encoder_precision != 'bf16':
+        changes['--encoder_precision bf16'] = {'encoder_precision': 'bf16'}
+    if not settings.half_precision_norms and settings.precision != 'fp32':
+        changes['--half_precision_norms'] = {'half_precision_norms': True}
+    if not settings.gradient_checkpointing:
+        changes['--gradient_checkpointing'] = {'gradient_checkpointing': True}
+    if settings.use_ema:
+        changes['without --use_ema'] = {'use_ema': False}
+    if half >= 64:
+        changes[f'--image_size {half}'] = {'image_size': half}
+
+    runs = []
+    for words, change in changes.items():
+        runs.append((words, dataclasses.replace(settings, **change), latents))
     if not latents:
-        found.append(('latents (encode.py)', settings, True))
-    return found
+        runs.append(('latents (encode.py)', settings, True))
+    return runs
 
 
 def estimate(title: str, settings: Train, latents: bool, build_model: Callable, alike: Estimate | None = None

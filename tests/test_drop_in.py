@@ -89,8 +89,13 @@ def test_a_transform_sees_all_of_a_picture_in_rgb(tmp_path):
     grey = picture(3, 40, 24).convert('L')
     shards = write_shards(tmp_path / 'shards', [{'jpg': encoded(grey, 'PNG'), 'caption': 'grey'}])
     seen = []
-    dataset = StreamingLAIONDataset(local=shards, transform=lambda image: seen.append(image) or len(seen), batch_size=1)
-    assert dataset[0]['image'] == 1
+
+    def transform(image: Image.Image) -> str:
+        seen.append(image)
+        return 'transformed'
+
+    dataset = StreamingLAIONDataset(local=shards, transform=transform, batch_size=1)
+    assert dataset[0]['image'] == 'transformed'
     assert isinstance(seen[0], Image.Image)
     assert (seen[0].mode, seen[0].size) == ('RGB', (40, 24))
 
