@@ -229,7 +229,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         callbacks.append(Sampling(settings, model, files, measurement, stop))
     if settings.save_folder:
         callbacks.append(AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
-                                          settings.save_num_checkpoints_to_keep))
+                                               settings.save_num_checkpoints_to_keep))
     return callbacks
 
 

@@ -24,12 +24,15 @@ from fitting.operators import AVERAGE
 from inputs.shards import read_index
 from measuring.costs import days_to_train, gpu_hours
 from measuring.gpu_monitor import GIB
+from measuring.reliability import why_unreliable
 from models.diffusion_model import DiffusionModel
 from models.loading import find_model
 from models.peaks import peak_of
 from settings.train import Train
 
-MEMORY_SIZES = {'24 GB': 23.5, '40 GB': 39.5, '80 GB': 79.2, '141 GB': 139}  # GiB that torch finds on one
+# GiB that torch finds on the card of each size that has least
+MEMORY_SIZES = {'24 GB': CARDS['NVIDIA L4'].gib, '40 GB': CARDS['NVIDIA A100-SXM4-40GB'].gib,
+                '80 GB': CARDS['NVIDIA H100 80GB HBM3'].gib, '141 GB': CARDS['NVIDIA H200'].gib}
 # What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
 UNCOUNTED_SHARE = 0.12
@@ -90,11 +93,9 @@ class Estimate:
             return asked if self.taken(asked) <= card.gib else None
         return self.largest_microbatch(card.gib)
 
-    def images_per_sec(self, card: Card, microbatch: int) -> float | None:
-        """Of all devices together; None where no peak of the card is known in this precision."""
+    def images_per_sec(self, card: Card, microbatch: int) -> float:
+        """Of all devices together, of a card whose peak is known in this precision."""
         speed = card.images_per_sec(self.work, microbatch, self.device_batch_size, self.settings.precision)
-        if speed is None:
-            return None
         return speed * self.settings.dry_run * kept_on(self.settings.dry_run)
 
 
@@ -225,8 +226,9 @@ def speeds(given: Estimate, others: list[Estimate], cards: list[Card]) -> list[s
     """Blocks of text: images/s, what the whole training would take, what was measured, where the time goes, and what
     other flags would change."""
     settings = given.settings
+    cards = [card for card in cards if peak_of(card.name, settings.precision) is not None]
     fitting = [card for card in cards if given.microbatch_on(card)]
-    if peak_of(cards[0].name, settings.precision) is None:
+    if not cards:
         return [f'No peak is known in {settings.precision}, so nothing is said of speed; try another --precision.']
     if not fitting:
         return ['No card that is known here has the memory for one image of this run; see the table above.']
@@ -302,7 +304,7 @@ def changes_table(given: Estimate, others: list[Estimate], cards: list[Card]) ->
         if largest != given.microbatch_on(card):
             row['the largest microbatch'] = three_digits(given.images_per_sec(card, largest))
         rows[card.name.removeprefix('NVIDIA ')] = row
-    return pd.DataFrame(rows).rename_axis(columns='images/s with one change')
+    return pd.DataFrame(rows).fillna('').rename_axis(columns='images/s with one change')
 
 
 def measured_speeds(settings: Train, cards: list[Card]) -> pd.DataFrame:
@@ -317,7 +319,9 @@ def measured_speeds(settings: Train, cards: list[Card]) -> pd.DataFrame:
     for record in records:
         device = str(record.get('device'))
         is_of_a_card = device in names or f'NVIDIA {device}' in names
-        if is_of_a_card and record.get('image_size') == settings.image_size and 'images_per_sec' in record:
+        is_of_a_training = record.get('stage', 'train') == 'train' and record.get('status', 'complete') == 'complete'
+        is_reliable = is_of_a_training and not why_unreliable(record)
+        if is_of_a_card and is_reliable and record.get('image_size') == settings.image_size:
             rows.append({heading: record.get(key, '') for key, heading in headings.items()})
     return pd.DataFrame(rows)
 

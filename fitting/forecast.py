@@ -109,19 +109,16 @@ class Card(NamedTuple):
                 + work.kernels * constants.seconds_a_kernel)
 
     def seconds_by_kind(self, step: StepWork, microbatch: int, images: int, precision: str,
-                        constants: Constants = CONSTANTS) -> dict[str, float] | None:
-        """Seconds of a step by kind of operator; None where no peak is known in this precision."""
+                        constants: Constants = CONSTANTS) -> dict[str, float]:
+        """Seconds of a step by kind of operator, in a precision in which the card's peak is known."""
         peak = peak_of(self.name, precision)
-        if peak is None:
-            return None
         works = step.of_step(microbatch, images)
         return {kind: self.seconds(work, peak, constants) for kind, work in works.items()}
 
     def images_per_sec(self, step: StepWork, microbatch: int, images: int, precision: str,
-                       constants: Constants = CONSTANTS) -> float | None:
-        """Of one GPU; None where no peak is known in this precision."""
-        by_kind = self.seconds_by_kind(step, microbatch, images, precision, constants)
-        return None if by_kind is None else images / sum(by_kind.values())
+                       constants: Constants = CONSTANTS) -> float:
+        """Of one GPU, in a precision in which its peak is known."""
+        return images / sum(self.seconds_by_kind(step, microbatch, images, precision, constants).values())
 
 
 def kept_on(num_devices: int) -> float:

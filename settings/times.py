@@ -29,7 +29,9 @@ def to_batches(time: str, batches_per_epoch: int | None = None, batches_of_run: 
 
 
 def is_young(half_life: str | None, batches: int) -> bool:
-    """Whether an average is still near the weights that it started from; False where its half-life is not in batches.
+    """Whether an average is still near the weights that it started from.
+
+    False where its half-life is not in batches, as that of a checkpoint of an earlier version.
     """
     if half_life is None or not half_life.endswith('ba'):
         return False

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 from inputs.verified_stream import VerifiedDataset
 from measuring.record import redacted
 from models.loading import ModelFiles
+from settings.times import TIMES
 from settings.train import Train
 
 # Among the flags of a checkpoint: the hash of the index of its --remote, and of the configuration of its --model_name.
@@ -153,7 +154,10 @@ class Safeguard(Callback):
             if flag == MODEL:
                 raise ValueError(f'--model_name {self.flags["model_name"]} has another configuration than '
                                  f'{before["model_name"]} had')
-            raise ValueError(f'--{flag} was {before[flag]}, and is {now} now')
+            remedy = ''
+            if flag in TIMES and before[flag] is not None:  # another --max_duration makes it another number of batches
+                remedy = f'; give --{flag} {before[flag]}'
+            raise ValueError(f'--{flag} was {before[flag]}, and is {now} now{remedy}')
 
 
 def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:

@@ -119,11 +119,19 @@ def test_latents_are_said_to_be_faster(printed):
 def test_what_was_measured_on_the_same_card_stands_beside_the_forecast(tmp_path):
     results = tmp_path / 'results.jsonl'
     record = {'device': 'NVIDIA H100 80GB HBM3', 'num_devices': 2, 'image_size': 512, 'images_per_sec': 99.5}
-    others = [record | {'device': 'NVIDIA L4'}, record | {'image_size': 256}]
+    others = [record | {'device': 'NVIDIA L4'}, record | {'image_size': 256}, record | {'status': 'failed'},
+              record | {'stage': 'encode'}, record | {'measured_batches': 3}]
     results.write_text('\n'.join(json.dumps(each) for each in [record, *others]))
     measured = measured_speeds(settings_of('--dry_run', '--results', results), [CARDS['NVIDIA H100 80GB HBM3']])
     assert list(measured['images/s']) == [189.28, 385.31, 99.5]
     assert set(measured['in']) == {'published.csv', str(results)}
+
+
+def test_without_a_name_every_card_whose_peak_is_known_is_forecast(smallest_model, capfd):
+    benchmark.main(['--dry_run', '1', *TINY, '--model_name', smallest_model, '--image_size', '32'])
+    printed = capfd.readouterr().out
+    assert 'NVIDIA H100 80GB HBM3' in printed
+    assert 'Tesla' not in printed  # which have no bf16
 
 
 def test_a_microbatch_that_is_asked_for_is_forecast_beside_the_largest(smallest_model, capfd):

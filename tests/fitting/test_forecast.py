@@ -65,11 +65,6 @@ def test_a_step_is_its_microbatches_their_sums_and_one_update():
                                                      'c': Work(0, 11, 1)}
 
 
-def test_nothing_is_said_of_a_precision_without_a_peak():
-    step = StepWork({}, {}, {}, {})
-    assert CARD.images_per_sec(step, 1, 1, 'fp32') is None
-
-
 def test_a_gpu_loses_nothing_within_a_node_and_among_128_what_the_published_ones_lost():
     published = pd.read_csv(ROOT / 'published.csv').query('device == "A100-SXM4-40GB"').set_index('num_devices')
     each = published['images_per_sec'] / published.index
