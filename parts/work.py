@@ -30,7 +30,8 @@ SECONDS_TO_CONNECT = 20
 OPEN_FILES = 256  # of the command itself
 OPEN_FILES_A_PROCESS = 8
 SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal
-PACKAGES = ('fitting', 'inputs', 'models', 'parts', 'settings')  # what the machines of a cluster need of this program
+# what the machines of a cluster need of this program
+PACKAGES = ('errors', 'fitting', 'inputs', 'measuring', 'models', 'parts', 'settings')
 ROOT = Path(__file__).parent.parent
 # What they need to know to reach a store, and is no secret; they have credentials of their own.
 SETTINGS_OF_STORES = ('S3_ENDPOINT_URL', 'AWS_REGION', 'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AZURE_ACCOUNT_NAME')

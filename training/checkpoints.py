@@ -241,7 +241,8 @@ class AtomicCheckpointSaver(CheckpointSaver):
                          num_checkpoints_to_keep=to_keep or -1,
                          ignore_keys=leave_out)
         self.address = folder  # as it was given; `folder` is on this machine
-        self.upload: tuple[Future, str, str] | None = None  # the newest, its file, and its name in the store
+        # the newest: its process, its end, its file, and its name in the store
+        self.upload: tuple[ProcessPoolExecutor, Future, str, str] | None = None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over those of the run that is resumed, by their names: its folder may have another name now."""
@@ -273,8 +274,8 @@ class AtomicCheckpointSaver(CheckpointSaver):
         """Begin to send a checkpoint, once the one before it has been sent, or has failed to be."""
         self._finish_upload()
         if self.upload is not None:
-            _, unsent, _ = self.upload
-            os.remove(unsent)  # this newer one takes its place
+            *_, unsent, _ = self.upload
+            Path(unsent).unlink(missing_ok=True)  # this newer one takes its place
         self._start_upload(local_file_name, remote_file_name)
 
     def _start_upload(self, file: str, name: str) -> None:
@@ -286,11 +287,10 @@ class AtomicCheckpointSaver(CheckpointSaver):
             executor = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
             future = executor.submit(_upload_file_to_object_store, uploader.remote_backend_name,
                                      uploader.backend_kwargs, name, file, self.overwrite, uploader.num_attempts)
-            executor.shutdown(wait=False)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         future.add_done_callback(partial(self._warn_of_failure, name))
-        self.upload = (future, file, name)
+        self.upload = (executor, future, file, name)
 
     def _warn_of_failure(self, name: str, future: Future) -> None:
         """At the end of an upload, in a thread of its own."""
@@ -301,7 +301,12 @@ class AtomicCheckpointSaver(CheckpointSaver):
 
     def _finish_upload(self) -> None:
         """Wait until the newest upload has ended; nothing is left in `upload` of one that succeeded."""
-        if self.upload is not None and self.upload[0].exception() is None:
+        if self.upload is None:
+            return
+        executor, future, _, _ = self.upload
+        error = future.exception()
+        executor.shutdown()
+        if error is None:
             self.upload = None
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -312,7 +317,7 @@ class AtomicCheckpointSaver(CheckpointSaver):
         self._finish_upload()
         if self.upload is None:
             return
-        _, file, name = self.upload
+        *_, file, name = self.upload
         self._start_upload(file, name)
         self._finish_upload()
         if self.upload is not None:
