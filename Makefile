@@ -1,5 +1,11 @@
 # The environment. STACK=newest takes the newest libraries instead of the pinned ones, in an environment of its own.
-STACK ?= pinned
+ifndef STACK
+CAPABILITY := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -n | tail -1)
+ifeq ($(shell test "$(basename $(CAPABILITY))" -ge 10 2>/dev/null && echo newer),newer)
+STACK = newest
+$(info STACK=newest: a GPU of compute capability $(CAPABILITY) has no kernels in torch 2.7; STACK=pinned takes that anyway)
+endif
+endif
 ifeq ($(STACK),newest)
 VENV ?= .venv-newest
 LOCK = requirements-newest.lock
@@ -17,14 +23,20 @@ TEST_PROCESSES ?= 3
 FIGURES = docs
 OUTPUT = pictures
 
+# Where the records of `make proof` go.
+FOLDER ?= results/proof
+
 .DEFAULT_GOAL := help
-.PHONY: help smoke test test-long bench learn report figures lock clean
+.PHONY: help smoke proof test test-long bench learn report figures lock clean
 
 help:  ## Print this list.
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
 
 smoke: $(VENV)/installed  ## A first measurement: SD2 base on every GPU, by two recipes; or the tiny model on a CPU.
-	@python benchmarks/smoke.py
+	@python benchmarks/proof.py --smoke
+
+proof: $(VENV)/installed  ## What holds on the GPUs here, into FOLDER=results/...: 25 minutes on an H100; MINUTES=5 for less.
+	@python benchmarks/proof.py $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))
 
 test: $(VENV)/installed  ## ruff, and all tests but the long ones: two minutes on two cores.
 	ruff check .
@@ -55,6 +67,7 @@ COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Write both lock files anew from the requirements.
 	$(COMPILE) --universal requirements.txt tests/requirements.txt --output-file requirements.lock
 	$(COMPILE) --python-platform linux --no-deps requirements-newest.txt --output-file requirements-newest.lock
+	sed -i 's/^xformers==[^ ]*/&; platform_machine == "x86_64"/' requirements-newest.lock  # uv drops the marker
 
 clean:  ## Remove the environment.
 	rm -rf $(VENV)

@@ -178,12 +178,14 @@ def record_of_cells(cells: dict[str | None, str]) -> dict:
 
 
 def rows_of(record: dict) -> list[dict]:
-    """A row of a record of speed, or one for each guidance scale of an evaluation."""
+    """A row of a record of speed, one for each guidance scale of an evaluation, or none of a proof's other checks."""
     if not isinstance(record, dict):
         raise ValueError('not one JSON object')
     stated = {key: value for key, value in record.items() if value not in (None, '', 'auto')}
     if stated.get('stage') == 'evaluate':
         return score_rows(stated)
+    if stated.get('stage') == 'proof':
+        return []
     return [speed_row(stated)]
 
 

@@ -48,13 +48,15 @@ class OriginalDataset(StreamingDataset):
         return {'image': image, 'caption': torch.tensor(ids)}
 
 
-def write_photographs(folder: str) -> None:
-    """Shards of photographs with captions of 14 words."""
+def write_photographs(folder: str, num_samples: int = NUM_SAMPLES) -> None:
+    """Shards of photographs with captions of 14 words; of many samples each picture comes several times."""
     random = np.random.default_rng(0)
+    pictures = [photograph(random) for _ in range(min(num_samples, NUM_SAMPLES))]
     words = 'a photo of the old red house by sea with two dogs and their small boat under grey sky'.split()
     with MDSWriter(out=folder, columns=MDS_COLUMNS) as writer:
-        for _ in range(NUM_SAMPLES):
-            writer.write({'jpg': photograph(random), 'caption': ' '.join(random.choice(words, 14))})
+        for number in range(num_samples):
+            caption = ' '.join(random.choice(words, 14))
+            writer.write({'jpg': pictures[number % len(pictures)], 'caption': caption})
 
 
 def images_per_sec(loader) -> float:

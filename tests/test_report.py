@@ -464,3 +464,8 @@ def test_pictures_are_written_and_named(tmp_path, printed, write):
     assert text.endswith(f'Written: {paths[0]}, {paths[1]}\n')
     assert paths[0].read_bytes().startswith(b'\x89PNG')
     assert 'guidance 4' in paths[1].read_text()
+
+
+def test_what_a_proof_checks_beside_speed_is_in_no_report(printed, write):
+    [rows] = tables(printed(write({}, {'stage': 'proof', 'step': 'life'})))
+    assert len(rows) == 1

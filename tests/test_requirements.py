@@ -79,3 +79,18 @@ def test_make_alone_prints_its_targets_with_a_line_each():
     targets = re.search(r'^\.PHONY: (.*)$', text, re.MULTILINE)[1].split()
     assert [line.split()[1] for line in printed] == targets
     assert all(line.startswith('make ') and len(line.split()) > 4 for line in printed)
+
+
+@pytest.mark.parametrize('answer, flags, newest', [
+    ('echo 10.0', [], True), ('echo 9.0; echo 12.0', [], True), ('echo 9.0', [], False), ('exit 9', [], False),
+    ('echo 10.0', ['STACK=pinned'], False)])
+def test_make_takes_the_newest_libraries_where_a_gpu_needs_them_and_says_why(tmp_path, answer, flags, newest):
+    smi = tmp_path / 'nvidia-smi'
+    smi.write_text(f'#!/bin/sh\n{answer}\n')
+    smi.chmod(0o755)
+    environment = {'PATH': f'{tmp_path}:/usr/bin:/bin'}
+    made = subprocess.run(['make', '-n', '-W', 'install.sh', 'smoke', *flags], cwd=ROOT, env=environment, text=True,
+                          capture_output=True, check=True)
+    assert ('sh install.sh .venv-newest requirements-newest.lock' in made.stdout) == newest
+    assert ('sh install.sh .venv requirements.lock' in made.stdout) != newest
+    assert made.stdout.count('STACK=newest: a GPU of compute capability 1') == newest

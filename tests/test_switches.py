@@ -7,11 +7,12 @@ from composer import Callback
 
 import benchmark
 from benchmark import StableDiffusion
+from benchmarks import exactness
 from fitting.fake_step import norms_in_float32
 from models.loading import find_model
 from models.precisions import DTYPES
 from settings.train import Train
-from tests.cuda_rules import HALF, Dtypes, composer_on_a_gpu
+from tests.cuda_rules import Dtypes, composer_on_a_gpu
 from tests.runs import TINY, settings_of
 
 NORMS = ('native_group_norm', 'native_layer_norm')
@@ -20,70 +21,45 @@ PRODUCTS = ('convolution', 'addmm', 'mm', 'bmm', '_scaled_dot_product_flash_atte
 
 @pytest.fixture(scope='module')
 def batch() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    return {'image': torch.rand(3, 3, 64, 64, generator=generator) * 2 - 1,
-            'caption': torch.randint(49408, (3, 77), generator=generator)}
+    return exactness.draw_batch('cpu')
 
 
 def arguments(*argv: str) -> Train:
     return settings_of('--use_synth_data', *TINY, '--results', '/dev/null', *argv)
 
 
-def loss_and_gradient(batch, *argv: str, dtypes: Dtypes | None = None) -> tuple[float, torch.Tensor]:
-    """Of a model, all gradients as one vector; with fp16 the loss is scaled, as a scaler begins."""
-    settings = arguments(*argv)
-    torch.manual_seed(0)
-    model = StableDiffusion(settings.model_name, 64, encoder_precision=settings.encoder_precision).train()
-    benchmark.apply_switches(model, settings)
-    scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
-    torch.manual_seed(1)
+def loss_and_gradient(*argv: str, dtypes: Dtypes | None = None) -> tuple[float, torch.Tensor]:
+    """Of a model, all gradients as one vector, with norms in float32 as CUDA's autocast has them."""
     with norms_in_float32(), dtypes or contextlib.nullcontext():
-        precision = settings.precision
-        with torch.autocast('cpu', HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
-            outputs = model(batch)
-            loss = model.loss(outputs, batch)
-        (loss * scale).backward()
-    gradients = [parameter.grad / scale for parameter in model.unet.parameters()]
-    assert {gradient.dtype for gradient in gradients} == {torch.float32}
-    return loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
+        loss, gradient = exactness.loss_and_gradient(argv)
+    assert gradient.dtype == torch.float32
+    return loss, gradient
 
 
 @pytest.fixture(scope='module')
-def plain(batch):
-    return loss_and_gradient(batch, '--precision', 'fp32', '--no-channels_last')
+def plain():
+    return loss_and_gradient(*exactness.EAGER)
 
 
-def assert_near(switched: tuple[float, torch.Tensor], plain: tuple[float, torch.Tensor], tolerance: float) -> None:
-    """Tolerances are relative: of the loss, and of all gradients together by their norm."""
-    assert switched[0] == pytest.approx(plain[0], rel=tolerance)
-    assert (switched[1] - plain[1]).norm() < tolerance * plain[1].norm()
-
-
-@pytest.mark.parametrize('argv, tolerance', [
-    (['--precision', 'fp32', '--channels_last'], 1e-4),
-    (['--precision', 'fp32', '--gradient_checkpointing'], 1e-5),
-    (['--precision', 'amp_bf16'], 0.02),
-    (['--precision', 'amp_fp16', '--encoder_precision', 'fp32'], 0.004),
-    (['--precision', 'amp_fp16', '--channels_last', '--gradient_checkpointing'], 0.004),
-    (['--precision', 'amp_bf16', '--encoder_precision', 'fp32', '--half_precision_norms'], 0.02),
-    (['--precision', 'amp_fp16', '--half_precision_norms'], 0.004),
-], ids=str)
-def test_with_any_switch_loss_and_gradients_are_near_those_of_plain_float32(batch, plain, argv, tolerance):
-    assert_near(loss_and_gradient(batch, *argv), plain, tolerance)
+@pytest.mark.parametrize('argv, tolerance', exactness.SWITCHES, ids=str)
+def test_with_any_switch_loss_and_gradients_are_near_those_of_plain_float32(plain, argv, tolerance):
+    loss, gradient = exactness.differences(loss_and_gradient(*argv), plain)
+    assert loss < tolerance
+    assert gradient < tolerance
 
 
 @pytest.mark.long
 @pytest.mark.skipif(' ' in torch.__file__, reason='torch 2.7.0 gives its own path to the compiler of C++ unquoted')
-def test_compiling_leaves_loss_and_gradients_as_they_are(batch, smallest_model):
-    argv = ['--precision', 'fp32', '--no-channels_last', '--model_name', smallest_model]
-    plain = loss_and_gradient(batch, *argv)
-    assert_near(loss_and_gradient(batch, *argv, '--compile'), plain, 1e-4)
+def test_compiling_leaves_loss_and_gradients_as_they_are(smallest_model):
+    argv = [*exactness.EAGER, '--model_name', smallest_model]
+    compiled = loss_and_gradient(*argv, '--compile')
+    assert max(exactness.differences(compiled, loss_and_gradient(*argv))) < 1e-4
 
 
 @pytest.mark.parametrize('encoder_precision', ['bf16', 'fp32'])
-def test_with_half_precision_norms_unet_and_vae_compute_them_in_half(batch, encoder_precision):
+def test_with_half_precision_norms_unet_and_vae_compute_them_in_half(encoder_precision):
     dtypes = Dtypes()
-    loss_and_gradient(batch, '--precision', 'amp_bf16', '--encoder_precision', encoder_precision,
+    loss_and_gradient('--precision', 'amp_bf16', '--encoder_precision', encoder_precision,
                       '--half_precision_norms', dtypes=dtypes)
     assert dtypes.of('native_group_norm', 'native_group_norm_backward') == {torch.bfloat16}
     assert dtypes.of('native_layer_norm_backward') == {torch.bfloat16}
