@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import numpy as np
 import torch
 from composer import Callback
 
@@ -131,6 +132,7 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
     """
     from fitting.dry_run import estimate
     from fitting.forecast import CARDS
+    from models.peaks import peak_of
     traced = {}
     by_step = {}
     for step, flags in json.loads(runs).items():
@@ -147,7 +149,7 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
         gib, speeds = {}, {}
         for size in sizes_to_try(found.device_batch_size):
             gib[size] = sum(found.needed(size).values()) / GIB
-            if device in CARDS:
+            if device in CARDS and peak_of(device, settings.precision) is not None:
                 speeds[size] = found.images_per_sec(CARDS[device], size)
         by_step[step] = {'gib': gib, 'images_per_sec': speeds}
         if torch.cuda.is_available():
@@ -195,10 +197,11 @@ def life(*flags: str) -> list[dict]:
         broken = read_losses(folder / 'broken.txt')
     trained_twice = range(KILLED_AT - KILLED_AT % SAVED_EVERY + 1, KILLED_AT + 1)  # lost by the kill, not by SIGTERM
     expected = sorted([*range(1, BATCHES + 1), *trained_twice])
-    difference = max(abs(loss - dict(whole)[batch]) / abs(dict(whole)[batch] or 1) for batch, loss in broken)
+    of_whole = dict(whole)
+    relative = [abs(loss / of_whole[batch] - 1) for batch, loss in broken]
     return [proof(exit_statuses=statuses, batches=[batch for batch, _ in broken],
                   went_on_where_it_was=sorted(batch for batch, _ in broken) == expected,
-                  largest_difference=difference, losses=whole)]
+                  largest_difference=float(np.max(relative)), losses=whole)]
 
 
 def read_losses(path: Path) -> list[tuple[int, float]]:

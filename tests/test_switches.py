@@ -48,6 +48,14 @@ def test_with_any_switch_loss_and_gradients_are_near_those_of_plain_float32(plai
     assert gradient < tolerance
 
 
+@pytest.mark.parametrize('loss, gradient', [(1.0, float('nan')), (float('nan'), 1.0)])
+def test_what_is_not_a_number_is_near_nothing(monkeypatch, loss, gradient):
+    answers = iter([(1.0, torch.ones(1)), *[(loss, torch.full((1,), gradient))] * len(exactness.SWITCHES)])
+    monkeypatch.setattr(exactness, 'loss_and_gradient', lambda *_: next(answers))
+    results = exactness.compare_switches()
+    assert [result['holds'] for result in results] == [False] * len(exactness.SWITCHES)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(' ' in torch.__file__, reason='torch 2.7.0 gives its own path to the compiler of C++ unquoted')
 def test_compiling_leaves_loss_and_gradients_as_they_are(smallest_model):
