@@ -193,14 +193,14 @@ def what_was_skipped(joined: Joined, held_out: Joined | None, settings: Convert)
 
 
 def warn(joined: Joined, unused: list[str], settings: Convert) -> None:
-    """Name the files that could not be read to their end, and the parts of OUT that SOURCE has no files for."""
+    """Name the files that could not be read to their end, and the parts of OUT that are no longer in use."""
     for line in joined.damaged:
         print(f'{PROGRAM}: warning: {one_line(ValueError(line["source"]))} is {line["reason"]}; its whole samples are '
               'kept; fetch it again, and the same command converts it anew', file=sys.stderr)
     if unused:
         names = ' '.join(unused[:3]) + (' ...' if len(unused) > 3 else '')
-        print(f'{PROGRAM}: warning: {plural(len(unused), "folder")} in OUT {settings.out} for which SOURCE has no '
-              f'files any more: {names}; remove what you do not need', file=sys.stderr)
+        print(f'{PROGRAM}: warning: {plural(len(unused), "folder")} in OUT {settings.out} no longer in use, since '
+              f'their files are gone from SOURCE, changed or grouped anew: {names}', file=sys.stderr)
 
 
 def print_summary(joined: Joined, held_out: Joined | None, settings: Convert) -> None:

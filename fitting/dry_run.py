@@ -45,7 +45,9 @@ peak. CUDA, its libraries and its allocator take more: an H200 took 9 to 11 % mo
 SPEEDS = f"""\
 A forecast, without --compile, from the arithmetic, bytes and kernels of a step. Its constants are fitted to published
 speeds of A100, H100, H200 and L40S; other cards are not tested (docs/planning.md). With each source of them left out in
-turn the largest error was {LARGEST_ERROR:.0%}, and days and dollars have that range."""
+turn it was at most {1 + LARGEST_ERROR:.2f} times off, and days and dollars have that range, either way."""
+PUBLISHED_RUNS = """\
+Those in published.csv ran the original's program: encoders in float32, channels first, libraries of 2022 and 2023."""
 SCALING = f"""\
 From {GPUS_A_NODE} GPUs on each doubling keeps {KEPT_PER_DOUBLING:.1%} of a GPU's speed, as on the published A100s."""
 
@@ -241,7 +243,7 @@ def speeds(given: Estimate, others: list[Estimate], cards: list[Card]) -> list[s
         blocks.append(f'{cost_table(given, fitting).to_string()}\n{price}')
     measured = measured_speeds(settings, fitting)
     if len(measured):
-        blocks.append(measured.to_string(index=False))
+        blocks.append(f'{measured.to_string(index=False)}\n{PUBLISHED_RUNS}')
     blocks.append(kinds_table(given, fitting).to_string())
     blocks.append(changes_table(given, others, fitting).to_string())
     return blocks
@@ -314,7 +316,7 @@ def measured_speeds(settings: Train, cards: list[Card]) -> pd.DataFrame:
         records += [{'file': settings.results} | record for record in read_json_lines(settings.results)]
     names = {card.name for card in cards}
     headings = {'device': 'measured on', 'num_devices': 'GPUs', 'device_train_microbatch_size': 'microbatch',
-                'encoders': 'encoders', 'use_ema': 'EMA', 'images_per_sec': 'images/s', 'file': 'in'}
+                'encoders': 'encoders', 'use_ema': 'EMA', 'images_per_sec': 'images/s', 'file': 'file'}
     rows = []
     for record in records:
         device = str(record.get('device'))

@@ -189,7 +189,7 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     assert convert.main(argv) == 0
     errors = capsys.readouterr().err
     assert 'converting 2 files in 2 of 3 parts\n' in errors
-    assert f'2 folders in OUT {out} for which SOURCE has no files any more: ' in errors
+    assert f'2 folders in OUT {out} no longer in use, since' in errors
     assert read_back(out) == pairs(0, 1, 2) + pairs(4, 5, suffix='webp') + pairs(6)
     parts = {path: time for path, time in before.items() if path.parent != out}
     assert {path: times(out)[path] for path in parts} == parts  # also those that are no longer used

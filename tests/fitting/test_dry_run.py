@@ -124,7 +124,7 @@ def test_what_was_measured_on_the_same_card_stands_beside_the_forecast(tmp_path)
     results.write_text('\n'.join(json.dumps(each) for each in [record, *others]))
     measured = measured_speeds(settings_of('--dry_run', '--results', results), [CARDS['NVIDIA H100 80GB HBM3']])
     assert list(measured['images/s']) == [189.28, 385.31, 99.5]
-    assert set(measured['in']) == {'published.csv', str(results)}
+    assert set(measured['file']) == {'published.csv', str(results)}
 
 
 def test_without_a_name_every_card_whose_peak_is_known_is_forecast(smallest_model, capfd):
