@@ -58,7 +58,7 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
         return None
     sizes = sizes_of([*read, *written])
     if name.startswith(('_foreach_', '_fused_')):
-        return multi_tensor_operator(function, args, read, sizes)
+        return multi_tensor_operator(function, args, sizes)
 
     kind = KIND_BY_NAME.get(name, POINTWISE)
     kernels = KERNELS_BY_NAME.get(name, 1)
@@ -105,8 +105,7 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors]
 
 
-def multi_tensor_operator(function: torch._ops.OpOverload, args: tuple, read: list[torch.Tensor], sizes: list[int]
-                          ) -> Operator:
+def multi_tensor_operator(function: torch._ops.OpOverload, args: tuple, sizes: list[int]) -> Operator:
     """An operator on lists of tensors, such as a step of AdamW: those that it changes are written beside."""
     arguments = function._schema.arguments
     for argument, value in zip(arguments, args, strict=False):
