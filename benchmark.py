@@ -81,6 +81,7 @@ class StableDiffusion(DiffusionModel):
         super().__init__()
         self.image_size = image_size
         files = files or find_model(model_name, pretrained)
+        self.latent_size = files.latent_size(image_size)
         self.scaling_factor = files.scaling_factor
         with torch.device('cpu'):  # its small tables go where they are used
             self.scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
@@ -166,7 +167,8 @@ class StableDiffusion(DiffusionModel):
     def flops_per_image(self) -> dict[str, int]:
         """FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; counted on no data."""
         vae_config = None if self.vae is None else self.vae.config
-        return flops_of_an_image(self.unet.config, self.text_encoder.config, vae_config, self.image_size)
+        return flops_of_an_image(self.unet.config, self.text_encoder.config, vae_config, self.image_size,
+                                 self.latent_size)
 
     def flops_per_batch(self, batch: dict[str, torch.Tensor]) -> int:
         """FLOPs of a training batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""

@@ -43,19 +43,25 @@ class SyntheticImageCaptionDataset(Dataset):
         num_samples: length of an epoch, over all ranks.
         vocab_size: token ids are drawn from 0 to vocab_size - 1.
         seed: of the draw; give each rank its own.
-        latents: give the VAE's `moments` float16 (8, H/8, H/8) in the place of images.
+        latent_size: give the VAE's `moments` float16 (8, L, L) of this height and width in the place of images.
     """
 
     def __init__(self, image_size: int = 512, caption_length: int = CAPTION_LENGTH, num_samples: int = 100_000, *,
-                 vocab_size: int = CLIP_VOCABULARY, seed: int = 17, latents: bool = False):
+                 vocab_size: int = CLIP_VOCABULARY, seed: int = 17,
+                 latent_size: int | None = None):
         self.image_size = image_size
         self.caption_length = caption_length
         self.num_samples = num_samples
         self.vocab_size = vocab_size
         self.seed = seed
-        self.latents = latents
+        self.latent_size = latent_size
         self.samples = self.draw(DIFFERENT_SAMPLES)
         self.batch = {'caption': ()}
+
+    @property
+    def latents(self) -> bool:
+        """Whether the samples are the VAE's moments, not images."""
+        return self.latent_size is not None
 
     def __len__(self) -> int:
         return self.num_samples
@@ -75,12 +81,12 @@ class SyntheticImageCaptionDataset(Dataset):
     def draw(self, number: int) -> dict[str, torch.Tensor]:
         """A batch of `number` samples, the same each time."""
         generator = torch.Generator().manual_seed(self.seed)
-        side = self.image_size
         if self.latents:
-            moments = torch.randn(number, 8, side // 8, side // 8, generator=generator)
+            moments = torch.randn(number, 8, self.latent_size, self.latent_size, generator=generator)
             batch = {MOMENTS: moments.half()}
         else:
-            batch = {'image': torch.randint(256, (number, 3, side, side), dtype=torch.uint8, generator=generator)}
+            size = (number, 3, self.image_size, self.image_size)
+            batch = {'image': torch.randint(256, size, dtype=torch.uint8, generator=generator)}
         batch['caption'] = torch.randint(self.vocab_size, (number, self.caption_length), generator=generator)
         return batch
 
@@ -307,12 +313,13 @@ def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, num_workers:
         tokenizer: for their captions.
         max_bad_samples: the share that may be bad before the run ends.
     """
-    make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
+    image_size = dataset.samples.image_size
+    make_batch = partial(collate, tokenizer=tokenizer, image_size=image_size)
     loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset), num_workers=num_workers,
                         collate_fn=partial(collate_held_out, collate=make_batch),
                         pin_memory=torch.cuda.is_available(), worker_init_fn=leave_process_group)
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
-                    microbatch_transforms=partial(normalize, image_size=dataset.image_size))
+                    microbatch_transforms=partial(normalize, image_size=image_size))
 
 
 def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
@@ -333,9 +340,10 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     seed = settings.seed
     device_batch = settings.batch_size // dist.get_world_size()
     if not settings.remote:
+        latent_size = files.latent_size(image_size) if settings.use_synth_latents else None
         dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, settings.batch_size),
                                                vocab_size=files.vocab_size, seed=seed + dist.get_global_rank(),
-                                               latents=settings.use_synth_latents)
+                                               latent_size=latent_size)
         return build_loader(dataset, device_batch, num_workers=0)
     index = read_index(settings.remote)
     if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash

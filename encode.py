@@ -47,7 +47,7 @@ from measuring.record import append_record, run_metadata
 from measuring.reliability import why_unreliable
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents, vae_moments
-from models.loading import build_vae, find_model
+from models.loading import ModelFiles, build_vae, find_model
 from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, training_command, write_index
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
 from settings.here import resolve_encoding_defaults
@@ -138,15 +138,17 @@ class Encoder:
         if gpu is not None:
             self.device = torch.device('cuda', gpu)
             torch.cuda.set_device(self.device)
-        self.vae = self.build_vae()
+        files = find_model(settings.model_name, settings.pretrained)
+        self.vae = self.build_vae(files)
+        self.latent_size = files.latent_size(settings.image_size)
         self.now = Progress(0, 0, time.perf_counter())
         self.warm = self.now  # where the measurement begins
 
-    def build_vae(self) -> AutoencoderKL:
+    def build_vae(self, files: ModelFiles) -> AutoencoderKL:
         """The VAE on its device, with its switches. Random weights are drawn from the seed, the same on each device."""
         settings = self.settings
         torch.manual_seed(settings.seed)
-        vae = build_vae(find_model(settings.model_name, settings.pretrained), settings.encoder_precision)
+        vae = build_vae(files, settings.encoder_precision)
         vae = vae.to(self.device)
         channels_last = settings.channels_last
         if channels_last is None:  # on a cluster each worker decides for its device
@@ -171,7 +173,7 @@ class Encoder:
     def encode_part(self, output: Output, part: Part, batches: Iterator[dict]) -> None:
         """Encode the batches of a part's shard. The part lists the bad samples by their number among all."""
         [shard] = part.files
-        writer = PartWriter(output, part.name, latent_columns(self.settings.image_size))
+        writer = PartWriter(output, part.name, latent_columns(self.latent_size))
         skipped = []
         writing = []
         with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
@@ -268,9 +270,9 @@ def parts_of(shards: list[dict], facts: dict) -> list[Part]:
     return parts
 
 
-def latent_columns(image_size: int) -> dict[str, str]:
-    """Names and MDS types."""
-    return LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{image_size // 8},{image_size // 8}'}
+def latent_columns(latent_size: int) -> dict[str, str]:
+    """Names and MDS types of shards of latents of this height and width."""
+    return LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{latent_size},{latent_size}'}
 
 
 def whole_name(name: str | None) -> str | None:

@@ -41,12 +41,12 @@ GPU_SWITCHES = [
 ]
 
 
-def draw_batch(device: torch.device | str) -> dict[str, torch.Tensor]:
+def draw_batch(latent_size: int, device: torch.device | str) -> dict[str, torch.Tensor]:
     """Three images with captions, and the noise and timesteps that they get on any device."""
     generator = torch.Generator().manual_seed(5)
     batch = {'image': torch.rand(3, 3, SIDE, SIDE, generator=generator) * 2 - 1,
              'caption': torch.randint(49408, (3, 77), generator=generator),
-             NOISE: torch.randn(3, 8, SIDE // 8, SIDE // 8, generator=generator),
+             NOISE: torch.randn(3, 8, latent_size, latent_size, generator=generator),
              TIMESTEP: torch.randint(1000, (3,), generator=generator)}
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
@@ -63,11 +63,11 @@ def build(settings: Train, device: torch.device | str) -> benchmark.StableDiffus
 def loss_and_gradient(argv: Sequence[str], device: torch.device | str = 'cpu') -> tuple[float, torch.Tensor]:
     """The loss of one batch, and all gradients as one vector; with fp16 the loss is scaled, as a scaler begins."""
     settings = resolve_defaults(parse(Train, '', [*PLAIN, *argv], 'benchmark.py'))
-    batch = draw_batch(device)
     scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
     precision = settings.precision
     with process_switches(settings):
         model = build(settings, device)
+        batch = draw_batch(model.latent_size, device)
         kind = torch.device(device).type
         with torch.autocast(kind, HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
             outputs = model(batch)
@@ -138,7 +138,7 @@ def thirty_steps(device: torch.device | str) -> tuple[list[tuple[float, float]],
     model = build(settings, device)
     optimizer = benchmark.build_optimizer(model, settings)
     average = ShadowModel(model.unet)
-    batch = draw_batch(device)
+    batch = draw_batch(model.latent_size, device)
     steps = []
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -88,7 +88,8 @@ def write_model(folder: Path, unet: dict) -> None:
 def write_latents(folder: Path, model: Path, captions: list[str], image_size: int, samples: int,
                   jitter: float = JITTER) -> None:
     """Shards with the moments of the captions' pictures, as encode.py writes them, so many samples of all."""
-    size = image_size // 8
+    files = find_model(str(model), pretrained=True)
+    size = files.latent_size(image_size)
     columns = LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{size},{size}'}
     folder.mkdir(parents=True, exist_ok=True)
     output = Output(str(folder), 'OUT')
@@ -100,7 +101,7 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
         moments[4:] = 2 * math.log(jitter / SCALE)
         part.write({MOMENTS: moments, 'caption': caption})
     part.finish()
-    origin = origin_of_latents(find_model(str(model), pretrained=True), image_size)
+    origin = origin_of_latents(files, image_size)
     write_index(output, join_parts(output, ['all']), latents=origin)
 
 

@@ -141,10 +141,9 @@ def forward_and_backward(model: DiffusionModel, data: DataSpec, size: int, preci
 
 def blank_batch(model: DiffusionModel, size: int, image_type: torch.dtype, device: str) -> dict[str, torch.Tensor]:
     """Samples as large as the model takes them: `image` (B, 3, H, H) or `moments`, and `caption` (B, 77)."""
-    side = model.image_size
     batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long, device=device)}
     if model.vae is None:
-        batch[MOMENTS] = torch.zeros(size, 8, side // 8, side // 8, dtype=torch.half, device=device)
+        batch[MOMENTS] = torch.zeros(size, 8, model.latent_size, model.latent_size, dtype=torch.half, device=device)
     else:
-        batch['image'] = torch.zeros(size, 3, side, side, dtype=image_type, device=device)
+        batch['image'] = torch.zeros(size, 3, model.image_size, model.image_size, dtype=image_type, device=device)
     return batch

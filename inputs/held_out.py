@@ -16,14 +16,14 @@ class HeldOutSamples(Dataset):
 
     Args:
         samples: a StreamingLAIONDataset.
-        image_size: that is trained at, in pixels.
+        latent_size: height and width of the latents that are trained on.
         num_timesteps: of the noise schedule.
         seed: of the draws.
     """
 
-    def __init__(self, samples, image_size: int, num_timesteps: int, seed: int):
+    def __init__(self, samples, latent_size: int, num_timesteps: int, seed: int):
         self.samples = samples
-        self.image_size = image_size
+        self.latent_size = latent_size
         self.num_timesteps = num_timesteps
         self.seed = seed
 
@@ -34,7 +34,7 @@ class HeldOutSamples(Dataset):
         """The sample, `noise` float32 (8, H/8, W/8) and `timestep` int64 ()."""
         seeds = np.random.SeedSequence((self.seed, index))
         generator = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
-        side = self.image_size // 8
+        side = self.latent_size
         draws = {NOISE: torch.randn(8, side, side, generator=generator),
                  TIMESTEP: torch.randint(self.num_timesteps, (), generator=generator)}
         return self.samples.good_sample(index) | draws

@@ -11,6 +11,7 @@ class DiffusionModel(ComposerModel):
         unet, text_encoder, scheduler: those parts.
         vae: None where the training is on latents.
         image_size: in pixels.
+        latent_size: height and width of its latents.
         scaling_factor: of the latents.
         flops_per_image: of each part.
         prediction_type: what the UNet predicts, epsilon or v_prediction.
@@ -20,6 +21,7 @@ class DiffusionModel(ComposerModel):
     text_encoder: CLIPTextModel
     scheduler: DDPMScheduler
     image_size: int
+    latent_size: int
     scaling_factor: float
     flops_per_image: dict[str, int]
     prediction_type: str

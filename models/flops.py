@@ -15,14 +15,14 @@ from models.peaks import peak_of
 
 
 def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict | None,
-                      image_size: int) -> dict[str, int]:
-    """FLOPs of training on an image of this side: the UNet forward and backward, the text encoder, and the encoder of
-    the VAE (None: 0).
+                      image_size: int, latent_size: int) -> dict[str, int]:
+    """FLOPs of training on an image of this side: the UNet forward and backward on latents of theirs, the text encoder,
+    and the encoder of the VAE (None: 0).
     """
     with torch.device('meta'):
         unet = UNet2DConditionModel.from_config(unet_config)
         text_encoder = CLIPTextModel(text_config)
-        latents = torch.empty(1, unet.config.in_channels, image_size // 8, image_size // 8)
+        latents = torch.empty(1, unet.config.in_channels, latent_size, latent_size)
         caption = torch.empty(1, text_config.max_position_embeddings, dtype=torch.long)
         timestep = torch.empty(1, dtype=torch.long)
     with torch.no_grad():

@@ -49,6 +49,12 @@ class ModelFiles:
         """What a latent of the VAE is multiplied with."""
         return self.configs['vae'].get('scaling_factor', SCALING_FACTOR)
 
+    def latent_size(self, image_size: int) -> int:
+        """Height and width of the VAE's latents of images of `image_size` pixels: each block but the first halves them.
+        """
+        blocks = self.configs['vae'].get('block_out_channels', (64,))  # as AutoencoderKL has it
+        return image_size // 2 ** (len(blocks) - 1)
+
     def config_sha256(self) -> str:
         """A hash of the configuration of all parts, without what the libraries note of themselves in it."""
         configs = {}

@@ -43,9 +43,9 @@ def test_the_synthetic_dataset_means_what_its_arguments_meant():
     assert dataset[0]['caption'].shape == (9,)
 
 
-@pytest.mark.parametrize('latents, name, shape', [(False, 'image', (3, 16, 16)), (True, 'moments', (8, 2, 2))])
-def test_torchs_own_loader_takes_the_synthetic_dataset(latents, name, shape):
-    dataset = SyntheticImageCaptionDataset(16, num_samples=10, latents=latents)
+@pytest.mark.parametrize('latent_size, name, shape', [(None, 'image', (3, 16, 16)), (2, 'moments', (8, 2, 2))])
+def test_torchs_own_loader_takes_the_synthetic_dataset(latent_size, name, shape):
+    dataset = SyntheticImageCaptionDataset(16, num_samples=10, latent_size=latent_size)
     batches = list(DataLoader(dataset, batch_size=4, shuffle=True, num_workers=2))
     assert [batch[name].shape for batch in batches] == [(4, *shape), (4, *shape), (2, *shape)]
     assert batches[0]['caption'].shape == (4, 77)

@@ -21,7 +21,7 @@ PRODUCTS = ('convolution', 'addmm', 'mm', 'bmm', '_scaled_dot_product_flash_atte
 
 @pytest.fixture(scope='module')
 def batch() -> dict[str, torch.Tensor]:
-    return exactness.draw_batch('cpu')
+    return exactness.draw_batch(8, 'cpu')
 
 
 def arguments(*argv: str) -> Train:

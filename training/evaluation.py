@@ -66,7 +66,7 @@ def open_held_out(settings: Train, files: ModelFiles, latents: bool) -> HeldOutS
         raise ValueError(f'{flag} {remote} holds no samples')
     images = StreamingLAIONDataset(remote, image_size=settings.image_size, index=index, batch_size=1)
     timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
-    return HeldOutSamples(images, settings.image_size, timesteps, settings.seed)
+    return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed)
 
 
 def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None,

@@ -13,8 +13,6 @@ from models.loading import build_vae, find_model
 from models.sampling import build_pipeline
 from training.trained import Trained
 
-PIXELS_PER_LATENT = 8  # along each side
-
 
 def trained_pipeline(trained: Trained, label: str, model_name: str | None = None, tokenizer: str | None = None,
                      pretrained: bool = False, live: bool = False) -> StableDiffusionPipeline:
@@ -36,7 +34,7 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
     files = find_model(name, pretrained and trained.vae is None)
     unet_config = dict(files.configs['unet'])
     if 'image_size' in trained.flags:
-        unet_config['sample_size'] = trained.flags['image_size'] // PIXELS_PER_LATENT
+        unet_config['sample_size'] = files.latent_size(trained.flags['image_size'])
     unet_weights = trained.live
     if trained.averaged is not None and not live:
         unet_weights = trained.averaged

@@ -11,9 +11,10 @@ from models.loading import SD2_BASE, find_model
 @pytest.mark.parametrize('image_size, unet, vae', [
     (512, 2408.7, 1116.7), pytest.param(256, 539.3, 272.7, marks=pytest.mark.long)])
 def test_flops_of_an_image_are_the_published_ones(image_size, unet, vae):
-    configs = find_model(SD2_BASE).configs
+    files = find_model(SD2_BASE)
+    configs = files.configs
     of_parts = flops.flops_of_an_image(configs['unet'], CLIPTextConfig(**configs['text_encoder']), configs['vae'],
-                                       image_size)
+                                       image_size, files.latent_size(image_size))
     assert of_parts['unet'] / 1e9 == pytest.approx(unet, abs=0.1)
     assert of_parts['vae'] / 1e9 == pytest.approx(vae, abs=0.1)
     assert of_parts['text_encoder'] / 1e9 == pytest.approx(45.1, abs=0.1)

@@ -141,7 +141,7 @@ def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_i
     with RayWorkers(partial(process_of, 'x'), cluster.address, on_gpus=True) as workers:
         assert 'no machine of the cluster has a GPU yet; waiting for one (--cpu' in capfd.readouterr().err
         made, answers = in_thread(lambda: list(work(workers, parts, lambda name: False)))
-        assert workers.places() == 1
+        assert workers.slots() == 1
         monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')  # which Ray looks at: the tests hide all
         node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=1 << 27)
         made.join(300)
