@@ -32,10 +32,11 @@ from inputs.images import formats
 from inputs.paths import is_url
 from inputs.shards import MDS_COLUMNS
 from inputs.stores import parse_address
+from measuring.progress_bar import progress_bar
 from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, training_command, write_index
 from parts.sources import find_files, join_neighbours
 from parts.tars import make_sample, read_samples
-from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
+from parts.work import LocalWorkers, Part, RayWorkers, work
 
 
 def held_out_beside(out: str) -> str:

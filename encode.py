@@ -43,13 +43,14 @@ from inputs.images import decode_image, normalize_images, stack_images
 from inputs.paths import number_of_samples
 from inputs.shards import LATENT_COLUMNS, MOMENTS, read_image_index
 from inputs.verified_stream import Shards, is_readable_in_place, open_shards
+from measuring.progress_bar import progress_bar
 from measuring.record import append_record, run_metadata
 from measuring.reliability import why_unreliable
 from models.flops import flops_of_latents, utilization
 from models.latents import origin_of_latents, vae_moments
 from models.loading import ModelFiles, build_vae, find_model
 from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, training_command, write_index
-from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
+from parts.work import LocalWorkers, Part, RayWorkers, work
 from settings.here import resolve_encoding_defaults
 from settings.train import TINY_MODEL
 

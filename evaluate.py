@@ -24,7 +24,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,13 +39,13 @@ from PIL import Image
 from torchmetrics import Metric
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchvision.transforms.functional import pil_to_tensor
-from tqdm import tqdm
 
 from data import StreamingLAIONDataset
 from errors.messages import DataError, plural, redacted
 from inputs.images import resize
 from inputs.paths import number_of_samples
 from inputs.shards import index_hash, read_image_index
+from measuring.progress_bar import progress_bar
 from measuring.record import append_record, run_metadata
 from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
 from models.loading import hash_of_weights
@@ -131,9 +130,11 @@ def read_data(settings: Evaluate) -> dict:
 
 
 def shown(steps: Iterable, doing: str, total: int) -> Iterable:
-    """The steps, with a bar for those of the first process; without a terminal it moves once a minute."""
-    return tqdm(steps, doing, total, disable=dist.get_global_rank() > 0,
-                mininterval=0.1 if sys.stderr.isatty() else 60)
+    """The steps, with a bar for those of the first process."""
+    with progress_bar(total, ' steps', doing=doing, hidden=dist.get_global_rank() > 0) as bar:
+        for step in steps:
+            yield step
+            bar.update()
 
 
 def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None) -> list[str]:

@@ -20,8 +20,6 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from errors.messages import DataError, one_line
 
 ATTEMPTS = 3  # workers that may die of a part before the run ends
@@ -29,7 +27,6 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at how many slots a cluster has
 SECONDS_TO_CONNECT = 20
 OPEN_FILES = 256  # of the command itself
 OPEN_FILES_A_PROCESS = 8
-SECONDS_BETWEEN_LINES = 60  # of progress, where there is no terminal
 # what the machines of a cluster need of this program
 PACKAGES = ('errors', 'fitting', 'inputs', 'measuring', 'models', 'parts', 'settings')
 ROOT = Path(__file__).parent.parent
@@ -268,10 +265,3 @@ def no_cluster_error(address: str, error: Exception) -> ValueError:
     """The error of an address at which no cluster answers."""
     return ValueError(f'--ray {address}: no Ray cluster answers there ({one_line(error)[:200]}); start one with "ray '
                       'start --head"')
-
-
-def progress_bar(total: int, unit: str, done: int) -> tqdm:
-    """A bar for `total` units, of which an earlier run has done some; without a terminal it moves once a minute."""
-    seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-    return tqdm(total=total, initial=done, unit=unit, unit_scale=True, dynamic_ncols=True, mininterval=seconds,
-                maxinterval=max(10, seconds), delay=0 if seconds < 1 else seconds)

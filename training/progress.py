@@ -1,5 +1,4 @@
 """How far a run is: a bar on a terminal, a plain line now and then in a log."""
-import shutil
 import sys
 import time
 
@@ -9,13 +8,14 @@ from composer.utils import dist
 from tqdm import tqdm
 
 from measuring.measurement import Measurement
+from measuring.progress_bar import progress_bar
 
 SECONDS_BETWEEN_LINES = 30  # in a log; a run that is shorter leaves only its last line
 
 
-def batches_in_words(state: State) -> str:
+def batches_in_words(state: State, total: int) -> str:
     """Such as 'batch 120 of 2000'."""
-    return f'batch {state.timestamp.batch.value} of {state.max_duration.value}'
+    return f'batch {state.timestamp.batch.value} of {total}'
 
 
 class Progress(Callback):
@@ -42,8 +42,7 @@ class Progress(Callback):
         self._total = state.max_duration.value
         self._begin_line(state)
         if dist.get_global_rank() == 0 and sys.stderr.isatty():
-            columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say
-            self.bar = tqdm(total=self._total, initial=self._line_batch, unit=' batches', ncols=columns)
+            self.bar = progress_bar(self._total, ' batches', self._line_batch)
 
     def batch_end(self, state: State, logger) -> None:
         if self.bar is not None:
@@ -70,11 +69,12 @@ class Progress(Callback):
         batches_per_second = (batch - self._line_batch) / seconds
         images = state.timestamp.sample.value - self._line_sample
         parts = [self._loss(state), f'{images / seconds:.4g} images/s']
-        if batch < self._total:
+        if batch < state.max_duration.value:  # which a signal brings forward to this batch
             seconds_left = (self._total - batch) / batches_per_second
             parts.append(f'{tqdm.format_interval(seconds_left)} left')
         if dist.get_global_rank() == 0:
-            print(f'{batches_in_words(state)}: {", ".join(filter(None, parts))}', file=sys.stderr, flush=True)
+            where = batches_in_words(state, self._total)
+            print(f'{where}: {", ".join(filter(None, parts))}', file=sys.stderr, flush=True)
         self._begin_line(state)
 
     def _begin_line(self, state: State) -> None:

@@ -54,7 +54,7 @@ def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
     if settings.load_weights and not checkpoint:
         print(f'starting from the weights of {settings.load_weights}')
     if checkpoint:
-        print(f'resuming from {checkpoint}, {batches_in_words(state)}')
+        print(f'resuming from {checkpoint}, {batches_in_words(state, state.max_duration.value)}')
     elif settings.autoresume:
         print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
     elif not settings.measures and not settings.save_folder:

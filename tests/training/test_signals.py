@@ -50,7 +50,11 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     assert record['images_per_sec'] > 0
     assert record['evaluations'] == 0
     assert not (tmp_path / 'drawn').exists()
-    assert capfd.readouterr().err.count('a signal came') == 1
+    errors = capfd.readouterr().err
+    assert errors.count('a signal came') == 1
+    last_line = errors.splitlines()[-1]
+    assert last_line.startswith('batch 4 of 7: ')
+    assert 'left' not in last_line
     [checkpoint] = checkpoints_in(tmp_path / 'stopped')
     assert load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch'] == 4
     assert main(stopped)['first_batch'] == 4
