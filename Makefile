@@ -33,10 +33,10 @@ help:  ## Print this list.
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
 
 smoke: $(VENV)/installed  ## A first measurement: SD2 base on every GPU, by two recipes; or the tiny model on a CPU.
-	@python benchmarks/proof.py --smoke
+	@python -m benchmarks.proof --smoke
 
 proof: $(VENV)/installed  ## What holds on the GPUs here, into FOLDER=results/...: 25 minutes on an H100; MINUTES=5 for less.
-	@python benchmarks/proof.py $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))
+	@python -m benchmarks.proof $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))
 
 test: $(VENV)/installed  ## ruff, and all tests but the long ones: two minutes on two cores.
 	ruff check .
@@ -46,21 +46,21 @@ test-long: $(VENV)/installed  ## The long proofs: kills at many moments, launche
 	python -m pytest -n 2 --dist worksteal -m long tests
 
 bench: $(VENV)/installed  ## Ratios on the CPU: loader, conversion, EMA, a full step; needs 22 GB and 7 minutes.
-	python benchmarks/loader.py
-	python benchmarks/convert.py
-	python benchmarks/ema.py
-	python benchmarks/step.py
+	python -m benchmarks.loader
+	python -m benchmarks.convert
+	python -m benchmarks.ema
+	python -m benchmarks.step
 
 learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; three minutes on two cores.
-	python benchmarks/learn.py $(OUTPUT)/learned.png
+	python -m benchmarks.learn $(OUTPUT)/learned.png
 
 report: $(VENV)/installed  ## The table and the figure of the published benchmark.
 	mkdir -p $(OUTPUT)
 	python report.py published.csv --figure $(OUTPUT)/days.png
 
 figures: $(VENV)/installed  ## The pictures of the documentation anew.
-	python benchmarks/learn.py $(FIGURES)/learned.png
-	python benchmarks/forecast.py $(FIGURES)/forecast.png
+	python -m benchmarks.learn $(FIGURES)/learned.png
+	python -m benchmarks.forecast $(FIGURES)/forecast.png
 	python report.py published.csv --figure $(FIGURES)/days.png
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11

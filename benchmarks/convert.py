@@ -1,6 +1,6 @@
 """Images/s of convert.py, with as many processes as there are cores, against a plain loop of tarfile and MDSWriter.
 
-    python benchmarks/convert.py [ROUNDS]     # about a minute a round
+    python -m benchmarks.convert [ROUNDS]     # about a minute a round
 
 Both convert the same tars of 256 px JPEGs, in turn, and decode each image to see that it is whole. The loop is one
 process, which lists nothing that is left out and begins anew when it is stopped. The start of convert.py counts. The
@@ -17,8 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 from PIL import Image

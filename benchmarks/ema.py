@@ -1,6 +1,6 @@
 """One EMA update and one swap of the SD2-base UNet on the CPU: this repository's against Composer's, in one process.
 
-    python benchmarks/ema.py     # needs 15 GB
+    python -m benchmarks.ema     # needs 15 GB
 
 Each figure is the median of alternating runs; the ratios come last.
 
@@ -8,11 +8,7 @@ docs/speed.md has the ratios of 2026-11-20, on two cores of an Intel Xeon with t
 """
 import resource
 import statistics
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from composer.algorithms.ema import ema as composer_ema

@@ -1,6 +1,6 @@
 """Fit the constants of the forecast to published speeds, and show how far it is off where it has seen nothing.
 
-    python benchmarks/forecast.py [PICTURE]     # such as docs/forecast.png; a minute, no GPU
+    python -m benchmarks.forecast [PICTURE]     # such as docs/forecast.png; a minute, no GPU
 
 It traces a step of Stable Diffusion 2 as each source ran it, fits the constants of fitting/forecast.py to all points,
 and then once more without each source, which is whoever measured. It prints every point with both predictions, and the
@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import pandas as pd

@@ -1,6 +1,6 @@
 """Does it learn? Train by the real program in two phases, export, draw, and count the pictures that are right.
 
-    python benchmarks/learn.py pictures/learned.png    # about three minutes on two cores
+    python -m benchmarks.learn pictures/learned.png    # about three minutes on two cores
 
 Each of 16 captions, such as "red top left", is a coloured patch in a place. A random VAE cannot decode, so the
 pictures are stored as latents whose first three channels are the colours, in shards as encode.py writes them. Two ranks
@@ -20,8 +20,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
@@ -177,7 +175,7 @@ def figure(drawn: np.ndarray) -> Image.Image:
 
 def main() -> None:
     if len(sys.argv) != 2:
-        raise SystemExit('usage: python benchmarks/learn.py FIGURE')
+        raise SystemExit('usage: python -m benchmarks.learn FIGURE')
     disable_progress_bar()  # of loading a pipeline
     start = time.perf_counter()
     captions = captions_of()

@@ -1,6 +1,6 @@
 """The streamed loader in one process, 256 px JPEGs for training at 512 px, against the original's way.
 
-    python benchmarks/loader.py [FOLDER_OF_MDS_SHARDS]     # default: made here, 20 KB an image
+    python -m benchmarks.loader [FOLDER_OF_MDS_SHARDS]     # default: made here, 20 KB an image
 
 The original's way: Pillow decodes, resizes to 512 px and ToTensor makes floats on the CPU, and the slow tokenizer is
 called once a sample. Both run on one thread, in turn; the ratio comes last.
@@ -12,9 +12,6 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch

@@ -1,8 +1,8 @@
 """What holds on the GPUs of this machine: speed, memory, exactness, a training's life, and the forecast of all that.
 
-    python benchmarks/proof.py results/8xH100                # or make proof: about 25 minutes on an H100
-    python benchmarks/proof.py results/8xH100 --minutes 5    # only the first steps, which tell the most
-    python benchmarks/proof.py --smoke                       # make smoke: two runs, appended to results.jsonl
+    python -m benchmarks.proof results/8xH100                # or make proof: about 25 minutes on an H100
+    python -m benchmarks.proof results/8xH100 --minutes 5    # only the first steps, which tell the most
+    python -m benchmarks.proof --smoke                       # make smoke: two runs, appended to results.jsonl
 
 Each step is a process of its own with a limit of time, and its result is appended to FOLDER/records.jsonl at once. The
 same command goes on with the steps that have none. At the end FOLDER/proof.md has a table of each part, and FOLDER is
@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
 RESULTS = ROOT / 'results.jsonl'  # of make smoke
 LEAST_GIB = 30  # of a GPU that runs the recipes as they are: the original's microbatch of 4 takes 24
 SMALLEST = ['--device_train_microbatch_size', '1', '--no-use_ema']  # several GPUs of 24 GB have no room for the average
@@ -51,11 +49,13 @@ class Machine:
     gib: float
     tiny: bool
 
-    def launch(self, script: str) -> list[str]:
-        """The command that runs a script on all devices. One device needs no launcher, which would import all twice."""
+    def launch(self, *program: str) -> list[str]:
+        """The command that runs a script, or `-m` and a module, on all devices. One device needs no launcher, which
+        would import all twice.
+        """
         if self.gpus > 1:
-            return [sys.executable, '-m', 'composer.cli.launcher', '-n', str(self.gpus), str(ROOT / script)]
-        return [sys.executable, str(ROOT / script)]
+            return [sys.executable, '-m', 'composer.cli.launcher', '-n', str(self.gpus), *program]
+        return [sys.executable, *program]
 
     def batch_flags(self, device_batch_size: int) -> list[str]:
         """The flags of the model and of a batch of so many images on each device; 4 of the tiny model."""
@@ -177,8 +177,8 @@ def run_step(step: Step, machine: Machine, limit: float) -> list[dict]:
     from errors.messages import one_line
     with tempfile.TemporaryDirectory() as name:
         out, log = Path(name, 'records.jsonl'), Path(name, 'log')
-        script = 'benchmarks/proof_steps.py'
-        command = machine.launch(script) if step.on_all_devices else [sys.executable, str(ROOT / script)]
+        program = ('-m', 'benchmarks.proof_steps')
+        command = machine.launch(*program) if step.on_all_devices else [sys.executable, *program]
         environment = {'PYTORCH_CUDA_ALLOC_CONF': 'expandable_segments:True', **os.environ}  # as benchmark.py has it
         start = time.monotonic()
         with open(log, 'w') as file:

@@ -1,4 +1,4 @@
-"""The steps of benchmarks/proof.py, each as `python benchmarks/proof_steps.py WORK OUT FLAGS...`.
+"""The steps of benchmarks/proof.py, each as `python -m benchmarks.proof_steps WORK OUT FLAGS...`.
 
 A step appends its results to the file OUT as lines of JSON; those that are no record of a speed have the stage proof.
 """
@@ -13,8 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
@@ -167,8 +165,8 @@ def child(*words: str) -> subprocess.CompletedProcess:
     """This script on all devices, or another step of it; what it prints is kept, and passed on for the log."""
     gpus = torch.cuda.device_count()
     launcher = ['-m', 'composer.cli.launcher', '-n', str(gpus)] if gpus > 1 else []
-    done = subprocess.run([sys.executable, *launcher, __file__, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
+    command = [sys.executable, *launcher, '-m', 'benchmarks.proof_steps', *words]
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     print(done.stdout)
     return done
 

@@ -1,6 +1,6 @@
 """A full SD2-base training step on the CPU (64 px, batch 4, microbatch 2, fp32, EMA), against the original's recipe.
 
-    python benchmarks/step.py [ROUNDS]     # needs 22 GB; about 3 minutes a round
+    python -m benchmarks.step [ROUNDS]     # needs 22 GB; about 3 minutes a round
 
 The original's recipe: AdamW over all parameters, not fused, and Composer's own EMA. The recipes take turns, each in a
 process of its own since two full models do not fit; the ratio comes last.
@@ -11,9 +11,6 @@ import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 FLAGS = ['--use_synth_data', '--use_ema', '--image_size', '64', '--batch_size', '4', '--device_train_microbatch_size',
          '2', '--precision', 'fp32', '--warmup_batches', '1', '--measure_batches', '3', '--results', '-']
@@ -34,7 +31,7 @@ def run(recipe: str) -> dict:
 
 def measure(recipe: str) -> dict:
     """The record of one run, in a process of its own."""
-    child = subprocess.run([sys.executable, __file__, recipe], capture_output=True, text=True)
+    child = subprocess.run([sys.executable, '-m', 'benchmarks.step', recipe], capture_output=True, text=True)
     if child.returncode:
         sys.exit(child.stderr)
     return json.loads(child.stdout.splitlines()[-1])

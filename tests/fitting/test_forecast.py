@@ -1,5 +1,4 @@
 """The forecast: its arithmetic, what it counts of an operator, and that its constants are those of the fit."""
-import importlib.util
 from dataclasses import replace
 
 import pandas as pd
@@ -7,6 +6,7 @@ import pytest
 import torch
 
 import benchmark
+from benchmarks import forecast
 from fitting.fake_step import StepCounter, trace_step, updater
 from fitting.forecast import (
     CARDS,
@@ -142,15 +142,8 @@ def test_half_precision_norms_and_latents_move_less():
 
 # The fit
 
-def script():
-    spec = importlib.util.spec_from_file_location('forecast_script', ROOT / 'benchmarks/forecast.py')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_at_least_thirty_points_of_five_cards_are_fitted_and_each_other_has_its_reason():
-    points = script().read_points()
+    points = forecast.read_points()
     fitted = points[points['left_out'] == '']
     assert len(points) == 46
     assert len(fitted) >= 30
@@ -159,7 +152,6 @@ def test_at_least_thirty_points_of_five_cards_are_fitted_and_each_other_has_its_
 
 @pytest.mark.long
 def test_constants_and_largest_error_are_those_of_the_fit():
-    forecast = script()
     points = forecast.read_points()
     judged, constants = forecast.judge(points[points['left_out'] == ''])
     assert constants == CONSTANTS
