@@ -51,7 +51,7 @@ from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
 from training.initial_weights import load_initial_weights
-from training.loggers import build_loggers
+from training.loggers import build_loggers, run_name
 from training.optimization import build_schedule
 from training.progress import Progress
 from training.ranks import join_ranks, leave_ranks
@@ -287,7 +287,8 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup),
             algorithms=algorithms,
             callbacks=callbacks,
-            loggers=build_loggers(settings),
+            loggers=build_loggers(settings, is_resumed=checkpoint is not None),
+            run_name=run_name(settings),
             progress_bar=False,
             max_duration=settings.max_duration,
             precision=settings.precision,

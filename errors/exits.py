@@ -46,7 +46,7 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        exit_with_error(program, 1, f'out of memory ({one_line(error)[:200]}); use a smaller --batch_size{behind}')
+        exit_with_error(program, 1, f'out of memory ({one_line(error, 200)}); use a smaller --batch_size{behind}')
     except KeyboardInterrupt:
         exit_with_error(program, 130, f'interrupted{behind}')
     finally:

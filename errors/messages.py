@@ -1,6 +1,7 @@
 """What is wrong with data, and what errors of the libraries mean, in one line. Nothing here needs torch."""
 import errno
 import re
+import textwrap
 
 # of torch and CUDA, of torch on a CPU, of cuBLAS and cuDNN, and of cuDNN where no algorithm's workspace fits
 OUT_OF_MEMORY = "out of memory|can't allocate memory|STATUS_ALLOC_FAILED|unable to find an engine"
@@ -13,12 +14,17 @@ class DataError(Exception):
     """A run cannot go on with this data."""
 
 
-def one_line(error: BaseException) -> str:
-    """What an error says, in one line; of a worker's traceback, what the DataError says that it ends with."""
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """What an error says, in one line; of a worker's traceback, what the DataError says that it ends with.
+
+    Of more than `most` characters the last words are left out.
+    """
     if isinstance(error, OSError) and error.filename:
         return f'{error.filename}: {error.strerror}'
     text = ' '.join(str(error).split())
     _, _, last = text.rpartition('DataError: ')
+    if most is not None:
+        return textwrap.shorten(last, most, placeholder=' ...')
     return last
 
 

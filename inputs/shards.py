@@ -30,8 +30,8 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
         raise ValueError(f'{label} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
                          'convert.py and encode.py write that file last') from None
     except Exception as error:  # every storage client has its own
-        raise ValueError(f'{label} has no {INDEX} that can be read ({type(error).__name__}: {one_line(error)[:200]})'
-                         ) from None
+        raise ValueError(f'{label} has no {INDEX} that can be read ({type(error).__name__}: {one_line(error, 200)}); '
+                         'check the name and the credentials') from None
     try:
         for shard in index['shards']:
             refuse_harmful_entry(shard, label)

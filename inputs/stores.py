@@ -141,7 +141,7 @@ def short_text(error: BaseException) -> str:
     text = re.sub(r'<[^>]*>', ' ', text)
     text = re.sub(r'^.* - ', '', text, flags=re.DOTALL)
     text = re.sub(r'https?://\S*', '', text)
-    return one_line(Exception(text))[:300]
+    return one_line(Exception(text), 300)
 
 
 class StoredFile(io.RawIOBase):

@@ -19,7 +19,7 @@ from errors.messages import DataError, plural, redacted
 from measuring.costs import days_to_train, gpu_hours
 from measuring.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
 from measuring.measurement import loader_figures
-from measuring.reliability import remedy, why_unreliable
+from measuring.reliability import busy_cores, remedy, why_unreliable
 from measuring.tracing import PROFILED
 from measuring.versions import git_commit, package_versions
 from settings.times import is_young, to_batches
@@ -88,7 +88,7 @@ def summary(record: dict, settings: Train) -> str:
 def notes(record: dict, settings: Train) -> dict[str, Any]:
     """What a summary says beside the values of the record; None for what would say nothing."""
     values = dict.fromkeys(('why_no_speed', 'caution', 'on_waiting', 'save_folder', 'export_flags', 'young_half_life',
-                            'ema_start_to_come', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
+                            'ema_start_to_come', 'busy_cores', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
     values['whole_epochs'] = record['trained_epochs'] or None
     values['resumed_after'] = record['first_batch'] or None
 
@@ -111,6 +111,8 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
         values['why_no_speed'] = 'the run was over before the clock started, so that no batch was measured'
         return values
     values['caution'] = reliability(record)
+    if not torch.cuda.is_available():
+        values['busy_cores'] = busy_cores()
     values['on_waiting'] = ''
     if record['data_wait_fraction'] > MUCH_WAITING:
         values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
@@ -146,22 +148,24 @@ def append_line(line: str, path: str) -> None:
         raise DataError(f'--results {path} could not be written: {error.strerror}; see the record above') from None
 
 
-def append_record(record: dict, text: str, path: str) -> dict:
-    """On rank 0: append the record to `path`, and print `text` and where the record is.
+def append_record(record: dict, text: str | None, path: str) -> dict:
+    """On rank 0: append the record to `path`, and print `text`, unless it is None, and where the record is.
 
     Where `path` is -, the record itself is printed last; also where it cannot be kept, for which DataError is raised.
     """
     if dist.get_global_rank() != 0:
         return record
     line = json.dumps(record)
-    last_line = line
+    lines = [line]
     try:
         if path != '-':
             append_line(line, path)
-            last_line = f'{"record":<15} appended to {path}'
+            lines = [f'{"record":<15} appended to {path}']
     finally:
+        if text is not None:
+            lines.insert(0, text)
         with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
-            print(text, last_line, sep='\n', flush=True)
+            print(*lines, sep='\n', flush=True)
     return record
 
 

@@ -2,11 +2,15 @@
 
 The summary of a run and report.py ask here, so nothing needs torch.
 """
+import os
+from pathlib import Path
+
 from errors.messages import plural
 
 QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
 FEWEST_BATCHES = 20   # a window that is shorter says little
 MUCH_DRIFT = 0.1      # within a window: another would show another speed
+MUCH_WAITING = 0.5    # of a process's time, for a core that others have
 
 
 def fewest_batches(queue_batches: int) -> int:
@@ -23,6 +27,21 @@ def why_unreliable(record: dict) -> str:
     if drift is not None and abs(drift) > MUCH_DRIFT:
         return f'speed changed by {drift:+.1%}'
     return ''
+
+
+def busy_cores(schedstat: str = '/proc/self/schedstat') -> str | None:
+    """Of a process that waits for a core much of its time, how much, and the remedy; None of another.
+
+    Args:
+        schedstat: a file of Linux, which says how many nanoseconds a process has run and has waited.
+    """
+    if not os.path.exists(schedstat):  # as in some containers
+        return None
+    ran, waited, _ = map(int, Path(schedstat).read_text().split())
+    share = waited / max(1, ran + waited)
+    if share < MUCH_WAITING:
+        return None
+    return f'waited {share:.0%} of the time for a core that others use; OMP_NUM_THREADS=1 can make it ten times faster'
 
 
 def remedy(record: dict) -> str:

@@ -75,7 +75,7 @@ def load_clip(folder: str) -> CLIPScore:
         model = load_weights(Clip, folder, f'--clip {folder}')
         processor = CLIPProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for files that are not there or damaged
-        raise ValueError(f'--clip {folder} is no folder with a CLIP model and its processor ({one_line(error)[:300]}); '
+        raise ValueError(f'--clip {folder} is no folder with a CLIP model and its processor ({one_line(error, 300)}); '
                          f'{remedy}') from None
     most = model.config.text_config.max_position_embeddings
     return CLIPScore(lambda: (model, partial(processor, truncation=True, max_length=most)))

@@ -87,7 +87,7 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
         try:
             configs[part] = dict(json.loads((folder / part / file).read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f'--model_name {name} is not a diffusers model ({one_line(error)[:300]}); it needs the '
+            raise ValueError(f'--model_name {name} is not a diffusers model ({one_line(error, 300)}); it needs the '
                              'folders unet, vae, text_encoder and scheduler') from None
     if pretrained:
         for file in WEIGHT_FILES:
@@ -112,7 +112,7 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
         network, loading = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True,
                                                 output_loading_info=True)
     except Exception as error:  # of nearly any kind, for files that are not there, damaged, or make no sense
-        raise ValueError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error)[:300]}); give '
+        raise ValueError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error, 300)}); give '
                          'another model') from None
     wrong = sorted(map(str, {*loading['missing_keys'], *loading['unexpected_keys']}))
     if wrong:

@@ -49,7 +49,7 @@ def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
         tokenizer = AutoTokenizer.from_pretrained(os.path.join(folder, 'tokenizer'), local_files_only=True,
                                                   trust_remote_code=False)  # else it may ask on the terminal
     except Exception as error:  # transformers raises many kinds
-        raise ValueError(f'{label} has no scheduler or tokenizer that loads ({one_line(error)[:300]})') from None
+        raise ValueError(f'{label} has no scheduler or tokenizer that loads ({one_line(error, 300)})') from None
     return build_pipeline(unet, vae, scheduler_config, text_encoder, tokenizer)
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from measuring.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
 from settings.flags import count, flag, fraction, number, positional, positive, seed
-from settings.train import Encoders, Model, Results, SampleFlags, Seed, Warmup, check_image_size
+from settings.train import Encoders, Model, Results, SampleFlags, Seed, Warmup, check_image_size, refuse_weights_of_tiny
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
@@ -90,6 +90,7 @@ class Export:
     def check(self) -> None:
         if os.path.lexists(self.out):
             raise ValueError(f'OUT {self.out} already exists; give a new folder')
+        refuse_weights_of_tiny(self.model_name, self.pretrained)
 
 
 @dataclass(frozen=True, kw_only=True)

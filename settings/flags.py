@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import re
 import shlex
 import sys
 import types
@@ -151,6 +152,14 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
                            default=argparse.SUPPRESS, help=f'leave --{field.name} off')
 
 
+# argparse's errors that say no remedy, and ours in their place
+ARGPARSES_WORDS = [
+    (r"argument (--\S+)/(--no-\S+): ignored explicit argument '(.*)'",
+     r'\1=\3: this flag takes no value; give \1 or \2'),
+    (r"\[Errno \d+\] (.*): '(.*)'", r'@\2 cannot be read (\1); an argument that begins with @ names a file of flags'),
+]
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and knows the nearest flag to one that is none.
 
@@ -179,6 +188,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """End with one line and status 2."""
+        for pattern, plainer in ARGPARSES_WORDS:
+            message = re.sub(pattern, plainer, message)
         exit_with_error(self.prog, 2, message)
 
 

@@ -82,9 +82,14 @@ class Model:
 
     def check(self) -> None:
         check_image_size(self.image_size)
-        if self.model_name == TINY_MODEL and self.pretrained:
-            raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after '
-                             'a recipe that has it, or name a diffusers folder')
+        refuse_weights_of_tiny(self.model_name, self.pretrained)
+
+
+def refuse_weights_of_tiny(model_name: str | None, pretrained: bool) -> None:
+    """Raises ValueError if they are asked for."""
+    if model_name == TINY_MODEL and pretrained:
+        raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after '
+                         'a recipe that has it, or name a diffusers folder')
 
 
 def check_image_size(pixels: int) -> None:
@@ -273,6 +278,8 @@ class EvaluationAndDrawing:
 @dataclass(frozen=True, kw_only=True)
 class Logging:
     """logging"""
+    run_name: str | None = flag(None, 'name of the curves, which go on at a resume; W&B continues a run only by a name '
+                                'that is given here (default: by --save_folder, or one that is drawn)', metavar='NAME')
     wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'log to this project of Weights & Biases (default: W&B is not used)')
     tensorboard: str | None = flag(None, 'log to TensorBoard files in this folder', metavar='DIR')

@@ -7,7 +7,6 @@ import pickle
 import re
 import signal
 import sys
-import textwrap
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -79,16 +78,21 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
 
 def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
     """The same, on this rank; `at_the_end` gives the folder back."""
-    if not autoresume and any(not os.path.basename(name).startswith('.') for name in names_in(folder)):
+    others = [name for name in names_in(folder) if not os.path.basename(name).startswith('.')]
+    if others and not autoresume:
         raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
                          'there')
+    if any(not os.path.isdir(name) for name in others) and not checkpoints_in(folder):
+        raise ValueError(f'--save_folder {folder} holds files and no checkpoint of benchmark.py; give a new one')
     if '://' not in folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
         lock = FileLock(Path(folder, LOCK))
         try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
             at_the_end.enter_context(lock.acquire(timeout=SECONDS_FOR_LOCK))
         except Timeout:
             raise ValueError(f'--save_folder {folder} is in use by another run; wait until that has ended') from None
+        except OSError as error:
+            raise ValueError(f'--save_folder {folder} cannot be written to ({error.strerror}); give another') from None
         for name in os.listdir(folder):
             if UNFINISHED.fullmatch(name):  # of a run that was killed while it saved, since none has the lock
                 os.remove(os.path.join(folder, name))
@@ -200,9 +204,8 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
         of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
         if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
             raise
-        why = textwrap.shorten(one_line(error), 200, placeholder=' ...')
-        raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({why}); resume with the '
-                         'flags it was made with') from None
+        raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
+                         'resume with the flags it was made with') from None
 
 
 def load_checkpoint(path: str | os.PathLike) -> dict:
@@ -297,7 +300,7 @@ class AtomicCheckpointSaver(CheckpointSaver):
         error = future.exception()
         if error is not None:
             tqdm.write(f'warning: {os.path.basename(name)} could not be sent to --save_folder {self.address} '
-                       f'({one_line(error)[:200]}); it is tried again with the next one', file=sys.stderr)
+                       f'({one_line(error, 200)}); it is tried again with the next one', file=sys.stderr)
 
     def _finish_upload(self) -> None:
         """Wait until the newest upload has ended; nothing is left in `upload` of one that succeeded."""

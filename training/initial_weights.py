@@ -35,7 +35,7 @@ def load_initial_weights(path: str, model: DiffusionModel) -> dict | None:
     try:
         model.unet.load_state_dict(weights)
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
-        raise ValueError(f'{label} is of another UNet than that of --model_name ({one_line(error)[:300]})') from None
+        raise ValueError(f'{label} is of another UNet than that of --model_name ({one_line(error, 300)})') from None
     return ema
 
 

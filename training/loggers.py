@@ -1,17 +1,29 @@
 """Where the curves of a run go: TensorBoard files, Weights & Biases, by Composer's own loggers."""
+import re
+
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
 
 from settings.train import Train
 
 
-def build_loggers(settings: Train) -> list[LoggerDestination]:
-    """Composer's loggers for the flags that are given."""
+def run_name(settings: Train) -> str | None:
+    """The name of a run's curves, the same at each resume, as a folder may be called; None: Composer draws one."""
+    name = settings.run_name or settings.save_folder
+    if name is None:
+        return None
+    return re.sub(r'[^\w.-]+', '-', name).strip('-')
+
+
+def build_loggers(settings: Train, is_resumed: bool) -> list[LoggerDestination]:
+    """Composer's loggers for the flags that are given; with --run_name a run that is resumed goes on at W&B as well."""
     loggers = []
     if settings.tensorboard:
         loggers.append(TensorboardLogger(settings.tensorboard))
     if settings.wandb_name or settings.wandb_project:
-        quiet = {'settings': {'quiet': True}}  # else 70 lines at the end push the result out of sight
-        loggers.append(WandBLogger(settings.wandb_project, name=settings.wandb_name, init_kwargs=quiet))
+        options = {'settings': {'quiet': True}}  # else 70 lines at the end push the result out of sight
+        if settings.run_name:
+            options |= {'id': run_name(settings), 'resume': 'allow' if is_resumed else 'never'}
+        loggers.append(WandBLogger(settings.wandb_project, name=settings.wandb_name, init_kwargs=options))
     return loggers
 
 

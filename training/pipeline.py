@@ -47,7 +47,7 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
         else:
             vae = with_weights(partial(AutoencoderKL.from_config, files.configs['vae']), trained.vae)
     except RuntimeError as error:
-        raise ValueError(f'--model_name {name} is not the model of {label} ({one_line(error)[:200]}); give the one '
+        raise ValueError(f'--model_name {name} is not the model of {label} ({one_line(error, 200)}); give the one '
                          'that was trained') from None
     tokenizer = pipeline_tokenizer(tokenizer or trained.flags.get('tokenizer'))
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)

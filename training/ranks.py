@@ -26,7 +26,7 @@ def join_ranks(device, timeout: int) -> None:
     except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
         address = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
         raise ValueError(f'the {dist.get_world_size()} processes of this run did not meet at {address} within '
-                         f'{timeout} seconds ({one_line(error)[:200]}); check that every node runs, and can reach it'
+                         f'{timeout} seconds ({one_line(error, 200)}); check that every node runs, and can reach it'
                          ) from None
 
 

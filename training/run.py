@@ -124,7 +124,9 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
 
     Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
     """
-    text = summary(record, settings)
+    text = None  # of a run that failed: its error says all
+    if record['status'] != 'failed':
+        text = summary(record, settings)
     if record['status'] == 'interrupted':
         text += f'\n{where_it_stopped(settings, trainer.state)}'
     try:

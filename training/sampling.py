@@ -1,6 +1,7 @@
 """--sample_prompts: what the model draws while it is trained."""
 import math
 import sys
+import textwrap
 from pathlib import Path
 
 import torch
@@ -9,7 +10,8 @@ from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
 from diffusers import StableDiffusionPipeline
-from PIL import Image
+from matplotlib.font_manager import findfont
+from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
@@ -26,6 +28,8 @@ from settings.train import Train
 from training.checkpoints import atomic_write
 from training.signals import StopAtSignal
 
+CAPTION_LINES = 3  # below a picture
+
 
 def read_prompts(path: str) -> list[str]:
     """The prompts in a file, one a line. Raises ValueError if there is none."""
@@ -36,12 +40,25 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
+def with_caption(picture: Image.Image, caption: str) -> Image.Image:
+    """A picture with as much of its caption below it as three lines take."""
+    size = max(8, picture.width // 24)  # of the letters, in pixels
+    font = ImageFont.truetype(findfont('DejaVu Sans'), size)
+    letters = max(1, int(picture.width / font.getlength('n')))  # in a line
+    lines = textwrap.wrap(caption, letters, max_lines=CAPTION_LINES, placeholder=' ...')
+    framed = Image.new('RGB', (picture.width, picture.height + round(1.3 * size * CAPTION_LINES)), 'white')
+    framed.paste(picture)
+    ImageDraw.Draw(framed).multiline_text((0, picture.height), '\n'.join(lines), 'black', font, spacing=0)
+    return framed
+
+
 class Sampling(Callback):
     """Draws a picture of each prompt at each interval and at the end of a run: a grid, kept as a PNG and logged.
 
-    The pictures stand in rows in the order of their prompts, which the PNG holds as text. Rank 0 draws between two
-    batches, with the averaged weights where there are any, and from the same noise each time. The other ranks wait for
-    it. A drawing that fails is warned of, and the training goes on; a run that a signal ends is not drawn.
+    The pictures stand in rows in the order of their prompts, which stand below them and in the PNG's text. Rank 0 draws
+    between two batches, with the averaged weights where there are any, and from the same noise each time. The other
+    ranks wait for it. A drawing that fails is warned of, and the training goes on; a run that a signal ends is not
+    drawn.
 
     Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
     is neither run nor compiled anew.
@@ -92,7 +109,7 @@ class Sampling(Callback):
                     self._draw_and_keep(state, logger)
                 except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
                     tqdm.write(f'warning: nothing was drawn at batch {batch} ({type(error).__name__}: '
-                               f'{one_line(error)[:200]}); the training goes on', file=sys.stderr)
+                               f'{one_line(error, 200)}); the training goes on', file=sys.stderr)
 
     def _draw_and_keep(self, state: State, logger: Logger) -> None:
         """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
@@ -100,7 +117,9 @@ class Sampling(Callback):
         for algorithm in state.algorithms:
             if isinstance(algorithm, EMA) and algorithm.ema_started:
                 unet, weights = algorithm.get_ema_model(self.model).unet, 'averaged'
-        pictures = [pil_to_tensor(picture) for picture in self.draw(unet, state.device_train_microbatch_size)]
+        pictures = []
+        for picture, prompt in zip(self.draw(unet, state.device_train_microbatch_size), self.prompts, strict=True):
+            pictures.append(pil_to_tensor(with_caption(picture, prompt)))
         columns = math.ceil(math.sqrt(len(pictures)))
         grid = make_grid(pictures, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
         text = PngInfo()

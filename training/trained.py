@@ -57,7 +57,7 @@ def read_trained(source: str, flag: str) -> Trained:
         try:
             return trained_of(load_checkpoint(path)['state'])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
-            raise ValueError(f'{flag} {source}: {name} is no checkpoint of a training ({one_line(error)[:400]}); use '
+            raise ValueError(f'{flag} {source}: {name} is no checkpoint of a training ({one_line(error, 400)}); use '
                              'another') from None
 
 
@@ -120,7 +120,7 @@ def fetched(name: str, flag: str) -> Iterator[str]:
                 if dist.get_local_rank() == 0:
                     get_file(name, path, progress_bar=False)
             except Exception as error:  # every storage client has its own exceptions
-                raise ValueError(f'{flag}: {name} cannot be fetched ({type(error).__name__}: {one_line(error)[:200]}); '
+                raise ValueError(f'{flag}: {name} cannot be fetched ({type(error).__name__}: {one_line(error, 200)}); '
                                  f'check its name, your credentials, and the room in {folder}') from None
         yield path
         dist.barrier()  # the other ranks of this node may still open it

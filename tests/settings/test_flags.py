@@ -49,6 +49,11 @@ def error_of(capsys, *argv: str) -> str:
     return err
 
 
+def test_a_value_for_a_flag_that_takes_none_and_a_file_of_flags_that_is_not_there_say_the_remedy(capsys):
+    assert '--loud=true: this flag takes no value; give --loud or --no-loud' in error_of(capsys, 'Ada', '--loud=true')
+    assert '@nothing.txt cannot be read' in error_of(capsys, '@nothing.txt')
+
+
 def test_each_kind_of_field_takes_what_its_type_says():
     assert greeting('Ada') == Greeting(name='Ada')
     given = greeting('Ada', '--times', '3', '--loud', '--tune', 'low', '--others', 'Bo', 'Cy', '--others', 'Di')

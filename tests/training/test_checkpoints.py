@@ -103,7 +103,8 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
 
 def test_a_run_removes_what_a_killed_save_left_and_no_other_file(tmp_path):
     left = tmp_path / '.ep0-ba3-rank0.pt.unfinished'
-    others = [tmp_path / name for name in ('.mine.unfinished', '.ep0-ba3-rank0.pt', 'ep0-ba3-rank0.pt.unfinished')]
+    others = [tmp_path / name for name in ('ep0-ba2-rank0.pt', '.mine.unfinished', '.ep0-ba3-rank0.pt',
+                                           'ep0-ba3-rank0.pt.unfinished')]
     for path in (left, *others):
         path.write_text('half')
     with locked_save_folder(str(tmp_path), autoresume=True):
@@ -215,6 +216,22 @@ def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3
     assert code == 1
     assert f'a checkpoint is written to {disk}' in line
     assert 'set TMPDIR to a folder with more room' in line
+
+
+@pytest.mark.parametrize('more', [[], ['--autoresume']], ids=str)
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(tmp_path, results, capfd, more):
+    pipeline = tmp_path / 'pipeline'
+    (pipeline / 'unet').mkdir(parents=True)
+    (pipeline / 'model_index.json').write_text('{}')
+    argv = ['--use_synth_data', *TINY, '--results', results, '--save_folder', pipeline, *more]
+    assert f'--save_folder {pipeline} ' in one_error_line(argv, capfd)
+    assert sorted(path.name for path in pipeline.iterdir()) == ['model_index.json', 'unet']
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, results, capfd):
+    (tmp_path / 'file').touch()
+    argv = ['--use_synth_data', *TINY, '--results', results, '--save_folder', tmp_path / 'file' / 'folder']
+    assert f'--save_folder {tmp_path}/file/folder cannot be written to' in one_error_line(argv, capfd)
 
 
 def test_an_s3_folder_in_use_or_out_of_reach_is_one_line(s3, results, capfd, monkeypatch):

@@ -2,8 +2,9 @@
 
 from benchmark import main
 from tests.forked_runs import run_program
-from tests.runs import TINY
+from tests.runs import TINY, settings_of
 from tests.samples import encoded, picture, write_shards
+from training.loggers import build_loggers, run_name
 
 CURVES = {'loss/train/total', 'lr-AdamW/group0', 'l2_norm/grad/global', 'throughput/samples_per_sec', 'images_per_sec'}
 
@@ -26,6 +27,28 @@ def test_tensorboard_has_the_curves_the_evaluations_and_the_figures_of_the_recor
     assert len(events.Scalars('metrics/eval/MeanSquaredError')) == record['evaluations'] == 2
     [speed] = events.Scalars('images_per_sec')
     assert abs(speed.value / record['images_per_sec'] - 1) < 1e-6
+
+
+def test_a_run_that_resumes_goes_on_with_its_curves(tmp_path, results):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    board = tmp_path / 'board'
+    argv = ['--use_synth_data', *TINY, '--save_folder', str(tmp_path / 'a run'), '--autoresume', '--tensorboard',
+            str(board), '--results', str(results), '--max_duration']
+    for duration in ('2ba', '4ba'):
+        main([*argv, duration])
+    [folder] = board.iterdir()
+    assert folder.name.endswith('a-run')
+    losses = EventAccumulator(str(folder)).Reload().Scalars('loss/train/total')
+    assert [loss.step for loss in losses] == [0, 1, 2, 3]
+
+
+def test_a_name_that_is_given_names_the_curves_and_goes_on_at_wandb_only_where_the_run_does():
+    settings = settings_of('--use_synth_data', '--run_name', 'my run', '--wandb_project', 'project')
+    assert run_name(settings) == 'my-run'
+    [fresh] = build_loggers(settings, is_resumed=False)
+    [resumed] = build_loggers(settings, is_resumed=True)
+    assert (fresh._init_kwargs['id'], fresh._init_kwargs['resume']) == ('my-run', 'never')
+    assert (resumed._init_kwargs['id'], resumed._init_kwargs['resume']) == ('my-run', 'allow')
 
 
 def main_and_teardown(argv: list[str]) -> None:

@@ -44,11 +44,18 @@ def kept(folder: Path) -> list[str]:
 
 
 def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
-    """Those in the grid of three prompts, int (size, size, 3)."""
+    """Those in the grid of three prompts, int (size, size, 3), each with its prompt below it."""
     grid = np.asarray(Image.open(path), dtype=int)
-    assert grid.shape == (2 * size, 2 * size, 3)
-    assert (grid[size:, size:] == 255).all()
-    return [grid[top:top + size, left:left + size] for top, left in ((0, 0), (0, size), (size, 0))]
+    row = len(grid) // 2
+    assert grid.shape == (2 * row, 2 * size, 3)
+    assert (grid[row:, size:] == 255).all()
+    pictures = []
+    for top, left in ((0, 0), (0, size), (row, 0)):
+        prompt = grid[top + size:top + row, left:left + size]
+        assert prompt.min() < 128
+        assert (prompt[-1] == 255).all()
+        pictures.append(grid[top:top + size, left:left + size])
+    return pictures
 
 
 def noise_of_pictures() -> torch.Tensor:
