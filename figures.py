@@ -34,7 +34,7 @@ def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: st
     if 'scaling_efficiency' in rows and (rows['scaling_efficiency'].notna() & rows['days'].notna()).any():
         titles = {'days': f'days for {training_images:,} images', 'scaling_efficiency': 'efficiency'}
     labels = [label_of(row) for _, row in rows.iterrows()]
-    caption = textwrap.fill(caption, CAPTION_CHARACTERS)
+    caption = wrapped(caption, CAPTION_CHARACTERS)
     num_lines = sum(label.count('\n') + 1.5 for label in [*labels, caption])
 
     figure = Figure(figsize=(10, 1 + LINE_INCHES * num_lines), layout='constrained')
@@ -53,6 +53,11 @@ def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: st
     all_axes[0].set_yticks(range(len(rows)), labels, fontsize=9)
     all_axes[0].invert_yaxis()  # the first row on top
     figure.savefig(path, dpi=160)
+
+
+def wrapped(text: str, characters: int) -> str:
+    """A text in lines of so many characters; each of its own lines begins a new one."""
+    return '\n'.join(textwrap.fill(line, characters) for line in text.splitlines())
 
 
 def label_of(row: pd.Series) -> str:
@@ -92,8 +97,8 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
         raise ValueError(f'--quality {path}: no evaluation has both scores, or the images of its training')
     most_lines = max(rows.groupby(keys, dropna=False).ngroups for _, _, keys in panels)  # each has one in a legend
     figure = Figure(figsize=(PANEL_INCHES * len(panels), PANEL_INCHES + LINE_INCHES * most_lines), layout='constrained')
-    caption = '; '.join(filter(None, [caption, *rows['notes'].unique()]))
-    figure.supxlabel(textwrap.fill(caption, PANEL_CHARACTERS * len(panels)), x=0.01, ha='left', fontsize=9)
+    caption = '\n'.join([caption, *filter(None, rows['notes'].unique())])
+    figure.supxlabel(wrapped(caption, PANEL_CHARACTERS * len(panels)), x=0.01, ha='left', fontsize=9)
     for axes, (across, up, line_keys) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw_scores(axes, rows.dropna(subset=[across, up]), across, up, line_keys)
     figure.savefig(path, dpi=160)

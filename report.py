@@ -101,11 +101,13 @@ def report(settings: Report) -> str:
             keys = ['run', *keys, 'date', 'git_commit']
         blocks += [in_common(speeds, keys), markdown(speeds, keys), *sentences]
     if settings.phase:
-        plans = plan_table(records, settings)
+        plans, left_out = plan_table(records, settings)
         tables.append(plans)
         phases = [f'{plural(images, "image")} at {size} px' for images, size in settings.phase]
         plan = f'Plan, for each number of devices that was measured: train on {", then ".join(phases)}'
         blocks += [plan, markdown(plans, SETTINGS)]
+        if left_out:
+            blocks.append(f'Not in the plan: {"; ".join(left_out)}')
     if len(evaluations):
         scores = score_table(evaluations, records, settings.dollars_per_gpu_hour)
         tables.append(scores)
@@ -379,19 +381,28 @@ def fit_step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> tuple[f
     return a, b
 
 
-def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
-    """A row for each setting and number of devices that was measured at the size of every phase of --phase.
+def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """A row for each setting and number of devices that was measured at the size of every phase of --phase; and what
+    else was trained, each with the reason why it has none.
 
     A phase takes the speed of the fastest run of its size, whatever the microbatch. Raises ValueError if there is none.
     """
-    trained = records[(records['status'] == MEASURED) & (records['stage'] == 'train')]
+    trained = records[records['stage'] == 'train']
+    left_out = []
+    for _, row in trained[trained['status'] != MEASURED].iterrows():
+        left_out.append(f'{row["num_devices"]} x {row["device"]}, {row["notes"]}')
+    trained = trained[trained['status'] == MEASURED]
     keys = [key for key in SETTINGS if key not in ('image_size', 'device_train_microbatch_size')]
     sizes = [size for _, size in settings.phase]
     plans = []
     for _, runs in trained.groupby([*keys, 'num_devices', 'num_nodes'], sort=False):
         of_settings = runs.groupby(['image_size', 'device_train_microbatch_size'])['images_per_sec'].median()
         speeds = of_settings.groupby('image_size').max()
-        if not set(sizes) <= set(speeds.index):
+        unmeasured = [size for size in sizes if size not in speeds.index]
+        if unmeasured:
+            first = runs.iloc[0]
+            left_out.append(f'{first["num_devices"]} x {first["device"]}, not measured at '
+                            f'{" and ".join(unmeasured)} px')
             continue
         days = [days_to_train(speeds[size], images) for images, size in settings.phase]
         notes = [f'{printed("days", some)} days at {size} px' for some, size in zip(days, sizes, strict=True)]
@@ -403,7 +414,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> pd.DataFrame:
     if not plans:
         raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
                          'px; measure each size with the same flags')
-    return pd.concat(plans).sort_values('num_devices', kind='stable')
+    return pd.concat(plans).sort_values('num_devices', kind='stable'), left_out
 
 
 def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, dollars_per_gpu_hour: float) -> pd.DataFrame:

@@ -213,6 +213,13 @@ def test_a_run_that_is_not_complete_or_reliable_says_so_and_nothing_follows_from
     assert columns(compared, 'over the first') == [('',), ('1.00 x',), ('1.02 x',)]
 
 
+def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
+    text = printed(write({'image_size': 256}, {}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}),
+                   '--phase', '1000@256', '--phase', '1000@512')
+    left_out = text.partition('Not in the plan: ')[2].strip().split('; ')
+    assert left_out == ['32 x H200, not reliable: speed changed by +50.0%', '16 x H200, not measured at 256 px']
+
+
 def test_nothing_is_worked_out_from_records_in_doubt(refused, write):
     runs = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16, 32)]
     runs[2] |= {'drift': 0.5}
