@@ -35,7 +35,7 @@ help:  ## Print this list.
 smoke: $(VENV)/installed  ## A first measurement: SD2 base on every GPU, by two recipes; or the tiny model on a CPU.
 	@python -m benchmarks.proof --smoke
 
-proof: $(VENV)/installed  ## What holds on the GPUs here, into FOLDER=results/...: 25 minutes on an H100; MINUTES=5 for less.
+proof: $(VENV)/installed  ## What holds on the GPUs here, into FOLDER=results/...: half an hour on an H100; MINUTES=14 for less.
 	@python -m benchmarks.proof $(FOLDER) $(if $(MINUTES),--minutes $(MINUTES))
 
 test: $(VENV)/installed  ## ruff, and all tests but the long ones: two minutes on two cores.

@@ -1,6 +1,6 @@
 """What holds on the GPUs of this machine: speed, memory, exactness, a training's life, and the forecast of all that.
 
-    python -m benchmarks.proof results/8xH100                # or make proof: about 25 minutes on an H100
+    python -m benchmarks.proof results/8xH100                # or make proof: half an hour on an H100
     python -m benchmarks.proof results/8xH100 --minutes 5    # only the first steps, which tell the most
     python -m benchmarks.proof --smoke                       # make smoke: two runs, appended to results.jsonl
 
