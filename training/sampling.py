@@ -80,7 +80,6 @@ class Sampling(Callback):
         self.stop = stop
         self.prompts = read_prompts(settings.sample_prompts)
         self._is_due = create_interval_scheduler(settings.sample_interval)
-        self._last_batch = None  # that was drawn after
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
@@ -93,21 +92,14 @@ class Sampling(Callback):
                 self._vae = build_vae(self.files, self.settings.encoder_precision).to(device)
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._draw_if_due(Event.BATCH_CHECKPOINT, state, logger)
-
-    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        self._draw_if_due(Event.EPOCH_CHECKPOINT, state, logger)
-
-    def _draw_if_due(self, event: Event, state: State, logger: Logger) -> None:
-        batch = state.timestamp.batch.value
-        if batch == self._last_batch or self.stop.interrupted or not self._is_due(state, event):
+        if self.stop.interrupted or not self._is_due(state, Event.BATCH_CHECKPOINT):
             return
-        self._last_batch = batch
         with self.measurement.excluded('sampling'):  # for all ranks, until the last of them is through
             if dist.get_global_rank() == 0:
                 try:
                     self._draw_and_keep(state, logger)
                 except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
+                    batch = state.timestamp.batch.value
                     tqdm.write(f'warning: nothing was drawn at batch {batch} ({type(error).__name__}: '
                                f'{one_line(error, 200)}); the training goes on', file=sys.stderr)
 
