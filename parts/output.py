@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from streaming import MDSWriter
 
 from errors.messages import DataError, redacted
 from inputs.paths import CLAIM, INDEX, is_url
-from inputs.stores import open_store, parse_address, store_error
+from inputs.stores import open_store, reach, store_error
 from settings.train import BATCH_SIZE
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
@@ -45,7 +46,7 @@ class Output:
         out: as the user gave it.
         flag: what errors call it.
 
-    Raises ValueError if it is an address that cannot be written to.
+    Raises ValueError if it is an address that cannot be written to or reached.
     """
 
     def __init__(self, out: str, flag: str):
@@ -54,7 +55,8 @@ class Output:
         self.is_folder = not is_url(out)
         self.out = os.path.realpath(out) if self.is_folder else out.rstrip('/')
         if not self.is_folder:
-            parse_address(out, flag)
+            print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
+            reach(out, flag)
 
     @contextlib.contextmanager
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:

@@ -23,7 +23,7 @@ from obstore.exceptions import BaseError
 from errors.messages import DataError, one_line
 from inputs.images import formats
 from inputs.paths import is_url
-from inputs.stores import open_store, store_error
+from inputs.stores import open_store, reach, store_error
 
 IMAGES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2', '.ppm')
 HEIF = ('.heic', '.heif')  # read where pillow-heif is installed
@@ -313,6 +313,7 @@ class Search:
         if beginning != key:
             beginning = beginning.rpartition('/')[0]
         print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
+        reach(source, 'SOURCE')
         try:
             found = [entry for page in obstore.list(store, beginning or None) for entry in page]
             if not found and key and beginning == key:

@@ -113,7 +113,7 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
         assert find_files(['s3://bucket/']).files[-1].name == 's3://bucket/tars.tar'
         with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
             find_files(['s3://bucket/nothing'])
-        store.refusals = [(403, 'AccessDenied')]
+        store.refusals = [(403, 'AccessDenied')] * 2
         with pytest.raises(DataError, match='SOURCE s3://bucket/tars: access is denied'):
             find_files(['s3://bucket/tars'])
 
