@@ -33,8 +33,10 @@ from inputs.paths import is_url
 from inputs.shards import MDS_COLUMNS
 from inputs.stores import parse_address
 from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, training_command, write_index
+from parts.samples import make_sample
 from parts.sources import find_files, join_neighbours
-from parts.tars import make_sample, read_samples
+from parts.tables import Columns
+from parts.tars import read_samples
 from parts.work import LocalWorkers, Part, RayWorkers, progress_bar, work
 
 
@@ -58,6 +60,11 @@ def is_held_out(image: bytes, fraction: float, seed: int) -> bool:
     """
     draw = hashlib.blake2b(image, digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(draw) < fraction * 2 ** 64
+
+
+def columns_of(settings: Convert) -> Columns:
+    """The columns of tables and Parquet that the flags name."""
+    return Columns(settings.image_column, settings.caption_column)
 
 
 def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -> tuple[int, int]:
@@ -89,7 +96,7 @@ def convert_part(settings: Convert, outputs: list[Output], part: Part) -> int:
     images = 0
     skipped = []
     for file in part.files:
-        for key, fields in read_samples(file):
+        for key, fields in read_samples(file, columns_of(settings)):
             try:
                 sample = make_sample(fields)
             except ValueError as reason:
@@ -119,7 +126,7 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
     """Make the parts that no earlier run has made."""
     sizes = {part.name: sum(file.size for file in part.files) for part in parts}
     to_do = sum(sizes[part.name] for part in missing)
-    files = plural(sum(len(part.files) for part in missing), 'file')
+    files = plural(len({file.name for part in missing for file in part.files}), 'file')
     print(f'converting {files} in {len(missing):,} of {plural(len(parts), "part")}', file=sys.stderr, flush=True)
     images = 0
     with (open_workers(settings, outputs, len(missing)) as workers,
@@ -139,15 +146,16 @@ def convert(settings: Convert) -> int:
     if settings.held_out:
         outs.append(held_out_beside(settings.out))
     outputs = [Output(out, 'OUT') for out in outs]
-    files, left_out = find_files(settings.source, outs)
+    files, left_out = find_files(settings.source, outs, settings.captions, columns_of(settings))
     if not files:
-        found = [f'{line["source"]}: {line["reason"]}' for line in left_out] or ['it holds neither tars nor images']
+        found = [f'{line["source"]}: {line["reason"]}' for line in left_out] or ['it holds no tars, Parquet or images']
         raise ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {found[0]}')
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
              'seed': settings.seed if settings.held_out else None}
+    facts |= {f'{which}_column': name for which, name in columns_of(settings)._asdict().items() if name}
     parts = []
     for of_part in join_neighbours(files, settings.size_limit):
-        parts.append(Part(part_name(facts, formats(), of_part), of_part))
+        parts.append(Part(part_name(facts, formats(), [file.identity() for file in of_part]), of_part))
     with contextlib.ExitStack() as stack:
         for number, output in enumerate(outputs):
             made_of = {'program': PROGRAM, 'is_held_out': number == 1, **facts}
@@ -188,7 +196,8 @@ def what_was_skipped(joined: Joined, held_out: Joined | None, settings: Convert)
         reasons.append(f'--held_out {settings.held_out} takes {held_out.samples:,}')
     listed = f'{", ".join(reasons)}; listed in {settings.out}/{SKIPPED}'
     if 'no caption' in joined.skipped:
-        listed += '; the caption of cat.jpg is expected in cat.txt beside it, or as "caption" in cat.json'
+        listed += ('; the caption of cat.jpg is expected in cat.txt beside it, as "caption" in cat.json, or in a table '
+                   '(--captions)')
     return listed
 
 

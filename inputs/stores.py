@@ -25,11 +25,12 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
 from errors.messages import DataError, one_line
-from inputs.paths import CLAIM
+from inputs.paths import CLAIM, is_url
 
 AZURE_HOST = 'blob.core.windows.net'
 GOOGLE_S3 = 'https://storage.googleapis.com'  # which takes HMAC keys
 PIECE_BYTES = 8 << 20  # that a request of StoredFile asks for
+BUFFER_BYTES = 1 << 20
 # A server that is away for a minute is waited for; one that is gone ends the run after two to four.
 RETRIES = {'max_retries': 1000, 'retry_timeout': timedelta(minutes=2),
            'backoff': {'init_backoff': timedelta(milliseconds=100), 'max_backoff': timedelta(seconds=10), 'base': 2}}
@@ -189,17 +190,22 @@ def short_text(error: BaseException) -> str:
     return one_line(Exception(text))[:300]
 
 
+def open_file(path: str) -> io.BufferedReader:
+    """A file of this machine, or of a store by its address. Reading one of a store raises DataError where it fails."""
+    return io.BufferedReader(StoredFile(path) if is_url(path) else open(path, 'rb', buffering=0), BUFFER_BYTES)
+
+
 class StoredFile(io.RawIOBase):
     """An object as a file for one who reads it from start to end.
 
-    Opening and reading raise OSError where that cannot be done.
+    Opening and reading raise DataError where that cannot be done.
     """
 
     def __init__(self, address: str):
         try:
             self.reader = obstore.open_reader(*open_store(address, 'SOURCE'), buffer_size=PIECE_BYTES)
         except (BaseError, OSError) as error:
-            raise OSError(store_error(error, address)) from None
+            raise DataError(store_error(error, address)) from None
         self.address = address
 
     def readable(self) -> bool:
@@ -218,6 +224,6 @@ class StoredFile(io.RawIOBase):
         try:
             content = self.reader.read(len(buffer))
         except (BaseError, OSError) as error:
-            raise OSError(store_error(error, self.address)) from None
+            raise DataError(store_error(error, self.address)) from None
         buffer[:len(content)] = content
         return len(content)

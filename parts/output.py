@@ -249,9 +249,16 @@ def join_parts(output: Output, parts: Iterable[str], left_out: Iterable[dict] = 
     """
     joined = Joined()
     with tempfile.TemporaryFile() as skipped:
+        of_files = set()  # the lines of whole files: each piece of a file has the same
+
         def list_skipped(lines: Iterable[dict]) -> None:
             for line in lines:
-                skipped.write(json.dumps(line).encode() + b'\n')
+                text = json.dumps(line)
+                if text in of_files:
+                    continue
+                if line['key'] is None:
+                    of_files.add(text)
+                skipped.write(f'{text}\n'.encode())
                 joined.skipped[line['reason'].partition(':')[0]] += 1
                 if line['reason'].startswith(DAMAGED):
                     joined.damaged.append(line)

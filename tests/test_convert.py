@@ -139,7 +139,7 @@ def test_bad_arguments_are_one_line(tars, tmp_path, capsys):
 def test_nothing_to_convert_is_one_line_and_the_same_command_goes_on_when_that_is_put_right(tmp_path, capsys):
     (tmp_path / 'empty').mkdir()
     assert failing_status(tmp_path / 'empty', tmp_path / 'out') == 2
-    assert f'nothing to convert in SOURCE {tmp_path}/empty: it holds neither tars nor images' in error_line(capsys)
+    assert f'nothing to convert in SOURCE {tmp_path}/empty: it holds no tars, Parquet or images' in error_line(capsys)
     write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a', 'b.jpg': shaded(1)})
     out = tmp_path / 'out'
     assert failing_status(tmp_path / 'in', out) == 1
