@@ -11,7 +11,7 @@ from parts.sources import File
 from parts.tables import Columns
 
 ROWS_AT_ONCE = 32
-BUFFER_BYTES = 8 << 20  # of each column: a row group may be as large as its file
+BUFFER_BYTES = 8 << 20  # of each column, whose row group may be as large as the file
 
 
 def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, str, bytes | Unread]]:
@@ -23,7 +23,7 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, str
     """
     from pyarrow.parquet import ParquetFile  # takes a third of a second
     with (open_file(file.name) as reader,
-          ParquetFile(reader, buffer_size=BUFFER_BYTES, page_checksum_verification=True) as parquet):
+          ParquetFile(reader, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True) as parquet):
         try:
             pair = columns.find(parquet.schema_arrow.names, 'image')
         except ValueError as error:

@@ -1,12 +1,15 @@
 """The rows of Parquet files become the samples that their images are as files, or are named."""
+import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 
 import convert
 from errors.messages import DataError
+from parts.parquet import read_parquet
 from parts.sources import File, find_files, join_neighbours
 from parts.tables import Columns
 from parts.tars import read_samples
@@ -179,3 +182,27 @@ def test_a_store_that_fails_while_parquet_is_read_ends_the_run_and_is_no_damage(
         store.refusals = [(403, 'AccessDenied')] * 100
         with pytest.raises(DataError, match='x.parquet: access is denied'):
             list(samples)
+
+
+class CountingFile(io.BytesIO):
+    """A file that knows how many of its bytes were read."""
+    bytes_read = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        self.bytes_read += len(content)
+        return content
+
+
+def test_of_a_row_group_only_what_comes_next_is_in_memory(tmp_path, monkeypatch):
+    images = [np.random.default_rng(number).bytes(10_000) for number in range(200)]
+    table = pyarrow.table({'image': images, 'text': CAPTIONS * 5})
+    pyarrow.parquet.write_table(table, tmp_path / 'x.parquet', write_batch_size=1, data_page_size=1,
+                                use_dictionary=False)
+    file = CountingFile((tmp_path / 'x.parquet').read_bytes())
+    monkeypatch.setattr('parts.parquet.open_file', lambda path: file)
+    monkeypatch.setattr('parts.parquet.BUFFER_BYTES', 1 << 16)
+    rows = read_parquet(File('x.parquet', 1), Columns())
+    assert next(rows) == (0, '.jpg', images[0])
+    assert file.bytes_read < len(file.getvalue()) / 2
+    assert len(list(rows)) == 399
