@@ -3,6 +3,8 @@
     python convert.py laion/ laion-mds                           # a folder of tars, as img2dataset writes them
     python convert.py 'laion/000*.tar' s3://my-bucket/laion/mds  # a glob, to an object store (s3://, gs://, azure://)
     python convert.py photos/ photos-mds --num_workers 8         # a folder of image files, a .txt beside each
+    python convert.py photos/ photos-mds --captions captions.csv            # or a table of captions
+    python convert.py hub-dataset/ photos-mds                    # Parquet files with columns image and text
     python convert.py s3://my-bucket/tars/ s3://my-bucket/mds --ray auto    # on all machines of a Ray cluster
     python convert.py photos/ photos-mds --held_out 0.01         # one in a hundred goes to photos-mds-held-out instead
 
@@ -34,8 +36,10 @@ from inputs.shards import MDS_COLUMNS
 from inputs.stores import parse_address
 from measuring.progress_bar import progress_bar
 from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, training_command, write_index
+from parts.samples import make_sample
 from parts.sources import find_files, join_neighbours
-from parts.tars import make_sample, read_samples
+from parts.tables import Columns
+from parts.tars import read_samples
 from parts.work import LocalWorkers, Part, RayWorkers, work
 
 
@@ -59,6 +63,11 @@ def is_held_out(image: bytes, fraction: float, seed: int) -> bool:
     """
     draw = hashlib.blake2b(image, digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(draw) < fraction * 2 ** 64
+
+
+def columns_of(settings: Convert) -> Columns:
+    """The columns of tables and Parquet that the flags name."""
+    return Columns(settings.image_column, settings.caption_column)
 
 
 def convert_parts(settings: Convert, outputs: list[Output], parts: list[Part]) -> tuple[int, int]:
@@ -90,7 +99,7 @@ def convert_part(settings: Convert, outputs: list[Output], part: Part) -> int:
     images = 0
     skipped = []
     for file in part.files:
-        for key, fields in read_samples(file):
+        for key, fields in read_samples(file, columns_of(settings)):
             try:
                 sample = make_sample(fields)
             except ValueError as reason:
@@ -120,7 +129,7 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
     """Make the parts that no earlier run has made."""
     sizes = {part.name: sum(file.size for file in part.files) for part in parts}
     to_do = sum(sizes[part.name] for part in missing)
-    files = plural(sum(len(part.files) for part in missing), 'file')
+    files = plural(len({file.name for part in missing for file in part.files}), 'file')
     print(f'converting {files} in {len(missing):,} of {plural(len(parts), "part")}', file=sys.stderr, flush=True)
     images = 0
     with (open_workers(settings, outputs, len(missing)) as workers,
@@ -140,15 +149,16 @@ def convert(settings: Convert) -> int:
     if settings.held_out:
         outs.append(held_out_beside(settings.out))
     outputs = [Output(out, 'OUT') for out in outs]
-    files, left_out = find_files(settings.source, outs)
+    files, left_out = find_files(settings.source, outs, settings.captions, columns_of(settings))
     if not files:
-        found = [f'{line["source"]}: {line["reason"]}' for line in left_out] or ['it holds neither tars nor images']
+        found = [f'{line["source"]}: {line["reason"]}' for line in left_out] or ['it holds no tars, Parquet or images']
         raise ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {found[0]}')
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
              'seed': settings.seed if settings.held_out else None}
+    facts |= {f'{which}_column': name for which, name in columns_of(settings)._asdict().items() if name}
     parts = []
     for of_part in join_neighbours(files, settings.size_limit):
-        parts.append(Part(part_name(facts, formats(), of_part), of_part))
+        parts.append(Part(part_name(facts, formats(), [file.identity() for file in of_part]), of_part))
     with contextlib.ExitStack() as stack:
         for number, output in enumerate(outputs):
             made_of = {'program': PROGRAM, 'is_held_out': number == 1, **facts}
@@ -189,7 +199,8 @@ def what_was_skipped(joined: Joined, held_out: Joined | None, settings: Convert)
         reasons.append(f'--held_out {settings.held_out} takes {held_out.samples:,}')
     listed = f'{", ".join(reasons)}; listed in {settings.out}/{SKIPPED}'
     if 'no caption' in joined.skipped:
-        listed += '; the caption of cat.jpg is expected in cat.txt beside it, or as "caption" in cat.json'
+        listed += ('; the caption of cat.jpg is expected in cat.txt beside it, as "caption" in cat.json, or in a table '
+                   '(--captions)')
     return listed
 
 

@@ -355,6 +355,7 @@ def next_line(samples: int, settings: Encode) -> str:
 
 def encode(settings: Encode) -> dict | None:
     """Encode what is missing, and make a dataset of it; returns the record, or None if nothing was missing."""
+    output = Output(settings.out, '--out')
     files = find_model(settings.model_name, settings.pretrained)
     origin = origin_of_latents(files, settings.image_size)
     index = read_image_index(settings.remote)
@@ -365,7 +366,6 @@ def encode(settings: Encode) -> dict | None:
             print(f'{PROGRAM}: warning: without --pretrained the VAE is random, so that no model can draw from these '
                   'latents; give --model_name FOLDER --pretrained', file=sys.stderr)
     parts = parts_of(index['shards'], facts)
-    output = Output(settings.out, '--out')
     with output.begun({'program': PROGRAM, **facts}, [settings.remote]):
         there = output.parts()
         missing = [part for part in parts if not there.get(part.name)]

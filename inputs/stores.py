@@ -14,20 +14,28 @@ import functools
 import io
 import os
 import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from typing import Any
 
 import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from errors.messages import one_line
+from errors.messages import DataError, one_line
+from inputs.paths import CLAIM, is_url
 
 AZURE_HOST = 'blob.core.windows.net'
 GOOGLE_S3 = 'https://storage.googleapis.com'  # which takes HMAC keys
 PIECE_BYTES = 8 << 20  # that a request of StoredFile asks for
+BUFFER_BYTES = 1 << 20
 # A server that is away for a minute is waited for; one that is gone ends the run after two to four.
 RETRIES = {'max_retries': 1000, 'retry_timeout': timedelta(minutes=2),
            'backoff': {'init_backoff': timedelta(milliseconds=100), 'max_backoff': timedelta(seconds=10), 'base': 2}}
+# Of the first request of a command, which also finds out whether there is a server at all.
+FIRST_RETRIES = RETRIES | {'max_retries': 5, 'retry_timeout': timedelta(seconds=5)}
 # The second is for a request with its content, which is up to 64 MiB.
 TIMEOUTS = {'connect_timeout': timedelta(seconds=20), 'timeout': timedelta(seconds=90)}
 
@@ -52,34 +60,72 @@ def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
     return scheme, account, bucket, key.strip('/')
 
 
-def open_store(address: str, flag: str) -> tuple[ObjectStore, str]:
+def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectStore, str]:
     """A client for an address, and the key in its bucket.
 
     Args:
         address: one of those above.
         flag: what errors call it.
+        is_first: the client gives up early.
 
     Raises ValueError if such a store cannot be reached, no bucket is named, or a profile is missing.
     """
     scheme, account, bucket, key = parse_address(address, flag)
     try:
-        return client(scheme, account, bucket, os.environ.get('S3_ENDPOINT_URL')), key
+        return client(scheme, account, bucket, os.environ.get('S3_ENDPOINT_URL'), is_first), key
     except Exception as error:  # each kind of credentials has its own
         raise ValueError(f'{flag} {address}: no client can be made with these credentials and settings '
                          f'({type(error).__name__}: {short_text(error)})') from None
 
 
+def reach(address: str, flag: str) -> None:
+    """Wait until a store answers, whatever it says. Ctrl-C ends that.
+
+    Raises ValueError within ten seconds if its host is not known or refuses the connection, and DataError if it is
+    silent for longer than RETRIES.
+    """
+    for is_first in (True, False):
+        store, key = open_store(address, flag, is_first)
+        try:
+            interruptible(functools.partial(obstore.head, store, f'{key}/{CLAIM}'.strip('/')))
+            return
+        except (BaseError, OSError) as error:
+            text = str(error)
+            if 'HTTP error' not in text:
+                return  # an answer, such as that there is no such file
+            if 'ConnectionRefused' in text or 'dns error' in text:
+                why = 'its host is not known' if 'dns error' in text else 'the connection is refused'
+                raise ValueError(f'{flag} {address}: {why}; check the address, S3_ENDPOINT_URL and the network'
+                                 ) from None
+            silence = error
+    raise DataError(store_error(silence, f'{flag} {address}'))
+
+
+def interruptible(call: Callable[[], Any]) -> Any:
+    """What a call of obstore returns. Ctrl-C is heard meanwhile, and not by obstore itself."""
+    answer = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # also a panic of Rust
+            answer.set_exception(error)
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result()
+
+
 @functools.cache
-def client(scheme: str, account: str | None, bucket: str, endpoint: str | None) -> ObjectStore:
+def client(scheme: str, account: str | None, bucket: str, endpoint: str | None, is_first: bool) -> ObjectStore:
     """obstore's client for a bucket; `endpoint` is that of an S3 server beside Amazon's."""
+    retries = FIRST_RETRIES if is_first else RETRIES
     if scheme == 'azure':
-        return azure_client(account, bucket)
+        return azure_client(account, bucket, retries)
     if scheme == 'gs':
-        return google_client(bucket)
-    return s3_client(bucket, endpoint)
+        return google_client(bucket, retries)
+    return s3_client(bucket, endpoint, retries)
 
 
-def s3_client(bucket: str, endpoint: str | None) -> S3Store:
+def s3_client(bucket: str, endpoint: str | None, retries: dict) -> S3Store:
     """With the endpoint, the region, the profile and the credentials that boto3 finds."""
     import boto3
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -97,12 +143,12 @@ def s3_client(bucket: str, endpoint: str | None) -> S3Store:
     if os.environ.get('AWS_CA_BUNDLE'):
         with open(os.environ['AWS_CA_BUNDLE'], 'rb') as file:
             options['root_certificate'] = file.read()
-    return S3Store(bucket, virtual_hosted_style_request=False, client_options=options, retry_config=RETRIES, **settings)
+    return S3Store(bucket, virtual_hosted_style_request=False, client_options=options, retry_config=retries, **settings)
 
 
-def google_client(bucket: str) -> ObjectStore:
+def google_client(bucket: str, retries: dict) -> ObjectStore:
     """With the HMAC keys of the environment, else with Google's default credentials, else without any."""
-    options = {'client_options': TIMEOUTS, 'retry_config': RETRIES}
+    options = {'client_options': TIMEOUTS, 'retry_config': retries}
     if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ:
         return S3Store(bucket, region='auto', access_key_id=os.environ['GCS_KEY'],
                        secret_access_key=os.environ['GCS_SECRET'], aws_endpoint_url_s3=GOOGLE_S3,
@@ -115,9 +161,9 @@ def google_client(bucket: str) -> ObjectStore:
         return GCSStore(bucket, skip_signature=True, **options)
 
 
-def azure_client(account: str, container: str) -> AzureStore:
+def azure_client(account: str, container: str, retries: dict) -> AzureStore:
     """With the key of the environment, else with Azure's default credentials."""
-    options = {'account_name': account, 'client_options': TIMEOUTS, 'retry_config': RETRIES}
+    options = {'account_name': account, 'client_options': TIMEOUTS, 'retry_config': retries}
     if 'AZURE_ACCOUNT_ACCESS_KEY' in os.environ:
         return AzureStore(container, account_key=os.environ['AZURE_ACCOUNT_ACCESS_KEY'], **options)
     from obstore.auth.azure import AzureCredentialProvider
@@ -144,17 +190,22 @@ def short_text(error: BaseException) -> str:
     return one_line(Exception(text), 300)
 
 
+def open_file(path: str) -> io.BufferedReader:
+    """A file of this machine, or of a store by its address. Reading one of a store raises DataError where it fails."""
+    return io.BufferedReader(StoredFile(path) if is_url(path) else open(path, 'rb', buffering=0), BUFFER_BYTES)
+
+
 class StoredFile(io.RawIOBase):
     """An object as a file for one who reads it from start to end.
 
-    Opening and reading raise OSError where that cannot be done.
+    Opening and reading raise DataError where that cannot be done.
     """
 
     def __init__(self, address: str):
         try:
             self.reader = obstore.open_reader(*open_store(address, 'SOURCE'), buffer_size=PIECE_BYTES)
         except (BaseError, OSError) as error:
-            raise OSError(store_error(error, address)) from None
+            raise DataError(store_error(error, address)) from None
         self.address = address
 
     def readable(self) -> bool:
@@ -173,6 +224,6 @@ class StoredFile(io.RawIOBase):
         try:
             content = self.reader.read(len(buffer))
         except (BaseError, OSError) as error:
-            raise OSError(store_error(error, self.address)) from None
+            raise DataError(store_error(error, self.address)) from None
         buffer[:len(content)] = content
         return len(content)

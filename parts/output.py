@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shlex
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +28,7 @@ from streaming import MDSWriter
 
 from errors.messages import DataError, redacted
 from inputs.paths import CLAIM, INDEX, is_url
-from inputs.stores import open_store, parse_address, store_error
+from inputs.stores import open_store, reach, store_error
 from settings.train import BATCH_SIZE
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
@@ -45,7 +46,7 @@ class Output:
         out: as the user gave it.
         flag: what errors call it.
 
-    Raises ValueError if it is an address that cannot be written to.
+    Raises ValueError if it is an address that cannot be written to or reached.
     """
 
     def __init__(self, out: str, flag: str):
@@ -54,7 +55,8 @@ class Output:
         self.is_folder = not is_url(out)
         self.out = os.path.realpath(out) if self.is_folder else out.rstrip('/')
         if not self.is_folder:
-            parse_address(out, flag)
+            print(f'reaching {redacted(self.label)}', file=sys.stderr, flush=True)
+            reach(out, flag)
 
     @contextlib.contextmanager
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
@@ -247,9 +249,16 @@ def join_parts(output: Output, parts: Iterable[str], left_out: Iterable[dict] = 
     """
     joined = Joined()
     with tempfile.TemporaryFile() as skipped:
+        of_files = set()  # the lines of whole files: each piece of a file has the same
+
         def list_skipped(lines: Iterable[dict]) -> None:
             for line in lines:
-                skipped.write(json.dumps(line).encode() + b'\n')
+                text = json.dumps(line)
+                if text in of_files:
+                    continue
+                if line['key'] is None:
+                    of_files.add(text)
+                skipped.write(f'{text}\n'.encode())
                 joined.skipped[line['reason'].partition(':')[0]] += 1
                 if line['reason'].startswith(DAMAGED):
                     joined.damaged.append(line)

@@ -1,8 +1,10 @@
-"""What SOURCE names: the tars and images to convert, and what else lies there, with the reason why it is left out.
+"""What SOURCE names: the tars, Parquet files and images to convert, and what else lies there, with the reason why it is
+left out.
 
 One rule splits a name, in tars and in folders: what follows the last dot is the suffix, and what stands before it is
 the key. The caption of KEY.jpg is KEY.txt, or else the "caption" of KEY.json; the case of a suffix does not matter.
 (WebDataset splits at the first dot: all of IMG_2020.01.02.jpg, IMG_2020.01.03.jpg and so on would be one sample.)
+A table of captions goes before both for each image that it names.
 
 Links in folders are followed wherever they lead (part1 -> /disk1): whoever made SOURCE made them. Each real folder is
 searched once, so that loops end, and a file that has two names by links is converted once.
@@ -10,11 +12,13 @@ searched once, so that loops end, and a file that has two names by links is conv
 import fnmatch
 import glob
 import hashlib
+import itertools
 import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from types import MappingProxyType
 from typing import NamedTuple
 
 import obstore
@@ -23,7 +27,8 @@ from obstore.exceptions import BaseError
 from errors.messages import DataError, one_line
 from inputs.images import formats
 from inputs.paths import is_url
-from inputs.stores import open_store, store_error
+from inputs.stores import open_store, reach, store_error
+from parts.tables import METADATA, USUAL_COLUMNS, Columns, Row, read_captions
 
 IMAGES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2', '.ppm')
 HEIF = ('.heic', '.heif')  # read where pillow-heif is installed
@@ -32,7 +37,7 @@ BESIDE_TARS = ('.parquet', '_stats.json')  # what img2dataset writes for 00000.t
 
 
 class File(NamedTuple):
-    """A tar or an image, as it was found.
+    """A tar, a Parquet file or an image, as it was found.
 
     Attributes:
         name: a whole path, or an address in a store.
@@ -40,11 +45,38 @@ class File(NamedTuple):
         captions: of an image, the suffixes of the captions beside it.
         changed: what is another when a file was written again: the nanosecond of its last change, and those of its
             captions; in a store the ETag.
+        caption: of an image that a table of captions names, what that says.
+        piece: of a Parquet file, the bytes of which this is a piece, from start to end: its row groups begin there.
     """
     name: str
     size: int
     captions: tuple[str, ...] = ()
     changed: tuple[int | str, ...] = ()
+    caption: str | None = None
+    piece: tuple[int, int] | None = None
+
+    def identity(self) -> list:
+        """What the name of its part says of it."""
+        return [*self[:4], *(value for value in (self.caption, self.piece) if value is not None)]
+
+    def has_byte(self, offset: int) -> bool:
+        """Whether what begins at a byte of the file belongs to this piece of it."""
+        return self.piece is None or self.piece[0] <= offset < self.piece[1]
+
+
+class Entry(NamedTuple):
+    """A file as its folder has it."""
+    path: str  # or its address
+    real_path: str  # without links
+    size: int  # in bytes
+    change: int | str  # as in File
+
+
+class Folder(NamedTuple):
+    """A folder of this machine, or what a store has below an address."""
+    path: str
+    names: Set[str]
+    find: Callable[[str], Entry | None]  # by its name; None: that is no file
 
 
 class Found(NamedTuple):
@@ -53,28 +85,48 @@ class Found(NamedTuple):
     left_out: list[dict]  # lines for skipped.jsonl: {'source': path, 'key': None, 'reason': 'kind: details'}
 
 
-def find_files(sources: Iterable[str], excluded: Iterable[str] = ()) -> Found:
-    """The tars and images that `sources` name, and what they name that is neither.
+def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: str | None = None,
+               columns: Columns = USUAL_COLUMNS) -> Found:
+    """The tars, Parquet files and images that `sources` name, and what they name that is none of these.
 
-    A source is a file, a folder (searched to its leaves) or a glob; or in a store an address of a tar, of a folder of
-    tars or a glob. What lies in the folders or addresses `excluded`, as that which is being made does, is passed over.
+    A source is a file, a folder (searched to its leaves) or a glob; or in a store an address of a tar or a Parquet
+    file, of a folder of them or a glob. What lies in the folders or addresses `excluded`, as that which is being made
+    does, is passed over.
 
-    Raises ValueError if a source names nothing, and DataError if a folder or a store cannot be read.
+    Args:
+        sources: as the user gave them.
+        excluded: folders or addresses.
+        captions: a table of captions, beside those that are found.
+        columns: of such tables.
+
+    Raises ValueError if a source names nothing or `captions` is no such table, and DataError if a folder or a store
+    cannot be read.
     """
-    search = Search(list(sources), list(excluded))
+    search = Search(list(sources), list(excluded), columns)
+    if captions is not None:
+        try:
+            search.add_table(captions)
+        except OSError as error:
+            raise ValueError(f'--captions {captions} cannot be read ({error.strerror})') from None
+        except ValueError as error:
+            raise ValueError(f'--captions {captions} is no table of captions: {error}') from None
     for source in search.sources:
         if is_url(source):
             search.add_store(source)
         else:
             search.add_paths(source)
+    search.list_rows_without_image()
     return Found(sorted(search.files, key=lambda file: file.name.split('/')), search.left_out)
 
 
 def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:
-    """Parts of a dataset: each is a file, or several neighbours that are together no larger than `part_bytes`."""
+    """Parts of a dataset: each is a file, or several neighbours that are together no larger than `part_bytes`.
+
+    A larger Parquet file is taken in pieces.
+    """
     parts = []
     size = 0
-    for file in files:
+    for file in itertools.chain.from_iterable(pieces_of(file, part_bytes) for file in files):
         if parts and size + file.size <= part_bytes and not begins_part(file, part_bytes):
             parts[-1].append(file)
             size += file.size
@@ -82,6 +134,17 @@ def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:
             parts.append([file])
             size = file.size
     return parts
+
+
+def pieces_of(file: File, part_bytes: int) -> list[File]:
+    """Pieces of a Parquet file, each no larger than `part_bytes`; any other file as it is."""
+    if split_name(file.name)[1].lower() != '.parquet' or file.size <= part_bytes:
+        return [file]
+    pieces = []
+    for start in range(0, file.size, part_bytes):
+        end = min(start + part_bytes, file.size)
+        pieces.append(file._replace(size=end - start, piece=(start, end)))
+    return pieces
 
 
 def begins_part(file: File, part_bytes: int) -> bool:
@@ -117,60 +180,26 @@ def captions_among(suffixes: Iterable[str]) -> list[str]:
 
 
 def why_not_read(suffix: str) -> str:
-    """Why a file of this suffix is neither image, caption nor tar."""
+    """Why a file of this suffix is neither image, caption, tar nor Parquet."""
     if suffix.lower() in HEIF:
         return f'{suffix} needs a package (pip install pillow-heif)'
     return f'{suffix or "a file without a suffix"} is not read'
 
 
-class Folder:
-    """A folder of this machine, and the names in it."""
-    has_images = True  # that can be read
+def local_folder(path: str, names: Iterable[str]) -> Folder:
+    """A folder of this machine."""
+    real_folder = os.path.realpath(path)
 
-    def __init__(self, path: str, names: Iterable[str]):
-        self.path = path
-        self.real_path = os.path.realpath(path)
-        self.names = set(names)
-
-    def path_of(self, name: str) -> str:
-        return os.path.join(self.path, name)
-
-    def real_path_of(self, name: str) -> str:
-        """The path of a file without links."""
-        path = os.path.join(self.real_path, name)
-        return os.path.realpath(path) if os.path.islink(path) else path
-
-    def is_file(self, name: str) -> bool:
-        return os.path.isfile(self.path_of(name))
-
-    def size_and_change(self, name: str) -> tuple[int, int | str]:
-        """Bytes, and what is another when the file was written again."""
-        status = os.stat(self.path_of(name))
-        return status.st_size, status.st_mtime_ns
-
-
-class StoredFolder:
-    """What a store has below one address: for all that is asked of a Folder, from one list."""
-    has_images = False
-
-    def __init__(self, address: str):
-        self.address = address
-        self.objects = {}  # what obstore says of each, by name
-
-    @property
-    def names(self) -> Set[str]:
-        return self.objects.keys()
-
-    def path_of(self, name: str) -> str:
-        return f'{self.address}/{name}'
-
-    real_path_of = path_of
-
-    def is_file(self, name: str) -> bool:
-        return True
-
-    def size_and_change(self, name: str) -> tuple[int, int | str]:
-        return self.objects[name]['size'], self.objects[name]['e_tag'] or str(self.objects[name]['last_modified'])
+    def find(name: str) -> Entry | None:
+        file = os.path.join(path, name)
+        if not os.path.isfile(file):
+            return None
+        real = os.path.join(real_folder, name)
+        if os.path.islink(real):
+            real = os.path.realpath(real)
+        status = os.stat(file)
+        return Entry(file, real, status.st_size, status.st_mtime_ns)
+    return Folder(path, set(names), find)
 
 
 class Search:
@@ -178,9 +207,11 @@ class Search:
 
     Attributes:
         names: the name of each file and folder by its real path.
+        tables: the real paths of the tables of captions.
+        captions: the row of each image that a table names, by its real path, and the name of the table.
     """
 
-    def __init__(self, sources: list[str], excluded: list[str]):
+    def __init__(self, sources: list[str], excluded: list[str], columns: Columns):
         if '' in sources:
             raise ValueError('SOURCE is empty; a variable of the shell may not be set')
         self.sources = [source if is_url(source) else os.path.abspath(source) for source in sources]
@@ -189,10 +220,42 @@ class Search:
         self.files: list[File] = []
         self.left_out: list[dict] = []
         self.names: dict[str, str] = {}
+        self.columns = columns
+        self.tables: set[str] = set()
+        self.captions: dict[str, tuple[Row, str]] = {}
 
-    def leave_out(self, name: str, reason: str) -> None:
-        """List something with a reason, which begins with its kind, before a colon."""
-        self.left_out.append({'source': name, 'key': None, 'reason': reason})
+    def leave_out(self, name: str, reason: str, key: int | None = None) -> None:
+        """List something with a reason, which begins with its kind, before a colon; of a table the row is the key."""
+        self.left_out.append({'source': name, 'key': key, 'reason': reason})
+
+    def add_table(self, path: str) -> None:
+        """Take the captions of a table. Raises ValueError if it is none, and OSError."""
+        real = os.path.realpath(path)
+        if real in self.tables:
+            return
+        self.tables.add(real)
+        folder = os.path.realpath(os.path.dirname(path))
+        for row in read_captions(path, self.columns):
+            image = os.path.realpath(os.path.join(folder, row.image))
+            if image in self.captions:
+                self.leave_out(path, f'a second caption: of {row.image}', row.number)
+            else:
+                self.captions[image] = (row, path)
+
+    def add_metadata(self, folder: Folder) -> None:
+        """Take the captions of the tables that lie in a folder; one that is none is listed."""
+        for name in METADATA:
+            if name in folder.names:
+                try:
+                    self.add_table(os.path.join(folder.path, name))
+                except ValueError as error:
+                    self.leave_out(os.path.join(folder.path, name), f'no table of captions: {error}')
+
+    def list_rows_without_image(self) -> None:
+        """List the rows of tables whose images are not there."""
+        for image, (row, table) in self.captions.items():
+            if image not in self.names and not os.path.isfile(image):
+                self.leave_out(table, f'no image: there is no {row.image}', row.number)
 
     def add_paths(self, source: str) -> None:
         """A file, a folder or a glob. Raises ValueError if it names nothing."""
@@ -200,21 +263,25 @@ class Search:
         if not os.path.lexists(source):
             found = sorted(glob.glob(source, recursive=True))
         if not found:
-            raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
+            raise ValueError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
+        folders = []
         named = defaultdict(set)  # files by their folders
         for path in found:
-            if not os.path.isdir(path):
+            if os.path.isdir(path):
+                folders.append(path)
+            else:
                 folder, name = os.path.split(path)
                 named[folder].add(name)
-            elif self.is_to_be_searched(path):
+        for folder, names in sorted(named.items()):  # before the folders, whose captions may be in a table of these
+            self.add_files(local_folder(folder, os.listdir(folder)), names)
+        for path in folders:
+            if self.is_to_be_searched(path):
                 self.add_folder(path)
-        for folder, names in sorted(named.items()):
-            self.add_files(Folder(folder, os.listdir(folder)), names)
 
     def add_folder(self, top: str) -> None:
         """All that a folder holds, and those below it."""
         for folder, subfolders, names in os.walk(top, onerror=self.list_unreadable, followlinks=True):
-            self.add_files(Folder(folder, names), names)
+            self.add_files(local_folder(folder, names), names)
             paths = [os.path.join(folder, name) for name in sorted(subfolders)]
             subfolders[:] = [os.path.basename(path) for path in paths if self.is_to_be_searched(path)]
 
@@ -244,66 +311,71 @@ class Search:
             raise DataError(f'SOURCE {error.filename} cannot be read ({one_line(error)})') from None
         self.leave_out(error.filename, 'cannot be opened: Permission denied')
 
-    def add_files(self, folder: Folder | StoredFolder, names: Iterable[str]) -> None:
+    def add_files(self, folder: Folder, names: Iterable[str]) -> None:
         """Those files of a folder that are called `names`; their captions are among all that it has."""
+        is_stored = is_url(folder.path)
+        if not is_stored:
+            self.add_metadata(folder)
         images = defaultdict(list)  # by key
         captions = []
         for name in sorted(names):
             key, suffix = split_name(name)
-            path = folder.path_of(name)
-            if not folder.is_file(name):
+            path = os.path.join(folder.path, name)
+            entry = folder.find(name)
+            if entry is None:
                 self.leave_out(path, 'no file: a broken link, a pipe, a socket or a device')
             elif name.startswith('.') and path not in self.sources:
                 self.leave_out(path, 'hidden')
-            elif suffix.lower() == '.tar':
-                self.add(folder, name)
-            elif is_beside_tar(name, folder.names):
+            elif is_beside_tar(name, folder.names) or entry.real_path in self.tables:
                 continue
-            elif (is_image(suffix) or is_caption(suffix)) and not folder.has_images:
-                self.leave_out(path, 'no tar: of a store, tars are read; copy the folder here, or pack it')
+            elif suffix.lower() in ('.tar', '.parquet'):
+                self.add(entry)
+            elif (is_image(suffix) or is_caption(suffix)) and is_stored:
+                self.leave_out(path, 'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
             elif is_image(suffix):
-                images[key].append(name)
+                images[key].append(entry)
             elif is_caption(suffix):
                 captions.append(name)
             else:
-                self.leave_out(path, f'not an image, a caption or a tar: {why_not_read(suffix)}')
+                self.leave_out(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
         for name in captions:
             key, _ = split_name(name)
             if key not in images:
-                self.leave_out(folder.path_of(name), 'no image')
+                self.leave_out(os.path.join(folder.path, name), 'no image')
         if images:
             self.add_images(folder, images)
 
-    def add_images(self, folder: Folder, images: dict[str, list[str]]) -> None:
-        """The images of a folder by their key, each with the captions that the folder has for it."""
-        captions = defaultdict(list)  # suffixes, by key
+    def add_images(self, folder: Folder, images: dict[str, list[Entry]]) -> None:
+        """The images of a folder by their key, each with its row of a table, or the captions that the folder has."""
+        captions = defaultdict(dict)  # by key and suffix
         for name in folder.names:
             key, suffix = split_name(name)
-            if key in images and is_caption(suffix) and folder.is_file(name):
-                captions[key].append(suffix)
-        for key, names in images.items():
-            if len(names) == 1:
-                self.add(folder, names[0], captions_among(captions[key]))
-                continue
-            for name in names:  # one may be a mask of the other
-                self.leave_out(folder.path_of(name), f'more than one image: {", ".join(names)}')
+            if key in images and is_caption(suffix) and (entry := folder.find(name)):
+                captions[key][suffix] = entry
+        for key, entries in images.items():
+            for entry in entries:
+                if entry.real_path in self.captions:
+                    row, _ = self.captions[entry.real_path]
+                    self.add(entry, caption=row.caption)
+                elif len(entries) == 1:
+                    self.add(entry, captions[key])
+                else:  # one may be a mask of the other
+                    names = [os.path.basename(one.path) for one in entries]
+                    self.leave_out(entry.path, f'more than one image: {", ".join(names)}')
 
-    def add(self, folder: Folder | StoredFolder, name: str, captions: Iterable[str] = ()) -> None:
-        """A tar, or an image with the suffixes of its captions, unless it was found by another name."""
-        path = folder.path_of(name)
-        if not self.is_new(path, folder.real_path_of(name)):
+    def add(self, entry: Entry, captions: Mapping[str, Entry] = MappingProxyType({}), caption: str | None = None
+            ) -> None:
+        """A tar, a Parquet file, or an image with its captions by suffix or the one of a table, unless it was found by
+        another name."""
+        if not self.is_new(entry.path, entry.real_path):
             return
-        key, _ = split_name(name)
-        size, change = folder.size_and_change(name)
-        changed = [change]
-        for suffix in captions:
-            size_of_caption, change = folder.size_and_change(key + suffix)
-            size += size_of_caption
-            changed.append(change)
-        self.files.append(File(path, size, tuple(captions), tuple(changed)))
+        suffixes = captions_among(captions)
+        files = [entry, *(captions[suffix] for suffix in suffixes)]
+        size = sum(file.size for file in files)
+        self.files.append(File(entry.path, size, tuple(suffixes), tuple(file.change for file in files), caption))
 
     def add_store(self, source: str) -> None:
-        """The tars of an address, from one list of it.
+        """The tars and Parquet files of an address, from one list of it.
 
         Raises ValueError if it names nothing, and DataError if it cannot be listed.
         """
@@ -313,6 +385,7 @@ class Search:
         if beginning != key:
             beginning = beginning.rpartition('/')[0]
         print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
+        reach(source, 'SOURCE')
         try:
             found = [entry for page in obstore.list(store, beginning or None) for entry in page]
             if not found and key and beginning == key:
@@ -321,16 +394,17 @@ class Search:
             found = []
         except (BaseError, OSError) as error:
             raise DataError(store_error(error, f'SOURCE {source}')) from None
-        folders: dict[str, StoredFolder] = {}
+        entries = defaultdict(dict)  # by their folders and names
         named = defaultdict(list)  # objects by their folders
         for entry in found:
-            path, _, name = f'{bucket}/{entry["path"]}'.rpartition('/')
-            folder = folders.setdefault(path, StoredFolder(path))
-            folder.objects[name] = entry
+            address = f'{bucket}/{entry["path"]}'
+            path, _, name = address.rpartition('/')
+            change = entry['e_tag'] or str(entry['last_modified'])
+            entries[path][name] = Entry(address, address, entry['size'], change)
             if beginning == key or fnmatch.fnmatchcase(entry['path'], key):  # in which * matches /
                 named[path].append(name)
         if not named:
-            raise ValueError(f'SOURCE {source} does not exist; give a tar, a folder, or a glob that matches some')
+            raise ValueError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
         for path, names in named.items():
             if f'{path}/'.startswith(self.excluded_addresses):
                 continue
@@ -338,7 +412,7 @@ class Search:
                 for name in names:
                     self.leave_out(f'{path}/{name}', 'hidden')
             else:
-                self.add_files(folders[path], names)
+                self.add_files(Folder(path, entries[path].keys(), entries[path].get), names)
 
 
 def is_beside_tar(name: str, present: Set[str]) -> bool:

@@ -1,21 +1,21 @@
-"""Images with captions out of tars and image files, made into samples.
+"""Images with captions out of tars and image files; of Parquet files parts/parquet.py reads the rows.
 
 A link in a tar is not followed, since a stranger can have made it; parts/sources.py says of those in folders.
 """
 import errno
 import io
-import json
 import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from errors.messages import DataError, one_line
-from inputs.images import decode_image
-from inputs.paths import is_url
-from inputs.stores import StoredFile
+from inputs.stores import open_file
 from parts.output import DAMAGED
-from parts.sources import File, captions_among, is_caption, is_hidden, is_image, split_name, why_not_read
+from parts.parquet import read_parquet
+from parts.samples import Fields, Unread
+from parts.sources import File, is_caption, is_hidden, is_image, split_name, why_not_read
+from parts.tables import USUAL_COLUMNS, Columns
 
 MAX_BYTES = 256 << 20  # of an image or a caption: a tar can declare any size
 MAX_OPEN = 4  # samples whose files may lie between each other's, such as a.jpg, a.seg.png, a.txt
@@ -24,40 +24,45 @@ END_BYTES = 1024  # of zeros, that a tar ends with
 RECORD_BYTES = 10240  # writers of tars fill the last record of so many bytes with zeros
 
 
-class Unread(str):
-    """Why a file of a sample was not read."""
+def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple[str | int | None, Fields]]:
+    """Yield (key, fields) of each sample of a tar, a Parquet file or an image file, for `make_sample`.
 
+    Last comes (None, {DAMAGED: why}) if a file is cut short or damaged; the samples before it are whole.
 
-Fields = dict[str, bytes | Unread]  # the files of a sample by their suffixes
-
-
-def read_samples(file: File) -> Iterator[tuple[str | None, Fields]]:
-    """Yield (key, fields) of each sample of a tar or an image file, for `make_sample`.
-
-    Last comes (None, {DAMAGED: why}) if a tar is cut short or damaged; the samples before it are whole.
+    Args:
+        file: of which the samples are read; its suffix says what it is.
+        columns: of images and captions in Parquet.
 
     Raises DataError if the file cannot be read, as when a network file system is away: nothing can then be said of what
     it holds.
     """
-    yield from group_by_key(whole_files(file))
+    yield from group_by_key(whole_files(file, columns))
 
 
-def whole_files(file: File) -> Iterator[tuple[str | None, str, bytes | Unread]]:
-    """Yield (key, suffix, content) of each file of a tar, or of an image file with its captions, up to any damage."""
-    read_files = read_tar if split_name(file.name)[1].lower() == '.tar' else read_image
+def whole_files(file: File, columns: Columns) -> Iterator[tuple[str | int | None, str, bytes | Unread]]:
+    """Yield (key, suffix, content) of each file of a tar, of each column of a Parquet file's rows, or of an image file
+    with its captions, up to any damage."""
+    suffix = split_name(file.name)[1].lower()
     try:
-        yield from read_files(file)
-    except MemoryError:
-        raise  # which says nothing of the file
+        if suffix == '.tar':
+            yield from read_tar(file)
+        elif suffix == '.parquet':
+            yield from read_parquet(file, columns)
+        else:
+            yield from read_image(file)
+    except (MemoryError, DataError):
+        raise  # which say nothing of what the file holds
     except OSError as error:
-        if error.errno != errno.EINVAL:  # no place of a file is as far as a garbled header says
+        # pyarrow's own have no number, and no place of a file is as far as a garbled header of a tar says
+        if error.errno not in (None, errno.EINVAL):
             raise DataError(f'{file.name} cannot be read ({type(error).__name__}: {one_line(error)})') from None
         yield None, DAMAGED, Unread(one_line(error))
-    except Exception as error:  # a garbled header makes tarfile raise nearly anything
+    except Exception as error:  # damaged bytes make tarfile and pyarrow raise nearly anything
         yield None, DAMAGED, Unread(one_line(error))
 
 
-def group_by_key(files: Iterator[tuple[str, str, bytes | Unread]]) -> Iterator[tuple[str, Fields]]:
+def group_by_key(files: Iterator[tuple[str | int | None, str, bytes | Unread]]
+                 ) -> Iterator[tuple[str | int | None, Fields]]:
     """Samples from files of one key, which may lie some files apart."""
     samples: dict[str, Fields] = {}
     for key, suffix, content in files:
@@ -71,10 +76,13 @@ def group_by_key(files: Iterator[tuple[str, str, bytes | Unread]]) -> Iterator[t
 
 
 def read_image(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
-    """Yield (key, suffix, content) of an image file and of the captions beside it."""
+    """Yield (key, suffix, content) of an image file and of its captions."""
     stem, suffix = split_name(file.name)
+    key = os.path.basename(stem)
     for part in (suffix, *file.captions):
-        yield os.path.basename(stem), part, Path(stem + part).read_bytes()
+        yield key, part, Path(stem + part).read_bytes()
+    if file.caption is not None:
+        yield key, '.txt', file.caption.encode(errors='surrogatepass')
 
 
 def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
@@ -83,8 +91,7 @@ def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
 
     Raises tarfile.ReadError, or nearly anything else, where it is damaged.
     """
-    raw = StoredFile(file.name) if is_url(file.name) else open(file.name, 'rb', buffering=0)
-    with io.BufferedReader(raw, BUFFER_BYTES) as reader:
+    with open_file(file.name) as reader:
         is_empty = True
         is_more = True
         while is_more:
@@ -137,47 +144,3 @@ def read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> b
     if member.size > MAX_BYTES:
         return Unread('too large')
     return tar.extractfile(member).read()
-
-
-def make_sample(fields: Fields) -> dict[str, bytes | str]:
-    """The columns of the shards from what `read_samples` gives. ValueError, with the reason: there is no sample in it.
-
-    A reason has its kind before the first colon, by which reasons are counted.
-    """
-    if DAMAGED in fields:
-        raise ValueError(f'{DAMAGED}: {fields[DAMAGED]}')
-    images = [suffix for suffix in fields if is_image(suffix)]
-    if not images:
-        unread = [f': {content}' for content in fields.values() if isinstance(content, Unread)]
-        raise ValueError('no image' + ''.join(unread[:1]))
-    if len(images) > 1:  # one may be a mask of the other
-        raise ValueError('more than one image')
-    image = require_read(fields[images[0]], 'no image')
-    caption = read_caption(fields)
-    if not caption.strip():
-        raise ValueError('empty caption')
-    decode_image(image)
-    return {'jpg': image, 'caption': caption}
-
-
-def require_read(content: bytes | Unread, label: str) -> bytes:
-    """The content itself. Raises ValueError if it was not read."""
-    if isinstance(content, Unread):
-        raise ValueError(f'{label}: {content}')
-    return content
-
-
-def read_caption(fields: Fields) -> str:
-    """The text of a sample's .txt, or the `caption` of its .json. ValueError, with the reason: there is none."""
-    found = captions_among(fields)
-    if not found:
-        raise ValueError('no caption')
-    content = require_read(fields[found[0]], 'no caption')
-    try:
-        if found[0].lower() == '.txt':
-            return content.decode('utf-8-sig').rstrip('\r\n')
-        return json.loads(content)['caption'].encode().decode()  # JSON can hold what UTF-8 cannot
-    except UnicodeError:
-        raise ValueError('caption is not UTF-8') from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError('no caption') from None

@@ -47,14 +47,21 @@ class Cluster:
 @dataclass(frozen=True, kw_only=True)
 class Convert(Cluster):
     """conversion"""
-    source: tuple[str, ...] = positional('tars, folders of tars or of images, or globs; or tars in an object store '
-                                         '(s3://bucket/tars/)')
+    source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; or tars or '
+                                         'Parquet files in an object store (s3://bucket/tars/)')
     out: str = positional('new folder, or an address in an object store (s3://, gs://, azure://)')
     held_out: float | None = flag(
         None, 'keep this share of the samples, drawn by --seed, out of OUT, and write them to OUT-held-out, for '
         '--eval_remote of benchmark.py', converter=fraction, metavar='SHARE')
     seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
                      converter=seed)
+    captions: str | None = flag(None, 'a CSV, or JSON lines (.jsonl), with the captions of images, whose paths are '
+                                'relative to its folder (default: none beside metadata.csv and metadata.jsonl in the '
+                                'folders of SOURCE)', metavar='FILE')
+    image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '
+                                    'table of captions (default: file_name)', metavar='NAME')
+    caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table of captions (default: '
+                                      'text, caption, or the only other one)', metavar='NAME')
     num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)',
                                    converter=count)
     size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', converter=shard_size,

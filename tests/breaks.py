@@ -83,7 +83,7 @@ BREAKS = {
         {'device_batch] < self.probability)': 'device_batch] < 0.5)'}, 'tests/training/test_augmentation.py'),
     'a_file_is_dropped_in_silence': Break(
         'a file that cannot be converted is not listed in skipped.jsonl', 'parts/sources.py',
-        {"self.leave_out(path, f'not an image, a caption or a tar: {why_not_read(suffix)}')": 'pass'},
+        {"self.leave_out(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')": 'pass'},
         'tests/parts/test_sources.py'),
     'out_is_not_guarded': Break(
         'a run writes among the files of somebody else', 'parts/output.py',

@@ -4,6 +4,7 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 from PIL import Image, ImageOps
 from streaming import MDSWriter
 
@@ -51,6 +52,13 @@ def write_sample_tar(path: Path, samples: list[dict]) -> str:
         files[f'{index:05}.jpg'] = sample['jpg']
         files[f'{index:05}.txt'] = sample['caption'].encode()
     return str(write_tar(path, files))
+
+
+def write_parquet(path: Path, columns: dict[str, list], rows_of_group: int = 100) -> Path:
+    """A Parquet file, in row groups of as many rows; a dict in a column becomes a struct, as the hub has its images."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows_of_group)
+    return path
 
 
 def shaded(shade: int, format: str = 'JPEG') -> bytes:

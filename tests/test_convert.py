@@ -35,7 +35,7 @@ def skipped(out: Path) -> dict[str, str]:
 def error_line(capsys) -> str:
     """The one line of a command that has failed, beside those of a run that says what it does."""
     *first_lines, error = capsys.readouterr().err.splitlines()
-    assert all(line.startswith(('converting ', 'listing ')) for line in first_lines), first_lines
+    assert all(line.startswith(('converting ', 'listing ', 'reaching ')) for line in first_lines), first_lines
     assert error.startswith('convert.py: error: ')
     return error
 
@@ -139,7 +139,7 @@ def test_bad_arguments_are_one_line(tars, tmp_path, capsys):
 def test_nothing_to_convert_is_one_line_and_the_same_command_goes_on_when_that_is_put_right(tmp_path, capsys):
     (tmp_path / 'empty').mkdir()
     assert failing_status(tmp_path / 'empty', tmp_path / 'out') == 2
-    assert f'nothing to convert in SOURCE {tmp_path}/empty: it holds neither tars nor images' in error_line(capsys)
+    assert f'nothing to convert in SOURCE {tmp_path}/empty: it holds no tars, Parquet or images' in error_line(capsys)
     write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a', 'b.jpg': shaded(1)})
     out = tmp_path / 'out'
     assert failing_status(tmp_path / 'in', out) == 1
@@ -212,6 +212,15 @@ def test_formats_that_can_be_read_since_make_a_tar_another_part(tars, tmp_path, 
     capsys.readouterr()
     assert convert.main(argv) == 0
     assert 'converting 3 files in 1 of 1 part' in capsys.readouterr().err
+
+
+def test_a_store_that_refuses_connections_ends_the_command_before_anything_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
+    monkeypatch.setattr('convert.find_files', lambda *args: pytest.fail('SOURCE is read'))
+    assert failing_status(tmp_path, 's3://bucket/out') == 2
+    first, line = capsys.readouterr().err.splitlines()
+    assert first == 'reaching OUT s3://bucket/out'
+    assert line.startswith('convert.py: error: OUT s3://bucket/out: the connection is refused; check the address, ')
 
 
 def test_an_error_holds_no_password(tars, capsys):
@@ -318,7 +327,7 @@ def test_tars_of_a_store_are_read_over_connections_that_break_and_refusals(tmp_p
             store.put(name, Path(write_sample_tar(tmp_path / 'x.tar', members)).read_bytes())
         store.put('tars/2.tar', store.objects['tars/0.tar'][:100_000])
         store.cuts = [300_000, 400_000, 1000, 10]
-        store.refusals = [(503, 'SlowDown'), (500, 'InternalError')]
+        store.refusals = [(503, 'SlowDown'), (500, 'InternalError')] * 2
         assert convert.main(['s3://bucket/tars/', str(tmp_path / 'out'), '--num_workers', '1']) == 1
         assert not store.cuts
         assert not store.refusals

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from errors.messages import DataError, disk_is_full, one_line
 from training.ranks import on_every_rank, on_rank_0
+from training.safeguard import DatasetChanged
 from training.signals import SIGNALS
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
@@ -200,6 +201,10 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
     try:
         with weights_only_load(checkpoint):
             yield
+    except DatasetChanged as error:
+        raise ValueError(f'--save_folder {folder}: the data of --remote has changed since {checkpoint} was written '
+                         f'({error}), so that its epoch cannot go on; train on the new data with a new --save_folder '
+                         f'and --load_weights {checkpoint}') from None
     except (RuntimeError, KeyError, ValueError) as error:
         of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
         if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):

@@ -27,6 +27,10 @@ class NonFiniteStep(Exception):
     """The loss of a batch, or a gradient of it, is infinite or not a number."""
 
 
+class DatasetChanged(ValueError):
+    """The dataset of --remote is another than that of the run that is resumed."""
+
+
 def lay_out_as_weights(optimizer: torch.optim.Optimizer) -> None:
     """Bring an optimizer's moments into the memory format of their weights, and out of the file that they lie in.
 
@@ -141,16 +145,14 @@ class Safeguard(Callback):
         return {'flags': self.flags}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError if a flag of the run that is resumed had another value."""
+        """Raises ValueError if a flag of the run that is resumed had another value, DatasetChanged if the data had."""
         before = state['flags']
         for flag in SAME_ON_RESUME:
             now = self.flags.get(flag)
             if flag not in before or before[flag] == now:
                 continue
             if flag == DATASET:
-                raise ValueError('the dataset of --remote was made anew since, its order is another: the hash of its '
-                                 f'index was {before[flag]}, and is {now} now; give the old one, or a new '
-                                 '--save_folder with --load_weights')
+                raise DatasetChanged(f'the hash of its index was {before[flag]}, and is {now} now')
             if flag == MODEL:
                 raise ValueError(f'--model_name {self.flags["model_name"]} has another configuration than '
                                  f'{before["model_name"]} had')

@@ -1,13 +1,16 @@
 """Stores are opened with the environment that Streaming takes, and what goes wrong there is one line."""
 import os
 import re
+import signal
+import socket
+import threading
 from datetime import timedelta
 
 import obstore
 import pytest
 
 from inputs import stores
-from inputs.stores import RETRIES, open_store, store_error
+from inputs.stores import FIRST_RETRIES, RETRIES, open_store, reach, store_error
 from tests.local_s3 import local_s3
 
 SECRET = 'c2VjcmV0LWtleQ=='
@@ -113,3 +116,50 @@ def test_errors_of_a_store_are_one_line_without_secrets(monkeypatch):
         assert error_of(403, 'AccessDenied').startswith('s3://bucket/a: access is denied; check the name and')
         assert 'SlowDown' in error_of(503, 'SlowDown')
     assert 'error sending request' in error_of(0, '')
+
+
+@pytest.fixture
+def silent_server(monkeypatch):
+    """A listener that answers nothing, which the environment names."""
+    listener = socket.create_server(('127.0.0.1', 0))
+    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://127.0.0.1:{listener.getsockname()[1]}')
+    with listener:
+        yield listener
+
+
+@pytest.mark.parametrize('endpoint, words', [
+    ('http://127.0.0.1:1', 'the connection is refused'), ('http://no-such-host.invalid', 'its host is not known')])
+def test_a_store_that_is_not_there_is_given_up_soon(monkeypatch, endpoint, words):
+    """Within the few seconds of FIRST_RETRIES; those of all other requests would take minutes."""
+    monkeypatch.setenv('S3_ENDPOINT_URL', endpoint)
+    monkeypatch.setattr(stores, 'RETRIES', None)
+    with pytest.raises(ValueError, match=f'^OUT s3://bucket/a: {words}; check the address, S3_ENDPOINT_URL and the'):
+        reach('s3://bucket/a', 'OUT')
+    assert FIRST_RETRIES['retry_timeout'] <= timedelta(seconds=5)
+
+
+@pytest.mark.parametrize('refusal', [(404, 'NoSuchKey'), (403, 'AccessDenied')])
+def test_a_store_is_reached_whatever_it_answers(monkeypatch, refusal):
+    with local_s3(monkeypatch) as server:
+        server.refusals = [refusal]
+        reach('s3://bucket/a', 'OUT')
+        assert len(server.requests) == 1
+
+
+def test_ctrl_c_is_heard_while_a_silent_store_is_waited_for(monkeypatch, silent_server):
+    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'a')
+    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', SECRET)
+    connections = []
+
+    def interrupt_at_first() -> None:
+        connections.append(silent_server.accept()[0])
+        os.kill(os.getpid(), signal.SIGINT)
+        connections.append(silent_server.accept()[0])  # where the first was given up
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=interrupt_at_first, daemon=True).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            reach('s3://bucket/a', 'OUT')
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(connections) == 1

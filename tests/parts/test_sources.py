@@ -48,11 +48,11 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
          'photo.xyz', 'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar')
     os.mkfifo(tmp_path / 'pipe.tar')
     found = find_files([str(tmp_path)])
-    assert names_of(found, tmp_path) == ['x.tar']
-    other = 'not an image, a caption or a tar: '
+    assert names_of(found, tmp_path) == ['x.tar', 'y.parquet']
+    other = 'not an image, a caption, a tar or Parquet: '
     two = 'more than one image: two.jpg, two.png'
     assert reasons_of(found, tmp_path) == {
-        'y.parquet': f'{other}.parquet is not read', 'y_stats.json': 'no image',
+        'y_stats.json': 'no image',
         'x.tar.gz': f'{other}.gz is not read', 'photo.xyz': f'{other}.xyz is not read',
         'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
@@ -66,7 +66,7 @@ def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path, monkeypat
     assert [(file.name, file.size, file.captions) for file in found.files] == [
         (f'{tmp_path}/a.jpg', 2, ('.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
     assert not found.left_out
-    with pytest.raises(ValueError, match='SOURCE .* does not exist; give a tar, a folder, or a glob'):
+    with pytest.raises(ValueError, match='SOURCE .* does not exist; give a file, a folder, or a glob'):
         find_files([f'{tmp_path}/*.gif'])
 
 
@@ -107,13 +107,13 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
             ('s3://bucket/tars/0.tar', 1), ('s3://bucket/tars/deep/[1] #?%41.tar', 1)]
         assert {line['source'].removeprefix('s3://bucket/tars/'): line['reason'].partition(':')[0]
                 for line in found.left_out} == {
-            '.tmp/2.tar': 'hidden', '3.jpg': 'no tar', 'x.tar.gz': 'not an image, a caption or a tar'}
+            '.tmp/2.tar': 'hidden', '3.jpg': 'no tar', 'x.tar.gz': 'not an image, a caption, a tar or Parquet'}
         assert [file.name for file in find_files(['s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar']).files] == [
             's3://bucket/tars/deep/[1] #?%41.tar', 's3://bucket/tars.tar']
         assert find_files(['s3://bucket/']).files[-1].name == 's3://bucket/tars.tar'
         with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
             find_files(['s3://bucket/nothing'])
-        store.refusals = [(403, 'AccessDenied')]
+        store.refusals = [(403, 'AccessDenied')] * 2
         with pytest.raises(DataError, match='SOURCE s3://bucket/tars: access is denied'):
             find_files(['s3://bucket/tars'])
 
@@ -162,8 +162,9 @@ def test_what_img2dataset_writes_beside_tars_is_not_listed_in_a_store_either(tmp
             store.put(f'tars/{name}', b'1')
         for place in (f'{tmp_path}/tars', 's3://bucket/tars', 's3://bucket/tars/*'):
             found = find_files([place])
-            left_out = [line['source'].rpartition('/')[2] for line in found.left_out]
-            assert [len(found.files), *left_out] == [1, '00001.parquet'], place
+            names_found = [file.name.rpartition('/')[2] for file in found.files]
+            assert names_found == ['00000.tar', '00001.parquet'], place
+            assert not found.left_out, place
 
 
 def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):

@@ -6,8 +6,9 @@ import pytest
 
 from errors.messages import DataError
 from parts.output import DAMAGED
+from parts.samples import make_sample
 from parts.sources import File
-from parts.tars import make_sample, read_samples
+from parts.tars import read_samples
 from tests.privileges import without_privileges
 from tests.samples import sample_files, write_tar
 

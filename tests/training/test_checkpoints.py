@@ -345,7 +345,8 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path):
         newest_checkpoint(str(tmp_path / 'loop'))
 
 
-def test_a_resume_with_another_flag_or_a_dataset_that_was_made_anew_is_refused(tmp_path, results, capfd):
+def test_a_resume_with_another_flag_or_on_data_that_has_changed_is_refused_with_a_way_to_go_on(tmp_path, results,
+                                                                                                 capfd):
     shards = tmp_path / 'shards'
     argv = ['--remote', write_shards(shards, [good(index) for index in range(8)]), *TINY, '--max_duration', '2ba',
             '--save_folder', str(tmp_path / 'kept'), '--autoresume', '--results', str(results), '--num_workers', '0']
@@ -353,7 +354,12 @@ def test_a_resume_with_another_flag_or_a_dataset_that_was_made_anew_is_refused(t
     assert '--batch_size was 4, and is 8 now' in one_error_line([*argv, '--batch_size', '8'], capfd)
     shutil.rmtree(shards)
     write_shards(shards, [good(index) for index in range(1, 9)])
-    assert 'the dataset of --remote was made anew' in one_error_line([*argv, '--max_duration', '3ba'], capfd)
+    line = one_error_line([*argv, '--max_duration', '3ba'], capfd)
+    assert 'the data of --remote has changed since' in line
+    assert f'with a new --save_folder and --load_weights {tmp_path}/kept/ep0-ba2-rank0.pt' in line
+    assert 'flags it was made with' not in line
+    remedy = ['--save_folder', str(tmp_path / 'new'), '--load_weights', line.split()[-1]]
+    assert main([*argv, *remedy])['status'] == 'complete'
 
 
 def test_shards_and_a_model_may_have_moved_when_a_run_resumes(shards, smallest_model, tmp_path, results, capfd):
