@@ -225,7 +225,11 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """optimizer and average"""
+    """loss, optimizer and average"""
+    snr_gamma: float | None = flag(
+        None, 'weight the loss of each image by the signal-to-noise ratio (SNR) of its timestep, as Min-SNR does: '
+        'min(SNR, GAMMA) / SNR for epsilon, min(SNR, GAMMA) / (SNR + 1) for v_prediction; its authors took 5.0',
+        converter=positive, metavar='GAMMA')
     learning_rate: float = flag(1e-4, 'of AdamW', converter=positive)
     lr_warmup: str | None = flag(None, 'time in which the learning rate rises from 0, such as 10000ba',
                                  converter=time_in('ba ep dur'), metavar='TIME')
