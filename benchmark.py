@@ -337,7 +337,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
     """Run the benchmark, with more callbacks for Composer's Trainer if there are any; returns its record.
 
-    With --dry_run it returns the largest microbatch for each size of card instead.
+    With --dry_run it returns the largest microbatch for each card or size of card instead.
     """
     end_with_launcher()
     with one_line_errors(PROGRAM):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from measuring.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from models.cards import cards_named
 from settings.flags import amount, count, flag, fraction, positive, seed, whole_number
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
@@ -192,6 +193,7 @@ class MeasurementFlags:
     def check(self) -> None:
         if self.loader_only and (self.profile or self.dry_run is not None):
             raise ValueError('--loader_only has no training for --dry_run or --profile; leave it out')
+        cards_named(self.gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
