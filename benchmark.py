@@ -45,7 +45,7 @@ from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from settings.here import broadcast_from_rank_0, resolve_defaults
+from settings.here import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from settings.times import times_in_batches
 from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
@@ -322,6 +322,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
     Raises RunFailed if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
+    refuse_half_precision_without_a_gpu(settings)
     settings = times_in_batches(settings, len(data.dataloader))
     log_config(settings)
     with StopAtSignal() as stop:
