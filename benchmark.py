@@ -45,14 +45,14 @@ from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from settings.here import broadcast_from_rank_0, resolve_defaults
+from settings.here import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from settings.times import times_in_batches
 from training.augmentation import CaptionDrop, RandomFlip
 from training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
 from training.initial_weights import load_initial_weights
 from training.loggers import build_loggers, run_name
-from training.optimization import build_schedule
+from training.optimization import build_schedule, min_snr_weights
 from training.progress import Progress
 from training.ranks import join_ranks, leave_ranks
 from training.run import finish_run, fit, is_over, log_config, log_start, training_record
@@ -72,13 +72,17 @@ class StableDiffusion(DiffusionModel):
         encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
         latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
         files: of `model_name`, where they have been found already.
+        snr_gamma: the gamma of Min-SNR, by which `loss` weights each image; None: all count alike.
 
     Raises ValueError if the model is not there, or its scheduler predicts neither epsilon nor v_prediction.
     """
 
     def __init__(self, model_name: str = SD2_BASE, image_size: int = 512, pretrained: bool = False,
-                 encoder_precision: str = 'fp32', latents: bool = False, files: ModelFiles | None = None):
+                 encoder_precision: str = 'fp32', latents: bool = False, files: ModelFiles | None = None,
+                 snr_gamma: float | None = None):
         super().__init__()
+        self.snr_gamma = snr_gamma
+        self.loss_weights: torch.Tensor | None = None  # float32 (B,), of the images of the newest forward
         self.image_size = image_size
         files = files or find_model(model_name, pretrained)
         self.latent_size = files.latent_size(image_size)
@@ -119,6 +123,9 @@ class StableDiffusion(DiffusionModel):
             noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)
             timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)  # (B,)
         noised = self.scheduler.add_noise(latents, noise, timesteps)  # (B, 4, H/8, W/8)
+        if self.snr_gamma is not None:  # kept here: `loss` is given no timesteps
+            self.loss_weights = min_snr_weights(self.scheduler.alphas_cumprod[timesteps], self.snr_gamma,
+                                                self.prediction_type)
         prediction = self.unet(noised, timesteps, text).sample  # (B, 4, H/8, W/8)
         if self.prediction_type == 'epsilon':
             return prediction, noise
@@ -149,9 +156,12 @@ class StableDiffusion(DiffusionModel):
         return torch.autocast(device, enabled=wanted)
 
     def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Mean squared error, in float32."""
+        """Mean squared error, in float32, of what `forward` has just returned; with `snr_gamma` weighted by image."""
         prediction, target = outputs
-        return F.mse_loss(prediction.float(), target)
+        if self.snr_gamma is None:
+            return F.mse_loss(prediction.float(), target)
+        errors = F.mse_loss(prediction.float(), target, reduction='none').mean(dim=(1, 2, 3))  # (B,)
+        return (self.loss_weights * errors).mean()
 
     def get_metrics(self, is_train: bool) -> dict:
         """What an evaluation measures; training needs nothing but its loss."""
@@ -160,6 +170,7 @@ class StableDiffusion(DiffusionModel):
         return {METRIC: MeanSquaredError()}
 
     def update_metric(self, batch, outputs: tuple[torch.Tensor, torch.Tensor], metric) -> None:
+        """Add an evaluation's batch. Its loss has no weights, so that runs with and without `snr_gamma` compare."""
         prediction, target = outputs
         metric.update(prediction.float().flatten(), target.flatten())
 
@@ -181,7 +192,7 @@ def build_model(settings: Train, latents: bool, device: torch.device | None = No
     torch.manual_seed(settings.seed)
     with device or torch.device(get_device()._device):
         model = StableDiffusion(settings.model_name, settings.image_size, settings.pretrained,
-                                settings.encoder_precision, latents, files)
+                                settings.encoder_precision, latents, files, settings.snr_gamma)
     apply_switches(model, settings)
     return model
 
@@ -312,6 +323,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
     Raises RunFailed if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
+    refuse_half_precision_without_a_gpu(settings)
     settings = times_in_batches(settings, len(data.dataloader))
     log_config(settings)
     with StopAtSignal() as stop:
@@ -327,7 +339,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
     """Run the benchmark, with more callbacks for Composer's Trainer if there are any; returns its record.
 
-    With --dry_run it returns the largest microbatch for each size of card instead.
+    With --dry_run it returns the largest microbatch for each card or size of card instead.
     """
     end_with_launcher()
     with one_line_errors(PROGRAM):

@@ -21,9 +21,10 @@ from scipy.optimize import least_squares
 
 from benchmark import build_model
 from fitting.fake_step import trace_step
-from fitting.forecast import CARDS, CONSTANTS, Constants, StepWork
+from fitting.forecast import CONSTANTS, Constants, StepWork, images_per_sec
 from fitting.memory import build_outline
 from fitting.operators import UPDATE
+from models.cards import CARDS
 from models.diffusion_model import DiffusionModel
 from models.divisions import DIVISORS, NoDivision
 from models.loading import SD2_BASE, find_model
@@ -109,7 +110,7 @@ def predict(points: pd.DataFrame, constants: Constants) -> np.ndarray:
         card = CARDS[f'NVIDIA {point["device"]}']
         images = int(point['batch_size'] / point['num_devices'])
         microbatch = int(point['device_train_microbatch_size'])
-        predicted.append(card.images_per_sec(work_of(point), microbatch, images, 'amp_fp16', constants))
+        predicted.append(images_per_sec(card, work_of(point), microbatch, images, constants))
     return np.array(predicted)
 
 
@@ -172,7 +173,7 @@ def draw(points: pd.DataFrame, constants: Constants, path: str) -> None:
         for size in sizes:
             work = work_of(lines.iloc[0])
             images = size * (16 if whole else 1)
-            speeds.append(CARDS[f'NVIDIA {device}'].images_per_sec(work, size, images, 'amp_fp16', constants))
+            speeds.append(images_per_sec(CARDS[f'NVIDIA {device}'], work, size, images, constants))
         over_microbatch.plot(sizes, speeds, color=colors[device], linewidth=1, alpha=0.7)
         over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[by],
                              color=colors[device], label=f'{device}, {by}')

@@ -129,8 +129,8 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
         runs: flags of benchmark.py by the name of a step, as JSON.
     """
     from fitting.dry_run import estimate
-    from fitting.forecast import CARDS
-    from models.peaks import peak_of
+    from fitting.forecast import can_forecast
+    from models.cards import CARDS
     traced = {}
     by_step = {}
     for step, flags in json.loads(runs).items():
@@ -147,7 +147,7 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
         gib, speeds = {}, {}
         for size in sizes_to_try(found.device_batch_size):
             gib[size] = sum(found.needed(size).values()) / GIB
-            if device in CARDS and peak_of(device, settings.precision) is not None:
+            if device in CARDS and can_forecast(CARDS[device], settings.precision):
                 speeds[size] = found.images_per_sec(CARDS[device], size)
         by_step[step] = {'gib': gib, 'images_per_sec': speeds}
         if torch.cuda.is_available():

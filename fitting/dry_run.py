@@ -6,7 +6,6 @@ follows from its work as fitting/forecast.py says.
 import dataclasses
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,16 @@ from composer.utils import dist
 
 from errors.messages import plural
 from fitting.fake_step import StepMemory, trace_step, updater
-from fitting.forecast import CARDS, GPUS_A_NODE, KEPT_PER_DOUBLING, LARGEST_ERROR, Card, StepWork, kept_on
+from fitting.forecast import (
+    GPUS_A_NODE,
+    KEPT_PER_DOUBLING,
+    LARGEST_ERROR,
+    StepWork,
+    can_forecast,
+    images_per_sec,
+    kept_on,
+    seconds_by_kind,
+)
 from fitting.memory import build_outline, lasting_bytes
 from fitting.microbatch import sizes_to_try
 from fitting.operators import AVERAGE
@@ -25,9 +33,9 @@ from inputs.shards import read_index
 from measuring.costs import days_to_train, gpu_hours
 from measuring.gpu_monitor import GIB
 from measuring.reliability import why_unreliable
+from models.cards import CARDS, Card, cards_named, peak_of
 from models.diffusion_model import DiffusionModel
 from models.loading import find_model
-from models.peaks import peak_of
 from settings.train import Train
 
 # GiB that torch finds on the card of each size that has least
@@ -96,23 +104,27 @@ class Estimate:
         return self.largest_microbatch(card.gib)
 
     def images_per_sec(self, card: Card, microbatch: int) -> float:
-        """Of all devices together, of a card whose peak is known in this precision."""
-        speed = card.images_per_sec(self.work, microbatch, self.device_batch_size, self.settings.precision)
+        """Of all devices together, of a card that can be forecast in this precision."""
+        speed = images_per_sec(card, self.work, microbatch, self.device_batch_size)
         return speed * self.settings.dry_run * kept_on(self.settings.dry_run)
 
 
 def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
-    """Print what the run would need and could reach; returns the largest microbatch for each of MEMORY_SIZES.
+    """Print what the run would need and could reach; returns the largest microbatch for each card of --gpu, or without
+    it for each of MEMORY_SIZES.
 
     Args:
         settings: of the run.
         build_model: makes the model that the run would train.
 
-    Raises ValueError if the model, the remote or a GPU of that name is not known.
+    Raises ValueError if the model or the remote is not known.
     """
     if dist.get_global_rank() > 0:
         return {}
-    cards = [CARDS[name] for name in gpus_named(settings.gpu)]
+    cards = cards_named(settings.gpu)
+    sizes = MEMORY_SIZES
+    if settings.gpu:
+        sizes = {short_name(card): card.gib for card in cards}
     latents = is_on_latents(settings)
     print('counting memory and work of a step', file=sys.stderr, flush=True)
     given = estimate('as given', settings, latents, build_model)
@@ -123,21 +135,11 @@ def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
         title(settings, latents),
         f'{parameters:,} parameters of the UNet are trained, with {flops_per_image / 1e9:,.1f} GFLOP of arithmetic for '
         'an image',
-        memory_table(given).to_string(float_format='{:.2f}'.format),
-        f'{memory_sizes_table([given, *others]).to_string()}\n{ACCURACY}',
+        memory_table(given, sizes).to_string(float_format='{:.2f}'.format),
+        f'{memory_sizes_table([given, *others], sizes).to_string()}\n{ACCURACY}',
         *speeds(given, others, cards)]
     print(*blocks, sep='\n\n')
-    return {size: given.largest_microbatch(gib) for size, gib in MEMORY_SIZES.items()}
-
-
-def gpus_named(name: str | None) -> list[str]:
-    """The GPUs that are known and whose names have all words of `name`; None: all. Raises ValueError if none has.
-    """
-    words = set(re.findall('[A-Z0-9]+', (name or '').upper()))
-    found = [gpu for gpu in CARDS if words <= set(re.findall('[A-Z0-9]+', gpu.upper()))]
-    if not found:
-        raise ValueError(f'--gpu {name} is no GPU that is known here; give one of {", ".join(CARDS)}')
-    return found
+    return {size: given.largest_microbatch(gib) for size, gib in sizes.items()}
 
 
 def is_on_latents(settings: Train) -> bool:
@@ -202,12 +204,12 @@ def title(settings: Train, latents: bool) -> str:
     return f'{settings.model_name}: {", ".join(words)}; {images} a step on each of {plural(devices, "GPU")}'
 
 
-def memory_table(given: Estimate) -> pd.DataFrame:
-    """GiB of a device by item, for each microbatch up to the first that no card holds."""
+def memory_table(given: Estimate, sizes: dict[str, float]) -> pd.DataFrame:
+    """GiB of a device by item, for each microbatch up to the first that no card holds; `sizes` is GiB by card."""
     columns = {}
     for size in sizes_to_try(given.device_batch_size):
         columns[size] = given.needed(size)
-        if given.taken(size) > max(MEMORY_SIZES.values()):
+        if given.taken(size) > max(sizes.values()):
             break
     table = pd.DataFrame(columns).fillna(0) / GIB
     counted = table.sum()
@@ -216,11 +218,11 @@ def memory_table(given: Estimate) -> pd.DataFrame:
     return table.rename_axis(columns='GiB by microbatch')
 
 
-def memory_sizes_table(estimates: list[Estimate]) -> pd.DataFrame:
+def memory_sizes_table(estimates: list[Estimate], sizes: dict[str, float]) -> pd.DataFrame:
     """The largest microbatch on each card: where nothing fits in the first row, a later one says what would."""
-    table = pd.DataFrame(columns=MEMORY_SIZES)
+    table = pd.DataFrame(columns=sizes)
     for each in estimates:
-        table.loc[each.title] = [each.largest_microbatch(gib) or 'none' for gib in MEMORY_SIZES.values()]
+        table.loc[each.title] = [each.largest_microbatch(gib) or 'none' for gib in sizes.values()]
     return table.rename_axis(columns='largest microbatch on')
 
 
@@ -228,10 +230,12 @@ def speeds(given: Estimate, others: list[Estimate], cards: list[Card]) -> list[s
     """Blocks of text: images/s, what the whole training would take, what was measured, where the time goes, and what
     other flags would change."""
     settings = given.settings
-    cards = [card for card in cards if peak_of(card.name, settings.precision) is not None]
-    fitting = [card for card in cards if given.microbatch_on(card)]
-    if not cards:
+    if not any(peak_of(card.name, settings.precision) for card in cards):
         return [f'No peak is known in {settings.precision}, so nothing is said of speed; try another --precision.']
+    cards = [card for card in cards if can_forecast(card, settings.precision)]
+    if not cards:
+        return ["The forecast is fitted to NVIDIA's GPUs, so nothing is said of the speed of others."]
+    fitting = [card for card in cards if given.microbatch_on(card)]
     if not fitting:
         return ['No card that is known here has the memory for one image of this run; see the table above.']
     blocks = [f'{speed_table(given, fitting).to_string()}\n{SPEEDS}']
@@ -276,6 +280,10 @@ def cost_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis(columns=at_microbatch(settings))
 
 
+def short_name(card: Card) -> str:
+    return card.name.removeprefix('NVIDIA ')
+
+
 def at_microbatch(settings: Train) -> str:
     asked = settings.device_train_microbatch_size
     return f'at a microbatch of {asked}' if isinstance(asked, int) else 'at the largest microbatch'
@@ -286,9 +294,9 @@ def kinds_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
     columns = {}
     for card in cards:
         microbatch = given.microbatch_on(card)
-        by_kind = card.seconds_by_kind(given.work, microbatch, given.device_batch_size, given.settings.precision)
+        by_kind = seconds_by_kind(card, given.work, microbatch, given.device_batch_size)
         seconds = pd.Series(by_kind)
-        columns[card.name.removeprefix('NVIDIA ')] = seconds / seconds.sum()
+        columns[short_name(card)] = seconds / seconds.sum()
     table = pd.DataFrame(columns)
     table = table.sort_values(table.columns[0], ascending=False).map('{:.0%}'.format)
     return table.rename_axis(columns=f'where the time goes, {at_microbatch(given.settings)}')
@@ -305,7 +313,7 @@ def changes_table(given: Estimate, others: list[Estimate], cards: list[Card]) ->
         largest = given.largest_microbatch(card.gib)
         if largest != given.microbatch_on(card):
             row['the largest microbatch'] = three_digits(given.images_per_sec(card, largest))
-        rows[card.name.removeprefix('NVIDIA ')] = row
+        rows[short_name(card)] = row
     return pd.DataFrame(rows).fillna('').rename_axis(columns='images/s with one change')
 
 

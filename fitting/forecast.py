@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from models.peaks import peak_of
+from models.cards import Card, peak_of
 
 
 @dataclass(frozen=True)
@@ -84,41 +84,31 @@ class StepWork:
         return total
 
 
-class Card(NamedTuple):
-    """A GPU by its documents.
+def can_forecast(card: Card, precision: str) -> bool:
+    """Whether the constants are of such cards, and the peak of this one is known in the precision."""
+    return card.multiprocessors is not None and peak_of(card.name, precision) is not None
 
-    Attributes:
-        name: as torch has it.
-        gigabytes_per_sec: of its memory.
-        gib: of its memory that torch finds.
-        multiprocessors: that are enabled.
-        gigahertz: of their clock, at which the peak holds.
-    """
-    name: str
-    gigabytes_per_sec: float
-    gib: float
-    multiprocessors: int
-    gigahertz: float
 
-    def seconds(self, work: Work, peak_tflops: float, constants: Constants = CONSTANTS) -> float:
-        """Seconds that work takes, where tensor cores have this dense peak."""
-        memory = constants.bandwidth_share * self.gigabytes_per_sec * 1e9
-        multiprocessors = constants.bytes_a_cycle * self.multiprocessors * self.gigahertz * 1e9
-        return (work.flops / (constants.peak_share * peak_tflops * 1e12)
-                + work.nbytes / min(memory, multiprocessors)
-                + work.kernels * constants.seconds_a_kernel)
+def seconds_of(card: Card, work: Work, constants: Constants = CONSTANTS) -> float:
+    """Seconds that work takes on a card."""
+    memory = constants.bandwidth_share * card.gigabytes_per_sec * 1e9
+    multiprocessors = constants.bytes_a_cycle * card.multiprocessors * card.gigahertz * 1e9
+    return (work.flops / (constants.peak_share * card.tflops * 1e12)
+            + work.nbytes / min(memory, multiprocessors)
+            + work.kernels * constants.seconds_a_kernel)
 
-    def seconds_by_kind(self, step: StepWork, microbatch: int, images: int, precision: str,
-                        constants: Constants = CONSTANTS) -> dict[str, float]:
-        """Seconds of a step by kind of operator, in a precision in which the card's peak is known."""
-        peak = peak_of(self.name, precision)
-        works = step.of_step(microbatch, images)
-        return {kind: self.seconds(work, peak, constants) for kind, work in works.items()}
 
-    def images_per_sec(self, step: StepWork, microbatch: int, images: int, precision: str,
-                       constants: Constants = CONSTANTS) -> float:
-        """Of one GPU, in a precision in which its peak is known."""
-        return images / sum(self.seconds_by_kind(step, microbatch, images, precision, constants).values())
+def seconds_by_kind(card: Card, step: StepWork, microbatch: int, images: int, constants: Constants = CONSTANTS
+                    ) -> dict[str, float]:
+    """Seconds of a step by kind of operator."""
+    works = step.of_step(microbatch, images)
+    return {kind: seconds_of(card, work, constants) for kind, work in works.items()}
+
+
+def images_per_sec(card: Card, step: StepWork, microbatch: int, images: int, constants: Constants = CONSTANTS
+                   ) -> float:
+    """Of one GPU."""
+    return images / sum(seconds_by_kind(card, step, microbatch, images, constants).values())
 
 
 def kept_on(num_devices: int) -> float:
@@ -126,36 +116,3 @@ def kept_on(num_devices: int) -> float:
     nodes = max(1, num_devices / GPUS_A_NODE)
     doublings = math.log2(nodes)
     return KEPT_PER_DOUBLING ** doublings
-
-
-# By NVIDIA's documents: bandwidth in GB/s, multiprocessors, clock; GiB as torch finds them. Peaks: models/peaks.py
-CARDS = {card.name: card for card in (
-    Card('NVIDIA A100-SXM4-40GB', 1555, 39.4, 108, 1.41),
-    Card('NVIDIA A100-SXM4-80GB', 2039, 79.2, 108, 1.41),
-    Card('NVIDIA A100-PCIE-40GB', 1555, 39.4, 108, 1.41),
-    Card('NVIDIA A100 80GB PCIe', 1935, 79.2, 108, 1.41),
-    Card('NVIDIA H100 80GB HBM3', 3352, 79.2, 132, 1.83),
-    Card('NVIDIA H100 PCIe', 2039, 79.2, 114, 1.62),
-    Card('NVIDIA H100 NVL', 3938, 93.1, 132, 1.55),
-    Card('NVIDIA H200', 4800, 139.8, 132, 1.83),
-    Card('NVIDIA H200 NVL', 4800, 139.8, 132, 1.55),
-    Card('NVIDIA GH200 480GB', 4000, 94.5, 132, 1.83),
-    Card('NVIDIA B200', 8000, 178, 148, 1.86),
-    Card('NVIDIA A10', 600, 22.1, 72, 1.70),
-    Card('NVIDIA A30', 933, 23.5, 56, 1.44),
-    Card('NVIDIA A40', 696, 44.4, 84, 1.74),
-    Card('NVIDIA L4', 300, 22.0, 58, 2.04),
-    Card('NVIDIA L40', 864, 44.4, 142, 2.49),
-    Card('NVIDIA L40S', 864, 44.4, 142, 2.52),
-    Card('NVIDIA RTX A6000', 768, 47.4, 84, 1.80),
-    Card('NVIDIA GeForce RTX 3090', 936, 23.6, 82, 1.70),
-    Card('NVIDIA RTX 6000 Ada Generation', 960, 47.4, 142, 2.51),
-    Card('NVIDIA GeForce RTX 4090', 1008, 23.5, 128, 2.52),
-    Card('NVIDIA GeForce RTX 5090', 1792, 31.4, 170, 2.41),
-    Card('Tesla V100-SXM2-16GB', 900, 15.8, 80, 1.53),
-    Card('Tesla V100-SXM2-32GB', 900, 31.7, 80, 1.53),
-    Card('Tesla V100-PCIE-16GB', 900, 15.8, 80, 1.38),
-    Card('Tesla V100-PCIE-32GB', 900, 31.7, 80, 1.38),
-    Card('Tesla V100S-PCIE-32GB', 1134, 31.7, 80, 1.60),
-    Card('Tesla T4', 320, 14.6, 40, 1.59),
-)}

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from models.peaks import peak_of
+from models.cards import peak_of
 
 
 def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict | None,

@@ -116,13 +116,18 @@ def refuse_more_ranks_than_gpus() -> None:
         raise ValueError(f'composer -n {processes} is more than the GPUs of this machine; use -n {gpus}')
 
 
+def refuse_half_precision_without_a_gpu(settings: Train) -> None:
+    """Raises ValueError if a training would compute in a precision that Composer has for GPUs alone."""
+    if settings.precision != 'fp32' and not torch.cuda.is_available():
+        raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
+                         'fp32, after a recipe that has the other')
+
+
 def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int) -> None:
     """Raises ValueError, with the flag, its value and the remedy, if a flag would do nothing, or wrong."""
     device_batch_size = settings.batch_size // devices
     if settings.searches_microbatch and not is_for_gpus:
         raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {device_batch_size}')
-    if settings.half_precision_norms and settings.precision == 'fp32':
-        raise ValueError('--half_precision_norms does nothing in --precision fp32; leave it out')
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != device_batch_size:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          f'overwrite; use --device_train_microbatch_size {device_batch_size}')

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from measuring.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from models.cards import cards_named
 from settings.flags import amount, count, flag, fraction, positive, seed, whole_number
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
@@ -197,6 +198,7 @@ class MeasurementFlags:
     def check(self) -> None:
         if self.loader_only and (self.profile or self.dry_run is not None):
             raise ValueError('--loader_only has no training for --dry_run or --profile; leave it out')
+        cards_named(self.gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +232,11 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """optimizer and average"""
+    """loss, optimizer and average"""
+    snr_gamma: float | None = flag(
+        None, 'weight the loss of each image by the signal-to-noise ratio (SNR) of its timestep, as Min-SNR does: '
+        'min(SNR, GAMMA) / SNR for epsilon, min(SNR, GAMMA) / (SNR + 1) for v_prediction; its authors took 5.0',
+        converter=positive, metavar='GAMMA')
     learning_rate: float = flag(1e-4, 'of AdamW', converter=positive)
     lr_warmup: str | None = flag(None, 'time in which the learning rate rises from 0, such as 10000ba',
                                  converter=time_in('ba ep dur'), metavar='TIME')

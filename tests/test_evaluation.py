@@ -137,6 +137,16 @@ def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards,
     assert later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
 
 
+def test_the_loss_on_held_out_samples_has_no_weights_where_that_of_the_training_has(evaluated, held_out, shards,
+                                                                                    results):
+    folder, record, _ = evaluated
+    argv = ['--remote', shards, *TINY, '--num_workers', '0', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
+            '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out, '--results', str(results)]
+    weighted = main([*argv, '--snr_gamma', '0.001'])
+    assert weighted['loss'] < 0.1 * record['loss']
+    assert weighted['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
+
+
 def test_latents_are_evaluated_on_latents(moments, tmp_path, results, capfd):
     remote, samples = moments
     record = main(['--use_synth_latents', *TRAIN, '--eval_remote', remote, '--save_folder', str(tmp_path / 'kept'),

@@ -3,12 +3,14 @@ import json
 import re
 
 import pytest
+import torch
 
 from benchmark import main
 from settings.flags import parse
 from settings.train import Train
-from tests.runs import ROOT
+from tests.runs import ROOT, TINY, settings_of
 
+FASTEST = ROOT / 'recipes' / 'fastest.txt'
 PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}
 
 
@@ -44,7 +46,26 @@ def test_the_recipes_train_two_phases_and_each_knows_its_end(shards, model_folde
 
 
 def test_the_fastest_recipe_says_for_which_libraries_it_was_written():
-    text = (ROOT / 'recipes' / 'fastest.txt').read_text()
+    text = FASTEST.read_text()
     pinned = dict(re.findall(r'^(\w+)(?:\[.*\])?==(\S+)', (ROOT / 'requirements.txt').read_text(), re.MULTILINE))
     for library, name in (('torch', 'torch'), ('mosaicml', 'Composer'), ('diffusers', 'diffusers')):
         assert f'{name} {pinned[library]}' in text
+
+
+def test_the_fastest_recipe_is_of_bf16_on_a_gpu(as_on_a_gpu):
+    settings = settings_of(f'@{FASTEST}', '--use_synth_data')
+    assert (settings.precision, settings.encoder_precision) == ('amp_bf16', 'bf16')
+    assert settings.half_precision_norms
+    assert settings.compile
+
+
+@pytest.mark.parametrize('recipe, flags', [
+    ('fastest', ['--no-compile']), ('original', ['--precision', 'fp32']),
+    pytest.param('fastest', [], marks=[pytest.mark.long, pytest.mark.skipif(
+        ' ' in torch.__file__, reason='torch 2.7.0 gives its own path to the compiler of C++ unquoted')])])
+def test_a_recipe_of_speed_can_be_tried_on_a_cpu(recipe, flags, smallest_model, results):
+    path = ROOT / 'recipes' / f'{recipe}.txt'
+    record = main([f'@{path}', *flags, '--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '16',
+                   '--results', str(results)])
+    assert record['status'] == 'complete'
+    assert record['precision'] == 'fp32'

@@ -1,4 +1,5 @@
-"""The learning rate over time."""
+"""The learning rate over time, and what each image weighs in the loss."""
+import torch
 from composer import optim
 
 SCHEDULES = {  # without a warm-up, and after one
@@ -19,3 +20,17 @@ def build_schedule(name: str, warmup: str | None) -> optim.ComposerScheduler:
     if warmup:
         return with_warmup(warmup)
     return plain()
+
+
+def min_snr_weights(alphas_cumprod: torch.Tensor, gamma: float, prediction_type: str) -> torch.Tensor:
+    """What each image weighs in the loss by Min-SNR (Hang et al. 2023), as in diffusers' training scripts: float (B,).
+
+    Args:
+        alphas_cumprod: float (B,), of the timesteps of the images.
+        gamma: the signal-to-noise ratio (SNR) from which on an image weighs less.
+        prediction_type: epsilon or v_prediction.
+    """
+    snr = alphas_cumprod / (1 - alphas_cumprod)
+    if prediction_type == 'epsilon':
+        return (gamma / snr).clamp(max=1)  # min(SNR, gamma) / SNR, and 1 where the SNR is 0
+    return snr.clamp(max=gamma) / (snr + 1)

@@ -20,7 +20,7 @@ MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights w
 GRADIENT_NORM = 'l2_norm/grad/global'  # as Composer's OptimizerMonitor calls it
 SAME_ON_RESUME = (MODEL, DATASET, 'pretrained', 'image_size', 'batch_size', 'use_synth_data', 'use_synth_latents',
                   'use_ema', 'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
-                  'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
+                  'snr_gamma', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
 
 
 class NonFiniteStep(Exception):

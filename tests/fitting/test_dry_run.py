@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 import benchmark
-from fitting.dry_run import MEMORY_SIZES, Estimate, estimate, gpus_named, measured_speeds
-from fitting.forecast import CARDS, LARGEST_ERROR
+from fitting.dry_run import MEMORY_SIZES, Estimate, estimate, measured_speeds
+from fitting.forecast import LARGEST_ERROR
 from fitting.memory import lasting_bytes
 from measuring.gpu_monitor import GIB
+from models.cards import CARDS, cards_named
+from settings.flags import parse
+from settings.train import Train
 from tests.runs import one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
@@ -78,13 +81,13 @@ def test_it_says_parameters_and_arithmetic(printed, smallest_model):
 
 def test_it_says_the_memory_of_each_microbatch_and_the_largest_that_fits(printed):
     lines, fitting, _ = printed
-    assert fitting == dict.fromkeys(MEMORY_SIZES, 8)
+    assert fitting == {card.name.removeprefix('NVIDIA '): 8 for card in cards_named('A100')}
     assert figures(lines, 'GiB by microbatch') == ['1', '2', '4', '8']
     for item in ('weights', 'gradients', 'Adam moments', 'average of the weights', 'gradient buckets', 'VAE  ',
                  'cast weights', 'activations', 'working memory', 'counted'):
         assert len(figures(lines, item)) == 4
     for switches in ('as given', '--gradient_checkpointing', '--half_precision_norms', 'latents (encode.py)'):
-        assert figures(lines, switches)[:4] == ['8'] * 4
+        assert figures(lines, switches, 'largest microbatch on')[:4] == ['8'] * 4
 
 
 def test_days_and_dollars_have_the_range_of_the_error(printed):
@@ -132,6 +135,19 @@ def test_without_a_name_every_card_whose_peak_is_known_is_forecast(smallest_mode
     printed = capfd.readouterr().out
     assert 'NVIDIA H100 80GB HBM3' in printed
     assert 'Tesla' not in printed  # which have no bf16
+    assert 'AMD' not in printed
+    heading = figures(printed.splitlines(), 'largest microbatch on')
+    assert heading == ['24', 'GB', '40', 'GB', '80', 'GB', '141', 'GB']
+
+
+def test_of_a_card_that_is_not_nvidias_the_memory_is_said_and_no_speed(smallest_model, capfd):
+    fitting = benchmark.main(['--dry_run', '1', *TINY, '--model_name', smallest_model, '--image_size', '32', '--gpu',
+                              'MI300X'])
+    printed = capfd.readouterr().out
+    assert fitting == {'AMD Instinct MI300X': 64}
+    assert figures(printed.splitlines(), 'largest microbatch on') == ['AMD', 'Instinct', 'MI300X']
+    assert "The forecast is fitted to NVIDIA's GPUs, so nothing is said of the speed of others." in printed
+    assert 'images/s' not in printed
 
 
 def test_a_microbatch_that_is_asked_for_is_forecast_beside_the_largest(smallest_model, capfd):
@@ -143,14 +159,14 @@ def test_a_microbatch_that_is_asked_for_is_forecast_beside_the_largest(smallest_
     assert figures(lines, 'the largest microbatch', 'images/s with one change') == by_microbatch[-1:]
 
 
-def test_a_gpu_is_named_by_its_name_in_records_or_by_a_part_of_it():
-    assert gpus_named('A100-40GB') == [A100, 'NVIDIA A100-PCIE-40GB']
-    assert gpus_named('NVIDIA H100 80GB HBM3') == ['NVIDIA H100 80GB HBM3']
-    assert gpus_named(None) == list(CARDS)
+def test_a_card_that_is_not_known_is_refused_by_the_flags_alone(capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse(Train, '', ['--dry_run', '--gpu', 'H1000'], 'benchmark.py')
+    assert exit.value.code == 2
+    assert 'error: --gpu H1000 is no GPU that is known here' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('flags, words', [
-    (['--dry_run', '--gpu', 'H1000'], '--gpu H1000 is no GPU that is known here; give one of NVIDIA A100-SXM4-40GB, '),
     (['--dry_run', '7'], '--batch_size 64 does not divide over 7 devices'),
     (['--dry_run', '--remote', '/nowhere'], '--remote /nowhere holds no index.json'),
 ])

@@ -9,23 +9,22 @@ import benchmark
 from benchmarks import forecast
 from fitting.fake_step import StepCounter, trace_step, updater
 from fitting.forecast import (
-    CARDS,
     CONSTANTS,
     KEPT_PER_DOUBLING,
     LARGEST_ERROR,
-    Card,
     Constants,
     StepWork,
     Work,
     kept_on,
+    seconds_of,
 )
 from fitting.memory import build_outline
 from fitting.operators import ATTENTION, AVERAGE, CONVOLUTIONS, NORMS, POINTWISE, PRODUCTS, UPDATE
+from models.cards import Card
 from models.loading import find_model
-from models.peaks import PEAKS
 from tests.runs import ROOT, settings_of
 
-CARD = Card('NVIDIA H100 80GB HBM3', gigabytes_per_sec=1000, gib=80, multiprocessors=100, gigahertz=1)
+CARD = Card('round', tflops=100, gigabytes_per_sec=1000, gib=80, multiprocessors=100, gigahertz=1)
 ROUND = Constants(peak_share=0.5, bandwidth_share=1, bytes_a_cycle=20, seconds_a_kernel=1e-5)
 
 
@@ -51,12 +50,12 @@ def total(works: dict[str, Work]) -> Work:
 # The arithmetic
 
 def test_arithmetic_bytes_and_kernels_add_up_to_seconds():
-    assert CARD.seconds(Work(flops=1e12, nbytes=3e9, kernels=7), 100, ROUND) == pytest.approx(0.02 + 0.003 + 7e-5)
+    assert seconds_of(CARD, Work(flops=1e12, nbytes=3e9, kernels=7), ROUND) == pytest.approx(0.02 + 0.003 + 7e-5)
 
 
 def test_multiprocessors_bound_the_bytes_of_a_card_with_fast_memory():
     fast = CARD._replace(gigabytes_per_sec=8000)
-    assert fast.seconds(Work(nbytes=4e9), 100, ROUND) == pytest.approx(0.002)
+    assert seconds_of(fast, Work(nbytes=4e9), ROUND) == pytest.approx(0.002)
 
 
 def test_a_step_is_its_microbatches_their_sums_and_one_update():
@@ -71,10 +70,6 @@ def test_a_gpu_loses_nothing_within_a_node_and_among_128_what_the_published_ones
     assert kept_on(8) == 1
     assert kept_on(128) == pytest.approx(each[128] / each[8], abs=0.002)
     assert kept_on(16) == KEPT_PER_DOUBLING
-
-
-def test_each_card_has_a_peak():
-    assert set(CARDS) == set(PEAKS)
 
 
 # What is counted of an operator

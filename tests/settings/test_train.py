@@ -59,7 +59,6 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_with_a_better_
 @pytest.mark.parametrize('flags, words', [
     (['--device_train_microbatch_size', 'auto'], '--device_train_microbatch_size auto needs a GPU; give a number, '
      'such as 4'),
-    (['--half_precision_norms'], '--half_precision_norms does nothing in --precision fp32'),
     (['--compile', 'reduce-overhead', '--device_train_microbatch_size', '2'], 'use --device_train_microbatch_size 4')])
 def test_what_this_machine_cannot_do_is_refused(flags, words):
     with pytest.raises(ValueError, match=words):
@@ -175,6 +174,8 @@ def test_what_a_run_of_the_program_is_given_wrong_ends_in_one_line(capfd, shards
             ([*SYNTHETIC, '--model_name', 'nobody/nothing'], '--model_name nobody/nothing is no folder here, '
              'and the hub has no such repository or cannot be reached; check the name and the network\n'),
             (['--remote', 'nowhere', *TINY], '--remote nowhere'),
+            ([*SYNTHETIC, '--precision', 'amp_fp16'], '--precision amp_fp16 needs a GPU, and this machine has none; '
+             'give --precision fp32'),
             (['--remote', shards, *TINY, '--batch_size', '25'], 'holds 24 samples, fewer than --batch_size 25')):
         with pytest.raises(SystemExit) as exit:
             main(argv)

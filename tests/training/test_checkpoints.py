@@ -352,6 +352,7 @@ def test_a_resume_with_another_flag_or_on_data_that_has_changed_is_refused_with_
             '--save_folder', str(tmp_path / 'kept'), '--autoresume', '--results', str(results), '--num_workers', '0']
     main(argv)
     assert '--batch_size was 4, and is 8 now' in one_error_line([*argv, '--batch_size', '8'], capfd)
+    assert '--snr_gamma was None, and is 5.0 now' in one_error_line([*argv, '--snr_gamma', '5.0'], capfd)
     shutil.rmtree(shards)
     write_shards(shards, [good(index) for index in range(1, 9)])
     line = one_error_line([*argv, '--max_duration', '3ba'], capfd)

@@ -6,14 +6,17 @@ import torch
 from composer import Callback
 from composer.core import Time, Timestamp
 from composer.optim import ConstantScheduler
+from diffusers import DDPMScheduler
+from diffusers.training_utils import compute_snr
 
 import benchmark
 from benchmark import main
 from tests.runs import TINY, settings_of
 from training.checkpoints import load_checkpoint
+from training.optimization import min_snr_weights
 
 FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4ba', '--use_ema', '--ema_half_life',
-         '3ba', '--ema_start', '2ba', '--clip_grad_norm', '0.25']
+         '3ba', '--ema_start', '2ba', '--clip_grad_norm', '0.25', '--snr_gamma', '5.0']
 
 
 class Witness(Callback):
@@ -45,7 +48,7 @@ def run(tmp_path_factory):
 
 def test_the_flags_are_in_the_record_and_in_the_checkpoint(run):
     expected = {'learning_rate': 3e-4, 'weight_decay': 0.02, 'lr_warmup': '4ba', 'ema_half_life': '3ba',
-                'ema_start': '2ba', 'clip_grad_norm': 0.25}
+                'ema_start': '2ba', 'clip_grad_norm': 0.25, 'snr_gamma': 5.0}
     assert {flag: run.record[flag] for flag in expected} == expected
     [group] = run.state['optimizers']['AdamW']['param_groups']
     assert (group['initial_lr'], group['weight_decay']) == (3e-4, 0.02)
@@ -108,6 +111,64 @@ def test_an_average_in_epochs_moves_in_every_batch_and_is_in_the_checkpoint(dura
     algorithms = dict(load_checkpoint(tmp_path / 'kept' / 'latest-rank0.pt')['state']['algorithms'])
     kept = algorithms['EMA']['ema_model']['named_parameters_dict']['unet.conv_in.bias']
     torch.testing.assert_close(kept, average, atol=1e-7, rtol=1e-5)
+
+
+# Min-SNR
+
+def weights_of_diffusers(scheduler, timesteps: torch.Tensor, gamma: float) -> torch.Tensor:
+    """As diffusers' train_text_to_image.py has them, by its own SNR."""
+    snr = compute_snr(scheduler, timesteps)
+    weights = torch.stack([snr, gamma * torch.ones_like(snr)], dim=1).min(dim=1)[0]
+    if scheduler.config.prediction_type == 'epsilon':
+        return weights / snr
+    return weights / (snr + 1)
+
+
+class Losses(Callback):
+    """The loss of each batch, and the same by diffusers' weights from what the model was asked and what it returned.
+
+    Args:
+        gamma: of Min-SNR.
+    """
+
+    def __init__(self, gamma: float):
+        self.gamma = gamma
+        self.seen, self.expected = [], []
+
+    def fit_start(self, state, logger):
+        self.timesteps = []
+        state.model.unet.register_forward_pre_hook(lambda unet, arguments: self.timesteps.append(arguments[1]))
+
+    def after_loss(self, state, logger):
+        prediction, target = state.outputs
+        errors = (prediction - target).square().mean(dim=(1, 2, 3))
+        weights = weights_of_diffusers(state.model.scheduler, self.timesteps[-1], self.gamma)
+        self.seen.append(float(state.loss))
+        self.expected.append(float((weights * errors).mean()))
+
+
+@pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
+def test_min_snr_weights_are_those_of_diffusers_at_every_timestep(prediction_type):
+    scheduler = DDPMScheduler(beta_schedule='scaled_linear', beta_start=0.00085, beta_end=0.012,
+                              prediction_type=prediction_type)
+    timesteps = torch.arange(1000)
+    weights = min_snr_weights(scheduler.alphas_cumprod, 5.0, prediction_type)
+    torch.testing.assert_close(weights, weights_of_diffusers(scheduler, timesteps, 5.0), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize('prediction_type, weight', [('epsilon', 1), ('v_prediction', 0)])
+def test_a_timestep_of_noise_alone_has_a_finite_weight(prediction_type, weight):
+    assert min_snr_weights(torch.tensor([0.0]), 5.0, prediction_type).tolist() == [weight]
+
+
+@pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
+def test_the_loss_of_a_training_has_the_weights_of_diffusers(prediction_type, model_folder, tmp_path):
+    name = 'tiny' if prediction_type == 'epsilon' else model_folder
+    witness = Losses(gamma=0.5)  # low, so that most timesteps weigh less
+    flags = ['--model_name', name, '--device_train_microbatch_size', '2', '--results', str(tmp_path / 'results')]
+    main(['--use_synth_data', *TINY, *flags, '--snr_gamma', '0.5'], [witness])
+    assert len(witness.seen) == 8
+    assert witness.seen == pytest.approx(witness.expected, rel=1e-4)
 
 
 def test_without_the_flags_all_is_as_in_the_original():

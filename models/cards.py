@@ -1,0 +1,94 @@
+"""What each GPU is by its maker's documents: peak, memory and multiprocessors. Nothing here needs torch."""
+import re
+from typing import NamedTuple
+
+
+class Card(NamedTuple):
+    """A GPU by its documents.
+
+    Attributes:
+        name: as torch has it.
+        tflops: dense TFLOP/s in bf16 and fp16, accumulated in float32, which is what training reaches.
+        gigabytes_per_sec: of its memory.
+        gib: of its memory that torch finds.
+        multiprocessors: that are enabled; None: not NVIDIA's, and so no card that the forecast is fitted to.
+        gigahertz: of their clock, at which the peak holds.
+    """
+    name: str
+    tflops: float
+    gigabytes_per_sec: float
+    gib: float
+    multiprocessors: int | None = None
+    gigahertz: float | None = None
+
+
+# By torch's exact device name, since another card of the same family has other figures. A card whose documents leave
+# doubt is not here. Where a document gives peaks with sparsity only, these are half of them.
+CARDS = {card.name: card for card in (
+    # NVIDIA A100 Tensor Core GPU datasheet
+    Card('NVIDIA A100-SXM4-40GB', 312, 1555, 39.4, 108, 1.41),
+    Card('NVIDIA A100-SXM4-80GB', 312, 2039, 79.2, 108, 1.41),
+    Card('NVIDIA A100-PCIE-40GB', 312, 1555, 39.4, 108, 1.41),
+    Card('NVIDIA A100 80GB PCIe', 312, 1935, 79.2, 108, 1.41),
+    # NVIDIA H100 Tensor Core GPU datasheet: SXM 1,979 with sparsity, PCIe 1,513, NVL 1,671
+    Card('NVIDIA H100 80GB HBM3', 989, 3352, 79.2, 132, 1.83),
+    Card('NVIDIA H100 PCIe', 756, 2039, 79.2, 114, 1.62),
+    Card('NVIDIA H100 NVL', 835, 3938, 93.1, 132, 1.55),
+    # NVIDIA H200 Tensor Core GPU datasheet: SXM 1,979 with sparsity, NVL 1,671
+    Card('NVIDIA H200', 989, 4800, 139.8, 132, 1.83),
+    Card('NVIDIA H200 NVL', 835, 4800, 139.8, 132, 1.55),
+    # NVIDIA GH200 Grace Hopper Superchip datasheet: 1,979 with sparsity
+    Card('NVIDIA GH200 480GB', 989, 4000, 94.5, 132, 1.83),
+    # NVIDIA HGX platform, B200: 36 PFLOP/s with sparsity for 8 GPUs
+    Card('NVIDIA B200', 2250, 8000, 178, 148, 1.86),
+    # NVIDIA A10, A30 and A40 datasheets
+    Card('NVIDIA A10', 125, 600, 22.1, 72, 1.70),
+    Card('NVIDIA A30', 165, 933, 23.5, 56, 1.44),
+    Card('NVIDIA A40', 149.7, 696, 44.4, 84, 1.74),
+    # NVIDIA L4, L40 and L40S datasheets
+    Card('NVIDIA L4', 121, 300, 22.0, 58, 2.04),
+    Card('NVIDIA L40', 181, 864, 44.4, 142, 2.49),
+    Card('NVIDIA L40S', 362, 864, 44.4, 142, 2.52),
+    # NVIDIA Ampere GA102 GPU Architecture whitepaper. GeForce cards accumulate in float32 at half the rate of float16
+    Card('NVIDIA RTX A6000', 154.8, 768, 47.4, 84, 1.80),
+    Card('NVIDIA GeForce RTX 3090', 71, 936, 23.6, 82, 1.70),
+    # NVIDIA Ada GPU Architecture whitepaper, and for the professional card NVIDIA RTX 6000 Ada Generation datasheet
+    Card('NVIDIA RTX 6000 Ada Generation', 364.2, 960, 47.4, 142, 2.51),
+    Card('NVIDIA GeForce RTX 4090', 165.2, 1008, 23.5, 128, 2.52),
+    # NVIDIA RTX Blackwell GPU Architecture whitepaper
+    Card('NVIDIA GeForce RTX 5090', 209.5, 1792, 31.4, 170, 2.41),
+    # NVIDIA V100 and V100S datasheets. The pinned torch has kernels for them; torch 2.15's begin with the T4
+    Card('Tesla V100-SXM2-16GB', 125, 900, 15.8, 80, 1.53),
+    Card('Tesla V100-SXM2-32GB', 125, 900, 31.7, 80, 1.53),
+    Card('Tesla V100-PCIE-16GB', 112, 900, 15.8, 80, 1.38),
+    Card('Tesla V100-PCIE-32GB', 112, 900, 31.7, 80, 1.38),
+    Card('Tesla V100S-PCIE-32GB', 130, 1134, 31.7, 80, 1.60),
+    # NVIDIA T4 datasheet
+    Card('Tesla T4', 65, 320, 14.6, 40, 1.59),
+    # AMD Instinct MI300X datasheet; torch is that of ROCm, which is not among the pins
+    Card('AMD Instinct MI300X', 1307.4, 5300, 191.98),
+)}
+
+
+def peak_of(device_name: str, precision: str) -> float | None:
+    """Dense TFLOP/s of a GPU in 'bf16', 'fp16', 'amp_bf16' or 'amp_fp16'; None where it is not known, or in fp32."""
+    half = precision.removeprefix('amp_')
+    if half == 'fp32' or half == 'bf16' and device_name.startswith('Tesla'):  # the V100 and the T4 have no bf16
+        return None
+    if device_name not in CARDS:
+        return None
+    return CARDS[device_name].tflops
+
+
+def cards_named(name: str | None) -> list[Card]:
+    """The cards whose names have all words of `name`, whatever its capitals, spaces and hyphens; None: all cards.
+
+    Raises ValueError if there is none.
+    """
+    found = list(CARDS.values())
+    for word in re.findall('[A-Z0-9]+', (name or '').upper()):
+        pattern = rf'\b{"[ -]?".join(word)}\b'  # RTX4090 for RTX 4090, but not A10 for A100
+        found = [card for card in found if re.search(pattern, card.name.upper())]
+    if not found:
+        raise ValueError(f'--gpu {name} is no GPU that is known here; give one of {", ".join(CARDS)}')
+    return found

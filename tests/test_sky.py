@@ -1,0 +1,101 @@
+"""sky.yaml as SkyPilot reads it, and what its commands start on each node. SkyPilot 0.14 itself needs another click."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from composer.cli import launcher
+
+from settings.flags import parse
+from settings.train import Train
+from tests.runs import ROOT
+
+TASK = yaml.safe_load((ROOT / 'sky.yaml').read_text())
+# Of the task and of its resources, by SkyPilot's documents; any other key is refused.
+KEYS = {'name', 'workdir', 'num_nodes', 'resources', 'envs', 'secrets', 'volumes', 'file_mounts', 'setup', 'run',
+        'config', 'service', 'pool'}
+KEYS_OF_RESOURCES = {'infra', 'accelerators', 'cpus', 'memory', 'instance_type', 'use_spot', 'disk_size', 'disk_tier',
+                     'network_tier', 'ports', 'image_id', 'labels', 'autostop', 'any_of', 'ordered', 'job_recovery'}
+TRAINING = {'REMOTE': 's3://bucket/photos', 'SAVE_FOLDER': 's3://bucket/run 1'}
+
+
+def run_on(folder: Path, script: str, rank: int = 0, nodes: int = 1, **envs: str) -> subprocess.CompletedProcess:
+    """A script of the task in bash, on one of the nodes, where programs only note their name and arguments."""
+    programs = folder / 'bin'
+    programs.mkdir(exist_ok=True)
+    for name in ('composer', 'make', 'uv'):
+        program = programs / name
+        program.write_text(f'#!/bin/sh\n[ {name} = uv ] && echo /uv/python3.11\n'
+                           f'printf "%s\\0" {name} "$@" > {folder}/called-{name}\n')
+        program.chmod(0o755)
+    addresses = [f'10.0.0.{node + 1}' for node in range(nodes)]
+    sky = {'SKYPILOT_NODE_RANK': str(rank), 'SKYPILOT_NODE_IPS': '\n'.join(addresses),
+           'SKYPILOT_NUM_NODES': str(nodes), 'SKYPILOT_NUM_GPUS_PER_NODE': '8'}
+    environment = {'PATH': f'{programs}:{os.defpath}'} | TASK['envs'] | envs | sky
+    return subprocess.run(['bash', '-c', script], cwd=folder, env=environment, text=True, capture_output=True)
+
+
+def called(folder: Path, name: str) -> list[str] | None:
+    """The arguments that a program was called with; None where it was not."""
+    path = folder / f'called-{name}'
+    if not path.exists():
+        return None
+    return path.read_text().split('\0')[1:-1]
+
+
+def test_the_file_has_the_keys_that_skypilot_knows():
+    assert set(TASK) <= KEYS
+    assert set(TASK['resources']) <= KEYS_OF_RESOURCES
+
+
+def test_it_takes_any_of_the_nodes_with_eight_gpus():
+    accelerators = TASK['resources']['accelerators']
+    assert accelerators == dict.fromkeys(['H100:8', 'A100-80GB:8', 'A100:8'])
+
+
+def test_setup_makes_the_environment_by_the_makefiles_own_target(tmp_path):
+    run_on(tmp_path, TASK['setup'])
+    target, python = called(tmp_path, 'make')
+    assert f'$(VENV)/{Path(target).name}:' in (ROOT / 'Makefile').read_text()
+    assert python == 'PYTHON=/uv/python3.11'
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_without_a_remote_each_node_measures(tmp_path, rank):
+    done = run_on(tmp_path, TASK['run'], rank, nodes=2)
+    assert done.returncode == 0, done.stderr
+    assert called(tmp_path, 'make') == ['smoke']
+    assert called(tmp_path, 'composer') is None
+
+
+@pytest.mark.parametrize('rank, nodes', [(0, 1), (0, 2), (1, 2)])
+def test_a_training_is_launched_once_on_each_node_with_its_ranks(tmp_path, monkeypatch, rank, nodes):
+    done = run_on(tmp_path, TASK['run'], rank, nodes, **TRAINING)
+    assert done.returncode == 0, done.stderr
+    assert called(tmp_path, 'make') is None
+    monkeypatch.setattr(sys, 'argv', ['composer', *called(tmp_path, 'composer')])
+    launched = launcher._parse_args()
+    assert (launched.nproc, launched.world_size) == (8, 8 * nodes)
+    assert (launched.node_rank, launched.base_rank) == (rank, 8 * rank)
+    assert (launched.master_addr, launched.master_port) == ('10.0.0.1', 29500)
+
+
+def test_a_training_goes_on_from_its_bucket_and_prints_its_record(tmp_path):
+    run_on(tmp_path, TASK['run'], **TRAINING)
+    arguments = called(tmp_path, 'composer')
+    settings = parse(Train, '', arguments[arguments.index('benchmark.py') + 1:])
+    assert settings.autoresume
+    assert settings.remote == TRAINING['REMOTE']
+    assert settings.save_folder == TRAINING['SAVE_FOLDER']
+    assert settings.results == '-'
+    assert settings.use_ema
+
+
+def test_a_training_without_a_folder_for_its_checkpoints_is_refused_in_one_line(tmp_path):
+    done = run_on(tmp_path, TASK['run'], REMOTE='s3://bucket/photos')
+    assert done.returncode != 0
+    assert 'SAVE_FOLDER: is empty; give --env SAVE_FOLDER=' in done.stderr
+    assert done.stderr.count('\n') == 1
+    assert called(tmp_path, 'composer') is None
