@@ -49,7 +49,10 @@ def read_captions(path: str, columns: Columns) -> list[Row]:
         for number, values in enumerate(read_rows(path)):
             if number == 0:
                 image, caption = columns.find(list(values), 'file_name')
-            rows.append(Row(number, str(values.get(image)), str(values.get(caption) or '')))
+            text = values.get(caption)
+            if not isinstance(text, str):  # such as nothing, or a list
+                text = ''
+            rows.append(Row(number, str(values.get(image)), text))
     except UnicodeError:
         raise ValueError('it is not UTF-8') from None
     except (json.JSONDecodeError, csv.Error, AttributeError, TypeError) as error:

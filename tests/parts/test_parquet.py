@@ -175,10 +175,13 @@ def test_parquet_of_a_store_is_read_over_connections_that_break(tmp_path, monkey
 
 
 def test_a_store_that_fails_while_parquet_is_read_ends_the_run_and_is_no_damage(tmp_path, monkeypatch):
+    for name in ('inputs.stores.PIECE_BYTES', 'inputs.stores.BUFFER_BYTES', 'parts.parquet.BUFFER_BYTES'):
+        monkeypatch.setattr(name, 1000)
     content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
     with local_s3(monkeypatch) as store:
         store.put('x.parquet', content)
         samples = read_samples(File('s3://bucket/x.parquet', len(content)), Columns())
+        next(samples)
         store.refusals = [(403, 'AccessDenied')] * 100
         with pytest.raises(DataError, match='x.parquet: access is denied'):
             list(samples)

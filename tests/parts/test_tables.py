@@ -118,6 +118,13 @@ def test_a_line_that_is_no_object_is_named_by_its_number(tmp_path, line):
         read_captions(str(table), Columns())
 
 
+def test_a_caption_that_is_no_text_is_an_empty_one(tmp_path):
+    values = [None, 3, ['one', 'two']]
+    lines = [json.dumps({'file_name': 'a.jpg', 'text': value}) for value in values]
+    (tmp_path / 'x.jsonl').write_text('\n'.join(lines))
+    assert [row.caption for row in read_captions(str(tmp_path / 'x.jsonl'), Columns())] == ['', '', '']
+
+
 def test_the_only_other_column_holds_the_captions(tmp_path):
     (tmp_path / 'x.csv').write_text('file_name,prompt\na.jpg,one\n')
     assert read_captions(str(tmp_path / 'x.csv'), Columns()) == [Row(0, 'a.jpg', 'one')]
