@@ -84,8 +84,11 @@ class Output:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._reaching():
+        try:
             os.makedirs(self.out, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f'{self.label} cannot be made ({error.strerror}); give another') from None
+        with self._reaching():
             names = {*os.listdir(self.out)} - {LOCK}
             if names and CLAIM not in names:
                 raise ValueError(f'{self.label} already holds something; give a new folder')

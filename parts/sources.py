@@ -212,8 +212,6 @@ class Search:
     """
 
     def __init__(self, sources: list[str], excluded: list[str], columns: Columns):
-        if '' in sources:
-            raise ValueError('SOURCE is empty; a variable of the shell may not be set')
         self.sources = [source if is_url(source) else os.path.abspath(source) for source in sources]
         self.excluded_folders = {os.path.realpath(path) for path in excluded if not is_url(path)}
         self.excluded_addresses = tuple(f'{url.rstrip("/")}/' for url in excluded if is_url(url))

@@ -63,11 +63,21 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     try:
         given = vars(parser.parse_args(argv))
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        refuse_empty(cls, values)
         settings = cls(**values)
         check(settings)
     except ValueError as error:
         parser.error(str(error))
     return settings
+
+
+def refuse_empty(cls: type, values: dict[str, Any]) -> None:
+    """Raises ValueError for a text that is empty, as the shell makes it of a variable that is not set."""
+    for field in dataclasses.fields(cls):
+        value = values.get(field.name)
+        if value == '' or isinstance(value, tuple) and '' in value:
+            name = field.name.upper() if 'positional' in field.metadata else f'--{field.name}'
+            raise ValueError(f'{name} is empty; a variable of the shell may not be set')
 
 
 def check(settings: Any) -> None:

@@ -165,9 +165,3 @@ def test_what_img2dataset_writes_beside_tars_is_not_listed_in_a_store_either(tmp
             names_found = [file.name.rpartition('/')[2] for file in found.files]
             assert names_found == ['00000.tar', '00001.parquet'], place
             assert not found.left_out, place
-
-
-def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(make(tmp_path, 'x.tar'))
-    with pytest.raises(ValueError, match='SOURCE is empty'):
-        find_files([''])

@@ -49,6 +49,11 @@ def error_of(capsys, *argv: str) -> str:
     return err
 
 
+@pytest.mark.parametrize('argv, name', [([''], 'NAME'), (['Ada', '--others', 'Bo', ''], '--others')], ids=str)
+def test_an_empty_text_is_refused_by_its_name(capsys, argv, name):
+    assert f'{name} is empty; a variable of the shell may not be set' in error_of(capsys, *argv)
+
+
 def test_a_value_for_a_flag_that_takes_none_and_a_file_of_flags_that_is_not_there_say_the_remedy(capsys):
     assert '--loud=true: this flag takes no value; give --loud or --no-loud' in error_of(capsys, 'Ada', '--loud=true')
     assert '@nothing.txt cannot be read' in error_of(capsys, '@nothing.txt')
