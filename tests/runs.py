@@ -74,6 +74,11 @@ def failed(argv, results, capfd, callbacks=()) -> str:
     return line
 
 
+def summary_lines(output: str) -> list[str]:
+    """The lines of a summary, but for the one that a busy machine adds."""
+    return [line for line in output.splitlines() if not line.startswith('slow ')]
+
+
 def one_error_line(argv: list, capfd) -> str:
     """Run what must be refused; the one line that it leaves, beside the one of what it builds."""
     capfd.readouterr()

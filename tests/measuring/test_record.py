@@ -9,7 +9,7 @@ import report
 from benchmark import main
 from errors.messages import DataError, redacted
 from measuring.record import append_record, summary, training_settings
-from tests.runs import TINY, check_record, settings_of
+from tests.runs import TINY, check_record, settings_of, summary_lines
 
 LENGTH = ['--max_duration', '3ba']
 
@@ -20,7 +20,7 @@ def test_a_measurement_ends_with_its_summary_and_keeps_its_record_in_a_file(plai
     assert (record['dataset'], record['use_ema'], record['num_devices'], record['mfu']) == ('synthetic', True, 1, None)
     assert record['num_workers_by_default']
     assert record['device_type'] == 'cpu'
-    *_, speed, trained, loss, caution, last = plain_run.output.splitlines()
+    *_, speed, trained, loss, caution, last = summary_lines(plain_run.output)
     assert (trained, loss) == ('trained         up to batch 4', f'loss            {record["loss"]:.3g}')
     assert caution.startswith('caution         only 3 measured batches: use --measure_batches 20 or more')
     assert last == 'record          appended to results.jsonl'
@@ -32,7 +32,7 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
     kept = tmp_path / 'kept'
     flags = ['--use_synth_data', '--use_ema', *TINY[:-2], *LENGTH, '--save_folder', str(kept), '--results', '-']
     record = main(flags)
-    *lines, last = capfd.readouterr().out.splitlines()
+    *lines, last = summary_lines(capfd.readouterr().out)
     assert json.loads(last) == record
     assert not results.exists()
     assert [line.split()[0] for line in lines] == ['trained', 'loss', 'average', 'checkpoint', 'next', 'images/s']
