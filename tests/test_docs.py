@@ -196,6 +196,9 @@ def folder(tmp_path, monkeypatch):
     for number in range(32):
         (photos / f'{number}.jpg').write_bytes(encoded(picture(number)))
         (photos / f'{number}.txt').write_text(f'picture {number}')
+    names = [f'{number}.jpg' for number in range(32)]
+    (photos / 'captions.csv').write_text('\n'.join(['file_name,text', *(f'{name},a cat' for name in names)]))
+    (tmp_path / 'captions.csv').write_text('\n'.join(['file_name,text', *(f'photos/{name},a cat' for name in names)]))
     (tmp_path / 'results.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records()))
     monkeypatch.chdir(tmp_path)
     return tmp_path
