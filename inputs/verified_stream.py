@@ -30,7 +30,7 @@ from streaming.base.shared import SharedMemory
 from streaming.base.util import bytes_to_int, retry
 from streaming.base.world import World
 
-from errors.messages import DataError, unreadable_shard
+from errors.messages import DataError, disk_is_full, unreadable_shard
 from inputs.paths import INDEX
 from inputs.shards import index_hash
 
@@ -138,8 +138,8 @@ class VerifiedStream(Stream):
 def is_final(error: Exception) -> bool:
     """Whether an error of a download is the same however often that is tried."""
     response = getattr(error, 'response', None) or {}  # of boto3
-    return isinstance(error, (FileNotFoundError, PermissionError)) or response.get('Error', {}).get(
-        'Code') in FINAL_CODES
+    code = response.get('Error', {}).get('Code')
+    return isinstance(error, (FileNotFoundError, PermissionError)) or code in FINAL_CODES or disk_is_full(error)
 
 
 def unpacked(content: bytes, compression: str, size: int) -> bytearray:
