@@ -176,7 +176,8 @@ def test_pictures_by_another_tokenizer_or_scheduler_are_refused(tmp_path, pipeli
     if key == 'scheduler':
         content['prediction_type'] = 'v_prediction'
     else:
-        content['normalizer'] = None
+        vocabulary = content['model']['vocab']
+        vocabulary['a'], vocabulary['b'] = vocabulary['b'], vocabulary['a']
     path.write_text(json.dumps(content))
     assert f'out was begun with {key} ' in refusal(capfd, other, shards, tmp_path / 'out', *clip)
 
