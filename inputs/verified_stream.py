@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import cramjam
 import numpy as np
 import streaming.base.dataset
 from composer.utils import dist
 from streaming import Stream, StreamingDataset
+from streaming.base.compression import decompress
 from streaming.base.constant import LOCALS, TICK
 from streaming.base.dataset import _ShardState
 from streaming.base.format import FileInfo, reader_from_json
@@ -36,13 +36,6 @@ from inputs.shards import index_hash
 
 DOWNLOADS = 8  # tries, 1, 2, 4 ... 64 seconds apart: two minutes, as inputs.stores waits for a store
 FINAL_CODES = ('400', '403', '404', 'AccessDenied', 'NoSuchBucket', 'NoSuchKey')  # of S3: no waiting mends these
-UNPACKERS = {  # into a buffer, by the names of compressions in an index
-    'br': cramjam.brotli.decompress_into,
-    'bz2': cramjam.bzip2.decompress_into,
-    'gz': cramjam.gzip.decompress_into,
-    'snappy': cramjam.snappy.decompress_raw_into,
-    'zstd': cramjam.zstd.decompress_into,
-}
 NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes
 
 
@@ -111,7 +104,7 @@ class VerifiedStream(Stream):
             fetched = Path(folder, 'shard')
             self._download(os.path.join(self.remote, file.basename), str(fetched))
             if shard.zip_data:
-                fetched.write_bytes(unpacked(fetched.read_bytes(), shard.compression, shard.raw_data.bytes))
+                fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
             fault = fault_of_file(fetched, shard.raw_data)
             if fault is None:
                 os.replace(fetched, path)
@@ -140,20 +133,6 @@ def is_final(error: Exception) -> bool:
     response = getattr(error, 'response', None) or {}  # of boto3
     code = response.get('Error', {}).get('Code')
     return isinstance(error, (FileNotFoundError, PermissionError)) or code in FINAL_CODES or disk_is_full(error)
-
-
-def unpacked(content: bytes, compression: str, size: int) -> bytearray:
-    """The `size` bytes of a compressed shard. Raises ValueError if it has more, or is damaged.
-
-    Without this: Streaming unpacks whatever there is, until the memory is full.
-    Test: test_a_compressed_shard_that_is_larger_than_its_index_says_is_not_unpacked.
-    """
-    buffer = bytearray(size)
-    try:
-        unpacked_bytes = UNPACKERS[compression.partition(':')[0]](content, buffer)
-    except cramjam.DecompressionError as error:
-        raise ValueError(f'it does not unpack to the {size:,} bytes of {INDEX}: {error}') from None
-    return buffer[:unpacked_bytes]
 
 
 class VerifiedDataset(StreamingDataset):

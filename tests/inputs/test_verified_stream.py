@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
-from streaming.base.compression import compress
 
 from data import StreamingLAIONDataset, build_loader
 from errors.messages import DataError
 from inputs.captions import build_tokenizer
 from inputs.shards import read_index
-from inputs.verified_stream import cache_folder, own_shared_memory, unpacked
+from inputs.verified_stream import cache_folder, own_shared_memory
 from tests.forked_runs import RUN, run, traced
 from tests.samples import good, write_shards
 
@@ -162,14 +161,6 @@ def test_a_shard_that_is_not_there_is_not_waited_for(s3, remote, tmp_path, waite
     with pytest.raises(DataError, match='could not be read'):
         dataset.sample(0)
     assert not waited
-
-
-@pytest.mark.parametrize('compression', ['br:1', 'bz2', 'gz', 'snappy', 'zstd:7'])
-def test_a_compressed_shard_that_is_larger_than_its_index_says_is_not_unpacked(compression):
-    packed = compress(compression, bytes(10_000_000))
-    with pytest.raises(ValueError, match='does not unpack to the 1,000 bytes of index.json'):
-        unpacked(packed, compression, 1000)
-    assert unpacked(packed, compression, 10_000_000) == bytes(10_000_000)
 
 
 def test_shards_two_folders_deep_are_read(s3, remote, tmp_path):
