@@ -219,8 +219,10 @@ def print_summary(joined: Joined, held_out: Joined | None, settings: Convert) ->
     """What was converted, and what was not."""
     size = f'{joined.bytes / 1e6:,.1f} MB' if joined.bytes >= 1e6 else f'{joined.bytes / 1e3:,.1f} kB'
     print(f'converted  {plural(joined.samples, "sample")}, {size} in {plural(len(joined.shards), "shard")}')
-    if held_out:
+    if held_out and held_out.samples:
         print(f'held out   {plural(held_out.samples, "sample")}, in {held_out_beside(settings.out)}')
+    elif held_out:
+        print(f'held out   none: --held_out {settings.held_out} takes none of so few samples; give a larger share')
     if joined.skipped:
         print(f'skipped    {what_was_skipped(joined, held_out, settings)}')
 

@@ -10,7 +10,7 @@ from measuring.reliability import why_unreliable
 
 ROOT = Path(__file__).parent.parent
 FAR = 1.25  # times outside of what was published
-LIFE_TOLERANCE = 1e-3  # of losses after a resume; kernels of a GPU may add in another order
+LIFE_TOLERANCE = 1e-3  # of losses, which are about 1, after a resume; kernels of a GPU may add in another order
 
 
 def write_page(folder: Path, records: list[dict], missing: list[str]) -> None:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 from composer import Callback
 
@@ -196,10 +195,10 @@ def life(*flags: str) -> list[dict]:
     trained_twice = range(KILLED_AT - KILLED_AT % SAVED_EVERY + 1, KILLED_AT + 1)  # lost by the kill, not by SIGTERM
     expected = sorted([*range(1, BATCHES + 1), *trained_twice])
     of_whole = dict(whole)
-    relative = [abs(loss / of_whole[batch] - 1) for batch, loss in broken]
+    differences = [abs(loss - of_whole[batch]) for batch, loss in broken]
     return [proof(exit_statuses=statuses, batches=[batch for batch, _ in broken],
                   went_on_where_it_was=sorted(batch for batch, _ in broken) == expected,
-                  largest_difference=float(np.max(relative)), losses=whole)]
+                  largest_difference=max(differences), losses=whole)]
 
 
 def read_losses(path: Path) -> list[tuple[int, float]]:
