@@ -55,18 +55,25 @@ def test_it_takes_any_of_the_nodes_with_eight_gpus():
     assert accelerators == dict.fromkeys(['H100:8', 'A100-80GB:8', 'A100:8'])
 
 
-def test_setup_makes_the_environment_by_the_makefiles_own_target(tmp_path):
+@pytest.mark.parametrize('capability, lock', [('9.0', 'requirements.lock'), ('10.0', 'requirements-newest.lock')])
+def test_setup_makes_the_environment_that_the_gpus_need(tmp_path, capability, lock):
     run_on(tmp_path, TASK['setup'])
-    target, python = called(tmp_path, 'make')
-    assert f'$(VENV)/{Path(target).name}:' in (ROOT / 'Makefile').read_text()
-    assert python == 'PYTHON=/uv/python3.11'
+    arguments = called(tmp_path, 'make')
+    assert 'PYTHON=/uv/python3.11' in arguments
+    nvidia_smi = tmp_path / 'bin/nvidia-smi'
+    nvidia_smi.write_text(f'#!/bin/sh\necho {capability}\n')
+    nvidia_smi.chmod(0o755)
+    environment = {'PATH': f'{nvidia_smi.parent}:{os.defpath}'}
+    (tmp_path / 'bin/make').unlink()
+    done = subprocess.run(['make', '-n', '-B', *arguments], cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert f'sh install.sh .venv {lock}' in done.stdout
 
 
 @pytest.mark.parametrize('rank', [0, 1])
 def test_without_a_remote_each_node_measures(tmp_path, rank):
     done = run_on(tmp_path, TASK['run'], rank, nodes=2)
     assert done.returncode == 0, done.stderr
-    assert called(tmp_path, 'make') == ['smoke']
+    assert called(tmp_path, 'make') == ['VENV=.venv', 'smoke']
     assert called(tmp_path, 'composer') is None
 
 
