@@ -18,7 +18,7 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
     rank = int(os.environ.get('RANK', 0))
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how a launcher ends this rank when rank 0 has spoken
-        time.sleep(10)
+        time.sleep(10)  # most errors are those of all ranks: rank 0 says it first, and the launcher ends this one
         message = f'rank {rank}: {message}'
     print(f'{program}: error: {redacted(" ".join(message.split()))}', file=sys.stderr)
     sys.exit(status)

@@ -173,23 +173,23 @@ def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, b
     return runs
 
 
-def estimate(title: str, settings: Train, latents: bool, build_model: Callable, alike: Estimate | None = None
-             ) -> Estimate:
+def estimate(title: str, settings: Train, latents: bool, build_model: Callable,
+             traced_before: Estimate | None = None) -> Estimate:
     """Memory and work of a device for the model that is built with these settings.
 
-    What is the same in `alike` is not traced again: all of the step where it differs in the average alone, and else the
-    update.
+    What is the same in `traced_before` is not traced again: all of the step where it differs in the average alone, and
+    else the update.
     """
     model = build_outline(settings, find_model(settings.model_name), latents, build_model)  # sizes need no weights
     lasting = lasting_bytes(settings, model, settings.dry_run)
-    if alike is None:
+    if traced_before is None:
         memory, work = trace_step(model, settings.precision, updater(settings.fused_optimizer, settings.use_ema))
-    elif settings.use_ema != alike.settings.use_ema:
-        update = {kind: work for kind, work in alike.work.update.items() if kind != AVERAGE}
-        memory, work = alike.step, dataclasses.replace(alike.work, update=update)
+    elif settings.use_ema != traced_before.settings.use_ema:
+        update = {kind: work for kind, work in traced_before.work.update.items() if kind != AVERAGE}
+        memory, work = traced_before.step, dataclasses.replace(traced_before.work, update=update)
     else:
         memory, work = trace_step(model, settings.precision)
-        work = dataclasses.replace(work, update=alike.work.update)
+        work = dataclasses.replace(work, update=traced_before.work.update)
     return Estimate(title, settings, model, lasting, memory, work)
 
 
@@ -314,7 +314,8 @@ def changes_table(given: Estimate, others: list[Estimate], cards: list[Card]) ->
         if largest != given.microbatch_on(card):
             row['the largest microbatch'] = three_digits(given.images_per_sec(card, largest))
         rows[short_name(card)] = row
-    return pd.DataFrame(rows).fillna('').rename_axis(columns='images/s with one change')
+    heading = f'images/s with one change, {at_microbatch(given.settings)}'
+    return pd.DataFrame(rows).fillna('').rename_axis(columns=heading)
 
 
 def measured_speeds(settings: Train, cards: list[Card]) -> pd.DataFrame:

@@ -78,7 +78,7 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
 
 
 def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
-    """The same, on this rank; `at_the_end` gives the folder back."""
+    """Lock a --save_folder until `at_the_end` gives it back. Raises ValueError as `locked_save_folder` does."""
     others = [name for name in names_in(folder) if not os.path.basename(name).startswith('.')]
     if others and not autoresume:
         raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
@@ -148,7 +148,7 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
 
 
 def newest_whole(folder: str, flag: str) -> str | None:
-    """The same, as this rank sees it."""
+    """The newest whole checkpoint that this rank sees. Raises ValueError if one cannot be read."""
     for name in reversed(checkpoints_in(folder, flag)):
         try:
             if '://' in name or is_whole(name):
