@@ -323,7 +323,11 @@ def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, num_workers:
 
 
 def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
-    """The tokenizer of --tokenizer. Raises ValueError if there is none, or if the text encoder lacks its tokens."""
+    """The tokenizer of --tokenizer, or else of the model: models pad with different tokens.
+
+    Raises ValueError if there is none that loads, or if the text encoder lacks its tokens.
+    """
+    name = name or files.tokenizer
     tokenizer = build_tokenizer(name)
     if tokenizer.get_vocab_size() > files.vocab_size:
         raise ValueError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '

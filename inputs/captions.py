@@ -40,7 +40,8 @@ def load_transformers_tokenizer(name: str):
     if (folder / 'tokenizer').is_dir():
         folder = folder / 'tokenizer'
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # else it may ask on the terminal
+        return AutoTokenizer.from_pretrained(folder, split_special_tokens=True,
+                                             trust_remote_code=False)  # else it may ask on the terminal
     except Exception as error:  # of many kinds, some of which list all models that transformers knows
         raise ValueError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); give a folder '
                          'with tokenizer.json or vocab.json and merges.txt') from None
@@ -49,6 +50,9 @@ def load_transformers_tokenizer(name: str):
 def pipeline_tokenizer(name: str | None = None):
     """The tokenizer of `build_tokenizer` as a transformers tokenizer, which gives a diffusers pipeline the same ids.
 
+    transformers makes what pads a special token, and unless it is told to split these, takes each "!" in a caption of
+    Stable Diffusion 2 for one.
+
     Raises ValueError if there is none of that name.
     """
     if name is not None:
@@ -56,7 +60,6 @@ def pipeline_tokenizer(name: str | None = None):
         tokenizer.model_max_length = CAPTION_LENGTH
         return tokenizer
     from transformers import CLIPTokenizerFast
-    # transformers makes what pads a special token, and unless it is told not to, takes each "!" in a caption for one
     return CLIPTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='!', split_special_tokens=True,
                              model_max_length=CAPTION_LENGTH)
 

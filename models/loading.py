@@ -40,6 +40,12 @@ class ModelFiles:
     pretrained: bool
 
     @property
+    def tokenizer(self) -> str | None:
+        """The folder of the model's own tokenizer; None: it has none, and CLIP's own fits."""
+        folder = self.folder / 'tokenizer'
+        return str(folder) if folder.is_dir() else None
+
+    @property
     def vocab_size(self) -> int:
         """How many token ids the text encoder knows."""
         return self.configs['text_encoder'].get('vocab_size', CLIPTextConfig().vocab_size)
@@ -78,7 +84,7 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     if name in BUILT_IN and not pretrained:
         folder = BUILT_IN[name]
     else:
-        patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()]
+        patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()] + ['tokenizer/*']
         if pretrained:
             patterns += WEIGHT_FILES
         folder = local_folder('--model_name', name, patterns)

@@ -92,7 +92,7 @@ class Export:
                                   'a checkpoint (default: that of the run)')
     pretrained: bool = flag(False, 'take the VAE from --model_name where the checkpoint has none, because the run '
                             'trained on latents')
-    tokenizer: str | None = flag(None, "folder or hub name, for a checkpoint (default: that of the run, or CLIP's own)")
+    tokenizer: str | None = flag(None, "folder or hub name, for a checkpoint (default: that of the run)")
 
     def check(self) -> None:
         if os.path.lexists(self.out):

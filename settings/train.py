@@ -57,7 +57,8 @@ class TrainingSamples:
     use_synth_data: bool = flag(False, 'train on random images that cost nothing to load')
     use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had made them')
     batch_size: int = flag(BATCH_SIZE, 'images in a step, over all devices', converter=count)
-    tokenizer: str | None = flag(None, "folder or hub name (default: CLIP's own, from the package open_clip_torch)")
+    tokenizer: str | None = flag(None, "folder or hub name (default: that of --model_name where its folder has one, "
+                                 "or else CLIP's own, from the package open_clip_torch)")
     random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn anew in each epoch')
     caption_drop: float = flag(0.0, 'share of the captions that the empty one replaces, such as 0.1, so that images '
                                'can be drawn with classifier-free guidance', converter=fraction)

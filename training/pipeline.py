@@ -22,7 +22,7 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
         trained: what the checkpoint holds; its tensors in float32 are not copied.
         label: what errors call it.
         model_name: for the configuration of each part; None: that of the run.
-        tokenizer: None: that of the run.
+        tokenizer: None: that of the run, which is the model's own unless it had another.
         pretrained: take the VAE from `model_name` where the checkpoint has none, instead of a random one.
         live: draw with the live weights, also where there is an average.
 
@@ -49,7 +49,7 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
     except RuntimeError as error:
         raise ValueError(f'--model_name {name} is not the model of {label} ({one_line(error, 200)}); give the one '
                          'that was trained') from None
-    tokenizer = pipeline_tokenizer(tokenizer or trained.flags.get('tokenizer'))
+    tokenizer = pipeline_tokenizer(tokenizer or trained.flags.get('tokenizer') or files.tokenizer)
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
 
 

@@ -17,9 +17,9 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 from tqdm import tqdm
 
+from data import build_fitting_tokenizer
 from ema import EMA
 from errors.messages import one_line
-from inputs.captions import build_tokenizer
 from measuring.measurement import Measurement
 from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
@@ -84,7 +84,8 @@ class Sampling(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0:
             device = next(self.model.unet.parameters()).device
-            captions = build_tokenizer(self.settings.tokenizer).encode_batch(['', *self.prompts])
+            tokenizer = build_fitting_tokenizer(self.settings.tokenizer, self.files)
+            captions = tokenizer.encode_batch(['', *self.prompts])
             tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
             self._empty, *self._tokens = tokens
             self._vae = self.model.vae

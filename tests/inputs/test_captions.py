@@ -1,5 +1,9 @@
 """Tokens, against open_clip's tokenizer."""
-from inputs.captions import build_tokenizer
+import os
+
+from transformers import CLIPTokenizer
+
+from inputs.captions import build_tokenizer, clip_tokenizer
 
 
 def test_token_ids_agree_with_open_clips_tokenizer_on_odd_captions():
@@ -9,6 +13,17 @@ def test_token_ids_agree_with_open_clips_tokenizer_on_odd_captions():
                 'word ' * 100, 'x' * 500, ' two  blanks', '½ ≠ 1']
     for caption, encoding in zip(captions, tokenizer.encode_batch(captions), strict=True):
         assert encoding.ids == reference(caption)[0].tolist(), caption
+
+
+def test_what_pads_is_a_word_where_a_caption_has_it(tmp_path):
+    vocabulary = str(tmp_path / 'vocabulary')
+    os.mkdir(vocabulary)
+    clip_tokenizer().model.save(vocabulary)  # vocab.json and merges.txt
+    CLIPTokenizer(f'{vocabulary}/vocab.json', f'{vocabulary}/merges.txt', pad_token='!').save_pretrained(tmp_path)
+    captions = ['wow! a cat', 'stop !!', 'a <|endoftext|> b']
+    of_folder = build_tokenizer(str(tmp_path)).encode_batch(captions)
+    of_clip = build_tokenizer().encode_batch(captions)
+    assert [encoding.ids for encoding in of_folder] == [encoding.ids for encoding in of_clip]
 
 
 def test_a_tokenizer_folder_pads_with_its_own_token(model_folder):

@@ -42,8 +42,8 @@ def test_stable_diffusion_2_base_has_its_published_sizes(sd2_base):
 
 
 def test_a_model_folder_gives_its_architecture_weights_and_tokenizer(shards, samples, model_folder):
-    settings = settings_of('--remote', shards, *TINY, '--model_name', model_folder, '--pretrained', '--tokenizer',
-                           model_folder, '--num_workers', '0')
+    settings = settings_of('--remote', shards, *TINY, '--model_name', model_folder, '--pretrained', '--num_workers',
+                           '0')
     tokenizer = AutoTokenizer.from_pretrained(f'{model_folder}/tokenizer')
     captions = tokenizer([sample['caption'] for sample in samples], padding='max_length')['input_ids']
     batch = next(iter(build_data(settings, find_model(model_folder, pretrained=True)).dataloader))
