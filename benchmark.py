@@ -23,7 +23,7 @@ from functools import cached_property
 
 import torch
 import torch.nn.functional as F
-from composer import Algorithm, Callback, Trainer
+from composer import Algorithm, Callback, ComposerModel, Trainer
 from composer.callbacks import LRMonitor, SpeedMonitor
 from composer.core import DataSpec
 from composer.utils import get_device
@@ -41,7 +41,6 @@ from inputs.shards import MOMENTS
 from measuring.measurement import Measurement
 from measuring.record import measure_loader, training_settings
 from measuring.tracing import build_profiler
-from models.diffusion_model import DiffusionModel
 from models.flops import flops_of_an_image, peak_tflops
 from models.latents import draw_latents, vae_moments
 from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
@@ -61,7 +60,7 @@ from training.sampling import Sampling
 from training.signals import StopAtSignal
 
 
-class StableDiffusion(DiffusionModel):
+class StableDiffusion(ComposerModel):
     """Stable Diffusion for training: the UNet learns, the VAE and the CLIP text encoder are frozen.
 
     Args:

@@ -56,7 +56,7 @@ class SyntheticImageCaptionDataset(Dataset):
         self.seed = seed
         self.latent_size = latent_size
         self.samples = self.draw(DIFFERENT_SAMPLES)
-        self.batch = {'caption': ()}
+        self.batch = None  # the newest, which is given again where the next is as large
 
     @property
     def latents(self) -> bool:
@@ -72,7 +72,7 @@ class SyntheticImageCaptionDataset(Dataset):
 
     def collate(self, samples: list[dict]) -> dict[str, torch.Tensor]:
         """The one batch of so many samples: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
-        if len(self.batch['caption']) != len(samples):
+        if self.batch is None or len(self.batch['caption']) != len(samples):
             self.batch = self.draw(len(samples))
             if torch.cuda.is_available():  # once: DataLoader(pin_memory=True) would copy every batch
                 self.batch = {name: tensor.pin_memory() for name, tensor in self.batch.items()}

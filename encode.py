@@ -113,7 +113,7 @@ def keys_of_batches(shards: Shards, batch_size: int) -> Iterator[tuple[int, rang
     """
     with ThreadPoolExecutor(1) as fetcher:
         for shard, reader in enumerate(fetcher.map(shards.fetch, range(len(shards.readers)))):
-            for start in range(0, max(1, len(reader)), batch_size):
+            for start in range(0, max(1, len(reader)), batch_size):  # so that its part is written as well
                 yield shard, range(start, min(start + batch_size, len(reader)))
 
 

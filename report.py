@@ -220,8 +220,8 @@ def speed_row(record: dict) -> dict:
     if record.get('num_workers_by_default') is True:  # it follows from the machine, and is no setting of the run
         row['num_workers'] = 'default'
     row['date'] = words(record.get('date'))[:19].replace('T', ' ')  # to the second
-    commit = words(record.get('git_commit'))
-    row['git_commit'] = commit[:8] + commit[40:]  # with -dirty
+    commit, dash, dirty = words(record.get('git_commit')).partition('-')
+    row['git_commit'] = commit[:8] + dash + dirty
     row['num_devices'] = record['num_devices']
     for key in IN_TABLES:
         row[key] = float(record.get(key, math.nan))
@@ -439,7 +439,7 @@ def hours_until(evaluation: dict, trainings: list[dict]) -> float:
 
 
 def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
-    """The keys in which rows that state them differ, or rows of one stage, some of which do not state them."""
+    """The keys with several values, or, within a stage, with a value in some rows and none in others."""
     in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # '' is a value
     stated = rows[list(keys)].replace('', None).nunique()
     return [key for key in keys if in_a_stage[key] > 1 or stated[key] > 1]

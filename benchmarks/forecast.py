@@ -16,16 +16,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+from composer import ComposerModel
 from composer.algorithms.ema.ema import compute_ema as composers_compute_ema
 from scipy.optimize import least_squares
 
 from benchmark import build_model
 from fitting.fake_step import trace_step
 from fitting.forecast import CONSTANTS, Constants, StepWork, images_per_sec
-from fitting.memory import build_outline
+from fitting.memory import build_on_meta
 from fitting.operators import UPDATE
 from models.cards import CARDS
-from models.diffusion_model import DiffusionModel
 from models.divisions import DIVISORS, NoDivision
 from models.loading import SD2_BASE, find_model
 from settings.flags import parse
@@ -66,7 +66,7 @@ def trace(latents: bool, image_size: int, precision: str, encoder_precision: str
     if half_precision_norms:
         argv.append('--half_precision_norms')
     settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
-    outline = build_outline(settings, find_model(SD2_BASE), latents, build_model)
+    outline = build_on_meta(settings, find_model(SD2_BASE), latents, build_model)
     divide_by_one(outline)
     _, work = trace_step(outline, precision, their_update(by, use_ema))
     return work
@@ -85,7 +85,7 @@ def their_update(by: str, use_ema: bool) -> Callable | None:
     if by == SHARDED_OPTIMIZER:
         return None
 
-    def prepare(model: DiffusionModel) -> dict[str, Callable]:
+    def prepare(model: ComposerModel) -> dict[str, Callable]:
         optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=by != LOOPED_OPTIMIZER)
 
         def update() -> None:

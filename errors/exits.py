@@ -13,12 +13,12 @@ from errors.messages import DataError, is_out_of_memory, one_line, redacted
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:
     """End the process with one line, without passwords.
 
-    Rank 0 says it for all; another speaks where rank 0 has nothing to say.
+    Most errors are those of all ranks: the others wait until rank 0 has said it and the launcher has ended them.
     """
     rank = int(os.environ.get('RANK', 0))
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how a launcher ends this rank when rank 0 has spoken
-        time.sleep(10)  # most errors are those of all ranks: rank 0 says it first, and the launcher ends this one
+        time.sleep(10)
         message = f'rank {rank}: {message}'
     print(f'{program}: error: {redacted(" ".join(message.split()))}', file=sys.stderr)
     sys.exit(status)

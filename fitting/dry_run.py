@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from composer import ComposerModel
 from composer.utils import dist
 
 from errors.messages import plural
@@ -26,7 +27,7 @@ from fitting.forecast import (
     kept_on,
     seconds_by_kind,
 )
-from fitting.memory import build_outline, lasting_bytes
+from fitting.memory import build_on_meta, lasting_bytes
 from fitting.microbatch import sizes_to_try
 from fitting.operators import AVERAGE
 from inputs.shards import read_index
@@ -34,7 +35,6 @@ from measuring.costs import days_to_train, gpu_hours
 from measuring.gpu_monitor import GIB
 from measuring.reliability import why_unreliable
 from models.cards import CARDS, Card, cards_named, peak_of
-from models.diffusion_model import DiffusionModel
 from models.loading import find_model
 from settings.train import Train
 
@@ -74,7 +74,7 @@ class Estimate:
     """
     title: str
     settings: Train
-    model: DiffusionModel
+    model: ComposerModel
     lasting: dict[str, int]
     step: StepMemory
     work: StepWork
@@ -180,7 +180,7 @@ def estimate(title: str, settings: Train, latents: bool, build_model: Callable,
     What is the same in `traced_before` is not traced again: all of the step where it differs in the average alone, and
     else the update.
     """
-    model = build_outline(settings, find_model(settings.model_name), latents, build_model)  # sizes need no weights
+    model = build_on_meta(settings, find_model(settings.model_name), latents, build_model)  # sizes need no weights
     lasting = lasting_bytes(settings, model, settings.dry_run)
     if traced_before is None:
         memory, work = trace_step(model, settings.precision, updater(settings.fused_optimizer, settings.use_ema))

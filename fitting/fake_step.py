@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from composer import ComposerModel
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +24,6 @@ from ema import ShadowModel, compute_ema
 from fitting.forecast import StepWork, Work
 from fitting.microbatch import blank_batch
 from fitting.operators import AVERAGE, EXCHANGE, UPDATE, count_operator
-from models.diffusion_model import DiffusionModel
 from models.precisions import AUTOCAST_DTYPES
 
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
@@ -133,7 +133,7 @@ class StepCounter(TorchDispatchMode):
             self.now[0, column] += size
 
 
-def trace_step(outline: DiffusionModel, precision: str, prepare_update: Callable | None = None
+def trace_step(outline: ComposerModel, precision: str, prepare_update: Callable | None = None
                ) -> tuple[StepMemory, StepWork]:
     """Memory and work of a step, on a GPU in half precision, or in float32 anywhere.
 
@@ -178,7 +178,7 @@ def trace_step(outline: DiffusionModel, precision: str, prepare_update: Callable
     return StepMemory(rows[:, 0], rows[:, 1], gradients), work
 
 
-def trace_update(model: DiffusionModel, prepare_update: Callable | None, mode: FakeTensorMode) -> dict[str, Work]:
+def trace_update(model: ComposerModel, prepare_update: Callable | None, mode: FakeTensorMode) -> dict[str, Work]:
     """What happens once a step: the work of the second update, since the first makes the optimizer's state."""
     if prepare_update is None:
         return {}
@@ -195,7 +195,7 @@ def trace_update(model: DiffusionModel, prepare_update: Callable | None, mode: F
 
 def updater(fused: bool, use_ema: bool) -> Callable:
     """For `trace_step`: AdamW in one kernel or in several, and the average of the weights, as a run has them."""
-    def prepare(model: DiffusionModel) -> dict[str, Callable]:
+    def prepare(model: ComposerModel) -> dict[str, Callable]:
         optimizer = torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused)
         updates = {UPDATE: optimizer.step}
         if use_ema:

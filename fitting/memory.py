@@ -7,16 +7,16 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
+from composer import ComposerModel
 
-from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles
 from settings.train import Train
 
 ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 
 
-def build_outline(settings: Train, files: ModelFiles, latents: bool,
-                  build_model: Callable[..., DiffusionModel]) -> DiffusionModel:
+def build_on_meta(settings: Train, files: ModelFiles, latents: bool,
+                  build_model: Callable[..., ComposerModel]) -> ComposerModel:
     """The model of a run with its switches on the meta device: shapes and types alone.
 
     Args:
@@ -31,7 +31,7 @@ def build_outline(settings: Train, files: ModelFiles, latents: bool,
     return build_model(settings, latents, torch.device('meta'), files)
 
 
-def lasting_bytes(settings: Train, model: DiffusionModel, num_devices: int) -> dict[str, int]:
+def lasting_bytes(settings: Train, model: ComposerModel, num_devices: int) -> dict[str, int]:
     """Bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
 
     A model without memory will do.

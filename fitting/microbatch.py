@@ -8,6 +8,7 @@ import re
 import sys
 
 import torch
+from composer import ComposerModel
 from composer.core import DataSpec, get_precision_context
 from composer.utils import dist, get_device
 
@@ -15,7 +16,6 @@ from errors.messages import is_out_of_memory, plural
 from fitting.memory import ADAM_MOMENTS
 from inputs.captions import CAPTION_LENGTH
 from inputs.shards import MOMENTS
-from models.diffusion_model import DiffusionModel
 from settings.train import Train
 
 SPARE_SHARE = 1 / 32  # of a GPU's memory: a long run cuts it up a little differently, and NCCL's channels take some
@@ -25,7 +25,7 @@ SPARE_SHARE = 1 / 32  # of a GPU's memory: a long run cuts it up a little differ
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
-def find_microbatch(settings: Train, model: DiffusionModel, data: DataSpec) -> int:
+def find_microbatch(settings: Train, model: ComposerModel, data: DataSpec) -> int:
     """Images that go through the model at once: as asked for, or found. Raises ValueError if not even one fits."""
     if not settings.searches_microbatch:
         return settings.device_train_microbatch_size
@@ -45,7 +45,7 @@ def sizes_to_try(device_batch_size: int) -> list[int]:
     return sizes
 
 
-def largest_microbatch(model: DiffusionModel, data: DataSpec, device_batch_size: int, precision: str,
+def largest_microbatch(model: ComposerModel, data: DataSpec, device_batch_size: int, precision: str,
                        use_ema: bool) -> int:
     """The largest of `sizes_to_try` that trains within the memory of every rank.
 
@@ -84,7 +84,7 @@ def on_all_ranks(mine: bool) -> bool:
     return bool(agreed.item())
 
 
-def fits(model: DiffusionModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:
+def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:
     """Whether `size` images at once can be trained on this rank, beside so many copies of the weights.
 
     Nothing that the try needed is left in memory.
@@ -108,7 +108,7 @@ def is_too_large(error: RuntimeError, size: int) -> bool:
     return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
-def train_twice(model: DiffusionModel, data: DataSpec, size: int, precision: str, copies: int) -> None:
+def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> None:
     """Two batches of `size` images, beside what a run holds. Raises RuntimeError if they are too many.
 
     Adam's moments come between them, as in a run: they go where the activations of the first have left room, and the
@@ -130,7 +130,7 @@ def train_twice(model: DiffusionModel, data: DataSpec, size: int, precision: str
     del beside
 
 
-def forward_and_backward(model: DiffusionModel, data: DataSpec, size: int, precision: str) -> None:
+def forward_and_backward(model: ComposerModel, data: DataSpec, size: int, precision: str) -> None:
     """As Composer's Trainer does it."""
     microbatch = data.microbatch_transforms(blank_batch(model, size, torch.uint8, get_device()._device))
     with get_precision_context(precision):
@@ -139,7 +139,7 @@ def forward_and_backward(model: DiffusionModel, data: DataSpec, size: int, preci
     loss.backward()
 
 
-def blank_batch(model: DiffusionModel, size: int, image_type: torch.dtype, device: str) -> dict[str, torch.Tensor]:
+def blank_batch(model: ComposerModel, size: int, image_type: torch.dtype, device: str) -> dict[str, torch.Tensor]:
     """Samples as large as the model takes them: `image` (B, 3, H, H) or `moments`, and `caption` (B, 77)."""
     batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long, device=device)}
     if model.vae is None:

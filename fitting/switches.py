@@ -2,7 +2,7 @@
 import contextlib
 
 import torch
-from composer import Callback
+from composer import Callback, ComposerModel
 from composer.core import State
 from composer.utils import dist
 from diffusers.models.attention import BasicTransformerBlock
@@ -13,7 +13,6 @@ from transformers.models.clip.modeling_clip import CLIPEncoder
 
 from errors.messages import one_line
 from fitting.compiling import compile_in_place
-from models.diffusion_model import DiffusionModel
 from models.divisions import skip_divisions_by_one
 from models.norms import switch_norms_to_half
 from settings.train import Train
@@ -29,7 +28,7 @@ UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 14 kinds of residual blocks and 4 of transformer blocks
 
 
-def apply_switches(model: DiffusionModel, settings: Train) -> None:
+def apply_switches(model: ComposerModel, settings: Train) -> None:
     """Train the same model faster or in less memory.
 
     Raises ValueError if xformers is not built for this torch or this GPU.
@@ -58,7 +57,7 @@ def apply_switches(model: DiffusionModel, settings: Train) -> None:
         skip_divisions_by_one(model)
 
 
-def compile_model(model: DiffusionModel, settings: Train) -> None:
+def compile_model(model: ComposerModel, settings: Train) -> None:
     """Compile the UNet, whole or block by block, the VAE's encoder, and the layers of the text encoder.
 
     Blocks of one kind and size share a graph.

@@ -8,23 +8,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from errors.messages import is_out_of_memory
 
 # Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
 FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
-# What turns an image of each EXIF orientation upright. ImageOps.exif_transpose also writes the EXIF anew: odd ones make
-# it fail.
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 FLIP = 'flip'  # bool (B,): which images of a batch are to be mirrored
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
 FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
@@ -89,16 +78,14 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
         return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB, apply_exif_orientation=True)
     if much_larger:
         image.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
-    image.load()
-    turn = TURNS.get(exif_orientation(image))  # Pillow turns a TIFF upright when it loads it
+    image.load()  # which turns a TIFF upright
+    turn_upright(image)
     if image.mode[0] in DEEP_MODES:
         image = eight_bits(image)
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
     image = image.convert('RGB')
-    if turn is not None:
-        image = image.transpose(turn)
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (3, H, W)
 
 
@@ -120,12 +107,14 @@ def eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((values * (256 / end)).clip(0, 255).astype(np.uint8))
 
 
-def exif_orientation(image: Image.Image) -> int | None:
-    """The orientation that a camera wrote, 1 to 8; None where there is none that can be read."""
+def turn_upright(image: Image.Image) -> None:
+    """Turn an image in place as the camera that took it says; where that cannot be read, it is upright already."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # unreadable in one of many ways: torchvision, too, takes it for upright then
-        return None
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # of odd EXIF, which Pillow writes anew once it has turned the image
+        return
 
 
 def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:

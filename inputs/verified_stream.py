@@ -193,7 +193,8 @@ class VerifiedDataset(StreamingDataset):
         Tests: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason,
         test_a_small_cache_serves_the_whole_dataset.
         """
-        it.ready_index = it.total - 1  # at the total, Streaming would fetch nothing more in the background
+        # Samples up to `ready_index` may be taken. At the total, Streaming would fetch nothing more in the background.
+        it.ready_index = it.total - 1
         while it.yield_index < it.ready_index and not it.should_exit():
             time.sleep(TICK)
         it.ready_index = it.total
@@ -311,8 +312,8 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def draw_number(streams_local: list[str], streams_remote: list[str | None], world: World) -> tuple[int, SharedMemory]:
-    """In the path of Streaming's own `get_shm_prefix`: a random number for this node's ranks, and the memory of that
-    name."""
+    """A random number for this node's ranks, and the shared memory of that name; `own_shared_memory` calls it in the
+    place of Streaming's `get_shm_prefix`."""
     numbers = dist.all_gather_object(secrets.choice(NUMBERS))
     number = numbers[dist.get_global_rank() - dist.get_local_rank()]  # that of the node's first rank
     return number, SharedMemory(f'{number:06}_{LOCALS}', size=4)

@@ -212,9 +212,8 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
     seconds = np.array(window.batch_seconds) - excluded  # (batches,)
     slowest = highest_of_ranks(seconds, all_ranks)  # (batches,)
     seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of EXCLUDED,)
-    ranks = [(seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib(), bad_samples)]
-    if all_ranks:
-        ranks = dist.all_gather_object(ranks[0])
+    mine = (seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib(), bad_samples)
+    ranks = dist.all_gather_object(mine) if all_ranks else [mine]
     totals, waits, sustained_shares, memory, bad = zip(*ranks, strict=True)
     num_bad = len(set().union(*bad))
     if not window.batch_seconds:

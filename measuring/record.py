@@ -26,7 +26,7 @@ from settings.times import is_young, to_batches
 from settings.train import LOADER_FLAGS, TRAINING_FLAGS, Train
 
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
-MUCH_WAITING = 0.05
+MUCH_WAITING_FOR_DATA = 0.05
 
 
 def training_settings(settings: Train, latents: bool, microbatch: int | None = None) -> dict:
@@ -114,7 +114,7 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
     if not torch.cuda.is_available():
         values['busy_cores'] = busy_cores()
     values['on_waiting'] = ''
-    if record['data_wait_fraction'] > MUCH_WAITING:
+    if record['data_wait_fraction'] > MUCH_WAITING_FOR_DATA:
         values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
     if settings.training_images and torch.cuda.is_available() and not values['caution']:
         speed = record['images_per_sec']

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from errors.messages import plural
 
-QUEUES_IN_WINDOW = 5  # a window this many times as long as the loader's queue shows the loader, not its queue
+QUEUES_IN_WINDOW = 5  # in a shorter window many of its batches were made before it began
 FEWEST_BATCHES = 20   # a window that is shorter says little
 MUCH_DRIFT = 0.1      # within a window: another would show another speed
-MUCH_WAITING = 0.5    # of a process's time, for a core that others have
+MUCH_WAITING_FOR_CORES = 0.5  # of a process's time
 
 
 def fewest_batches(queue_batches: int) -> int:
@@ -39,7 +39,7 @@ def busy_cores(schedstat: str = '/proc/self/schedstat') -> str | None:
         return None
     ran, waited, _ = map(int, Path(schedstat).read_text().split())
     share = waited / max(1, ran + waited)
-    if share < MUCH_WAITING:
+    if share < MUCH_WAITING_FOR_CORES:
         return None
     return f'waited {share:.0%} of the time for a core that others use; OMP_NUM_THREADS=1 can make it ten times faster'
 

@@ -107,7 +107,7 @@ class LocalWorkers:
         # A client of a store does not survive a fork, and CUDA not one of a process that has asked for its devices.
         self.context = multiprocessing.get_context('spawn' if on_gpus else 'forkserver')
         allow_open_files(OPEN_FILES + OPEN_FILES_A_PROCESS * number)
-        self.theirs, self.alive = self.context.Pipe(duplex=False)
+        self.worker_end, self.command_end = self.context.Pipe(duplex=False)
         self.idle = list(range(number))  # numbers of processes, and of their GPUs
         self.pools = {}  # of a process each, by its number
         self.numbers = {}  # of the process of each call
@@ -117,7 +117,7 @@ class LocalWorkers:
 
     def __exit__(self, *error) -> None:
         """End all processes, whatever they are at."""
-        self.alive.close()
+        self.command_end.close()
         for pool in self.pools.values():
             pool.shutdown(cancel_futures=True)
 
@@ -129,7 +129,7 @@ class LocalWorkers:
         """Give a process parts to make."""
         number = self.idle.pop()
         if number not in self.pools:
-            about_process = (self.theirs, dict(os.environ))
+            about_process = (self.worker_end, dict(os.environ))
             self.pools[number] = ProcessPoolExecutor(1, self.context, begin_process, about_process)
         gpu = {'gpu': number} if self.on_gpus else {}
         try:

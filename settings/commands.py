@@ -13,14 +13,14 @@ CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
 PICTURES = ('.png', '.pdf', '.svg')
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
-LARGEST_SHARD = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
+LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
 
 def shard_size(text: str) -> int:
     """A converter: a size such as 64mb, that shards can have, in bytes."""
     match = re.fullmatch('([0-9]{1,9})(kb|mb|gb)', text.lower())
     size = int(match[1]) * BYTES[match[2]] if match else 0
-    if 0 < size <= LARGEST_SHARD:
+    if 0 < size <= LARGEST_LIMIT:
         return size
     raise argparse.ArgumentTypeError(f'{text} is not a size below 4gb, such as 64mb')
 

@@ -4,16 +4,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from composer import ComposerModel
 from diffusers import UNet2DConditionModel
 
 from errors.messages import one_line
-from models.diffusion_model import DiffusionModel
 from models.loading import load_weights
 from training.ranks import on_rank_0
 from training.trained import Trained, read_trained
 
 
-def load_initial_weights(path: str, model: DiffusionModel) -> dict | None:
+def load_initial_weights(path: str, model: ComposerModel) -> dict | None:
     """Put the weights of --load_weights into the UNet of `model`. The rest of the training is that of a new run.
 
     Args:
@@ -47,7 +47,7 @@ def unet_folder(path: str) -> Path | None:
     return None
 
 
-def weights_of_folder(folder: Path, model: DiffusionModel, label: str) -> dict[str, torch.Tensor]:
+def weights_of_folder(folder: Path, model: ComposerModel, label: str) -> dict[str, torch.Tensor]:
     """The weights of the UNet in a folder of diffusers. Raises ValueError if it has none, or predicts another thing."""
     unet = load_weights(UNet2DConditionModel, folder, label)
     scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
@@ -59,7 +59,7 @@ def weights_of_folder(folder: Path, model: DiffusionModel, label: str) -> dict[s
     return unet.state_dict()
 
 
-def require_same_encoders(trained: Trained, model: DiffusionModel, label: str) -> None:
+def require_same_encoders(trained: Trained, model: ComposerModel, label: str) -> None:
     """Raises ValueError if the UNet was trained with another VAE or text encoder than `model`, in any precision."""
     for part in ('vae', 'text_encoder'):
         theirs = getattr(trained, part)

@@ -3,7 +3,7 @@ import sys
 import warnings
 
 import torch
-from composer import Callback, Trainer
+from composer import Callback, ComposerModel, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
@@ -12,7 +12,6 @@ from measuring.gpu_monitor import gather_gpu_figures
 from measuring.measurement import Measurement, figures, whole_epochs
 from measuring.record import UNMEASURED, append_record, redacted, summary, training_settings
 from measuring.tracing import PROFILED
-from models.diffusion_model import DiffusionModel
 from models.flops import utilization
 from settings.train import SD2_BASE, TINY_COMMAND, TINY_MODEL, Train
 from training.evaluation import Evaluations
@@ -93,7 +92,7 @@ def fit(trainer: Trainer) -> dict[str, str]:
     return {'status': 'complete'}
 
 
-def training_record(settings: Train, model: DiffusionModel, data: DataSpec, trainer: Trainer,
+def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, str]) -> dict:
     """The record of a training that ended as `outcome` of `fit` says."""
     state = trainer.state

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 import torch
-from composer import Callback
+from composer import Callback, ComposerModel
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
@@ -21,7 +21,6 @@ from data import build_fitting_tokenizer
 from ema import EMA
 from errors.messages import one_line
 from measuring.measurement import Measurement
-from models.diffusion_model import DiffusionModel
 from models.loading import ModelFiles, build_vae
 from models.sampling import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from settings.train import Train
@@ -71,7 +70,7 @@ class Sampling(Callback):
         stop: of the run.
     """
 
-    def __init__(self, settings: Train, model: DiffusionModel, files: ModelFiles, measurement: Measurement,
+    def __init__(self, settings: Train, model: ComposerModel, files: ModelFiles, measurement: Measurement,
                  stop: StopAtSignal):
         self.settings = settings
         self.model = model

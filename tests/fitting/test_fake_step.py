@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import benchmark
 from fitting.fake_step import AUTOCAST_DTYPES, StepMemory, norms_in_float32, trace_step
-from fitting.memory import build_outline
+from fitting.memory import build_on_meta
 from fitting.microbatch import blank_batch
 from models.loading import find_model
 from tests.runs import settings_of
@@ -19,7 +19,7 @@ TINY = ['--dry_run', '--model_name', 'tiny', '--image_size', '128', '--batch_siz
 
 def calculated(*flags: str) -> StepMemory:
     settings = settings_of(*TINY, *flags)
-    model = build_outline(settings, find_model('tiny'), False, benchmark.build_model)
+    model = build_on_meta(settings, find_model('tiny'), False, benchmark.build_model)
     memory, _ = trace_step(model, settings.precision)
     return memory
 

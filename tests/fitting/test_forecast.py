@@ -18,7 +18,7 @@ from fitting.forecast import (
     kept_on,
     seconds_of,
 )
-from fitting.memory import build_outline
+from fitting.memory import build_on_meta
 from fitting.operators import ATTENTION, AVERAGE, CONVOLUTIONS, NORMS, POINTWISE, PRODUCTS, UPDATE
 from models.cards import Card
 from models.loading import find_model
@@ -38,7 +38,7 @@ def counted(call) -> StepCounter:
 
 def work_of_tiny(*flags: str, latents: bool = False, update=None) -> StepWork:
     settings = settings_of('--dry_run', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', *flags)
-    model = build_outline(settings, find_model('tiny'), latents, benchmark.build_model)
+    model = build_on_meta(settings, find_model('tiny'), latents, benchmark.build_model)
     _, work = trace_step(model, settings.precision, update)
     return work
 

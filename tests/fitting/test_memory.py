@@ -1,6 +1,6 @@
 """What a training needs in memory, against published sizes."""
 import benchmark
-from fitting.memory import build_outline, lasting_bytes
+from fitting.memory import build_on_meta, lasting_bytes
 from models.loading import find_model
 from tests.runs import settings_of
 
@@ -11,7 +11,7 @@ VAE = 83_653_863 * 4
 
 
 def outline(settings, latents: bool = False):
-    return build_outline(settings, find_model(settings.model_name), latents, benchmark.build_model)
+    return build_on_meta(settings, find_model(settings.model_name), latents, benchmark.build_model)
 
 
 def test_items_are_the_published_sizes():
