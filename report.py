@@ -87,7 +87,9 @@ def report(settings: Report) -> str:
 
     Raises ValueError if a record cannot be calculated with, or what was asked for does not follow from the records.
     """
-    rows = [row for path in settings.records for row in read_records(path)]
+    rows = []
+    for path in settings.records:
+        rows += read_records(path)
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
     require_what_flags_need(settings, records, evaluations)
@@ -262,8 +264,9 @@ def score_rows(record: dict) -> list[dict]:
     row |= {'stage': 'evaluate', 'status': MEASURED, 'notes': ', '.join(notes), 'record': record}
     rows = []
     for score in record['scores']:
-        figures = {key: math.nan if score[key] is None else float(score[key])
-                   for key in ('guidance', 'fid', 'clip_score')}
+        figures = {}
+        for key in ('guidance', 'fid', 'clip_score'):
+            figures[key] = float('nan' if score[key] is None else score[key])
         rows.append(row | figures)
     return rows
 
@@ -448,18 +451,32 @@ def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
 def labels(rows: pd.DataFrame) -> list[str]:
     """What tells the setting of each row from those of the other trainings."""
     keys = differing(rows[rows['stage'] == 'train'], SETTINGS)
-    return [', '.join(f'{key} {row[key]}' for key in keys if row[key]) for _, row in rows.iterrows()]
+    texts = []
+    for _, row in rows.iterrows():
+        stated = [f'{key} {row[key]}' for key in keys if row[key]]
+        texts.append(', '.join(stated))
+    return texts
 
 
 def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
     """What rows agree in, of some keys, with the versions on a line of their own; a switch that is off is not named."""
     columns = differing(rows, keys)
-    lines = {'All rows': [], 'Versions': []}
+    settings = []
+    versions = []
     for key in keys:
         value = rows[key].max()  # '' where a row does not state it
-        if key not in columns and value not in ('', 'no'):
-            lines['Versions' if key in VERSIONS else 'All rows'].append(f'{key} {value}')
-    return '\n'.join(f'{heading}: {", ".join(common)}' for heading, common in lines.items() if common)
+        if key in columns or value in ('', 'no'):
+            continue
+        if key in VERSIONS:
+            versions.append(f'{key} {value}')
+        else:
+            settings.append(f'{key} {value}')
+    lines = []
+    if settings:
+        lines.append(f'All rows: {", ".join(settings)}')
+    if versions:
+        lines.append(f'Versions: {", ".join(versions)}')
+    return '\n'.join(lines)
 
 
 def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> str:

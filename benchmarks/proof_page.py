@@ -42,7 +42,7 @@ def write_page(folder: Path, records: list[dict], missing: list[str]) -> None:
     blocks += loader_and_average_blocks(records, results.get('average', {}))
     blocks += machine_blocks(results.get('identity', {}))
     if failed:
-        blocks += ['## Failed', markdown(failed, ['step', 'error'])]
+        blocks += ['## Refused or failed', markdown(failed, ['step', 'error'])]
     if missing:
         blocks.append(f'Not run yet: {", ".join(missing)}.')
     steps = {record['step']: record for record in records}
