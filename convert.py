@@ -31,7 +31,7 @@ import torch
 
 from errors.messages import DataError, one_line, plural
 from inputs.images import formats
-from inputs.paths import is_url
+from inputs.paths import HELD_OUT, is_url
 from inputs.shards import MDS_COLUMNS
 from inputs.stores import parse_address
 from measuring.progress_bar import progress_bar
@@ -53,7 +53,7 @@ def held_out_beside(out: str) -> str:
     elif not parse_address(out, 'OUT')[-1]:
         raise ValueError(f'OUT {out} is a whole bucket; with --held_out give a folder in it, such as '
                          f'{out.rstrip("/")}/mds')
-    return f'{out.rstrip("/")}-held-out'
+    return out.rstrip('/') + HELD_OUT
 
 
 def is_held_out(image: bytes, fraction: float, seed: int) -> bool:
@@ -229,10 +229,10 @@ def print_summary(joined: Joined, held_out: Joined | None, settings: Convert) ->
 
 def print_next(joined: Joined, held_out: Joined | None, settings: Convert) -> None:
     """The command that trains on what was converted."""
-    flags = ['--model_name', 'FOLDER', '--pretrained']
+    flags = []
     if held_out and held_out.samples:
-        flags += ['--eval_remote', held_out_beside(settings.out)]
-    print(f'next       {training_command(settings.out, joined.samples, flags)}')
+        flags = ['--eval_remote', held_out_beside(settings.out)]
+    print(f'next       {training_command(settings.out, joined.samples, "FOLDER", True, flags)}')
 
 
 def main(argv: list[str] | None = None) -> int:

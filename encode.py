@@ -40,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset
 from errors.messages import DataError, plural, redacted
 from fitting.compiling import compile_in_place
 from inputs.images import decode_image, normalize_images, stack_images
-from inputs.paths import number_of_samples
+from inputs.paths import HELD_OUT, number_of_samples
 from inputs.shards import LATENT_COLUMNS, MOMENTS, read_image_index
 from inputs.verified_stream import Shards, is_readable_in_place, open_shards
 from measuring.progress_bar import progress_bar
@@ -346,11 +346,12 @@ def summary(record: dict, settings: Encode) -> str:
 
 
 def next_line(samples: int, settings: Encode) -> str:
-    """The command that trains on what was encoded."""
-    flags = ['--model_name', settings.model_name, '--image_size', str(settings.image_size)]
-    if settings.pretrained:
-        flags.append('--pretrained')
-    return f'next            {training_command(settings.out, samples, flags)}'
+    """The command that trains on what was encoded, or what latents of held-out samples are for."""
+    if settings.remote.rstrip('/').endswith(HELD_OUT):
+        return f'next            --eval_remote {settings.out} of a training on the latents of the other samples'
+    size = ['--image_size', str(settings.image_size)]
+    command = training_command(settings.out, samples, settings.model_name, settings.pretrained, size)
+    return f'next            {command}'
 
 
 def encode(settings: Encode) -> dict | None:

@@ -1,6 +1,7 @@
 """Paths of datasets, by their names alone. It needs no library."""
 import os
 
+HELD_OUT = '-held-out'  # how the name of a dataset of held-out samples ends
 INDEX = 'index.json'  # of a dataset, which is whole once it is there
 CLAIM = 'claim.json'  # says what is being made in a folder, and is there before anything else
 

@@ -35,6 +35,7 @@ LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'cut short or damaged'  # how the reason begins for which a file was not read to its end
 LAYOUT = 3  # of OUT; in that of earlier versions parts were named otherwise
+FEWEST_SAMPLES = 10_000  # from which a model learns from random weights; of fewer, one that is trained already
 READERS = 64  # of part indexes, at once
 SHARD_BYTES = 1 << 26  # the most that a shard takes: Streaming's own default
 
@@ -114,6 +115,9 @@ class Output:
                 return
             held = self.read(CLAIM)  # another run was faster
         begun = json.loads(held)
+        if self.is_folder and begun.get('program') == settings['program'] and not self._has_samples():
+            self.write(CLAIM, json.dumps(settings).encode())  # a mistake that nothing came of is begun anew
+            return
         for key in ('program', *settings, *begun):
             if begun.get(key) == settings.get(key):
                 continue
@@ -169,6 +173,13 @@ class Output:
             if rest:
                 found[folder] = found.get(folder, False) or rest == INDEX
         return found
+
+    def _has_samples(self) -> bool:
+        """Whether any part of OUT holds a sample."""
+        for part, is_done in self.parts().items():
+            if is_done and json.loads(self.read(f'{part}/{INDEX}'))['shards']:
+                return True
+        return False
 
     def require_begun(self) -> None:
         """Raises DataError if a worker does not see the OUT that the command has begun."""
@@ -305,11 +316,25 @@ def write_index(output: Output, joined: Joined, **about) -> bool:
     return True
 
 
-def training_command(out: str, samples: int, flags: list[str]) -> str:
-    """The command that trains on a dataset, with as large a batch as it can fill."""
-    command = ['composer', 'benchmark.py', '--remote', out, '--use_ema', '--ema_half_life', '1ep',
-               '--caption_drop', '0.1']
-    if samples < BATCH_SIZE:
-        command += ['--batch_size', str(1 << (samples.bit_length() - 1))]
+def training_command(out: str, samples: int, model_name: str, pretrained: bool, flags: Sequence[str] = ()) -> str:
+    """The command that trains on a dataset: from random weights on many samples, from trained ones on few."""
+    command = ['composer', 'benchmark.py', '--remote', out, '--model_name', model_name]
+    if pretrained:
+        command.append('--pretrained')
+    if samples >= FEWEST_SAMPLES:
+        batch_size = min(BATCH_SIZE, power_of_two(samples // 100))  # an epoch has a hundred batches at least
+        command += ['--use_ema', '--ema_half_life', '1ep', '--max_duration', '10ep']
+    else:
+        batch_size = min(16, power_of_two(samples))
+        if pretrained:
+            command += ['--load_weights', model_name, '--learning_rate', '1e-5']
+        command += ['--max_duration', '2000ba']
+    if batch_size != BATCH_SIZE:
+        command += ['--batch_size', str(batch_size)]
     save_folder = f'{os.path.basename(out.rstrip("/"))}-checkpoints'
-    return shlex.join([*command, *flags, '--max_duration', '10ep', '--save_folder', save_folder, '--autoresume'])
+    return shlex.join([*command, *flags, '--caption_drop', '0.1', '--save_folder', save_folder, '--autoresume'])
+
+
+def power_of_two(number: int) -> int:
+    """The largest that is no larger than a number from 1 on."""
+    return 1 << (number.bit_length() - 1)

@@ -25,7 +25,7 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, str
     with (open_file(file.name) as reader,
           ParquetFile(reader, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True) as parquet):
         try:
-            pair = columns.find(parquet.schema_arrow.names, 'image')
+            pair = columns.find(parquet.schema_arrow.names, ['image'])
         except ValueError as error:
             yield None, OTHER_COLUMNS, Unread(error)
             return

@@ -1,10 +1,12 @@
 """Tables of images: which columns are read, and the captions that a table beside images has."""
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-METADATA = ('metadata.csv', 'metadata.jsonl')  # as Hugging Face's ImageFolder calls a table beside images
+# how a table beside images may be called: the first two by Hugging Face's ImageFolder
+METADATA = ('metadata.csv', 'metadata.jsonl', 'captions.csv')
+IMAGE_COLUMNS = ('file_name', 'filename')  # of paths of images
 CAPTION_COLUMNS = ('text', 'caption')
 
 
@@ -13,12 +15,13 @@ class Columns(NamedTuple):
     image: str | None = None
     caption: str | None = None
 
-    def find(self, names: list[str], usual_image: str) -> tuple[str, str]:
+    def find(self, names: list[str], usual_images: Sequence[str]) -> tuple[str, str]:
         """The two columns of a table that has `names`. Raises ValueError, which tells them, if one is not there."""
-        image = self.image or usual_image
+        images = [self.image] if self.image else usual_images
         among = f'among its columns {", ".join(names)}'
-        if image not in names:
-            raise ValueError(f'no {image} for --image_column {among}')
+        image = next((name for name in images if name in names), None)
+        if image is None:
+            raise ValueError(f'no {" or ".join(images)} for --image_column {among}')
         others = [name for name in names if name != image]
         wanted = [self.caption] if self.caption else CAPTION_COLUMNS
         for caption in wanted:
@@ -48,13 +51,13 @@ def read_captions(path: str, columns: Columns) -> list[Row]:
     try:
         for number, values in enumerate(read_rows(path)):
             if number == 0:
-                image, caption = columns.find(list(values), 'file_name')
+                image, caption = columns.find(list(values), IMAGE_COLUMNS)
             text = values.get(caption)
             if not isinstance(text, str):  # such as nothing, or a list
                 text = ''
             rows.append(Row(number, str(values.get(image)), text))
     except UnicodeError:
-        raise ValueError('it is not UTF-8') from None
+        raise ValueError('it is not UTF-8; save it as that') from None
     except (json.JSONDecodeError, csv.Error, AttributeError, TypeError) as error:
         raise ValueError(f'row {len(rows)} cannot be read ({error})') from None
     return rows
@@ -66,4 +69,7 @@ def read_rows(path: str) -> Iterator[dict]:
         if path.lower().endswith('.jsonl'):
             yield from map(json.loads, filter(str.strip, file))
         else:
-            yield from csv.DictReader(file)
+            header = file.readline()
+            file.seek(0)
+            separator = max(',;\t', key=header.count)  # programs of tables write what their country uses
+            yield from csv.DictReader(file, delimiter=separator)

@@ -59,7 +59,7 @@ class Convert(Cluster):
                                 'relative to its folder (default: none beside metadata.csv and metadata.jsonl in the '
                                 'folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '
-                                    'table of captions (default: file_name)', metavar='NAME')
+                                    'table of captions (default: file_name or filename)', metavar='NAME')
     caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table of captions (default: '
                                       'text, caption, or the only other one)', metavar='NAME')
     num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)',

@@ -198,7 +198,9 @@ def folder(tmp_path, monkeypatch):
         (photos / f'{number}.txt').write_text(f'picture {number}')
     names = [f'{number}.jpg' for number in range(32)]
     (photos / 'captions.csv').write_text('\n'.join(['file_name,text', *(f'{name},a cat' for name in names)]))
-    (tmp_path / 'captions.csv').write_text('\n'.join(['file_name,text', *(f'photos/{name},a cat' for name in names)]))
+    rows = [f'../photos/{name},a cat' for name in names]
+    (tmp_path / 'elsewhere').mkdir()
+    (tmp_path / 'elsewhere/captions.csv').write_text('\n'.join(['file_name,text', *rows]))
     (tmp_path / 'results.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records()))
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -178,7 +178,7 @@ def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_ref
     assert encode_shards(shards, latents, model_folder) is None  # and so status 0
     said, command = capfd.readouterr().out.splitlines()
     assert said == f'done already: --out {latents} holds 24 samples, all of this --remote'
-    assert command.startswith(f'next            composer benchmark.py --remote {latents} --use_ema')
+    assert command.startswith(f'next            composer benchmark.py --remote {latents} --model_name ')
     assert 'was begun with image_size 64, and this command has 32; give' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
     assert {path: path.stat().st_mtime_ns for path in before} == before

@@ -1,6 +1,7 @@
 """A dataset in parts: begun once, written part by part, joined; and nothing of anybody else's is touched."""
 import json
 import os
+import shlex
 import threading
 
 import pytest
@@ -9,7 +10,9 @@ from streaming import StreamingDataset
 from errors.messages import DataError
 from inputs.paths import CLAIM
 from inputs.verified_stream import own_shared_memory
-from parts.output import Output, PartWriter, join_parts, part_name, write_index
+from parts.output import Output, PartWriter, join_parts, part_name, training_command, write_index
+from settings.flags import parse
+from settings.train import Train
 from tests.local_s3 import local_s3
 
 SETTINGS = {'program': 'convert.py', 'size_limit': 1}
@@ -91,6 +94,28 @@ def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
         begin(output)
     assert list(output.names()) == ['one/index.json']
     assert output.read('one/index.json') == b'mine'
+
+
+def test_a_folder_in_which_no_sample_was_made_is_begun_anew_and_one_with_a_sample_is_not(tmp_path):
+    output = Output(str(tmp_path / 'out'), 'OUT')
+    begin(output, size_limit=1)
+    write_part(output, 'one', [])
+    begin(output, size_limit=2)
+    write_part(output, 'two', ['a cat'])
+    with pytest.raises(ValueError, match='was begun with size_limit 2, and this command has 3'):
+        begin(output, size_limit=3)
+
+
+@pytest.mark.parametrize('samples, pretrained, expected', [
+    (7, True, {'batch_size': 4, 'max_duration': '2000ba', 'load_weights': 'sd', 'learning_rate': 1e-5}),
+    (133, False, {'batch_size': 16, 'max_duration': '2000ba', 'load_weights': None, 'use_ema': False}),
+    (10_000, True, {'batch_size': 64, 'max_duration': '10ep', 'load_weights': None, 'use_ema': True}),
+    (2_000_000, True, {'batch_size': 2048, 'learning_rate': 1e-4})])
+def test_the_command_that_trains_fits_the_number_of_samples(samples, pretrained, expected):
+    _, program, *argv = shlex.split(training_command('photos-mds', samples, 'sd', pretrained))
+    settings = parse(Train, '', argv, program)
+    for flag, value in expected.items():
+        assert getattr(settings, flag) == value, flag
 
 
 def test_of_several_runs_that_start_at_once_in_a_store_one_has_begun_it(monkeypatch):

@@ -31,7 +31,8 @@ def listed(out: Path) -> list[tuple]:
 
 METADATA = {'metadata.csv': '\ufefffile_name,text\na.jpg,"one, two"\nsub/b.jpg,three\n',
             'metadata.jsonl': '{"file_name": "a.jpg", "text": "one, two"}\n'
-                              '{"file_name": "sub/b.jpg", "text": "three"}\n'}
+                              '{"file_name": "sub/b.jpg", "text": "three"}\n',
+            'captions.csv': 'filename;description\na.jpg;"one, two"\nsub/b.jpg;three\n'}
 
 
 @pytest.mark.parametrize('name', METADATA)
@@ -89,9 +90,9 @@ def test_a_changed_caption_makes_the_part_of_its_image_anew_and_no_other(tmp_pat
 
 
 @pytest.mark.parametrize('content, words', [
-    ('name;text\na.jpg;one\n', 'no file_name for --image_column among its columns name;text'),
+    ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
     ('file_name,a,b\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, b'),
-    ('file_name,text\ncaf\xe9.jpg,one\n'.encode('latin-1'), 'it is not UTF-8')])
+    ('file_name,text\ncaf\xe9.jpg,one\n'.encode('latin-1'), 'it is not UTF-8; save it as that')])
 def test_what_is_no_table_of_captions_says_why(tmp_path, capsys, content, words):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
     (folder / 'b.txt').write_text('two')
