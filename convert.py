@@ -198,7 +198,7 @@ def what_was_skipped(joined: Joined, held_out: Joined | None, settings: Convert)
     if held_out and not joined.samples:
         reasons.append(f'--held_out {settings.held_out} takes {held_out.samples:,}')
     listed = f'{", ".join(reasons)}; listed in {settings.out}/{SKIPPED}'
-    if 'no caption' in joined.skipped:
+    if 'no caption' in joined.skipped and not settings.captions:
         listed += ('; the caption of cat.jpg is expected in cat.txt beside it, as "caption" in cat.json, or in a table '
                    '(--captions)')
     return listed

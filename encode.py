@@ -332,8 +332,7 @@ def summary(record: dict, settings: Encode) -> str:
     """The record for people, and the command that trains on what was encoded."""
     caution = ''
     if why_unreliable(record):
-        caution = (f'caution         {why_unreliable(record)} of a device, too few to rely on its images/s; encode '
-                   'more images, or use a smaller --batch_size\n')
+        caution = (f'caution         {why_unreliable(record)} of a device, too few to rely on its images/s\n')
     skipped = ''
     if record['bad_samples']:
         bad = plural(record['bad_samples'], 'bad sample')

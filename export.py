@@ -48,8 +48,9 @@ def warn_of_random_parts(flags: Export, trained: Trained) -> None:
         print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random one in its '
               'place cannot decode; give --model_name FOLDER --pretrained for the one that encoded', file=sys.stderr)
     elif not trained.flags.get('pretrained'):
-        print(f'warning: {flags.checkpoint} was trained without --pretrained, so that its VAE and its text encoder are '
-              'random, and pictures will be noise', file=sys.stderr)
+        random = 'its text encoder is' if trained.vae is None else 'its VAE and its text encoder are'
+        print(f'warning: {flags.checkpoint} was trained without --pretrained, so that {random} random, and pictures '
+              'will be noise', file=sys.stderr)
 
 
 def warn_of_young_average(flags: Export, trained: Trained) -> None:

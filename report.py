@@ -151,7 +151,7 @@ def read_records(path: str) -> list[dict]:
     Raises ValueError, which names file and line, for what is no record or cannot be calculated with.
     """
     if os.path.isdir(path):
-        raise ValueError(f'{path} is a folder; give the files of records in it, such as {path}/results.jsonl')
+        raise ValueError(f'{path} is a folder; give a file of records, which --results of the run names')
     text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
     if path.lower().endswith('.csv'):
         reader = csv.DictReader(io.StringIO(text), restval='')

@@ -35,8 +35,8 @@ def write_page(folder: Path, records: list[dict], missing: list[str]) -> None:
                    f'The forecast knows no compiler; its largest error was {LARGEST_ERROR:.0%}.', '![](proof.png)',
                    '## Memory', markdown(runs, ['run', 'microbatch', 'reserved', 'allocated', 'counted', 'search found',
                                                 'search foreseen']),
-                   f'GiB. What is reserved is taken to be {UNCOUNTED_SHARE:.0%} more than what is counted, and what is '
-                   'allocated as much. Of a CPU it is all that the process holds.']
+                   f'GiB. The forecast counts what is allocated, and adds {UNCOUNTED_SHARE:.0%} for what is '
+                   'reserved beyond that. Of a CPU it is all that the process holds.']
     blocks += exactness_blocks(results.get('exactness', {}))
     blocks += ['## Life', markdown(life_rows(results), ['what', 'holds', 'seen'])]
     blocks += loader_and_average_blocks(records, results.get('average', {}))

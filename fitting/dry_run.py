@@ -215,7 +215,7 @@ def memory_table(given: Estimate, sizes: dict[str, float]) -> pd.DataFrame:
     counted = table.sum()
     table.loc['counted'] = counted
     table.loc[f'with {UNCOUNTED_SHARE:.0%} more'] = counted * (1 + UNCOUNTED_SHARE)
-    return table.rename_axis(columns='GiB by microbatch')
+    return table.rename_axis(columns='GiB at the peak of a step, by microbatch')
 
 
 def memory_sizes_table(estimates: list[Estimate], sizes: dict[str, float]) -> pd.DataFrame:

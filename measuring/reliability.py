@@ -41,7 +41,10 @@ def busy_cores(schedstat: str = '/proc/self/schedstat') -> str | None:
     share = waited / max(1, ran + waited)
     if share < MUCH_WAITING_FOR_CORES:
         return None
-    return f'waited {share:.0%} of the time for a core that others use; OMP_NUM_THREADS=1 can make it ten times faster'
+    waited = f'waited {share:.0%} of the time for a core that others use'
+    if os.environ.get('OMP_NUM_THREADS') == '1':
+        return f'{waited}; fewer programs at once are faster'
+    return f'{waited}; OMP_NUM_THREADS=1 can make it ten times faster'
 
 
 def remedy(record: dict) -> str:

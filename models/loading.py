@@ -19,6 +19,7 @@ from settings.train import SD2_BASE, TINY_MODEL
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
 CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
                 'scheduler': 'scheduler_config.json'}
+UNET_WEIGHTS = 'unet/diffusion_pytorch_model.safetensors'
 VAE_WEIGHTS = 'vae/diffusion_pytorch_model.safetensors'
 WEIGHT_FILES = [VAE_WEIGHTS, 'text_encoder/model.safetensors']
 SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent

@@ -170,6 +170,15 @@ ARGPARSES_WORDS = [
 ]
 
 
+# flags of other programs that train, and ours that do the same
+MEANT = {'lr': '--learning_rate', 'epochs': '--max_duration', 'max_epochs': '--max_duration',
+         'num_train_epochs': '--max_duration', 'steps': '--max_duration', 'max_train_steps': '--max_duration',
+         'train_batch_size': '--batch_size', 'resolution': '--image_size', 'output_dir': '--save_folder',
+         'resume_from_checkpoint': '--autoresume', 'checkpointing_steps': '--save_interval',
+         'max_grad_norm': '--clip_grad_norm', 'validation_prompts': '--sample_prompts',
+         'pretrained_model_name_or_path': '--model_name'}
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and knows the nearest flag to one that is none.
 
@@ -191,7 +200,9 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
-            nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
+            flags = self._option_string_actions
+            meant = MEANT.get(name.removeprefix('--'))
+            nearest = [meant] if meant in flags else difflib.get_close_matches(name, flags, n=1)
             remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
             self.error(f'{name} is no flag; {remedy}')
         return known

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from composer.utils import dist
 
+from inputs.paths import number_of_samples
+from inputs.shards import read_index
 from inputs.timed_loader import queued_batches
 from measuring.costs import TRAINING_IMAGES
 from measuring.reliability import fewest_batches
 from settings.commands import Encode
+from settings.times import to_batches
 from settings.train import ENCODER_PRECISIONS, TINY_MODEL, Train, number_of_devices
 
 MOST_WORKERS = 8
@@ -34,10 +37,7 @@ def resolve_defaults(settings: Train) -> Train:
         'num_workers': default_workers(dist.get_local_world_size()) if settings.remote else 0,
         'num_workers_by_default': settings.num_workers is None,
         'ema_half_life': '1000ba' if settings.use_ema else None,
-        'save_interval': '1000ba' if settings.save_folder else None,
-        'eval_interval': '1000ba' if settings.eval_remote else None,
-        'sample_interval': '1000ba' if settings.sample_prompts else None,
-        'training_images': None if settings.model_name == TINY_MODEL else TRAINING_IMAGES,  # tiny is for trials
+        'training_images': images_of_training(settings),
     })
     settings = with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[settings.precision]})
     refuse_what_cannot_be_here(settings, is_for_gpus, devices)
@@ -73,6 +73,17 @@ def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
     """The settings with these values for what was not given."""
     missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
     return dataclasses.replace(settings, **missing)
+
+
+def images_of_training(settings: Train) -> int | None:
+    """Whose cost is said: those of Stable Diffusion 2, or of a --dry_run with --max_duration its own; None of tiny."""
+    if settings.model_name == TINY_MODEL:  # is for trials
+        return None
+    duration = settings.max_duration
+    if settings.dry_run is None or duration is None or (duration.endswith('ep') and not settings.remote):
+        return TRAINING_IMAGES
+    samples = number_of_samples(read_index(settings.remote)) if settings.remote else 0
+    return to_batches(duration, samples // settings.batch_size) * settings.batch_size
 
 
 def with_local_in_place(settings: Train | Encode) -> Train | Encode:

@@ -9,6 +9,8 @@ from fractions import Fraction
 
 from settings.train import Train
 
+LONGEST_INTERVAL = 1000  # batches, of intervals that are not given, each with the flag without which it is none
+INTERVALS = {'save_interval': 'save_folder', 'eval_interval': 'eval_remote', 'sample_interval': 'sample_prompts'}
 TIMES = ('save_interval', 'lr_warmup', 'ema_half_life', 'ema_start', 'eval_interval', 'sample_interval')
 
 
@@ -49,6 +51,9 @@ def times_in_batches(settings: Train, batches_per_epoch: int) -> Train:
         time = getattr(settings, flag)
         if time is not None:
             in_batches[flag] = f'{to_batches(time, batches_per_epoch, batches_of_run)}ba'
+    for flag, of in INTERVALS.items():
+        if getattr(settings, of) and getattr(settings, flag) is None:  # a short run is saved and judged as well
+            in_batches[flag] = f'{min(LONGEST_INTERVAL, math.ceil(batches_of_run / 4))}ba'
     if settings.ema_start is not None and to_batches(in_batches['ema_start']) >= batches_of_run:
         raise ValueError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
                          f'{settings.max_duration}: there would be no average; give an earlier time')

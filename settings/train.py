@@ -220,8 +220,8 @@ class Training:
                                            'such steps and count them, up to 10 in a row')
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
     save_interval: str | None = flag(
-        None, 'time between checkpoints (default: 1000ba); one is also saved at the end and on Ctrl-C or '
-        'SIGTERM', converter=time_in('ba ep dur'), metavar='TIME', needs='save_folder')
+        None, 'time between checkpoints (default: 1000ba, or a quarter of a shorter run); one is also saved at the end '
+        'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'), metavar='TIME', needs='save_folder')
     save_num_checkpoints_to_keep: int | None = flag(
         None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
         'store keeps all', converter=count, metavar='N', needs='save_folder')
@@ -259,13 +259,15 @@ class EvaluationAndDrawing:
     """evaluation and drawing"""
     eval_remote: str | None = flag(None, 'MDS shards that are held out, a folder or an object store: the loss on them '
                                    'is calculated with the same noise and timesteps each time', metavar='PATH')
-    eval_interval: str | None = flag(None, 'time between evaluations (default: 1000ba); there is also one at the end',
+    eval_interval: str | None = flag(None, 'time between evaluations (default: 1000ba, or a quarter of a shorter '
+                                     'run); there is also one at the end',
                                      converter=time_in('ba ep'), metavar='TIME', needs='eval_remote')
     sample_prompts: str | None = flag(
         None, 'draw each prompt of this file, one a line, with the averaged weights where there are any, 50 steps and '
         'guidance 7.5; needs --pretrained, but for the model tiny, whose pictures are noise', metavar='FILE')
-    sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba); the end of the run is also '
-                                       'drawn', converter=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
+    sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba, or a quarter of a shorter '
+                                       'run); the end of the run is also drawn',
+                                       converter=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
     sample_folder: str = flag('samples', 'folder for the drawings, a PNG each time', metavar='DIR')
 
     def check(self) -> None:
@@ -296,7 +298,8 @@ class Logging:
 class Cost:
     """cost"""
     training_images: int | None = flag(None, f'images of the whole training, for its cost (default: {TRAINING_IMAGES}, '
-                                       'those of Stable Diffusion 2; for the model tiny no cost is shown)',
+                                       'those of Stable Diffusion 2, or with --dry_run those of --max_duration; for '
+                                       'the model tiny no cost is shown)',
                                        converter=count)
     dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price in dollars, for the cost', converter=amount)
 

@@ -100,8 +100,8 @@ BREAKS = {
          'save_interval=save_interval,': 'save_interval=create_interval_scheduler(save_interval, False),'},
         'tests/training/test_signals.py'),
     'a_flag_is_not_filled_in': Break(
-        'checkpoints have no interval unless --save_interval is given', 'settings/here.py',
-        {"        'save_interval': '1000ba' if settings.save_folder else None,\n": ''}, 'tests/settings/test_train.py'),
+        'the average has no half-life unless --ema_half_life is given', 'settings/here.py',
+        {"        'ema_half_life': '1000ba' if settings.use_ema else None,\n": ''}, 'tests/settings/test_train.py'),
     'pictures_are_drawn_again': Break(
         'an evaluation that is started again draws what OUT holds already', 'evaluate.py',
         {' if not path_of(settings, guidance, number).exists()]': ']'}, 'tests/test_evaluate.py'),

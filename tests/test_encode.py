@@ -13,6 +13,7 @@ from diffusers import AutoencoderKL
 
 import benchmark
 import encode
+import export
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from inputs.captions import build_tokenizer
@@ -84,6 +85,22 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
     for index in (0, 23):
         posterior = vae.encode(images[index]['image'][None] / 127.5 - 1).latent_dist
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
+
+
+def test_a_pipeline_of_a_training_on_latents_takes_no_vae_but_that_of_the_encoding(
+        tmp_path, latents, model_folder, capsys):
+    other = shutil.copytree(model_folder, tmp_path / 'other')
+    vae = AutoencoderKL.from_pretrained(other, subfolder='vae')
+    with torch.no_grad():
+        vae.decoder.conv_out.bias.add_(1)
+    vae.save_pretrained(other / 'vae')
+    kept = str(tmp_path / 'kept')
+    benchmark.main(['--remote', latents, *TINY, '--model_name', model_folder, '--pretrained', '--num_workers', '0',
+                    '--max_duration', '1ba', '--save_folder', kept, '--results', '-'])
+    with pytest.raises(SystemExit):
+        export.main([kept, str(tmp_path / 'out'), '--model_name', str(other), '--pretrained'])
+    assert 'has another VAE than the one that encoded the latents' in capsys.readouterr().err
+    export.main([kept, str(tmp_path / 'out'), '--model_name', model_folder, '--pretrained'])
 
 
 @pytest.mark.long

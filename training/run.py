@@ -1,4 +1,5 @@
 """How a training begins, ends and is recorded."""
+import os
 import sys
 import warnings
 
@@ -13,6 +14,8 @@ from measuring.measurement import Measurement, figures, whole_epochs
 from measuring.record import UNMEASURED, append_record, redacted, summary, training_settings
 from measuring.tracing import PROFILED
 from models.flops import utilization
+from models.loading import UNET_WEIGHTS
+from settings.times import is_young, to_batches
 from settings.train import SD2_BASE, TINY_COMMAND, TINY_MODEL, Train
 from training.evaluation import Evaluations
 from training.failures import reason
@@ -48,16 +51,23 @@ def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
         return
     if is_over(state):
         print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: nothing left '
-              'to do')
+              'to do; a longer --max_duration goes on')
         return
     if settings.load_weights and not checkpoint:
         print(f'starting from the weights of {settings.load_weights}')
+    elif settings.pretrained and not checkpoint and os.path.isfile(f'{settings.model_name}/{UNET_WEIGHTS}'):
+        print('the UNet starts from random weights: --pretrained is for the VAE and the text encoder; to start from '
+              f'trained ones, give --load_weights {settings.model_name}')
     if checkpoint:
         print(f'resuming from {checkpoint}, {batches_in_words(state, state.max_duration.value)}')
     elif settings.autoresume:
         print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
     elif not settings.measures and not settings.save_folder:
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
+    batches = to_batches(settings.max_duration)
+    if settings.save_folder and settings.use_ema and is_young(settings.ema_half_life, batches):
+        print(f'warning: after {batches} batches the average will still be near the weights at the start; give '
+              f'--ema_half_life {max(1, batches // 10)}ba', file=sys.stderr)
     if settings.save_folder and not settings.pretrained and settings.model_name != TINY_MODEL:
         print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw; '
               'give --model_name FOLDER --pretrained', file=sys.stderr)

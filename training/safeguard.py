@@ -171,4 +171,6 @@ def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
     if settings.remote:
         flags['remote'] = redacted(settings.remote)
         flags[DATASET] = dataset.index_hash
+        if dataset.latents:
+            flags['vae_sha256'] = files.vae_sha256()  # of the one that encoded them
     return flags

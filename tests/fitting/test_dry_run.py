@@ -82,7 +82,7 @@ def test_it_says_parameters_and_arithmetic(printed, smallest_model):
 def test_it_says_the_memory_of_each_microbatch_and_the_largest_that_fits(printed):
     lines, fitting, _ = printed
     assert fitting == {card.name.removeprefix('NVIDIA '): 8 for card in cards_named('A100')}
-    assert figures(lines, 'GiB by microbatch') == ['1', '2', '4', '8']
+    assert figures(lines, 'GiB at the peak of a step, by microbatch') == ['1', '2', '4', '8']
     for item in ('weights', 'gradients', 'Adam moments', 'average of the weights', 'gradient buckets', 'VAE  ',
                  'cast weights', 'activations', 'working memory', 'counted'):
         assert len(figures(lines, item)) == 4

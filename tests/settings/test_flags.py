@@ -69,6 +69,14 @@ def test_each_kind_of_field_takes_what_its_type_says():
         given.times = 4
 
 
+@pytest.mark.parametrize('flag, ours', [('--lr', '--learning_rate'), ('--epochs', '--max_duration'),
+                                        ('--resolution', '--image_size')])
+def test_a_flag_of_another_program_is_answered_by_ours(capsys, flag, ours):
+    with pytest.raises(SystemExit):
+        parse(Train, '', [flag, '1'], 'benchmark.py')
+    assert f'{flag} is no flag; did you mean {ours}?' in capsys.readouterr().err
+
+
 def test_a_mistake_is_one_line_with_the_flag_its_value_and_the_nearest_flag(capsys):
     assert '--tims is no flag; did you mean --times?' in error_of(capsys, 'Ada', '--tims', '3')
     assert '--found is no flag' in error_of(capsys, 'Ada', '--found', '3')

@@ -25,6 +25,16 @@ def test_every_time_of_a_training_is_in_batches():
     assert settings.sample_interval is None
 
 
+@pytest.mark.parametrize('length, interval', [
+    ('2ep', '3ba'), ('3999ba', '1000ba'), ('90000ba', '1000ba'), ('1ba', '1ba')])
+def test_a_short_run_is_saved_judged_and_drawn_four_times(length, interval):
+    flags = ['--use_synth_data', '--max_duration', length, '--save_folder', 'kept', '--eval_remote', 'held']
+    settings = times_in_batches(settings_of(*flags), batches_per_epoch=5)
+    assert settings.save_interval == interval
+    assert settings.eval_interval == interval
+    assert settings.sample_interval is None
+
+
 @pytest.mark.parametrize('start', ['1dur', '2ep', '10ba', '11ba'])
 def test_an_average_that_would_not_start_before_the_end_is_refused(start):
     settings = settings_of('--use_synth_data', '--use_ema', '--max_duration', '2ep', '--ema_start', start)

@@ -6,6 +6,7 @@ from composer.utils import dist
 
 from benchmark import main
 from errors.exits import one_line_errors
+from measuring.costs import TRAINING_IMAGES
 from settings.commands import Convert, Encode
 from settings.flags import parse
 from settings.here import broadcast_from_rank_0, resolve_encoding_defaults
@@ -107,7 +108,14 @@ def test_what_was_not_given_follows_from_the_machine(as_on_a_gpu, monkeypatch):
 def test_a_length_that_is_given_is_trained_and_all_of_it_after_the_warm_up_measured(tmp_path):
     given = settings_of(*SYNTHETIC[:-2], '--max_duration', '40ba', '--save_folder', tmp_path / 'x')
     assert (given.max_duration, given.measure_batches, given.measures) == ('40ba', None, False)
-    assert (given.save_interval, given.eval_interval, given.sample_interval) == ('1000ba', None, None)
+
+
+def test_a_dry_run_of_a_training_whose_length_is_given_costs_its_images(shards):
+    sized = ['--dry_run', '1', '--batch_size', '5']
+    assert settings_of(*sized, '--max_duration', '2000ba').training_images == 10_000
+    assert settings_of(*sized, '--remote', shards, '--max_duration', '3ep').training_images == 3 * 20  # of 24
+    assert settings_of(*sized, '--max_duration', '3ep').training_images == TRAINING_IMAGES
+    assert settings_of(*sized).training_images == TRAINING_IMAGES
 
 
 def test_ranks_whose_hosts_differ_take_what_the_first_has_but_for_their_own_folders(monkeypatch):

@@ -107,8 +107,8 @@ def test_a_run_that_draws_and_resumes_trains_to_the_bit_as_one_that_does_not(tmp
 def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model_folder, prompts, few_steps):
     latents = tmp_path / 'latents'
     record = main(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
-                   '--sample_prompts', prompts, '--sample_folder', str(latents), '--results', str(tmp_path / 'r'),
-                   '--save_folder', str(tmp_path / 'kept-latents')])
+                   '--sample_prompts', prompts, '--sample_interval', '1000ba', '--sample_folder', str(latents),
+                   '--results', str(tmp_path / 'r'), '--save_folder', str(tmp_path / 'kept-latents')])
     assert record['encoders'] == 'text_in_loop'
     assert [path.name for path in latents.iterdir()] == ['ba3.png']
     export([str(tmp_path / 'kept-latents'), str(tmp_path / 'out'), '--pretrained'])
@@ -120,7 +120,8 @@ def test_drawing_leaves_modes_random_state_and_terminal_alone(model_folder, prom
     files = find_model(model_folder, pretrained=True)
     model = StableDiffusion(image_size=64, encoder_precision='bf16', files=files).train()
     settings = settings_of('--use_synth_data', '--image_size', '64', '--precision', 'fp32',
-                           '--model_name', model_folder, '--pretrained', '--sample_prompts', prompts)
+                           '--model_name', model_folder, '--pretrained', '--sample_prompts', prompts,
+                           '--sample_interval', '1000ba')
     callback = Sampling(settings, model, files, None, None)
     callback.fit_start(None, None)
     modes = {name: part.training for name, part in model.named_modules()}
