@@ -195,7 +195,7 @@ def convert_and_join(settings: Convert, outputs: list[Output], parts: list[Part]
 def what_was_skipped(joined: Joined, held_out: Joined | None, settings: Convert) -> str:
     """The reasons with their numbers, where they are listed, and what may help."""
     reasons = [f'{number:,} {reason}' for reason, number in joined.skipped.most_common()]
-    if held_out and not joined.samples:
+    if held_out and held_out.samples and not joined.samples:
         reasons.append(f'--held_out {settings.held_out} takes {held_out.samples:,}')
     listed = f'{", ".join(reasons)}; listed in {settings.out}/{SKIPPED}'
     if 'no caption' in joined.skipped and not settings.captions:

@@ -115,7 +115,7 @@ class Output:
                 return
             held = self.read(CLAIM)  # another run was faster
         begun = json.loads(held)
-        if self.is_folder and begun.get('program') == settings['program'] and not self._has_samples():
+        if self.is_folder and begun.get('program') == settings['program'] and self._is_empty():
             self.write(CLAIM, json.dumps(settings).encode())  # a mistake that nothing came of is begun anew
             return
         for key in ('program', *settings, *begun):
@@ -174,12 +174,15 @@ class Output:
                 found[folder] = found.get(folder, False) or rest == INDEX
         return found
 
-    def _has_samples(self) -> bool:
-        """Whether any part of OUT holds a sample."""
-        for part, is_done in self.parts().items():
-            if is_done and json.loads(self.read(f'{part}/{INDEX}'))['shards']:
-                return True
-        return False
+    def _is_empty(self) -> bool:
+        """Whether OUT holds nothing but parts without a sample."""
+        for name in self.names():
+            if name in (CLAIM, LOCK, SKIPPED):
+                continue
+            _, _, of_part = name.partition('/')
+            if of_part != INDEX or json.loads(self.read(name))['shards']:
+                return False
+        return True
 
     def require_begun(self) -> None:
         """Raises DataError if a worker does not see the OUT that the command has begun."""
