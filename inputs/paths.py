@@ -11,6 +11,12 @@ def number_of_samples(index: dict) -> int:
     return sum(shard['samples'] for shard in index['shards'])
 
 
+def beside(folder: str, name: str) -> str:
+    """FOLDER-NAME, for what belongs to a folder; of a store by the last part of its address, on this machine."""
+    folder = folder.rstrip('/')
+    return f'{os.path.basename(folder) if is_url(folder) else folder}-{name}'
+
+
 def is_url(path: str) -> bool:
     """Whether a path is a URL in a store, of a kind that can be read or not; what exists as a path is not."""
     return ('://' in path or path.startswith('dbfs:')) and not os.path.exists(path)

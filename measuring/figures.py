@@ -50,7 +50,7 @@ FIGURES = {
         'full training', 'training on {images:,} images would take {days:,.1f} days on {gpus}, {gpu_hours:,.0f} '
         'GPU-hours, ${dollars:,.0f}'),
     'save_folder': Figure('checkpoint', 'in {save_folder}'),
-    'export_flags': Figure('next', 'python export.py {save_folder} my-model{export_flags}'),
+    'export_flags': Figure('next', 'python export.py {save_folder} {pipeline}{export_flags}'),
 }
 
 # The lines of a summary, in their order: of a measurement the speed comes first, of a training what was trained.

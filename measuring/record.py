@@ -16,6 +16,7 @@ from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
 from errors.messages import DataError, plural, redacted
+from inputs.paths import beside
 from measuring.costs import days_to_train, gpu_hours
 from measuring.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
 from measuring.measurement import loader_figures
@@ -95,6 +96,7 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
     # where the checkpoints are, and how they become a pipeline
     if record['status'] not in ('failed', 'interrupted'):
         values['save_folder'] = settings.save_folder
+        values['pipeline'] = beside(settings.save_folder, 'model') if settings.save_folder else None
     values['export_flags'] = ''
     trained = record['trained_batches']
     if settings.ema_start and trained < to_batches(settings.ema_start):

@@ -125,8 +125,8 @@ class Output:
             if key == 'machine':
                 remedy = ('each may have other files there: give each machine an OUT of its own; if both see the same '
                           f'files, write the new name into {CLAIM}')
-            raise ValueError(f'{self.label} was begun with {key} {begun.get(key)}, and this command has '
-                             f'{settings.get(key)}; {remedy}')
+            then, now = (value if value is not None else 'none' for value in (begun.get(key), settings.get(key)))
+            raise ValueError(f'{self.label} was begun with {key} {then}, and this command has {now}; {remedy}')
 
     def _create(self, name: str, content: bytes) -> bool:
         """Write a file if there is none of that name, as a store itself decides; returns whether there was none."""

@@ -56,8 +56,8 @@ class Convert(Cluster):
     seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
                      converter=seed)
     captions: str | None = flag(None, 'a CSV, or JSON lines (.jsonl), with the captions of images, whose paths are '
-                                'relative to its folder (default: none beside metadata.csv and metadata.jsonl in the '
-                                'folders of SOURCE)', metavar='FILE')
+                                'relative to its folder (default: captions.csv, metadata.csv and '
+                                'metadata.jsonl in the folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '
                                     'table of captions (default: file_name or filename)', metavar='NAME')
     caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table of captions (default: '

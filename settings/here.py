@@ -1,12 +1,13 @@
 """What only this machine knows of the flags that were not given, and which flags it cannot serve."""
 import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from composer.utils import dist
 
-from inputs.paths import number_of_samples
+from inputs.paths import beside, number_of_samples
 from inputs.shards import read_index
 from inputs.timed_loader import queued_batches
 from measuring.costs import TRAINING_IMAGES
@@ -37,6 +38,7 @@ def resolve_defaults(settings: Train) -> Train:
         'num_workers': default_workers(dist.get_local_world_size()) if settings.remote else 0,
         'num_workers_by_default': settings.num_workers is None,
         'ema_half_life': '1000ba' if settings.use_ema else None,
+        'sample_folder': beside(settings.save_folder, 'samples') if settings.save_folder else 'samples',
         'training_images': images_of_training(settings),
     })
     settings = with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[settings.precision]})
@@ -136,6 +138,9 @@ def refuse_half_precision_without_a_gpu(settings: Train) -> None:
 
 def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int) -> None:
     """Raises ValueError, with the flag, its value and the remedy, if a flag would do nothing, or wrong."""
+    if settings.sample_prompts and not settings.autoresume and list(Path(settings.sample_folder).glob('ba*.png')):
+        raise ValueError(f'--sample_folder {settings.sample_folder} already holds drawings of another run; give a new '
+                         'one')
     device_batch_size = settings.batch_size // devices
     if settings.searches_microbatch and not is_for_gpus:
         raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {device_batch_size}')

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Literal
 
 from measuring.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
@@ -268,7 +267,8 @@ class EvaluationAndDrawing:
     sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba, or a quarter of a shorter '
                                        'run); the end of the run is also drawn',
                                        converter=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
-    sample_folder: str = flag('samples', 'folder for the drawings, a PNG each time', metavar='DIR')
+    sample_folder: str | None = flag(None, 'folder for the drawings, a PNG each time (default: SAVE_FOLDER-samples, or '
+                                     'samples)', metavar='DIR')
 
     def check(self) -> None:
         if self.eval_remote and self.eval_remote == self.remote:
@@ -279,9 +279,6 @@ class EvaluationAndDrawing:
         if self.sample_prompts and not self.pretrained and self.model_name != TINY_MODEL:
             raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
                              '--pretrained it is random; give --model_name FOLDER --pretrained')
-        if self.sample_prompts and not self.autoresume and list(Path(self.sample_folder).glob('ba*.png')):
-            raise ValueError(f'--sample_folder {self.sample_folder} already holds drawings of another run; give a new '
-                             'one')
 
 
 @dataclass(frozen=True, kw_only=True)

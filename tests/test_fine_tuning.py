@@ -54,7 +54,7 @@ def test_from_photographs_with_a_table_of_captions_to_a_picture(tmp_path, monkey
     record = benchmark.main([*train[2:], *SMALLER])
     assert record['trained_batches'] == 4
     assert record['load_weights'] == 'sd15'
-    assert (tmp_path / 'samples' / 'ba4.png').exists()
+    assert (tmp_path / 'my-run-samples' / 'ba4.png').exists()
     export.main(to_pipeline[2:])
     drawn = StableDiffusionPipeline.from_pretrained('my-model')('my cat on a boat', num_inference_steps=2)
     assert drawn.images[0].size == (64, 64)

@@ -45,7 +45,8 @@ def run_cells(argv: list[str]) -> None:
     cells = {}
     exec('\n'.join(''.join(cell['source']) for cell in code_cells()), cells)
     work = cells['work']
-    print(sorted(path.name for path in work.glob('samples/*')), (work / 'my-model/model_index.json').exists())
+    drawn = sorted(path.name for path in work.glob('checkpoints-samples/*'))
+    print(drawn, (work / 'my-model/model_index.json').exists())
     shutil.rmtree(work)
 
 

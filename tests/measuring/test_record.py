@@ -37,7 +37,7 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
     assert not results.exists()
     assert [line.split()[0] for line in lines] == ['trained', 'loss', 'average', 'checkpoint', 'next', 'images/s']
     assert 'still near the weights at the start, for --ema_half_life is 1000ba' in lines[2]
-    assert lines[3:5] == [f'checkpoint      in {kept}', f'next            python export.py {kept} my-model --live']
+    assert lines[3:5] == [f'checkpoint      in {kept}', f'next            python export.py {kept} {kept}-model --live']
 
 
 @pytest.mark.parametrize('flags', [[], LENGTH], ids=['measurement', 'training'])
@@ -92,7 +92,7 @@ def test_the_next_command_of_a_run_on_latents_takes_the_vae_of_its_model():
     settings = settings_of('--use_synth_latents', '--model_name', 'sd2', '--pretrained', '--max_duration', '9ba',
                            '--save_folder', 'kept')
     text = summary(measured(encoders='text_in_loop'), settings)
-    assert 'python export.py kept my-model --model_name sd2 --pretrained' in text
+    assert 'python export.py kept kept-model --model_name sd2 --pretrained' in text
 
 
 def test_a_record_that_cannot_be_kept_is_printed(tmp_path, capsys):
