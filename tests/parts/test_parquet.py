@@ -160,7 +160,7 @@ def test_another_column_is_another_dataset(tmp_path, capsys):
     argv = [tmp_path / 'x.parquet', tmp_path / 'out']
     assert convert.main([*map(str, argv)]) == 0
     assert failing_status(*argv, '--caption_column', 'prompt') == 2
-    assert 'was begun with caption_column None, and this command has prompt' in error_line(capsys)
+    assert 'was begun with caption_column none, and this command has prompt' in error_line(capsys)
 
 
 def test_parquet_of_a_store_is_read_over_connections_that_break(tmp_path, monkeypatch):
