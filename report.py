@@ -266,7 +266,7 @@ def score_rows(record: dict) -> list[dict]:
     for score in record['scores']:
         figures = {}
         for key in ('guidance', 'fid', 'clip_score'):
-            figures[key] = float('nan' if score[key] is None else score[key])
+            figures[key] = math.nan if score[key] is None else float(score[key])
         rows.append(row | figures)
     return rows
 

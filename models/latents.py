@@ -26,4 +26,4 @@ def draw_latents(moments: torch.Tensor, scaling_factor: float, noise: torch.Tens
 
 def origin_of_latents(files: ModelFiles, image_size: int) -> dict:
     """What latents depend on: kept in the index.json beside them, and compared when they are trained on."""
-    return {'image_size': image_size, 'vae_sha256': files.vae_sha256(), 'scaling_factor': files.scaling_factor}
+    return {'image_size': image_size, 'vae_sha256': files.vae_sha256, 'scaling_factor': files.scaling_factor}

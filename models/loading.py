@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class ModelFiles:
             configs[part] = {key: value for key, value in config.items() if not key.startswith('_')}
         return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
 
+    @cached_property
     def vae_sha256(self) -> str:
         """A hash of the VAE's weights, 'random' where they are drawn."""
         if not self.pretrained:

@@ -125,7 +125,8 @@ class Output:
             if key == 'machine':
                 remedy = ('each may have other files there: give each machine an OUT of its own; if both see the same '
                           f'files, write the new name into {CLAIM}')
-            then, now = (value if value is not None else 'none' for value in (begun.get(key), settings.get(key)))
+            then = 'none' if begun.get(key) is None else begun[key]
+            now = 'none' if settings.get(key) is None else settings[key]
             raise ValueError(f'{self.label} was begun with {key} {then}, and this command has {now}; {remedy}')
 
     def _create(self, name: str, content: bytes) -> bool:

@@ -81,11 +81,14 @@ def images_of_training(settings: Train) -> int | None:
     """Whose cost is said: those of Stable Diffusion 2, or of a --dry_run with --max_duration its own; None of tiny."""
     if settings.model_name == TINY_MODEL:  # is for trials
         return None
-    duration = settings.max_duration
-    if settings.dry_run is None or duration is None or (duration.endswith('ep') and not settings.remote):
+    if settings.dry_run is None or settings.max_duration is None:
         return TRAINING_IMAGES
-    samples = number_of_samples(read_index(settings.remote)) if settings.remote else 0
-    return to_batches(duration, samples // settings.batch_size) * settings.batch_size
+    batches_per_epoch = None
+    if settings.max_duration.endswith('ep'):
+        if not settings.remote:  # nothing says how long an epoch is
+            return TRAINING_IMAGES
+        batches_per_epoch = number_of_samples(read_index(settings.remote)) // settings.batch_size
+    return to_batches(settings.max_duration, batches_per_epoch) * settings.batch_size
 
 
 def with_local_in_place(settings: Train | Encode) -> Train | Encode:

@@ -33,7 +33,7 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
         raise ValueError(f'{label} does not say what model it is of; give --model_name of export.py')
     files = find_model(name, pretrained and trained.vae is None)
     encoded_by = trained.flags.get('vae_sha256')  # of a run on latents
-    if files.pretrained and encoded_by not in (None, files.vae_sha256()):
+    if files.pretrained and encoded_by not in (None, files.vae_sha256):
         raise ValueError(f'--model_name {name} has another VAE than the one that encoded the latents of {label}; give '
                          'the model of the encoding')
     unet_config = dict(files.configs['unet'])

@@ -65,7 +65,8 @@ def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
     elif not settings.measures and not settings.save_folder:
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
     batches = to_batches(settings.max_duration)
-    if settings.save_folder and settings.use_ema and is_young(settings.ema_half_life, batches):
+    is_new = checkpoint is None  # a resume keeps its half-life
+    if is_new and settings.save_folder and settings.use_ema and is_young(settings.ema_half_life, batches):
         print(f'warning: after {batches} batches the average will still be near the weights at the start; give '
               f'--ema_half_life {max(1, batches // 10)}ba', file=sys.stderr)
     if settings.save_folder and not settings.pretrained and settings.model_name != TINY_MODEL:

@@ -172,5 +172,5 @@ def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
         flags['remote'] = redacted(settings.remote)
         flags[DATASET] = dataset.index_hash
         if dataset.latents:
-            flags['vae_sha256'] = files.vae_sha256()  # of the one that encoded them
+            flags['vae_sha256'] = files.vae_sha256  # of the one that encoded them
     return flags
