@@ -47,8 +47,8 @@ test-long: $(VENV)/installed  ## The long proofs: kills at many moments, launche
 
 bench: $(VENV)/installed  ## Ratios on the CPU: loader, conversion, EMA, a full step; needs 22 GB and 7 minutes.
 	python -m benchmarks.loader
-	python -m benchmarks.convert
-	python -m benchmarks.ema
+	python -m benchmarks.conversion
+	python -m benchmarks.ema_update
 	python -m benchmarks.step
 
 learn: $(VENV)/installed  ## Does it learn? Two phases of a small model, and what it then draws; three minutes on two cores.

@@ -1,0 +1,1 @@
+"""What the commands of the Stable Diffusion training benchmark are made of. Nothing here imports a command."""

@@ -1,0 +1,1 @@
+"""What report.py shows: tables and pictures."""
