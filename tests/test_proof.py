@@ -7,7 +7,7 @@ import pytest
 import torch
 from composer.utils import dist
 
-from benchmarks import proof
+from benchmarks.proof import __main__ as proof
 from benchmarks.proof.__main__ import Machine, Step, all_steps, append, prove, run_step, smoke_steps
 from benchmarks.proof.page import plausibility, write_page
 from sdbench.flags.parser import parse

@@ -7,7 +7,7 @@ from composer import Callback
 
 import benchmark
 from benchmark import StableDiffusion
-from benchmarks import exactness
+from benchmarks.proof import exactness
 from sdbench.flags.train import Train
 from sdbench.forecast.fake_step import norms_in_float32
 from sdbench.models.loading import find_model

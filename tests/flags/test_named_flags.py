@@ -5,9 +5,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.flags.test_flags import COMMANDS
 
 from sdbench.flags.parser import build_parser
+from tests.flags.test_parser import COMMANDS
 from tests.runs import ROOT
 
 FLAG = re.compile(r'(?<![\w-])--[a-z][a-z_]*(?:-[a-z_]+)*')
