@@ -1,5 +1,8 @@
 """What people wrote for mosaicml/diffusion-benchmark works here: flags, classes, and their arguments in order."""
 import inspect
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from benchmark import StableDiffusion, main
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
 from ema import EMA, compute_ema
 from sdbench.inputs.captions import build_tokenizer
-from tests.runs import TINY
+from tests.runs import ROOT, TINY
 from tests.samples import pillow_square, pixels, write_shards
 
 # of the original's commit 835e58b, with self left out
@@ -25,10 +28,42 @@ ARGUMENTS = {
     StableDiffusion: ['model_name'],
 }
 
+# a training of somebody's own, in whose folder lie modules with the names that most such programs have
+PROGRAM = """
+import sys
+
+from composer import Trainer
+
+from benchmark import StableDiffusion
+from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
+from ema import EMA, compute_ema
+
+for name in OTHERS:
+    assert __import__(name).__file__.startswith(HERE), name
+dataset = StreamingLAIONDataset(sys.argv[1], batch_size=4, image_size=64)
+assert dataset[3]['caption'].shape == (77,)
+trainer = Trainer(model=StableDiffusion('tiny', image_size=64), max_duration='1ba', algorithms=[EMA(half_life='1ba')],
+                  train_dataloader=build_loader(SyntheticImageCaptionDataset(64, num_samples=8), 4, 0))
+trainer.fit()
+assert trainer.state.timestamp.batch == 1
+"""
+OTHERS = ['config', 'datasets_here', 'errors', 'figures', 'fitting', 'inputs', 'losses', 'measuring', 'models', 'parts',
+          'settings', 'training', 'utils']
+
 
 @pytest.mark.parametrize('function', ARGUMENTS, ids=lambda function: function.__name__)
 def test_the_originals_arguments_come_first_in_their_order(function):
     assert list(inspect.signature(function).parameters)[:len(ARGUMENTS[function])] == ARGUMENTS[function]
+
+
+def test_a_program_with_packages_of_its_own_finds_the_classes_and_keeps_its_packages(shards, tmp_path):
+    for name in OTHERS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / '__init__.py').touch()
+    program = tmp_path / 'train.py'
+    program.write_text(f'HERE, OTHERS = {str(tmp_path)!r}, {OTHERS}\n{PROGRAM}')
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    subprocess.run([sys.executable, program, shards], cwd=tmp_path, env=environment, check=True)
 
 
 def test_a_local_folder_without_a_remote_is_read_in_place(shards, results):
