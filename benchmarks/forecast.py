@@ -28,7 +28,7 @@ from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import UPDATE
 from sdbench.forecast.speed import CONSTANTS, Constants, StepWork, images_per_sec
 from sdbench.gpus import CARDS
-from sdbench.models.divisions import DIVISORS, NoDivision
+from sdbench.models.layers import DIVISORS, NoDivision
 from sdbench.models.loading import SD2_BASE, find_model
 from sdbench.training.resolve import resolve_defaults
 

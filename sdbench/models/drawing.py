@@ -1,4 +1,4 @@
-"""Drawing with classifier-free guidance (Ho and Salimans 2022), by diffusers' own pipeline."""
+"""Draw with classifier-free guidance (Ho and Salimans 2022), by diffusers' own pipeline."""
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,13 +14,13 @@ from sdbench.models.loading import load_weights
 
 SAMPLER = 'DDIM'
 STEPS = 50
-GUIDANCE = 7.5  # how many times as far as the caption leads away from the empty one
+GUIDANCE = 7.5  # scale of classifier-free guidance, as in Stable Diffusion's own pipelines
 
 
 def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_config: dict[str, Any],
                    text_encoder: CLIPTextModel | None = None,
                    tokenizer: PreTrainedTokenizerBase | None = None) -> StableDiffusionPipeline:
-    """The pipeline of these parts, which draws with DDIM and shows no progress bar.
+    """Build a pipeline of these parts, which draws with DDIM and shows no progress bar.
 
     Args:
         unet: as it is; nothing is copied or moved.
@@ -37,7 +37,7 @@ def build_pipeline(unet: UNet2DConditionModel, vae: AutoencoderKL, scheduler_con
 
 
 def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
-    """The pipeline of a folder in the layout of diffusers, on the CPU in float32, with the sampler of `build_pipeline`.
+    """Load a pipeline folder of diffusers, on the CPU in float32, with the sampler of `build_pipeline`.
 
     Raises ValueError, which calls it `label`, if there is none that loads.
     """
@@ -54,16 +54,17 @@ def load_pipeline(folder: str, label: str) -> StableDiffusionPipeline:
 
 
 def seeded(seeds: Iterable[int]) -> list[torch.Generator]:
-    """A generator for each seed: a picture is the same whatever is drawn with it, and on every device."""
+    """Make a generator for each seed, on the CPU, so that a picture is the same in every batch and on every device."""
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
 @torch.no_grad()
 def decode(pipeline: StableDiffusionPipeline, latents: torch.Tensor) -> list[Image.Image]:
-    """A picture of each of the latents (B, 4, H/8, W/8); one at a time, to save memory.
+    """Decode latents (B, 4, H/8, W/8) into pictures, one at a time to save memory.
 
-    Raises ValueError if one is not finite.
     The pipeline itself decodes all at once, and cannot where the VAE is held in another precision than the latents.
+
+    Raises ValueError if a picture is not finite.
     """
     vae = pipeline.vae
     pictures = []

@@ -1,4 +1,4 @@
-"""The networks that pictures are judged by, as torchmetrics takes them: InceptionV3 for FID, and CLIP for its score."""
+"""The networks behind FID and CLIP score, InceptionV3 and CLIP, as torchmetrics takes them."""
 import os
 from functools import partial
 
@@ -29,12 +29,12 @@ class Inception(FeatureExtractorInceptionV3):
     num_features = int(LAYER)
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Features float32 (B, 2048) of pictures uint8 (B, 3, H, W)."""
+        """Return features float32 (B, 2048) of pictures uint8 (B, 3, H, W)."""
         return super().forward(pictures)[0]
 
 
 def load_inception(path: str) -> Inception:
-    """InceptionV3 on the CPU, in float32 and in eval mode, with the weights of a file.
+    """Load InceptionV3 with the weights of a file, on the CPU, in float32 and in eval mode.
 
     Raises ValueError if the file is not there, or holds something else.
     """
@@ -53,20 +53,22 @@ class Clip(CLIPModel):
     """A CLIPModel whose features are tensors, as torchmetrics 1.9 and older takes them; transformers 5 wraps them."""
 
     def get_image_features(self, *args, **kwargs) -> torch.Tensor:
-        """Embeddings float32 (B, D)."""
+        """Return embeddings float32 (B, D)."""
         features = super().get_image_features(*args, **kwargs)
         return getattr(features, 'pooler_output', features)
 
     def get_text_features(self, *args, **kwargs) -> torch.Tensor:
-        """Embeddings float32 (B, D)."""
+        """Return embeddings float32 (B, D)."""
         features = super().get_text_features(*args, **kwargs)
         return getattr(features, 'pooler_output', features)
 
 
 def load_clip(folder: str) -> CLIPScore:
-    """The CLIP score by the model of a folder in the layout of transformers. Raises ValueError if there is none.
+    """Load the CLIP model of a folder in the layout of transformers, and make the metric of it.
 
     A caption that is longer than the model takes is cut before its last token, where torchmetrics would cut that off.
+
+    Raises ValueError if there is no such model.
     """
     remedy = f'fetch one: hf download {CLIP_MODEL} --local-dir clip'
     if not os.path.isdir(folder):

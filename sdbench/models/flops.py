@@ -1,4 +1,4 @@
-"""How much arithmetic an image takes, and the share of a device's peak that was reached.
+"""Count the arithmetic of an image, and the share of a device's peak that a speed reaches.
 
 FLOPs are counted (1 multiply-add = 2) by torch's own counter on the meta device, so that nothing is computed. That
 takes 3 s for Stable Diffusion 2.
@@ -16,8 +16,14 @@ from sdbench.gpus import peak_of
 
 def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict | None,
                       image_size: int, latent_size: int) -> dict[str, int]:
-    """FLOPs of training on an image of this side: the UNet forward and backward on latents of theirs, the text encoder,
-    and the encoder of the VAE (None: 0).
+    """Count the FLOPs of training on one image, for each part of the model.
+
+    Args:
+        unet_config: of the UNet, which runs forward and backward.
+        text_config: of the text encoder, which runs forward.
+        vae_config: of the VAE, whose encoder runs forward; None: it does not run.
+        image_size: height and width of the image in pixels.
+        latent_size: height and width of its latents.
     """
     with torch.device('meta'):
         unet = UNet2DConditionModel.from_config(unet_config)
@@ -33,7 +39,7 @@ def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config
 
 
 def flops_of_latents(vae_config: dict, image_size: int) -> int:
-    """FLOPs of the VAE's encoder for an image of this side."""
+    """Count the FLOPs of the VAE's encoder for an image of `image_size` pixels in height and width."""
     with torch.device('meta'), torch.no_grad():
         vae = AutoencoderKL.from_config(vae_config)
         image = torch.empty(1, 3, image_size, image_size)
@@ -42,14 +48,14 @@ def flops_of_latents(vae_config: dict, image_size: int) -> int:
 
 
 def count_flops(call: Callable[[], Any]) -> tuple[int, Any]:
-    """FLOPs of a call, and what the call returned."""
+    """Call a function; return the FLOPs that it took, and its result."""
     with FlopCounterMode(display=False) as counter:
         result = call()
     return counter.get_total_flops(), result
 
 
 def peak_tflops(precision: str) -> float | None:
-    """Dense peak of this GPU; None where it is not known, or for fp32."""
+    """Return the dense peak of this GPU in TFLOP/s; None where it is not known, or for fp32."""
     if not torch.cuda.is_available():
         return None
     return peak_of(torch.cuda.get_device_name(), precision)
@@ -57,8 +63,9 @@ def peak_tflops(precision: str) -> float | None:
 
 def utilization(images_per_sec_per_device: float | None, flops_per_image: int, precision: str,
                 device: str) -> dict[str, float | None]:
-    """TFLOPs of an image, TFLOP/s of a device, and its share of the peak of the `device` of that name; None where that
-    is not known.
+    """Return a record's figures of arithmetic: TFLOPs of an image, TFLOP/s of a device, share of its peak (MFU).
+
+    Each is None where it is not known. `device` is the name of the GPU, whose peak is looked up.
     """
     figures = {'tflops_per_image': flops_per_image / 1e12, 'tflops_per_sec_per_device': None, 'mfu': None}
     if images_per_sec_per_device is not None:

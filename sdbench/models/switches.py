@@ -14,8 +14,7 @@ from transformers.models.clip.modeling_clip import CLIPEncoder
 from sdbench.errors import one_line
 from sdbench.flags.train import Train
 from sdbench.models.compiling import compile_in_place
-from sdbench.models.divisions import skip_divisions_by_one
-from sdbench.models.norms import switch_norms_to_half
+from sdbench.models.layers import skip_divisions_by_one, switch_norms_to_half
 
 # What torch may use for each --attention: the first of these that can.
 SDPA_BACKENDS = {

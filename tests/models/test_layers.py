@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import benchmark
-from sdbench.models.divisions import NoDivision, skip_divisions_by_one
+from sdbench.models.layers import NoDivision, skip_divisions_by_one
 from tests.runs import settings_of
 
 

@@ -1,0 +1,64 @@
+"""Layers of diffusers' networks that are exchanged in place, so that a step moves fewer bytes; weights stay."""
+import torch
+import torch.nn.functional as F
+
+HALF_PRECISIONS = (torch.bfloat16, torch.float16)
+DIVISORS = ('output_scale_factor', 'rescale_output_factor')  # attributes of residual blocks and of attention
+
+
+class HalfGroupNorm(torch.nn.GroupNorm):
+    """torch's group norm of (B, C, ...), computed in the type of its input."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        if image.dtype not in HALF_PRECISIONS:
+            return super().forward(image)
+        weight = self.weight.to(image.dtype)
+        bias = self.bias.to(image.dtype)
+        with torch.autocast(image.device.type, enabled=False):
+            return F.group_norm(image, self.num_groups, weight, bias, self.eps)
+
+
+class HalfLayerNorm(torch.nn.LayerNorm):
+    """torch's layer norm, computed in the type of its input."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if states.dtype not in HALF_PRECISIONS:
+            return super().forward(states)
+        weight = self.weight.to(states.dtype)
+        bias = self.bias.to(states.dtype)
+        with torch.autocast(states.device.type, enabled=False):
+            return F.layer_norm(states, self.normalized_shape, weight, bias, self.eps)
+
+
+HALVES = {torch.nn.GroupNorm: HalfGroupNorm, torch.nn.LayerNorm: HalfLayerNorm}
+
+
+def switch_norms_to_half(network: torch.nn.Module) -> None:
+    """Let all norms of a network compute in the type of their input where that is bf16 or fp16.
+
+    Autocast computes norms in float32, makes float32 of what follows them up to the next convolution, and keeps it so
+    for the backward pass. The norms stay the same objects with the same weights; only their class changes.
+    """
+    for norm in network.modules():
+        if type(norm) in HALVES:
+            norm.__class__ = HALVES[type(norm)]
+
+
+class NoDivision:
+    """A divisor that stands for 1.0: what is divided by it is returned as it is, without a kernel."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None) -> torch.Tensor:
+        return args[0]  # asked before torch looks at what it divides by, which would take longer than a division
+
+
+def skip_divisions_by_one(network: torch.nn.Module) -> None:
+    """Replace the divisors of a network's blocks that are 1.0. Results are the same to the bit.
+
+    A step of Stable Diffusion 2 has 120 such divisions, and each reads and writes a whole image of channels. A network
+    that is to be compiled keeps them: torch 2.7.0's compiler takes no divisor of a class of ours.
+    """
+    for module in network.modules():
+        for name in DIVISORS:
+            if getattr(module, name, None) == 1.0:
+                setattr(module, name, NoDivision())
