@@ -1,15 +1,14 @@
 """Checkpoints as Composer writes them: saved whole, found again, and loaded without running code."""
 import contextlib
 import datetime
-import multiprocessing
 import os
 import pickle
 import re
-import signal
 import sys
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,7 +31,6 @@ from tqdm import tqdm
 from sdbench.errors import DataError, disk_is_full, one_line
 from sdbench.training.ranks import on_every_rank, on_rank_0
 from sdbench.training.safeguard import DatasetChanged
-from sdbench.training.signals import SIGNALS
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
@@ -219,6 +217,20 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
         return torch.load(path, map_location='cpu', weights_only=True)
 
 
+@dataclass
+class Upload:
+    """A checkpoint on its way to a store.
+
+    Attributes:
+        file: on this machine.
+        name: in the store.
+        done: the end of its thread.
+    """
+    file: str
+    name: str
+    done: Future
+
+
 class AtomicCheckpointSaver(CheckpointSaver):
     """Composer's saver, which leaves either a whole checkpoint or none, also where the run is killed or a disk fills.
 
@@ -249,8 +261,7 @@ class AtomicCheckpointSaver(CheckpointSaver):
                          num_checkpoints_to_keep=to_keep or -1,
                          ignore_keys=leave_out)
         self.address = folder  # as it was given; `folder` is on this machine
-        # the newest: its process, its end, its file, and its name in the store
-        self.upload: tuple[ProcessPoolExecutor, Future, str, str] | None = None
+        self.upload: Upload | None = None  # the newest
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over those of the run that is resumed, by their names: its folder may have another name now."""
@@ -279,57 +290,50 @@ class AtomicCheckpointSaver(CheckpointSaver):
 
     def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
                            logger: Logger) -> None:
-        """Begin to send a checkpoint, once the one before it has been sent, or has failed to be."""
-        self._finish_upload()
-        if self.upload is not None:
-            *_, unsent, _ = self.upload
-            Path(unsent).unlink(missing_ok=True)  # this newer one takes its place
+        """Start to send a checkpoint, once the one before it has been sent, or has failed to be."""
+        unsent = self._wait_for_upload()
+        if unsent is not None:
+            Path(unsent.file).unlink(missing_ok=True)  # this newer one takes its place
         self._start_upload(local_file_name, remote_file_name)
 
     def _start_upload(self, file: str, name: str) -> None:
-        """Send a file in a process of its own, which removes it when it is in the store."""
+        """Send a file to the store by a thread of its own, which removes it when it is there."""
         uploader = self.remote_uploader
-        # a terminal and a cluster send their signals to that process as well: it keeps them blocked
-        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            executor = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
-            future = executor.submit(_upload_file_to_object_store, uploader.remote_backend_name,
-                                     uploader.backend_kwargs, name, file, self.overwrite, uploader.num_attempts)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        future.add_done_callback(partial(self._warn_of_failure, name))
-        self.upload = (executor, future, file, name)
+        executor = ThreadPoolExecutor(1)
+        done = executor.submit(_upload_file_to_object_store, uploader.remote_backend_name, uploader.backend_kwargs,
+                               name, file, self.overwrite, uploader.num_attempts)
+        done.add_done_callback(partial(self._warn_of_failure, name))
+        executor.shutdown(wait=False)  # nothing more comes to this thread
+        self.upload = Upload(file, name, done)
 
-    def _warn_of_failure(self, name: str, future: Future) -> None:
-        """At the end of an upload, in a thread of its own."""
-        error = future.exception()
+    def _warn_of_failure(self, name: str, done: Future) -> None:
+        """At the end of an upload, in its thread."""
+        error = done.exception()
         if error is not None:
             tqdm.write(f'warning: {os.path.basename(name)} could not be sent to --save_folder {self.address} '
                        f'({one_line(error, 200)}); it is tried again with the next one', file=sys.stderr)
 
-    def _finish_upload(self) -> None:
-        """Wait until the newest upload has ended; nothing is left in `upload` of one that succeeded."""
-        if self.upload is None:
-            return
-        executor, future, _, _ = self.upload
-        error = future.exception()
-        executor.shutdown()
-        if error is None:
-            self.upload = None
+    def _wait_for_upload(self) -> Upload | None:
+        """Wait for the newest upload, and return it if it failed; None if its file is in the store."""
+        if self.upload is None or self.upload.done.exception() is None:
+            return None
+        return self.upload
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Uploads are looked after when the next one begins, and at the end."""
+        """Uploads are looked after when the next one starts, and at the end."""
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Raises DataError if the last checkpoint cannot be sent at the second try either; then its file stays."""
-        self._finish_upload()
-        if self.upload is None:
+        """Wait for the last checkpoint, and send it once more if that failed.
+
+        Raises DataError if it fails again; then the file stays on this machine.
+        """
+        unsent = self._wait_for_upload()
+        if unsent is None:
             return
-        *_, file, name = self.upload
-        self._start_upload(file, name)
-        self._finish_upload()
-        if self.upload is not None:
-            raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is {file}')
+        self._start_upload(unsent.file, unsent.name)
+        if self._wait_for_upload() is not None:
+            raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is '
+                            f'{unsent.file}')
 
     def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
         while len(self.saved_checkpoints) > self.num_checkpoints_to_keep:
