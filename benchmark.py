@@ -6,9 +6,9 @@
 """
 import os
 
-from errors.exits import end_with_launcher, one_line_errors
-from settings.flags import parse
-from settings.train import Train
+from sdbench.exits import end_with_launcher, one_line_errors
+from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
 
 PROGRAM = 'benchmark.py'
 
@@ -33,31 +33,31 @@ from torchmetrics import MeanSquaredError
 
 from data import build_data, build_fitting_tokenizer, normalize
 from ema import EMA
-from fitting.dry_run import dry_run
-from fitting.microbatch import find_microbatch
-from fitting.switches import apply_switches, process_switches, switch_callbacks
-from inputs.held_out import NOISE, TIMESTEP
-from inputs.shards import MOMENTS
-from measuring.measurement import Measurement
-from measuring.record import measure_loader, training_settings
-from measuring.tracing import build_profiler
-from models.flops import flops_of_an_image, peak_tflops
-from models.latents import draw_latents, vae_moments
-from models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
-from settings.here import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
-from settings.times import times_in_batches
-from training.augmentation import CaptionDrop, RandomFlip
-from training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
-from training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
-from training.initial_weights import load_initial_weights
-from training.loggers import build_loggers, run_name
-from training.optimization import build_schedule, min_snr_weights
-from training.progress import Progress
-from training.ranks import join_ranks, leave_ranks
-from training.run import finish_run, fit, is_over, log_config, log_start, training_record
-from training.safeguard import Safeguard, flags_to_keep
-from training.sampling import Sampling
-from training.signals import StopAtSignal
+from sdbench.flags.times import times_in_batches
+from sdbench.forecast.dry_run import dry_run
+from sdbench.inputs.held_out import NOISE, TIMESTEP
+from sdbench.inputs.shards import MOMENTS
+from sdbench.measuring.clock import Measurement
+from sdbench.measuring.record import measure_loader, training_settings
+from sdbench.measuring.tracing import build_profiler
+from sdbench.models.flops import flops_of_an_image, peak_tflops
+from sdbench.models.latents import draw_latents, vae_moments
+from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
+from sdbench.models.switches import apply_switches, process_switches, switch_callbacks
+from sdbench.training.augmentation import CaptionDrop, RandomFlip
+from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
+from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
+from sdbench.training.initial_weights import load_initial_weights
+from sdbench.training.loggers import build_loggers, run_name
+from sdbench.training.microbatch import find_microbatch
+from sdbench.training.optimization import build_schedule, min_snr_weights
+from sdbench.training.progress import Progress
+from sdbench.training.ranks import join_ranks, leave_ranks
+from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
+from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
+from sdbench.training.safeguard import Safeguard, flags_to_keep
+from sdbench.training.sampling import Sampling
+from sdbench.training.signals import StopAtSignal
 
 
 class StableDiffusion(ComposerModel):

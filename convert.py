@@ -12,9 +12,9 @@ Image bytes stay as they are, and samples in the order of the sorted files. What
 listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same command, started again, converts only what
 is missing: what is new in SOURCE, and what was changed there. OUT/index.json comes last.
 """
-from errors.exits import one_line_errors
-from settings.commands import Convert
-from settings.flags import parse
+from sdbench.exits import one_line_errors
+from sdbench.flags.commands import Convert
+from sdbench.flags.parser import parse
 
 PROGRAM = 'convert.py'
 
@@ -29,18 +29,27 @@ from functools import partial
 
 import torch
 
-from errors.messages import DataError, one_line, plural
-from inputs.images import formats
-from inputs.paths import HELD_OUT, is_url
-from inputs.shards import MDS_COLUMNS
-from inputs.stores import parse_address
-from measuring.progress_bar import progress_bar
-from parts.output import SKIPPED, Joined, Output, PartWriter, join_parts, part_name, training_command, write_index
-from parts.samples import make_sample
-from parts.sources import find_files, join_neighbours
-from parts.tables import Columns
-from parts.tars import read_samples
-from parts.work import LocalWorkers, Part, RayWorkers, work
+from sdbench.datasets.output import (
+    SKIPPED,
+    Joined,
+    Output,
+    PartWriter,
+    join_parts,
+    part_name,
+    training_command,
+    write_index,
+)
+from sdbench.datasets.samples import make_sample
+from sdbench.datasets.sources import find_files, join_neighbours
+from sdbench.datasets.tables import Columns
+from sdbench.datasets.tars import read_samples
+from sdbench.datasets.work import LocalWorkers, Part, RayWorkers, work
+from sdbench.errors import DataError, one_line, plural
+from sdbench.inputs.images import formats
+from sdbench.inputs.shards import MDS_COLUMNS
+from sdbench.inputs.stores import parse_address
+from sdbench.paths import HELD_OUT, is_url
+from sdbench.progress_bar import progress_bar
 
 
 def held_out_beside(out: str) -> str:

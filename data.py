@@ -17,17 +17,17 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
-from errors.messages import DataError, plural, unreadable_shard
-from inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
-from inputs.held_out import HeldOutSamples, collate_held_out
-from inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
-from inputs.paths import number_of_samples
-from inputs.shards import MOMENTS, index_hash, read_index, require_same_origin
-from inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
-from inputs.verified_stream import DOWNLOADS, VerifiedDataset, VerifiedStream
-from models.latents import origin_of_latents
-from models.loading import ModelFiles
-from settings.train import SD2_BASE, Train
+from sdbench.errors import DataError, plural, unreadable_shard
+from sdbench.flags.train import SD2_BASE, Train
+from sdbench.inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
+from sdbench.inputs.held_out import HeldOutSamples, collate_held_out
+from sdbench.inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
+from sdbench.inputs.shards import MOMENTS, index_hash, read_index, require_same_origin
+from sdbench.inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
+from sdbench.inputs.verified_stream import DOWNLOADS, VerifiedDataset, VerifiedStream
+from sdbench.models.latents import origin_of_latents
+from sdbench.models.loading import ModelFiles
+from sdbench.paths import number_of_samples
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 MOST_STAND_INS = 1000  # samples that may be bad in a row

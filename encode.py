@@ -8,9 +8,9 @@ training draws a latent anew each time) and the caption. Every GPU of this machi
 Ray cluster. What cannot be encoded is left out and listed in OUT/skipped.jsonl. A run that was stopped, when started
 again with the same command, encodes only what is missing. OUT/index.json comes last.
 """
-from errors.exits import one_line_errors
-from settings.commands import ENCODING_FLAGS, Encode
-from settings.flags import parse
+from sdbench.exits import one_line_errors
+from sdbench.flags.commands import ENCODING_FLAGS, Encode
+from sdbench.flags.parser import parse
 
 PROGRAM = 'encode.py'
 
@@ -37,22 +37,22 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch.utils.data import DataLoader, Dataset
 
-from errors.messages import DataError, plural, redacted
-from fitting.compiling import compile_in_place
-from inputs.images import decode_image, normalize_images, stack_images
-from inputs.paths import HELD_OUT, number_of_samples
-from inputs.shards import LATENT_COLUMNS, MOMENTS, read_image_index
-from inputs.verified_stream import Shards, is_readable_in_place, open_shards
-from measuring.progress_bar import progress_bar
-from measuring.record import append_record, run_metadata
-from measuring.reliability import why_unreliable
-from models.flops import flops_of_latents, utilization
-from models.latents import origin_of_latents, vae_moments
-from models.loading import ModelFiles, build_vae, find_model
-from parts.output import SKIPPED, Output, PartWriter, join_parts, part_name, training_command, write_index
-from parts.work import LocalWorkers, Part, RayWorkers, work
-from settings.here import resolve_encoding_defaults
-from settings.train import TINY_MODEL
+from sdbench.datasets.output import SKIPPED, Output, PartWriter, join_parts, part_name, training_command, write_index
+from sdbench.datasets.work import LocalWorkers, Part, RayWorkers, work
+from sdbench.errors import DataError, plural, redacted
+from sdbench.flags.train import TINY_MODEL
+from sdbench.inputs.images import decode_image, normalize_images, stack_images
+from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS, read_image_index
+from sdbench.inputs.verified_stream import Shards, is_readable_in_place, open_shards
+from sdbench.measuring.record import append_record, run_metadata
+from sdbench.measuring.reliability import why_unreliable
+from sdbench.models.compiling import compile_in_place
+from sdbench.models.flops import flops_of_latents, utilization
+from sdbench.models.latents import origin_of_latents, vae_moments
+from sdbench.models.loading import ModelFiles, build_vae, find_model
+from sdbench.paths import HELD_OUT, number_of_samples
+from sdbench.progress_bar import progress_bar
+from sdbench.training.resolve import resolve_encoding_defaults
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU

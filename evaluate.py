@@ -9,9 +9,9 @@ it draws on one GPU (python) or on several (composer, torchrun). The same comman
 stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
 error says where to get them.
 """
-from errors.exits import end_with_launcher, one_line_errors
-from settings.commands import EVALUATE_FLAGS, Evaluate
-from settings.flags import parse
+from sdbench.exits import end_with_launcher, one_line_errors
+from sdbench.flags.commands import EVALUATE_FLAGS, Evaluate
+from sdbench.flags.parser import parse
 
 PROGRAM = 'evaluate.py'
 
@@ -41,21 +41,21 @@ from torchmetrics.image.fid import FrechetInceptionDistance
 from torchvision.transforms.functional import pil_to_tensor
 
 from data import StreamingLAIONDataset
-from errors.messages import DataError, plural, redacted
-from inputs.images import resize
-from inputs.paths import number_of_samples
-from inputs.shards import index_hash, read_image_index
-from measuring.progress_bar import progress_bar
-from measuring.record import append_record, run_metadata
-from models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
-from models.loading import hash_of_weights
-from models.precisions import AUTOCAST_DTYPES
-from models.sampling import SAMPLER, decode, load_pipeline, seeded
-from parts.output import Output
-from settings.here import best_precision, refuse_more_ranks_than_gpus
-from training.pipeline import trained_pipeline
-from training.ranks import join_ranks, leave_ranks, on_rank_0
-from training.trained import read_trained
+from sdbench.datasets.output import Output
+from sdbench.errors import DataError, plural, redacted
+from sdbench.inputs.images import resize
+from sdbench.inputs.shards import index_hash, read_image_index
+from sdbench.measuring.record import append_record, run_metadata
+from sdbench.models.drawing import SAMPLER, decode, load_pipeline, seeded
+from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
+from sdbench.models.loading import hash_of_weights
+from sdbench.models.precisions import AUTOCAST_DTYPES
+from sdbench.paths import number_of_samples
+from sdbench.progress_bar import progress_bar
+from sdbench.training.pipeline import trained_pipeline
+from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
+from sdbench.training.resolve import best_precision, refuse_more_ranks_than_gpus
+from sdbench.training.trained import read_trained
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed

@@ -7,10 +7,10 @@
 OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
 """
-from errors.exits import one_line_errors
-from settings.commands import Export
-from settings.flags import parse
-from settings.times import is_young
+from sdbench.exits import one_line_errors
+from sdbench.flags.commands import Export
+from sdbench.flags.parser import parse
+from sdbench.flags.times import is_young
 
 PROGRAM = 'export.py'
 
@@ -26,9 +26,9 @@ from collections.abc import Iterator
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
-from errors.messages import plural
-from training.pipeline import trained_pipeline
-from training.trained import Trained, read_trained
+from sdbench.errors import plural
+from sdbench.training.pipeline import trained_pipeline
+from sdbench.training.trained import Trained, read_trained
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ keys as columns. A setting is a column where rows differ in it, and stands above
 is rounded once, when printed: to the decimals of the published table, or to three significant digits where these are
 more. --csv holds the rows of all tables unrounded, with every setting.
 """
-from errors.exits import one_line_errors
-from settings.commands import Report
-from settings.flags import parse
+from sdbench.exits import one_line_errors
+from sdbench.flags.commands import Report
+from sdbench.flags.parser import parse
 
 if __name__ == '__main__':
     parse(Report, __doc__)  # a mistake is answered before pandas, which takes a second
@@ -31,13 +31,13 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from errors.messages import plural
-from figures import CONDITIONS, EXTRAPOLATED, JUDGES, MEASURED, draw_quality, draw_speeds
-from measuring.costs import TRAINING_IMAGES, days_to_train, gpu_hours
-from measuring.figures import FIGURES, IN_TABLES, Figure
-from measuring.reliability import why_unreliable
-from measuring.versions import PACKAGES
-from settings.train import SWITCHES
+from sdbench.costs import TRAINING_IMAGES, days_to_train, gpu_hours
+from sdbench.errors import plural
+from sdbench.flags.train import SWITCHES
+from sdbench.measuring.figures import FIGURES, IN_TABLES, Figure
+from sdbench.measuring.reliability import why_unreliable
+from sdbench.measuring.versions import PACKAGES
+from sdbench.report.pictures import CONDITIONS, EXTRAPOLATED, JUDGES, MEASURED, draw_quality, draw_speeds
 
 HASHES = ['inception_sha256', 'clip_sha256']  # shown by their beginning
 VERSIONS = ['python', 'cuda', *PACKAGES]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.forecast [PICTURE]     # such as docs/forecast.png; a minute, no GPU
 
-It traces a step of Stable Diffusion 2 as each source ran it, fits the constants of fitting/forecast.py to all points,
+It traces a step of Stable Diffusion 2 as each source ran it, fits the constants of sdbench/forecast/speed.py to all points,
 and then once more without each source, which is whoever measured. It prints every point with both predictions, and the
 constants, which are those in the code. The points are in published.csv (the original's program) and in
 benchmarks/published_speeds.csv (the same at more microbatches, and others' programs for the same work).
@@ -21,16 +21,16 @@ from composer.algorithms.ema.ema import compute_ema as composers_compute_ema
 from scipy.optimize import least_squares
 
 from benchmark import build_model
-from fitting.fake_step import trace_step
-from fitting.forecast import CONSTANTS, Constants, StepWork, images_per_sec
-from fitting.memory import build_on_meta
-from fitting.operators import UPDATE
-from models.cards import CARDS
-from models.divisions import DIVISORS, NoDivision
-from models.loading import SD2_BASE, find_model
-from settings.flags import parse
-from settings.here import resolve_defaults
-from settings.train import Train
+from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
+from sdbench.forecast.fake_step import trace_step
+from sdbench.forecast.memory import build_on_meta
+from sdbench.forecast.operators import UPDATE
+from sdbench.forecast.speed import CONSTANTS, Constants, StepWork, images_per_sec
+from sdbench.gpus import CARDS
+from sdbench.models.divisions import DIVISORS, NoDivision
+from sdbench.models.loading import SD2_BASE, find_model
+from sdbench.training.resolve import resolve_defaults
 
 ROOT = Path(__file__).parent.parent
 # What published.csv does not say of the original's program, since it had no such flags

@@ -32,11 +32,11 @@ from PIL import Image, ImageOps
 
 from benchmark import StableDiffusion
 from export import main as export
-from inputs.shards import LATENT_COLUMNS, MOMENTS
-from models.latents import origin_of_latents
-from models.loading import BUILT_IN, find_model
-from parts.output import Output, PartWriter, join_parts, write_index
-from training.checkpoints import checkpoints_in
+from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
+from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
+from sdbench.models.latents import origin_of_latents
+from sdbench.models.loading import BUILT_IN, find_model
+from sdbench.training.checkpoints import checkpoints_in
 
 ROOT = Path(__file__).parent.parent
 COLOURS = {'red': (1, -1, -1), 'green': (-1, 1, -1), 'blue': (-1, -1, 1), 'yellow': (1, 1, -1)}  # -1 to 1

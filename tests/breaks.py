@@ -43,22 +43,22 @@ BREAKS = {
          'if event in (Event.BATCH_END, Event.EPOCH_END):': 'if event in (Event.AFTER_TRAIN_BATCH, Event.EPOCH_END):'},
         'tests/test_ema.py'),
     'noise_is_the_same_in_each_batch': Break(
-        'each batch draws the noise and timesteps of the first', 'training/safeguard.py',
+        'each batch draws the noise and timesteps of the first', 'sdbench/training/safeguard.py',
         {'(self.seed, state.timestamp.batch.value, dist.get_global_rank())': '(self.seed, dist.get_global_rank())'},
         'tests/training/test_safeguard.py'),
     'nan_is_learned': Break(
-        'a loss or gradient that is not finite is learned', 'training/safeguard.py',
+        'a loss or gradient that is not finite is learned', 'sdbench/training/safeguard.py',
         {'if loss_is_finite and gradients_finite:': 'if True:'}, 'tests/training/test_safeguard.py'),
     'resume_is_off_by_one': Break(
-        'a run that is resumed in an epoch leaves out a sample', 'training/safeguard.py',
+        'a run that is resumed in an epoch leaves out a sample', 'sdbench/training/safeguard.py',
         {'state.timestamp.sample_in_epoch.value)': 'state.timestamp.sample_in_epoch.value + 1)'},
         'tests/training/test_checkpoints.py'),
     'a_checkpoint_is_not_atomic': Break(
-        'a run that is killed while it saves leaves half a checkpoint under its name', 'training/checkpoints.py',
+        'a run that is killed while it saves leaves half a checkpoint under its name', 'sdbench/training/checkpoints.py',
         {"unfinished = Path(path).with_name(f'.{os.path.basename(path)}.unfinished')": 'unfinished = Path(path)'},
         'tests/training/test_checkpoints.py'),
     'images_are_not_scaled': Break(
-        'the model is given images from 0 to 1', 'inputs/images.py', {'/ 127.5 - 1': '/ 255'}, 'tests/test_data.py'),
+        'the model is given images from 0 to 1', 'sdbench/inputs/images.py', {'/ 127.5 - 1': '/ 255'}, 'tests/test_data.py'),
     'encoders_are_trained': Break(
         'the optimizer holds the frozen encoders as well', 'benchmark.py',
         {'torch.optim.AdamW(model.unet.parameters(),': 'torch.optim.AdamW(model.parameters(),'},
@@ -68,40 +68,40 @@ BREAKS = {
         {'F.mse_loss(prediction.float(), target)': 'F.mse_loss(prediction.float(), target) * len(target)'},
         'tests/test_benchmark.py'),
     'the_warm_up_is_measured': Break(
-        'images_per_sec counts the batches of the warm-up', 'measuring/measurement.py',
+        'images_per_sec counts the batches of the warm-up', 'sdbench/measuring/clock.py',
         {'if self.batches >= first and not self._is_full():': 'if not self._is_full():'},
         'tests/measuring/test_measurement.py'),
     'shards_are_not_verified': Break(
-        'samples come from shards that are not those of the index', 'inputs/verified_stream.py',
+        'samples come from shards that are not those of the index', 'sdbench/inputs/verified_stream.py',
         {'if get_hash(algorithm, Path(path).read_bytes()) != digest:': 'if False:'},
         'tests/inputs/test_verified_stream.py'),
     'no_claims': Break(
-        'two runs that start at once both write to one OUT of a store', 'parts/output.py',
-        {"content, mode='create')": "content, mode='overwrite')"}, 'tests/parts/test_output.py'),
+        'two runs that start at once both write to one OUT of a store', 'sdbench/datasets/output.py',
+        {"content, mode='create')": "content, mode='overwrite')"}, 'tests/datasets/test_output.py'),
     'caption_drop_ignores_its_share': Break(
-        'half of the captions are left out, whatever --caption_drop says', 'training/augmentation.py',
+        'half of the captions are left out, whatever --caption_drop says', 'sdbench/training/augmentation.py',
         {'device_batch] < self.probability)': 'device_batch] < 0.5)'}, 'tests/training/test_augmentation.py'),
     'a_file_is_dropped_in_silence': Break(
-        'a file that cannot be converted is not listed in skipped.jsonl', 'parts/sources.py',
+        'a file that cannot be converted is not listed in skipped.jsonl', 'sdbench/datasets/sources.py',
         {"self.leave_out(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')": 'pass'},
-        'tests/parts/test_sources.py'),
+        'tests/datasets/test_sources.py'),
     'out_is_not_guarded': Break(
-        'a run writes among the files of somebody else', 'parts/output.py',
+        'a run writes among the files of somebody else', 'sdbench/datasets/output.py',
         {'if names and CLAIM not in names:': 'if False:'}, 'tests/test_convert.py'),
     'a_part_is_done_before_its_shards': Break(
-        'a conversion that is killed leaves parts that count as done without their last shard', 'parts/output.py',
-        {'        self.flush_shard()\n        index': '        index'}, 'tests/parts/test_output.py'),
+        'a conversion that is killed leaves parts that count as done without their last shard', 'sdbench/datasets/output.py',
+        {'        self.flush_shard()\n        index': '        index'}, 'tests/datasets/test_output.py'),
     'settings_are_in_no_parts_name': Break(
-        'a part that was made with other settings is taken for done', 'parts/output.py',
-        {'json.dumps(facts).encode()': 'json.dumps(facts[1:]).encode()'}, 'tests/parts/test_output.py'),
+        'a part that was made with other settings is taken for done', 'sdbench/datasets/output.py',
+        {'json.dumps(facts).encode()': 'json.dumps(facts[1:]).encode()'}, 'tests/datasets/test_output.py'),
     'a_signal_saves_nothing': Break(
-        'a run that a signal ends leaves no checkpoint', 'training/checkpoints.py',
+        'a run that a signal ends leaves no checkpoint', 'sdbench/training/checkpoints.py',
         {'from composer.utils import dist, ma': 'from composer.utils import create_interval_scheduler, dist, ma',
          'save_interval=save_interval,': 'save_interval=create_interval_scheduler(save_interval, False),'},
         'tests/training/test_signals.py'),
     'a_flag_is_not_filled_in': Break(
-        'the average has no half-life unless --ema_half_life is given', 'settings/here.py',
-        {"        'ema_half_life': '1000ba' if settings.use_ema else None,\n": ''}, 'tests/settings/test_train.py'),
+        'the average has no half-life unless --ema_half_life is given', 'sdbench/training/resolve.py',
+        {"        'ema_half_life': '1000ba' if settings.use_ema else None,\n": ''}, 'tests/flags/test_train.py'),
     'pictures_are_drawn_again': Break(
         'an evaluation that is started again draws what OUT holds already', 'evaluate.py',
         {' if not path_of(settings, guidance, number).exists()]': ']'}, 'tests/test_evaluate.py'),

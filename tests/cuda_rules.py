@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fitting.fake_step import norms_in_float32
+from sdbench.forecast.fake_step import norms_in_float32
 
 HALF = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 

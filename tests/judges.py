@@ -16,10 +16,10 @@ from transformers import (
     CLIPVisionConfig,
 )
 
-from inputs import captions
-from models.feature_extractors import LAYER, NAME
-from models.loading import build_text_encoder, build_vae, find_model
-from models.sampling import build_pipeline
+from sdbench.inputs import captions
+from sdbench.models.drawing import build_pipeline
+from sdbench.models.feature_extractors import LAYER, NAME
+from sdbench.models.loading import build_text_encoder, build_vae, find_model
 
 
 class RandomInception(FeatureExtractorInceptionV3):

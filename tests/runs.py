@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from benchmark import main
-from settings.flags import parse
-from settings.here import resolve_defaults
-from settings.train import Train
-from training.checkpoints import checkpoints_in, load_checkpoint
+from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
+from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
+from sdbench.training.resolve import resolve_defaults
 
 ROOT = Path(__file__).parent.parent
 

@@ -7,7 +7,7 @@ import torch
 
 import benchmark
 from benchmark import StableDiffusion, main
-from models.loading import find_model
+from sdbench.models.loading import find_model
 from tests.runs import TINY, check_record, settings_of
 
 

@@ -13,8 +13,8 @@ from data import (
     collate,
     normalize,
 )
-from inputs.captions import build_tokenizer
-from inputs.images import decode_image
+from sdbench.inputs.captions import build_tokenizer
+from sdbench.inputs.images import decode_image
 from tests.runs import TINY, failed
 from tests.samples import encoded, good, picture, pillow_square, pixels, write_shards
 

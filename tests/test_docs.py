@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 import report
-from settings.commands import Convert, Encode, Evaluate, Export, Report
-from settings.flags import build_parser
-from settings.train import Train
+from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
+from sdbench.flags.parser import build_parser
+from sdbench.flags.train import Train
 from tests.samples import encoded, picture
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from torchvision import transforms
 from benchmark import StableDiffusion, main
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
 from ema import EMA, compute_ema
-from inputs.captions import build_tokenizer
+from sdbench.inputs.captions import build_tokenizer
 from tests.runs import TINY
 from tests.samples import pillow_square, pixels, write_shards
 

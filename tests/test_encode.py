@@ -16,11 +16,11 @@ import encode
 import export
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
-from inputs.captions import build_tokenizer
-from inputs.shards import read_index
-from settings.commands import Encode
-from settings.flags import parse
-from settings.here import resolve_encoding_defaults
+from sdbench.flags.commands import Encode
+from sdbench.flags.parser import parse
+from sdbench.inputs.captions import build_tokenizer
+from sdbench.inputs.shards import read_index
+from sdbench.training.resolve import resolve_encoding_defaults
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
 from tests.runs import TINY, error_line, files_of, start, wait_until, workers_of

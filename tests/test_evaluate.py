@@ -15,9 +15,9 @@ from transformers import CLIPModel, CLIPProcessor
 
 import evaluate
 from benchmark import main as train
-from inputs.images import decode_image, resize
-from models.feature_extractors import load_clip
-from models.sampling import load_pipeline
+from sdbench.inputs.images import decode_image, resize
+from sdbench.models.drawing import load_pipeline
+from sdbench.models.feature_extractors import load_clip
 from tests.forked_runs import run_ranks
 from tests.judges import save_clip, save_inception, save_pipeline
 from tests.runs import TINY, error_line, files_of

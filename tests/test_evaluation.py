@@ -11,13 +11,13 @@ import torch.nn.functional as F
 import benchmark
 from benchmark import StableDiffusion, main
 from ema import EMA
-from inputs.captions import build_tokenizer
-from inputs.shards import MOMENTS
-from models.latents import origin_of_latents
-from models.loading import find_model
+from sdbench.inputs.captions import build_tokenizer
+from sdbench.inputs.shards import MOMENTS
+from sdbench.models.latents import origin_of_latents
+from sdbench.models.loading import find_model
+from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from tests.runs import TINY, assert_same_training, one_error_line
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
-from training.checkpoints import checkpoints_in, load_checkpoint
 
 TRAIN = [*TINY, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
          '--max_duration', '4ba']

@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 
 from benchmark import main
 from export import main as export
-from inputs.captions import build_tokenizer
+from sdbench.inputs.captions import build_tokenizer
+from sdbench.training.checkpoints import load_checkpoint
 from tests.runs import TINY
-from training.checkpoints import load_checkpoint
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
             'the end <|endoftext|> is not here', 'a\x00b \u200b c']

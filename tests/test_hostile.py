@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import convert
-from inputs.images import decode_image, resize
+from sdbench.inputs.images import decode_image, resize
 from tests.samples import encoded, picture
 
 CAPTIONS = ('a cat', ' \n', '\ufeff', '\0', '\u202eabc\x1b[2J', 'x' * 100_000, '🦜\u0301', '\ud800')

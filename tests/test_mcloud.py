@@ -7,8 +7,8 @@ from pathlib import Path
 from mcli import RunConfig
 from mcli.models.run_config import FinalRunConfig
 
-from settings import flags
-from settings.train import Train
+from sdbench.flags import parser as flags
+from sdbench.flags.train import Train
 from tests.runs import ROOT
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/proof.py: every step is one that runs, none that has a record is repeated, and the page says what it must.
+"""benchmarks/proof/__main__.py: every step is one that runs, none that has a record is repeated, and the page says what it must.
 """
 import json
 from types import SimpleNamespace
@@ -8,11 +8,11 @@ import torch
 from composer.utils import dist
 
 from benchmarks import proof
-from benchmarks.proof import Machine, Step, all_steps, append, prove, run_step, smoke_steps
-from benchmarks.proof_page import plausibility, write_page
-from settings.flags import parse
-from settings.here import resolve_defaults
-from settings.train import SWITCHES, Train
+from benchmarks.proof.__main__ import Machine, Step, all_steps, append, prove, run_step, smoke_steps
+from benchmarks.proof.page import plausibility, write_page
+from sdbench.flags.parser import parse
+from sdbench.flags.train import SWITCHES, Train
+from sdbench.training.resolve import resolve_defaults
 from tests.runs import ROOT
 
 A100 = 'NVIDIA A100-SXM4-80GB'

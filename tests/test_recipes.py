@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmark import main
-from settings.flags import parse
-from settings.train import Train
+from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
 from tests.runs import ROOT, TINY, settings_of
 
 FASTEST = ROOT / 'recipes' / 'fastest.txt'

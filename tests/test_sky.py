@@ -8,8 +8,8 @@ import pytest
 import yaml
 from composer.cli import launcher
 
-from settings.flags import parse
-from settings.train import Train
+from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
 from tests.runs import ROOT
 
 TASK = yaml.safe_load((ROOT / 'sky.yaml').read_text())

@@ -3,8 +3,8 @@ import os
 import subprocess
 import sys
 
+from sdbench.training.run import log_config
 from tests.runs import ROOT, settings_of
-from training.run import log_config
 
 
 def test_segments_grow_before_torch_is_imported_unless_the_user_has_set_something():

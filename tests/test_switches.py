@@ -8,10 +8,10 @@ from composer import Callback
 import benchmark
 from benchmark import StableDiffusion
 from benchmarks import exactness
-from fitting.fake_step import norms_in_float32
-from models.loading import find_model
-from models.precisions import DTYPES
-from settings.train import Train
+from sdbench.flags.train import Train
+from sdbench.forecast.fake_step import norms_in_float32
+from sdbench.models.loading import find_model
+from sdbench.models.precisions import DTYPES
 from tests.cuda_rules import Dtypes, composer_on_a_gpu
 from tests.runs import TINY, settings_of
 

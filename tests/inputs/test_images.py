@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from inputs.images import decode_image
+from sdbench.inputs.images import decode_image
 from tests.samples import encoded, picture, pillow_square, pixels
 
 

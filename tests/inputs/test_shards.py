@@ -6,7 +6,7 @@ import pytest
 
 import convert
 from benchmark import main
-from inputs.shards import read_index
+from sdbench.inputs.shards import read_index
 from tests.runs import TINY, one_error_line
 from tests.samples import Hostile, good, write_sample_tar, write_shards
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 import obstore
 import pytest
 
-from inputs import stores
-from inputs.stores import FIRST_RETRIES, RETRIES, open_store, reach, store_error
+from sdbench.inputs import stores
+from sdbench.inputs.stores import FIRST_RETRIES, RETRIES, open_store, reach, store_error
 from tests.local_s3 import local_s3
 
 SECRET = 'c2VjcmV0LWtleQ=='

@@ -6,11 +6,11 @@ import pytest
 from torch.utils.data import Dataset
 
 from data import StreamingLAIONDataset, build_loader
-from inputs import timed_loader
-from inputs.captions import build_tokenizer
-from inputs.timed_loader import TimedDataLoader
+from sdbench.inputs import timed_loader
+from sdbench.inputs.captions import build_tokenizer
+from sdbench.inputs.timed_loader import TimedDataLoader
+from sdbench.training.failures import reason
 from tests.runs import wait_until
-from training.failures import reason
 
 
 class Numbers(Dataset):

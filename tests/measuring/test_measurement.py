@@ -7,8 +7,8 @@ import pytest
 from composer.core import Time, Timestamp
 
 from benchmark import main
-from measuring import measurement as measuring
-from measuring.measurement import Measurement, whole_epochs
+from sdbench.measuring import clock as measuring
+from sdbench.measuring.clock import Measurement, whole_epochs
 from tests.runs import TINY
 
 

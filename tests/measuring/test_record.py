@@ -7,8 +7,8 @@ import pytest
 
 import report
 from benchmark import main
-from errors.messages import DataError, redacted
-from measuring.record import append_record, summary, training_settings
+from sdbench.errors import DataError, redacted
+from sdbench.measuring.record import append_record, summary, training_settings
 from tests.runs import TINY, check_record, settings_of, summary_lines
 
 LENGTH = ['--max_duration', '3ba']

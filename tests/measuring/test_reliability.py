@@ -1,7 +1,7 @@
 """What a summary says of a speed that is not to be relied on."""
 import pytest
 
-from measuring.reliability import busy_cores
+from sdbench.measuring.reliability import busy_cores
 
 
 @pytest.mark.parametrize('waited, said', [(900, None), (9_000, 'waited 90% of the time for a core')])

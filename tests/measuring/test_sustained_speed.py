@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from composer.core import Time, Timestamp
 
-from measuring import measurement as measuring
-from measuring.measurement import Measurement, figures
+from sdbench.measuring import clock as measuring
+from sdbench.measuring.clock import Measurement, figures
 
 
 class SimulatedLoader:

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import benchmark
-from models.divisions import NoDivision, skip_divisions_by_one
+from sdbench.models.divisions import NoDivision, skip_divisions_by_one
 from tests.runs import settings_of
 
 

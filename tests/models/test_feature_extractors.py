@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.feature_extractors import load_clip, load_inception
+from sdbench.models.feature_extractors import load_clip, load_inception
 from tests.judges import save_clip
 from tests.samples import Hostile
 

@@ -4,8 +4,8 @@ import torch
 from transformers import CLIPTextConfig
 
 from benchmark import StableDiffusion
-from models import flops
-from models.loading import SD2_BASE, find_model
+from sdbench.models import flops
+from sdbench.models.loading import SD2_BASE, find_model
 
 
 @pytest.mark.parametrize('image_size, unet, vae', [

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, CLIPTextModel
 
 from benchmark import StableDiffusion, build_data
-from inputs.captions import build_tokenizer
-from models.loading import SD2_BASE, find_model
-from models.sampling import load_pipeline
+from sdbench.inputs.captions import build_tokenizer
+from sdbench.models.drawing import load_pipeline
+from sdbench.models.loading import SD2_BASE, find_model
 from tests.runs import TINY, settings_of
 
 

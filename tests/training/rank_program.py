@@ -8,7 +8,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import benchmark
 from ema import EMA
-from models.loading import find_model
+from sdbench.models.loading import find_model
 from tests.runs import settings_of
 
 

@@ -3,7 +3,7 @@
     composer -n 2 tests/training/talking_run.py [flags of benchmark.py]
 """
 import benchmark
-from training import progress
+from sdbench.training import progress
 
 if __name__ == '__main__':
     progress.SECONDS_BETWEEN_LINES = 0

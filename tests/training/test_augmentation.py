@@ -7,10 +7,10 @@ from composer.core import Event, Timestamp
 
 import benchmark
 from benchmark import main
-from inputs.images import FLIP
+from sdbench.inputs.images import FLIP
+from sdbench.training import augmentation
+from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from tests.runs import TINY
-from training import augmentation
-from training.augmentation import CaptionDrop, RandomFlip
 
 EMPTY = torch.arange(77)
 

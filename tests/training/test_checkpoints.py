@@ -13,10 +13,7 @@ from composer import Callback, ComposerModel, Trainer
 from torch.utils.data import DataLoader
 
 from benchmark import main
-from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
-from tests.runs import TINY, assert_same_training, error_line, failed, final_state, one_error_line
-from tests.samples import Hostile, good, write_shards
-from training.checkpoints import (
+from sdbench.training.checkpoints import (
     AtomicCheckpointSaver,
     atomic_write,
     checkpoints_in,
@@ -25,6 +22,9 @@ from training.checkpoints import (
     newest_checkpoint,
     resuming,
 )
+from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
+from tests.runs import TINY, assert_same_training, error_line, failed, final_state, one_error_line
+from tests.samples import Hostile, good, write_shards
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
@@ -397,7 +397,7 @@ def save_for_ever(folder: str, has_begun) -> None:
 
 def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(server, tmp_path, monkeypatch):
     folder = str(tmp_path / 'kept')
-    monkeypatch.setattr('training.checkpoints.SECONDS_FOR_LOCK', 0)
+    monkeypatch.setattr('sdbench.training.checkpoints.SECONDS_FOR_LOCK', 0)
     has_begun = server.Event()
     first = server.Process(target=save_for_ever, args=(folder, has_begun), daemon=True)
     first.start()

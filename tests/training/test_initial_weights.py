@@ -9,11 +9,11 @@ import torch
 from composer import Callback
 
 from benchmark import StableDiffusion, main
+from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
+from sdbench.training.initial_weights import load_initial_weights
 from tests.forked_runs import RUN, run, traced
 from tests.runs import TINY, assert_equal, assert_same_training, one_error_line
 from tests.samples import Hostile, good, write_shards
-from training.checkpoints import checkpoints_in, load_checkpoint
-from training.initial_weights import load_initial_weights
 
 
 @pytest.fixture(scope='module')

@@ -1,10 +1,10 @@
 """The curves of a run, in TensorBoard's files and at Weights & Biases, by Composer's own loggers."""
 
 from benchmark import main
+from sdbench.training.loggers import build_loggers, run_name
 from tests.forked_runs import run_program
 from tests.runs import TINY, settings_of
 from tests.samples import encoded, picture, write_shards
-from training.loggers import build_loggers, run_name
 
 CURVES = {'loss/train/total', 'lr-AdamW/group0', 'l2_norm/grad/global', 'throughput/samples_per_sec', 'images_per_sec'}
 

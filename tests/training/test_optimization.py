@@ -11,9 +11,9 @@ from diffusers.training_utils import compute_snr
 
 import benchmark
 from benchmark import main
+from sdbench.training.checkpoints import load_checkpoint
+from sdbench.training.optimization import min_snr_weights
 from tests.runs import TINY, settings_of
-from training.checkpoints import load_checkpoint
-from training.optimization import min_snr_weights
 
 FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4ba', '--use_ema', '--ema_half_life',
          '3ba', '--ema_start', '2ba', '--clip_grad_norm', '0.25', '--snr_gamma', '5.0']

@@ -6,9 +6,9 @@ import time
 import pytest
 
 from benchmark import main
-from measuring.measurement import Measurement
+from sdbench.measuring.clock import Measurement
+from sdbench.training import progress
 from tests.runs import TINY
-from training import progress
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import benchmark
+from sdbench.training.checkpoints import checkpoints_in
 from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
 from tests.runs import free_port
 from tests.training import rank_program
-from training.checkpoints import checkpoints_in
 
 TINY_RANKS = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
         '--measure_batches', '2', '--num_workers', '0']

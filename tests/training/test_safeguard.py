@@ -10,9 +10,9 @@ from composer.core import Timestamp
 import benchmark
 from benchmark import main
 from ema import EMA
+from sdbench.training import safeguard
+from sdbench.training.safeguard import MOST_SKIPS_IN_A_ROW, Safeguard
 from tests.runs import TINY, failed
-from training import safeguard
-from training.safeguard import MOST_SKIPS_IN_A_ROW, Safeguard
 
 
 class Weights(Callback):

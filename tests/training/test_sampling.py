@@ -10,13 +10,13 @@ from PIL import Image
 
 from benchmark import StableDiffusion, main
 from export import main as export
-from models.loading import find_model
-from models.sampling import GUIDANCE
+from sdbench.models.drawing import GUIDANCE
+from sdbench.models.loading import find_model
+from sdbench.training import sampling
+from sdbench.training.sampling import Sampling
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
 from tests.runs import TINY, assert_same_training, one_error_line, settings_of
-from training import sampling
-from training.sampling import Sampling
 
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
 

@@ -13,10 +13,10 @@ import pytest
 from composer import Callback
 
 from benchmark import main
+from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
+from sdbench.training.signals import StopAtSignal
 from tests.runs import TINY, assert_same_training, start_launcher, wait_until
 from tests.samples import good, write_shards
-from training.checkpoints import checkpoints_in, load_checkpoint
-from training.signals import StopAtSignal
 
 
 class Signalled(Callback):

@@ -2,11 +2,11 @@
 import pytest
 import torch
 
+from sdbench.training.initial_weights import load_initial_weights
+from sdbench.training.pipeline import trained_pipeline
+from sdbench.training.trained import read_trained
 from tests.forked_runs import run_ranks
 from tests.training import composers_average
-from training.initial_weights import load_initial_weights
-from training.pipeline import trained_pipeline
-from training.trained import read_trained
 
 
 @pytest.fixture(scope='module', params=[1, 2], ids=['one rank', 'two ranks'])

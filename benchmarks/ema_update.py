@@ -1,0 +1,61 @@
+"""One EMA update and one swap of the SD2-base UNet on the CPU: this repository's against Composer's, in one process.
+
+    python -m benchmarks.ema     # needs 15 GB
+
+Each figure is the median of alternating runs; the ratios come last.
+
+docs/speed.md has the ratios of 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
+"""
+import resource
+import statistics
+import time
+
+import torch
+from composer.algorithms.ema import ema as composer_ema
+from diffusers import UNet2DConditionModel
+
+from ema import EMA, ShadowModel, compute_ema
+from sdbench.models.loading import SD2_BASE, find_model
+
+
+def seconds(run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def compare(name: str, theirs, ours, runs: int = 5) -> str:
+    times = [(seconds(theirs), seconds(ours)) for _ in range(runs)]
+    their_median, our_median = (statistics.median(column) for column in zip(*times, strict=True))
+    print(f'{name:<8} Composer {their_median:8.4f} s   here {our_median:8.4f} s')
+    return f'{name} ratio {their_median / our_median:.1f}'
+
+
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
+
+
+def main() -> None:
+    unet = UNet2DConditionModel.from_config(find_model(SD2_BASE).configs['unet'])
+    ema = EMA()
+    ema.ema_model = ShadowModel(unet)
+    before = peak_gib()
+    for _ in range(10):
+        compute_ema(unet, ema.ema_model, 0.999)
+    ema._swap(unet)
+    ema._swap(unet)
+    after = peak_gib()
+    print(f'peak memory before {before:.3f} GiB, after ten updates and two swaps {after:.3f} GiB')
+
+    composers = composer_ema.EMAParameters(unet)
+    with torch.no_grad():
+        ratios = [
+            compare('update', lambda: composer_ema.compute_ema(unet, composers, 0.999),
+                    lambda: compute_ema(unet, ema.ema_model, 0.999)),
+            compare('swap', lambda: composers.swap_params(unet), lambda: ema._swap(unet)),
+        ]
+    print(f'memory ratio {after / before:.4f}', *ratios, sep='\n')
+
+
+if __name__ == '__main__':
+    main()

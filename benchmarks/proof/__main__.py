@@ -1,0 +1,308 @@
+"""What holds on the GPUs of this machine: speed, memory, exactness, a training's life, and the forecast of all that.
+
+    python -m benchmarks.proof results/8xH100                # or make proof: half an hour on an H100
+    python -m benchmarks.proof results/8xH100 --minutes 5    # only the first steps, which tell the most
+    python -m benchmarks.proof --smoke                       # make smoke: two runs, appended to results.jsonl
+
+Each step is a process of its own with a limit of time, and its result is appended to FOLDER/records.jsonl at once. The
+same command goes on with the steps that have none. At the end FOLDER/proof.md has a table of each part, and FOLDER is
+what to send in. Without a GPU, or with --tiny, the tiny model takes the place of Stable Diffusion 2.
+"""
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / 'results.jsonl'  # of make smoke
+LEAST_GIB = 30  # of a GPU that runs the recipes as they are: the original's microbatch of 4 takes 24
+SMALLEST = ['--device_train_microbatch_size', '1', '--no-use_ema']  # several GPUs of 24 GB have no room for the average
+TINY = ['--model_name', 'tiny', '--image_size', '64']
+PROBE = """
+import json, torch
+gpus = torch.cuda.device_count()
+properties = torch.cuda.get_device_properties(0) if gpus else None
+print(json.dumps([gpus, properties.name if gpus else 'CPU', properties.total_memory / 2 ** 30 if gpus else 0]))
+"""
+PATIENCE = 10  # a step is ended after this many times as long as it takes on an H100
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the steps run.
+
+    Attributes:
+        gpus: how many; 0: a CPU.
+        device: name of the first GPU, or CPU.
+        gib: memory of the first GPU.
+        tiny: the tiny model takes the place of Stable Diffusion 2.
+    """
+    gpus: int
+    device: str
+    gib: float
+    tiny: bool
+
+    def launch(self, *program: str) -> list[str]:
+        """The command that runs a script, or `-m` and a module, on all devices. One device needs no launcher, which
+        would import all twice.
+        """
+        if self.gpus > 1:
+            return [sys.executable, '-m', 'composer.cli.launcher', '-n', str(self.gpus), *program]
+        return [sys.executable, *program]
+
+    def batch_flags(self, device_batch_size: int) -> list[str]:
+        """The flags of the model and of a batch of so many images on each device; 4 of the tiny model."""
+        devices = max(1, self.gpus)
+        if self.tiny:
+            return [*TINY, '--batch_size', str(4 * devices)]
+        return ['--batch_size', str(device_batch_size * devices)]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process of the proof.
+
+    Attributes:
+        name: in the records.
+        work: a function of benchmarks/proof/steps.py.
+        seconds: that it takes on an H100, about.
+        flags: for that function: of a measurement those of benchmark.py.
+        expectation: of its speed, written down before it was measured.
+        on_all_devices: it is started on each of them by the launcher.
+    """
+    name: str
+    work: str
+    seconds: int
+    flags: tuple[str, ...] = ()
+    expectation: str = ''
+    on_all_devices: bool = False
+
+
+def speed(name: str, seconds: int, expectation: str, *flags: str) -> Step:
+    """A measurement with the average, unless the flags say otherwise, and without data."""
+    source = () if '--use_synth_latents' in flags else ('--use_synth_data',)
+    return Step(name, 'measure', seconds, (*source, '--use_ema', *flags), expectation, on_all_devices=True)
+
+
+def smoke_steps(machine: Machine) -> list[Step]:
+    """The two recipes on GPUs, with 64 images on each; the tiny model's defaults on a CPU."""
+    flags = machine.batch_flags(64)
+    if machine.gpus == 0:
+        return [speed('defaults', 20, '', *flags)]
+    if machine.gib < LEAST_GIB:
+        flags += SMALLEST
+    return [speed('original', 90, 'that of the published 16 images/s on an A100', '@recipes/original.txt', *flags),
+            speed('fastest', 200, '20 to 60 % over the defaults', '@recipes/fastest.txt', *flags)]
+
+
+def speed_steps(machine: Machine) -> list[Step]:
+    """Both recipes at each microbatch, and each switch of speed alone at one microbatch, on GPUs."""
+    sizes = [4, 8, 16, 32]
+    common = 8 if machine.gib < 60 else 16  # the microbatch at which switches are compared
+    small = []
+    if machine.gib < LEAST_GIB:
+        sizes, common, small = [1, 2], 1, ['--no-use_ema']
+    if machine.tiny:
+        sizes, common = [1, 2], 4
+    flags = [*machine.batch_flags(32), *small]
+    many = [*machine.batch_flags(128), *small, '--device_train_microbatch_size', 'auto']
+    at = '--device_train_microbatch_size'
+    eager = ['@recipes/fastest.txt', '--no-compile']
+
+    steps = [speed('eager, largest', 70, 'most of what the compiler gives, without its minutes', *eager, *many),
+             speed('latents, eager, largest', 60, '1.3 to 1.5 times as fast as the same on images', *eager, *many,
+                   '--use_synth_latents')]
+    for size in sizes:
+        steps.append(speed(f'eager, {size}', 40, 'by the forecast', *eager, *flags, at, str(size)))
+    for size in sizes[1:]:
+        steps.append(speed(f'original, {size}', 55, 'by the forecast', '@recipes/original.txt', *flags, at, str(size)))
+    steps.append(speed('original, largest', 150, 'by the forecast', '@recipes/original.txt', *many))
+
+    flags += [at, str(common)]
+    for name, seconds, expectation, switches in (
+            ('defaults', 40, 'what the following are compared with', []),
+            ('channels first', 40, "-10 to +10 %: torch 2.7's group norm answers in channels first",
+             ['--no-channels_last']),
+            ('half-precision norms', 40, '5 to 15 %', ['--half_precision_norms']),
+            ('compile', 130, '15 to 30 %', ['--compile', '--no-compile_blocks']),
+            ('compile blocks', 90, 'that of compile within 5 %, a shorter start', ['--compile', '--compile_blocks']),
+            ("cuDNN's attention", 40, '2 to 5 %', ['--attention', 'cudnn']),
+            ("xformers' attention", 40, '2 to 5 %, where FlashAttention 3 is built', ['--attention', 'xformers']),
+            ('cuDNN benchmark', 45, '1 to 5 %', ['--cudnn_benchmark']),
+            ('float32 encoders', 40, '-3 to -8 %', ['--encoder_precision', 'fp32']),
+            ('plain optimizer', 40, '0 to -1 %', ['--no-fused_optimizer']),
+            ('bf16 exchange', 40, '0 to 1 % within a node', ['--allreduce_precision', 'bf16'])):
+        if name != 'bf16 exchange' or machine.gpus > 1:
+            steps.append(speed(name, seconds, expectation, *flags, *switches))
+    return steps
+
+
+def all_steps(machine: Machine) -> list[Step]:
+    """The most telling first."""
+    tiny = Machine(machine.gpus, machine.device, machine.gib, tiny=True)
+    checks = [Step('exactness', 'exactness', 90),
+              Step('life', 'life', 120, tuple(tiny.batch_flags(4))),
+              Step('NaN', 'not_a_number', 25, tuple(tiny.batch_flags(4)))]
+    if machine.gpus:
+        sizes = ('--batch_size', str(512 * machine.gpus), '--device_train_microbatch_size', '512')
+        checks.append(Step('out of memory', 'out_of_memory', 40, sizes))
+    common = '4' if machine.tiny or machine.gib < LEAST_GIB else '16'
+    checks += [Step('loader', 'loader', 110, (*machine.batch_flags(32), '--device_train_microbatch_size', common)),
+               Step('average', 'average', 25, ('tiny' if machine.tiny else '',))]
+    speeds = speed_steps(machine) if machine.gpus else [
+        speed('latents', 20, '', *machine.batch_flags(4), '--use_synth_latents'),
+        speed('microbatch of 2', 20, '', *machine.batch_flags(4), '--device_train_microbatch_size', '2')]
+    measured = [*smoke_steps(machine), *speeds]
+    runs = json.dumps({step.name: step.flags for step in measured})
+    forecast = Step('forecast', 'forecast', 90, (str(max(1, machine.gpus)), machine.device, runs))
+    return [Step('identity', 'identity', 25), *smoke_steps(machine), forecast, *checks, *speeds]
+
+
+def find_machine(tiny: bool) -> Machine:
+    """Asked for in another process: one that has asked holds memory of the GPU."""
+    answer = subprocess.run([sys.executable, '-c', PROBE], check=True, capture_output=True, text=True).stdout
+    gpus, device, gib = json.loads(answer.splitlines()[-1])
+    return Machine(gpus, device, gib, tiny or gpus == 0)
+
+
+def run_step(step: Step, machine: Machine, limit: float) -> list[dict]:
+    """The records of a step; one that says why where it failed, or was ended after `limit` seconds."""
+    from sdbench.errors import one_line
+    with tempfile.TemporaryDirectory() as name:
+        out, log = Path(name, 'records.jsonl'), Path(name, 'log')
+        program = ('-m', 'benchmarks.proof_steps')
+        command = machine.launch(*program) if step.on_all_devices else [sys.executable, *program]
+        environment = {'PYTORCH_CUDA_ALLOC_CONF': 'expandable_segments:True', **os.environ}  # as benchmark.py has it
+        start = time.monotonic()
+        with open(log, 'w') as file:
+            process = subprocess.Popen([*command, step.work, str(out), *step.flags], cwd=ROOT, env=environment,
+                                       stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            error = ''
+            try:
+                status = process.wait(limit)
+                error = f'exit status {status}' if status else ''
+            except subprocess.TimeoutExpired:
+                error = f'no end within {limit:.0f} s'
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        seconds = round(time.monotonic() - start, 1)
+        records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        if error:
+            lines = log.read_text(errors='replace').splitlines()
+            said = [line for line in lines if 'error:' in line.lower()]
+            error = one_line(ValueError(f'{error}: {said[-1]}' if said else error))
+            records.append({'stage': 'proof', 'status': 'failed', 'error': error[:500],
+                            'output': '\n'.join(lines)[-3000:]})
+    about = {'step': step.name, 'step_seconds': seconds, 'expectation': step.expectation,
+             'machine': [machine.gpus, machine.device, machine.tiny]}
+    return [about | record for record in records]
+
+
+def append(records: list[dict], path: Path) -> None:
+    with open(path, 'a') as file:
+        for record in records:
+            print(json.dumps(record), file=file)
+
+
+def read_records(path: Path, machine: Machine) -> list[dict]:
+    """What an earlier call has appended. Raises ValueError if it was of another machine."""
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    here = [machine.gpus, machine.device, machine.tiny]
+    for record in records:
+        if record['machine'] != here:
+            gpus, device, _ = record['machine']
+            raise ValueError(f'FOLDER {path.parent} holds the proof of another machine or model ({gpus} x {device}); '
+                             'give a new one')
+    return records
+
+
+def prove(folder: Path, machine: Machine, minutes: float | None) -> None:
+    """Run the steps that have no record, and write proof.md and its picture of all records."""
+    start = time.monotonic()
+    path = folder / 'records.jsonl'
+    records = read_records(path, machine)
+    folder.mkdir(parents=True, exist_ok=True)
+    done = {record['step'] for record in records}
+    missing = [step for step in all_steps(machine) if step.name not in done]
+    say(f'{len(missing)} steps, on an H100 about {sum(step.seconds for step in missing) / 60:.0f} minutes')
+    try:
+        while missing:
+            step = missing[0]
+            limit = PATIENCE * step.seconds
+            if minutes is not None:
+                left = 60 * minutes - (time.monotonic() - start)
+                limit = min(limit, left)
+                if left < step.seconds:
+                    break
+            new = run_step(step, machine, limit)
+            append(new, path)
+            records += new
+            missing.pop(0)
+            result = new[-1].get('error') or 'done' if new else 'no result'
+            say(f'{step.name}: {result} in {new[-1]["step_seconds"] if new else 0:.0f} s')
+    finally:
+        from benchmarks.proof.page import write_page  # which takes seconds
+        write_page(folder, records, [step.name for step in missing])
+        say(f'{folder}/proof.md has what holds; send in the folder {folder}')
+
+
+def smoke(machine: Machine) -> int:
+    """Run the first steps of speed by benchmark.py itself, and print the ratio of two; 1 if one failed, else 0."""
+    speeds = {}
+    steps = smoke_steps(machine)
+    for step in steps:
+        command = [*machine.launch('benchmark.py'), *step.flags, '--results', str(RESULTS)]
+        print(shlex.join(command), flush=True)
+        if subprocess.run(command, cwd=ROOT).returncode == 0:
+            speeds[step.name] = json.loads(RESULTS.read_text().splitlines()[-1])['images_per_sec']
+    if len(speeds) == 2:
+        print(comparison(speeds, machine.gib))
+    print('To try other flags: source .venv/bin/activate, then repeat the command with them')
+    return 0 if len(speeds) == len(steps) else 1
+
+
+def comparison(speeds: dict[str, float], gib: float) -> str:
+    """Both speeds in images/s and their ratio; of GPUs of less than LEAST_GIB, what the recipes were changed in."""
+    original, fastest = speeds['original'], speeds['fastest']
+    text = (f'recipes/original.txt  {original:.4g} images/s\n'
+            f'recipes/fastest.txt   {fastest:.4g} images/s, {fastest / original:.2f} times as fast')
+    if gib < LEAST_GIB:
+        text += (f'\nboth with {" ".join(SMALLEST)}: a GPU here has {gib:.1f} GiB, and the microbatch of 4 in '
+                 'recipes/original.txt takes 24')
+    return text
+
+
+def say(text: str) -> None:
+    print(f'proof.py: {text}', file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    from sdbench.exits import one_line_errors
+    parser = argparse.ArgumentParser('proof.py', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('folder', type=Path, nargs='?', help='of the records and the page')
+    parser.add_argument('--minutes', type=float, help='leave out the last steps, which would take longer')
+    parser.add_argument('--tiny', action='store_true', help='take the tiny model on GPUs too')
+    parser.add_argument('--smoke', action='store_true', help='only the two recipes, appended to results.jsonl')
+    args = parser.parse_args(argv)
+    if (args.folder is None) != args.smoke:
+        parser.error('give a FOLDER or --smoke')
+    with one_line_errors('proof.py'):
+        machine = find_machine(args.tiny)
+        if args.smoke:
+            return smoke(machine)
+        prove(args.folder, machine, args.minutes)
+        return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""How near a GPU's float32 is to a CPU's, and each switch of speed to eager float32 on one device.
+
+The tests compare the switches on a CPU by the same function and the same tolerances.
+"""
+import contextlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+import benchmark
+from ema import ShadowModel, compute_ema
+from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
+from sdbench.inputs.held_out import NOISE, TIMESTEP
+from sdbench.models.switches import process_switches
+from sdbench.training.resolve import resolve_defaults
+
+STEPS = 30
+SIDE = 64  # pixels
+STEPS_TOLERANCE = 1e-3  # of losses and gradient norms in thirty steps, and of the average; relative
+HALF = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
+PLAIN = ['--use_synth_data', '--model_name', 'tiny', '--image_size', str(SIDE), '--batch_size', '3',
+         '--device_train_microbatch_size', '3']
+EAGER = ['--precision', 'fp32', '--no-channels_last']
+# Flags, and how far the loss and all gradients together may be from EAGER, relative
+SWITCHES = [
+    (['--precision', 'fp32', '--channels_last'], 1e-4),
+    (['--precision', 'fp32', '--gradient_checkpointing'], 1e-5),
+    (['--precision', 'amp_bf16'], 0.02),
+    (['--precision', 'amp_fp16', '--encoder_precision', 'fp32'], 0.004),
+    (['--precision', 'amp_fp16', '--channels_last', '--gradient_checkpointing'], 0.004),
+    (['--precision', 'amp_bf16', '--encoder_precision', 'fp32', '--half_precision_norms'], 0.02),
+    (['--precision', 'amp_fp16', '--half_precision_norms'], 0.004),
+]
+GPU_SWITCHES = [
+    (['--precision', 'fp32', '--no-channels_last', '--compile', '--no-compile_blocks'], 1e-4),
+    (['--precision', 'amp_bf16', '--attention', 'flash'], 0.02),
+    (['--precision', 'amp_bf16', '--attention', 'cudnn'], 0.02),
+    (['--precision', 'amp_bf16', '--attention', 'xformers'], 0.02),
+]
+
+
+def draw_batch(latent_size: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """Three images with captions, and the noise and timesteps that they get on any device."""
+    generator = torch.Generator().manual_seed(5)
+    batch = {'image': torch.rand(3, 3, SIDE, SIDE, generator=generator) * 2 - 1,
+             'caption': torch.randint(49408, (3, 77), generator=generator),
+             NOISE: torch.randn(3, 8, latent_size, latent_size, generator=generator),
+             TIMESTEP: torch.randint(1000, (3,), generator=generator)}
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def build(settings: Train, device: torch.device | str) -> benchmark.StableDiffusion:
+    """The model with its switches; its weights are drawn on the CPU, so that they are the same on any device."""
+    torch.manual_seed(0)
+    model = benchmark.StableDiffusion(settings.model_name, SIDE, encoder_precision=settings.encoder_precision).train()
+    model.to(device)
+    benchmark.apply_switches(model, settings)
+    return model
+
+
+def loss_and_gradient(argv: Sequence[str], device: torch.device | str = 'cpu') -> tuple[float, torch.Tensor]:
+    """The loss of one batch, and all gradients as one vector; with fp16 the loss is scaled, as a scaler begins."""
+    settings = resolve_defaults(parse(Train, '', [*PLAIN, *argv], 'benchmark.py'))
+    scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
+    precision = settings.precision
+    with process_switches(settings):
+        model = build(settings, device)
+        batch = draw_batch(model.latent_size, device)
+        kind = torch.device(device).type
+        with torch.autocast(kind, HALF.get(precision, torch.bfloat16), enabled=precision in HALF):
+            outputs = model(batch)
+            loss = model.loss(outputs, batch)
+        (loss * scale).backward()
+    gradients = [parameter.grad.flatten() / scale for parameter in model.unet.parameters()]
+    return loss.item(), torch.cat(gradients)
+
+
+def differences(one: tuple[float, torch.Tensor], other: tuple[float, torch.Tensor]) -> tuple[float, float]:
+    """Of the loss and of all gradients by their norm, relative to the other's."""
+    loss, gradient = one
+    other_loss, other_gradient = other
+    gradient_difference = (gradient - other_gradient).norm() / other_gradient.norm()
+    return abs(loss - other_loss) / abs(other_loss), float(gradient_difference)
+
+
+@contextlib.contextmanager
+def full_float32():
+    """Without TF32, which keeps 10 bits of a product's factors."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def device_here() -> str:
+    return 'cuda' if torch.cuda.is_available() else 'cpu'
+
+
+def compare_switches() -> list[dict]:
+    """Each switch against eager float32 on this device. What cannot be built here says why."""
+    results = []
+    switches = SWITCHES
+    if torch.cuda.is_available():
+        switches = [*SWITCHES, *GPU_SWITCHES]
+    with full_float32():
+        plain = loss_and_gradient(EAGER, device_here())
+        for argv, tolerance in switches:
+            result = {'flags': ' '.join(argv), 'tolerance': tolerance}
+            try:
+                loss, gradient = differences(loss_and_gradient(argv, device_here()), plain)
+                result |= {'loss': loss, 'gradient': gradient, 'holds': loss < tolerance and gradient < tolerance}
+            except Exception as error:  # one that does not run here leaves the others to be compared
+                result |= {'holds': None, 'error': str(error).strip().splitlines()[0][:200]}
+            results.append(result)
+    return results
+
+
+def compare_devices() -> dict:
+    """Thirty steps with AdamW and the average, in float32, on this device and on the CPU."""
+    with full_float32():
+        here, average_here = thirty_steps(device_here())
+        cpu, average_cpu = thirty_steps('cpu')
+    one, other = np.array(here), np.array(cpu)  # (STEPS, 2): loss and norm
+    largest = float((abs(one - other) / abs(other)).max())  # NaN where one of them is
+    average = float((average_here - average_cpu).norm() / average_cpu.norm())
+    return {'device': device_here(), 'steps_here': here, 'steps_cpu': cpu, 'largest_difference': largest,
+            'average_difference': average, 'tolerance': STEPS_TOLERANCE,
+            'holds': largest < STEPS_TOLERANCE and average < STEPS_TOLERANCE}
+
+
+def thirty_steps(device: torch.device | str) -> tuple[list[tuple[float, float]], torch.Tensor]:
+    """Loss and gradient norm of each step, and the average of the weights (N,) on the CPU."""
+    settings = resolve_defaults(parse(Train, '', [*PLAIN, *EAGER], 'benchmark.py'))
+    model = build(settings, device)
+    optimizer = benchmark.build_optimizer(model, settings)
+    average = ShadowModel(model.unet)
+    batch = draw_batch(model.latent_size, device)
+    steps = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model.loss(model(batch), batch)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.unet.parameters()])
+        optimizer.step()
+        compute_ema(model.unet, average, 0.9)
+        steps.append((loss.item(), float(norm)))
+    tensors = [parameter.flatten().cpu() for _, parameter in average.named_parameters()]
+    return steps, torch.cat(tensors)

@@ -1,0 +1,185 @@
+"""The flags of the other commands, and what of them cannot be. Nothing here needs torch."""
+import argparse
+import os
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
+from sdbench.flags.train import (
+    Encoders,
+    Model,
+    Results,
+    SampleFlags,
+    Seed,
+    Warmup,
+    check_image_size,
+    refuse_weights_of_tiny,
+)
+
+CLIP_MODEL = 'openai/clip-vit-large-patch14'
+TIMESTEPS = 1000  # of Stable Diffusion's noise
+PICTURES = ('.png', '.pdf', '.svg')
+BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
+LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
+
+
+def shard_size(text: str) -> int:
+    """A converter: a size such as 64mb, that shards can have, in bytes."""
+    match = re.fullmatch('([0-9]{1,9})(kb|mb|gb)', text.lower())
+    size = int(match[1]) * BYTES[match[2]] if match else 0
+    if 0 < size <= LARGEST_LIMIT:
+        return size
+    raise argparse.ArgumentTypeError(f'{text} is not a size below 4gb, such as 64mb')
+
+
+def phase(text: str) -> tuple[int, str]:
+    """A converter: the images of a phase, and the size of a side in pixels, that IMAGES@SIZE stands for."""
+    match = re.fullmatch('([1-9][0-9]*)@([1-9][0-9]*)', text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
+    return int(match[1]), match[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """work"""
+    ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'work on the machines of this Ray cluster, such as auto '
+                           '(default: RAY_ADDRESS of the environment; without it, on this machine)', metavar='ADDRESS')
+
+    def check(self) -> None:
+        if 'LOCAL_RANK' in os.environ:
+            raise ValueError('this command starts processes of its own; start it with python, not with a launcher')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert(Cluster):
+    """conversion"""
+    source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; or tars or '
+                                         'Parquet files in an object store (s3://bucket/tars/)')
+    out: str = positional('new folder, or an address in an object store (s3://, gs://, azure://)')
+    held_out: float | None = flag(
+        None, 'keep this share of the samples, drawn by --seed, out of OUT, and write them to OUT-held-out, for '
+        '--eval_remote of benchmark.py', converter=fraction, metavar='SHARE')
+    seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
+                     converter=seed)
+    captions: str | None = flag(None, 'a CSV, or JSON lines (.jsonl), with the captions of images, whose paths are '
+                                'relative to its folder (default: captions.csv, metadata.csv and '
+                                'metadata.jsonl in the folders of SOURCE)', metavar='FILE')
+    image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '
+                                    'table of captions (default: file_name or filename)', metavar='NAME')
+    caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table of captions (default: '
+                                      'text, caption, or the only other one)', metavar='NAME')
+    num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)',
+                                   converter=count)
+    size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', converter=shard_size,
+                           metavar='SIZE')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encode(SampleFlags, Model, Encoders, Warmup, Results, Seed, Cluster):
+    """latents"""
+    out: str | None = flag(None, 'new folder or object store for the latents (needed)')
+    batch_size: int = flag(32, 'images at once on each device', converter=count)
+    cpu: bool = flag(False, 'work on the CPUs of the Ray cluster (default: off, on its GPUs, which are waited for)',
+                     needs='ray')
+
+    def check(self) -> None:
+        if not (self.remote or self.local) or not self.out:
+            raise ValueError('give both --remote and --out')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """export"""
+    checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
+    out: str = positional('new folder for the pipeline')
+    live: bool = flag(False, 'the live weights of the UNet in a checkpoint (default: off, the averaged ones, where the '
+                      'run had --use_ema)')
+    model_name: str | None = flag(None, 'tiny, a diffusers folder or a hub name, for the configuration of each part of '
+                                  'a checkpoint (default: that of the run)')
+    pretrained: bool = flag(False, 'take the VAE from --model_name where the checkpoint has none, because the run '
+                            'trained on latents')
+    tokenizer: str | None = flag(None, "folder or hub name, for a checkpoint (default: that of the run)")
+
+    def check(self) -> None:
+        if os.path.lexists(self.out):
+            raise ValueError(f'OUT {self.out} already exists; give a new folder')
+        refuse_weights_of_tiny(self.model_name, self.pretrained)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Results):
+    """drawing and judging"""
+    model: str = positional('a checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
+                            'folder of diffusers, such as export.py writes')
+    data: str = positional('MDS shards of images with captions, a folder or an object store')
+    out: str | None = flag(None, 'new folder for the pictures; the same command goes on there (needed)')
+    inception: str | None = flag(None, "weights of InceptionV3, torch-fidelity's weights-inception-2015-12-05-6726825d"
+                                 '.pth (default: none, and no FID)', metavar='FILE')
+    clip: str | None = flag(None, f'a CLIP model in the layout of transformers, such as {CLIP_MODEL} (default: none, '
+                            'and no CLIP score)', metavar='FOLDER')
+    samples: int = flag(30_000, 'captions of DATA to draw, the first N, at each guidance scale', metavar='N',
+                        converter=number(int, 2, 10 ** 9, 'a whole number above 1'))
+    guidance: tuple[float, ...] = flag((7.5,), 'scales of classifier-free guidance, each of which draws all captions; '
+                                       '1 is none (default: 7.5)',
+                                       converter=number(float, 1, 1000, 'a scale from 1 on'),
+                                       metavar='SCALE')
+    steps: int = flag(50, 'of the sampler, DDIM; a divisor of its 1000 timesteps', converter=count)
+    seed: int = flag(17, 'of the noise: that of a sample follows from it and from the number of the sample',
+                     converter=seed)
+    image_size: int | None = flag(None, 'height and width of the pictures in pixels (default: those that the model was '
+                                  'trained at)', converter=count)
+    batch_size: int = flag(16, 'pictures at once on each device; an H100 needs more than 16 at 256 pixels',
+                           converter=count)
+    precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
+        None, 'of the UNet; all else is in float32 (default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, '
+        'fp32 on a CPU)')
+
+    def check(self) -> None:
+        if not self.out or '://' in self.out:
+            raise ValueError('give --out, a folder of this machine for the pictures')
+        if not self.inception and not self.clip:
+            raise ValueError('give --inception for FID, --clip for the CLIP score, or both')
+        if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
+            raise ValueError(f'--steps {self.steps} is no divisor of the {TIMESTEPS} timesteps, so that the sampler '
+                             'would not begin at pure noise; use one below them, such as 50')
+        if self.image_size is not None:
+            check_image_size(self.image_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """report"""
+    records: tuple[str, ...] = positional('files of JSON lines, or of CSV where the name ends in .csv')
+    training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES}, those '
+                                       'of Stable Diffusion 2; for the model tiny no days are shown)', converter=count)
+    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price of one GPU for an hour, in dollars',
+                                       converter=positive)
+    extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)',
+                                        converter=count, metavar='GPUS')
+    compare: bool = flag(False, 'a row for each training, numbered, with its speed over that of the first one of the '
+                         'same model and image size')
+    phase: tuple[tuple[int, str], ...] = flag(
+        (), 'a phase of a plan: how many images to train on, and the side of each in pixels; the next phase stands '
+        'behind it (default: no plan)', converter=phase, metavar='IMAGES@SIZE')
+    figure: str | None = flag(None, 'file for a picture, such as days.png: days and efficiency, or with --compare '
+                              'images per second of each record', metavar='FILE')
+    quality: str | None = flag(None, 'file for a picture, such as quality.png, of what evaluate.py has scored: FID '
+                               'against CLIP score, and both against the images of the training', metavar='FILE')
+    csv: str | None = flag(None, 'file for the rows of all tables, unrounded', metavar='FILE')
+
+    def check(self) -> None:
+        if self.compare and self.extrapolate:
+            raise ValueError('--extrapolate predicts, and --compare shows what was measured; give one of them')
+        if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
+            raise ValueError(f'--csv {self.csv} would overwrite the records; give another file')
+        for name, suffixes in (('csv', ('.csv',)), ('figure', PICTURES), ('quality', PICTURES)):
+            path = getattr(self, name)
+            if path and not path.lower().endswith(suffixes):
+                raise ValueError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')
+
+
+ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', 'channels_last', 'compile', 'seed')
+EVALUATE_FLAGS = ('batch_size', 'precision', 'samples', 'steps', 'seed')

@@ -1,0 +1,235 @@
+"""A frozen dataclass becomes the command line of a program: its fields are the flags. Nothing here needs torch.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Greeting:
+        '''greeting'''                                     # the heading of these flags in --help
+        name: str = positional('who is greeted')
+        times: int = flag(1, 'how often', converter=count)
+        loud: bool = flag(False, 'in capitals')
+
+    settings = parse(Greeting, 'Greet somebody.')          # of sys.argv
+"""
+import argparse
+import dataclasses
+import difflib
+import math
+import re
+import shlex
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from sdbench.exits import exit_with_error
+
+Settings = TypeVar('Settings')
+
+
+def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
+         bare: Any = None, needs: str | None = None) -> Any:
+    """A field that is a flag. Its type says what it takes: a bool is on or off (--flag, --no-flag), a Literal one of
+    its texts, a tuple one value or several. Of a bool | Literal the value may be left out.
+
+    Args:
+        default: its value where it is not given; None: see `help`.
+        help: what it is, in words; the default is added, unless they name it.
+        converter: turns the text into the value, or raises argparse.ArgumentTypeError; None: the field's type does.
+        metavar: what the value is called in the help.
+        bare: the value of the flag alone, where its value may be left out.
+        needs: another flag, without which this one does nothing, so that it is refused.
+    """
+    about = {'help': help, 'converter': converter, 'metavar': metavar, 'bare': bare, 'needs': needs}
+    return dataclasses.field(default=default, metadata=about)
+
+
+def positional(help: str) -> Any:
+    """A field that is an argument without dashes, and has to be given; of a tuple, once or more."""
+    return dataclasses.field(metadata={'help': help, 'positional': True})
+
+
+def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = None,
+          program: str | None = None) -> Settings:
+    """The settings that a command line gives, or the end of the process in one line, with status 2.
+
+    Args:
+        cls: the dataclass. Its bases with a docstring are the headings of --help, in their order, and what `check`
+            any of them has is called last; it raises ValueError for what cannot be.
+        description: for --help.
+        argv: the arguments; None: those of this process.
+        program: name of the command; None: that of the script.
+    """
+    parser = build_parser(cls, description, program)
+    try:
+        given = vars(parser.parse_args(argv))
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        refuse_empty(cls, values)
+        settings = cls(**values)
+        check(settings)
+    except ValueError as error:
+        parser.error(str(error))
+    return settings
+
+
+def refuse_empty(cls: type, values: dict[str, Any]) -> None:
+    """Raises ValueError for a text that is empty, as the shell makes it of a variable that is not set."""
+    for field in dataclasses.fields(cls):
+        value = values.get(field.name)
+        if value == '' or isinstance(value, tuple) and '' in value:
+            name = field.name.upper() if 'positional' in field.metadata else f'--{field.name}'
+            raise ValueError(f'{name} is empty; a variable of the shell may not be set')
+
+
+def check(settings: Any) -> None:
+    """Raises ValueError for a flag without the one that it needs, and for what `check` of the groups refuses."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        needed = field.metadata.get('needs')
+        if needed and is_given(value) and not is_given(getattr(settings, needed)):
+            given = f'--{field.name}' if value is True else f'--{field.name} {value}'
+            raise ValueError(f'{given} needs --{needed}; give both, or leave it out')
+    for group in reversed(type(settings).__mro__):
+        if 'check' in vars(group):
+            group.check(settings)
+
+
+def is_given(value: Any) -> bool:
+    """Whether a flag that is off or none by default was given."""
+    return value is not None and value is not False
+
+
+def build_parser(cls: type, description: str, program: str | None = None) -> 'Parser':
+    """The parser of a dataclass; `parse` has the arguments."""
+    parser = Parser(program or Path(sys.argv[0]).name, description)
+    hints = get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    groups = {}
+    for owner in (*cls.__bases__, cls):
+        for name in vars(owner).get('__annotations__', ()):
+            field = fields[name]
+            if 'positional' in field.metadata:
+                several = {'nargs': '+'} if get_origin(hints[name]) is tuple else {}
+                parser.add_argument(name, metavar=name.upper(), help=field.metadata['help'], **several)
+                parser.usage = parser.usage.replace('[--flag', f'{name.upper()} [--flag')
+            elif 'help' in field.metadata:
+                if owner.__doc__ not in groups:
+                    groups[owner.__doc__] = parser.add_argument_group(owner.__doc__)
+                add_flag(groups[owner.__doc__], field, hints[name])
+    return parser
+
+
+def default_in_words(default: Any) -> str:
+    """A default as --help says it."""
+    if default is None:
+        return 'none'
+    if default is True:
+        return 'on'
+    if default is False:
+        return 'off'
+    return str(default)
+
+
+def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
+    """Add a field to argparse's group. `hint` is its type."""
+    about = field.metadata
+    types_of_value = [hint]
+    if get_origin(hint) in (Union, types.UnionType):
+        types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
+    help = about['help'].replace('%', '%%')
+    if '(default' not in help:
+        help += f' (default: {default_in_words(field.default)})'
+    options = {'default': argparse.SUPPRESS, 'help': help}  # the dataclass has the defaults
+    if types_of_value == [bool]:
+        group.add_argument(f'--{field.name}', action=argparse.BooleanOptionalAction, **options)
+        return
+    converter = next(one for one in types_of_value if one is not bool)
+    if get_origin(converter) is tuple:
+        converter = get_args(converter)[0]
+        options |= {'nargs': '+', 'action': 'extend'}
+    if about['converter'] is not None:
+        converter = about['converter']
+    elif get_origin(converter) is Literal:
+        options['choices'] = get_args(converter)
+        converter = str
+    if about['bare'] is not None:
+        options |= {'nargs': '?', 'const': about['bare']}
+    metavar = about['metavar']
+    if metavar is None and 'choices' not in options:
+        metavar = field.name.upper()
+    group.add_argument(f'--{field.name}', type=converter, metavar=metavar, **options)
+    if bool in types_of_value:
+        group.add_argument(f'--no-{field.name}', dest=field.name, action='store_const', const=False,
+                           default=argparse.SUPPRESS, help=f'leave --{field.name} off')
+
+
+# argparse's errors that say no remedy, and ours in their place
+ARGPARSES_WORDS = [
+    (r"argument (--\S+)/(--no-\S+): ignored explicit argument '(.*)'",
+     r'\1=\3: this flag takes no value; give \1 or \2'),
+    (r"\[Errno \d+\] (.*): '(.*)'", r'@\2 cannot be read (\1); an argument that begins with @ names a file of flags'),
+]
+
+
+# flags of other programs that train, and ours that do the same
+MEANT = {'lr': '--learning_rate', 'epochs': '--max_duration', 'max_epochs': '--max_duration',
+         'num_train_epochs': '--max_duration', 'steps': '--max_duration', 'max_train_steps': '--max_duration',
+         'train_batch_size': '--batch_size', 'resolution': '--image_size', 'output_dir': '--save_folder',
+         'resume_from_checkpoint': '--autoresume', 'checkpointing_steps': '--save_interval',
+         'max_grad_norm': '--clip_grad_norm', 'validation_prompts': '--sample_prompts',
+         'pretrained_model_name_or_path': '--model_name'}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and knows the nearest flag to one that is none.
+
+    An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
+    What follows a # there is a comment.
+    """
+
+    def __init__(self, program: str, description: str):
+        super().__init__(program, description=description, usage=f'{program} [--flag VALUE ...] [@FILE]',
+                         formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars='@',
+                         allow_abbrev=False)
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        """The arguments on one line of a file. Raises ValueError if a quotation does not end on it."""
+        return shlex.split(arg_line, comments=True)
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """As argparse does; for an argument that no flag takes the error says which one it may have been meant for."""
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition('=')[0]
+            flags = self._option_string_actions
+            meant = MEANT.get(name.removeprefix('--'))
+            nearest = [meant] if meant in flags else difflib.get_close_matches(name, flags, n=1)
+            remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
+            self.error(f'{name} is no flag; {remedy}')
+        return known
+
+    def error(self, message: str) -> None:
+        """End with one line and status 2."""
+        for pattern, plainer in ARGPARSES_WORDS:
+            message = re.sub(pattern, plainer, message)
+        exit_with_error(self.prog, 2, message)
+
+
+def number(cls: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
+    """A converter: an int or a float from `least` to `most`, which errors call `name`."""
+    def parse_number(text: str) -> int | float:
+        try:
+            value = cls(text)
+        except ValueError:
+            value = math.nan
+        if least <= value <= most:
+            return value
+        raise argparse.ArgumentTypeError(f'{text} is not {name}')
+    return parse_number
+
+
+count = number(int, 1, sys.maxsize, 'a whole number above 0')
+whole_number = number(int, 0, sys.maxsize, 'a whole number')
+amount = number(float, 0, sys.float_info.max, 'an amount')
+positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
+fraction = number(float, 0, 1, 'a share between 0 and 1')
+seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # NumPy takes 32 bits, with the rank on top

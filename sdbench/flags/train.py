@@ -1,0 +1,323 @@
+"""The flags of benchmark.py, each in one place, and what of them cannot be. Nothing here needs torch."""
+import argparse
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from sdbench.flags.parser import amount, count, flag, fraction, positive, seed, whole_number
+from sdbench.gpus import cards_named
+
+TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
+SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
+BATCH_SIZE = 2048  # of the published benchmark
+TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
+TIME = '([1-9][0-9]{0,14}(?=ba|ep)|(0?[.][0-9]+|1)(?=dur))(?P<unit>ba|ep|dur)'  # batches, epochs, a share of the run
+EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
+
+
+def time_in(units: str) -> Callable[[str], str]:
+    """A converter: a time such as 5000ba in one of `units`, as the text that Composer takes."""
+    allowed = units.split()
+    examples = ' or '.join(EXAMPLES[unit] for unit in allowed)
+
+    def parse(text: str) -> str:
+        match = re.fullmatch(TIME, text)
+        if match is None or match['unit'] not in allowed:
+            raise argparse.ArgumentTypeError(f'{text} is not a time such as {examples}')
+        return text
+    return parse
+
+
+def microbatch(text: str) -> int | Literal['auto']:
+    """A converter: how many images go through the model at once, or auto."""
+    return text if text == 'auto' else count(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFlags:
+    """data"""
+    remote: str | None = flag(None, 'MDS shards, a folder or an object store: images and captions as convert.py writes '
+                              'them, or for a training latents as encode.py does')
+    local: str | None = flag(None, 'folder that caches the shards (default: one for each remote; a remote that is a '
+                             'folder is read in place); without --remote, the folder with the shards')
+    num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
+                                   converter=whole_number)
+    num_workers_by_default: bool | None = None  # no flag: whether the program chose their number
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSamples:
+    """data"""
+    cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)')
+    max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', converter=fraction)
+    use_synth_data: bool = flag(False, 'train on random images that cost nothing to load')
+    use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had made them')
+    batch_size: int = flag(BATCH_SIZE, 'images in a step, over all devices', converter=count)
+    tokenizer: str | None = flag(None, "folder or hub name (default: that of --model_name where its folder has one, "
+                                 "or else CLIP's own, from the package open_clip_torch)")
+    random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn anew in each epoch')
+    caption_drop: float = flag(0.0, 'share of the captions that the empty one replaces, such as 0.1, so that images '
+                               'can be drawn with classifier-free guidance', converter=fraction)
+
+    def check(self) -> None:
+        given = [bool(self.remote), self.use_synth_data, self.use_synth_latents]
+        if not any(given) and not self.local and self.dry_run is None:
+            raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
+        if sum(given) > 1:
+            raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
+        if self.random_flip and self.use_synth_latents:
+            raise ValueError('--random_flip mirrors images, and --use_synth_latents has none; leave one out')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """model"""
+    model_name: str = flag(SD2_BASE, f'tiny, a diffusers folder or a hub name (default: {SD2_BASE}, whose architecture '
+                           'is built in)')
+    pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name (default: off, '
+                            'random weights, which train as fast)')
+    image_size: int = flag(512, 'height and width in pixels', converter=count)
+
+    def check(self) -> None:
+        check_image_size(self.image_size)
+        refuse_weights_of_tiny(self.model_name, self.pretrained)
+
+
+def refuse_weights_of_tiny(model_name: str | None, pretrained: bool) -> None:
+    """Raises ValueError if they are asked for."""
+    if model_name == TINY_MODEL and pretrained:
+        raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after '
+                         'a recipe that has it, or name a diffusers folder')
+
+
+def check_image_size(pixels: int) -> None:
+    """Raises ValueError if the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
+    if pixels % 8:
+        raise ValueError(f'--image_size {pixels} is not a multiple of 8; use {pixels // 8 * 8 or 8}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoders:
+    """speed"""
+    encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
+        None, 'of the frozen encoders; in training, fp32 holds their weights in float32 and computes in --precision '
+        '(default: the half precision of --precision)')
+    channels_last: bool | None = flag(None, 'memory format of the convolutions (default: on where there is a GPU)')
+    compile: bool | Literal['max-autotune-no-cudagraphs', 'reduce-overhead'] = flag(
+        False, "compile the model, which takes minutes at the start, in torch's default mode or in another", bare=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """speed"""
+    device_train_microbatch_size: int | Literal['auto'] | None = flag(
+        None, "images that go through the model at once, or auto, the most that fit (default: auto; on a CPU the "
+        "device's share of the batch)", converter=microbatch, metavar='N')
+    precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
+        None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32, which keeps 10 bits of the fraction '
+        '(default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
+    attention: Literal['sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'] = flag(
+        'sdpa', "sdpa, torch's attention; one of its kernels, where it can; or xformers, that of the package")
+    gradient_checkpointing: bool = flag(False, 'less memory for about a third more arithmetic')
+    fused_optimizer: bool = flag(True, 'AdamW in one kernel')
+    half_precision_norms: bool = flag(False, "compute the norms of the UNet and of the VAE's encoder in the half "
+                                      'precision of --precision instead of float32')
+    cudnn_benchmark: bool = flag(False, 'let cuDNN try its algorithms for each new shape and keep the fastest')
+    compile_blocks: bool | None = flag(
+        None, "compile each kind of the UNet's blocks once instead of the whole UNet: a shorter start, and devices "
+        'exchange gradients earlier (default: on where there are several, unless in the mode reduce-overhead)',
+        needs='compile')
+    allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'in which GPUs exchange gradients')
+
+    def check(self) -> None:
+        check_batch(self.batch_size, self.device_train_microbatch_size, number_of_devices(self))
+
+
+def number_of_devices(settings: 'Train') -> int:
+    """How many devices share the batch: those of this run, or those that --dry_run speaks of."""
+    return settings.dry_run or int(os.environ.get('WORLD_SIZE', 1))
+
+
+def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> None:
+    """Raises ValueError if the batch does not divide over the devices, or a device's share into microbatches."""
+    if batch_size % devices:
+        divisible = batch_size // devices * devices or devices
+        raise ValueError(f'--batch_size {batch_size} does not divide over {devices} devices; use {divisible}')
+    device_batch = batch_size // devices
+    if microbatch in (None, 'auto') or device_batch % microbatch == 0:
+        return
+    largest = max(divisor for divisor in range(1, min(microbatch, device_batch) + 1) if device_batch % divisor == 0)
+    raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images that a '
+                     f'device gets of --batch_size {batch_size}; use {largest}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup:
+    """measurement"""
+    warmup_batches: int = flag(3, 'batches before the clock starts', converter=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """measurement"""
+    results: str = flag('results.jsonl', 'file that the record is appended to, or - to print it as the last line of '
+                        'standard output instead', metavar='FILE')
+
+    def check(self) -> None:
+        """Raises ValueError if nothing can be appended there: it is said before the run, not after it."""
+        if self.results == '-':
+            return
+        if os.path.isdir(self.results):
+            can_be_written = False
+        elif os.path.exists(self.results):
+            can_be_written = os.access(self.results, os.W_OK)
+        else:
+            can_be_written = os.access(os.path.dirname(os.path.abspath(self.results)), os.W_OK)
+        if not can_be_written:
+            raise ValueError(f'--results {self.results} is no file that can be written; name another, or - to print')
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasurementFlags:
+    """measurement"""
+    measure_batches: int | None = flag(
+        None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
+        "with streamed data five times the loader's queue if that is more)", converter=count)
+    dry_run: int | None = flag(
+        None, 'train nothing: say, without a GPU, which microbatch fits on which card, and how fast so many GPUs could '
+        'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS', bare=0)
+    gpu: str | None = flag(None, 'the card, by its name in records or a part of it, such as A100-40GB (default: all '
+                           'that are known)', metavar='NAME', needs='dry_run')
+    loader_only: bool = flag(False, 'measure the loader alone, without a model')
+    profile: str | None = flag(None, 'folder for a trace of 3 batches after the warm-up, for Perfetto and '
+                               'TensorBoard; no report counts such a run', metavar='DIR')
+
+    def check(self) -> None:
+        if self.loader_only and (self.profile or self.dry_run is not None):
+            raise ValueError('--loader_only has no training for --dry_run or --profile; leave it out')
+        cards_named(self.gpu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seed:
+    """training and checkpoints"""
+    seed: int = flag(17, 'of weights, noise and shuffle', converter=seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """training and checkpoints"""
+    max_duration: str | None = flag(None, 'length of the run, such as 5000ba or 2ep (default: warm-up and measured '
+                                    'batches)', converter=time_in('ba ep'), metavar='TIME')
+    load_weights: str | None = flag(
+        None, 'start from the weights, and with --use_ema their average, of a checkpoint, the newest of a folder or an '
+        'object store, or a diffusers UNet or pipeline (default: random weights)')
+    on_nan: Literal['stop', 'skip'] = flag('stop', 'end the run at a loss or a gradient that is not finite, or skip '
+                                           'such steps and count them, up to 10 in a row')
+    save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
+    save_interval: str | None = flag(
+        None, 'time between checkpoints (default: 1000ba, or a quarter of a shorter run); one is also saved at the end '
+        'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'), metavar='TIME', needs='save_folder')
+    save_num_checkpoints_to_keep: int | None = flag(
+        None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
+        'store keeps all', converter=count, metavar='N', needs='save_folder')
+    autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
+                            needs='save_folder')
+    dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one of them compiles, saves '
+                             'or draws', converter=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """loss, optimizer and average"""
+    snr_gamma: float | None = flag(
+        None, 'weight the loss of each image by the signal-to-noise ratio (SNR) of its timestep, as Min-SNR does: '
+        'min(SNR, GAMMA) / SNR for epsilon, min(SNR, GAMMA) / (SNR + 1) for v_prediction; its authors took 5.0',
+        converter=positive, metavar='GAMMA')
+    learning_rate: float = flag(1e-4, 'of AdamW', converter=positive)
+    lr_warmup: str | None = flag(None, 'time in which the learning rate rises from 0, such as 10000ba',
+                                 converter=time_in('ba ep dur'), metavar='TIME')
+    lr_schedule: Literal['constant', 'cosine', 'linear'] = flag(
+        'constant', 'how the learning rate goes on after the warm-up: it stays, or falls to 0 at the end of '
+        '--max_duration along a cosine or a line')
+    weight_decay: float = flag(0.001, 'of AdamW', converter=amount)
+    clip_grad_norm: float | None = flag(None, 'scale the gradients of a step down to this norm where it is larger',
+                                        converter=positive, metavar='NORM')
+    use_ema: bool = flag(False, 'keep an exponential moving average of the UNet')
+    ema_half_life: str | None = flag(None, "time after which today's weights count half in the average (default: "
+                                     '1000ba)', converter=time_in('ba ep'), metavar='TIME', needs='use_ema')
+    ema_start: str | None = flag(None, 'training before the average starts, such as 5000ba or 0.5dur, half of it',
+                                 converter=time_in('ba ep dur'), metavar='TIME', needs='use_ema')
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationAndDrawing:
+    """evaluation and drawing"""
+    eval_remote: str | None = flag(None, 'MDS shards that are held out, a folder or an object store: the loss on them '
+                                   'is calculated with the same noise and timesteps each time', metavar='PATH')
+    eval_interval: str | None = flag(None, 'time between evaluations (default: 1000ba, or a quarter of a shorter '
+                                     'run); there is also one at the end',
+                                     converter=time_in('ba ep'), metavar='TIME', needs='eval_remote')
+    sample_prompts: str | None = flag(
+        None, 'draw each prompt of this file, one a line, with the averaged weights where there are any, 50 steps and '
+        'guidance 7.5; needs --pretrained, but for the model tiny, whose pictures are noise', metavar='FILE')
+    sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba, or a quarter of a shorter '
+                                       'run); the end of the run is also drawn',
+                                       converter=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
+    sample_folder: str | None = flag(None, 'folder for the drawings, a PNG each time (default: SAVE_FOLDER-samples, or '
+                                     'samples)', metavar='DIR')
+
+    def check(self) -> None:
+        if self.eval_remote and self.eval_remote == self.remote:
+            raise ValueError(f'--eval_remote {self.eval_remote} is what the run trains on; give it shards of other '
+                             'samples')
+        if self.sample_prompts and not os.path.isfile(self.sample_prompts):
+            raise ValueError(f'--sample_prompts {self.sample_prompts} is no file; give one with a prompt on each line')
+        if self.sample_prompts and not self.pretrained and self.model_name != TINY_MODEL:
+            raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
+                             '--pretrained it is random; give --model_name FOLDER --pretrained')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """logging"""
+    run_name: str | None = flag(None, 'name of the curves, which go on at a resume; W&B continues a run only by a name '
+                                'that is given here (default: by --save_folder, or one that is drawn)', metavar='NAME')
+    wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
+    wandb_project: str | None = flag(None, 'log to this project of Weights & Biases (default: W&B is not used)')
+    tensorboard: str | None = flag(None, 'log to TensorBoard files in this folder', metavar='DIR')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """cost"""
+    training_images: int | None = flag(None, f'images of the whole training, for its cost (default: {TRAINING_IMAGES}, '
+                                       'those of Stable Diffusion 2, or with --dry_run those of --max_duration; for '
+                                       'the model tiny no cost is shown)',
+                                       converter=count)
+    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price in dollars, for the cost', converter=amount)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, MeasurementFlags, Results, Seed, Training,
+            Optimizer, EvaluationAndDrawing, Logging, Cost):
+    """All flags of benchmark.py. What is None here and has another default in --help, `sdbench/training/resolve.py` fills in."""
+
+    @property
+    def searches_microbatch(self) -> bool:
+        return self.device_train_microbatch_size == 'auto'
+
+    @property
+    def measures(self) -> bool:
+        """Whether a measurement was asked for: without --max_duration, or by --measure_batches."""
+        return self.measure_batches is not None
+
+
+ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
+SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))
+LOADER_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed')  # of its record
+TRAINING_FLAGS = (*LOADER_FLAGS, *SWITCHES, *(field.name for field in fields(Optimizer)), 'max_duration',
+                  'measure_batches', 'caption_drop', 'random_flip', 'eval_interval', 'load_weights', 'eval_remote')

@@ -1,0 +1,98 @@
+"""Captions become 77 token ids each, by CLIP's vocabulary or another tokenizer's."""
+import functools
+import gzip
+import importlib.util
+import os
+
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from sdbench.inputs.hub import local_folder
+
+CAPTION_LENGTH = 77  # tokens: the text encoder's positions
+CLIP_VOCABULARY = 49408  # token ids
+
+
+def build_tokenizer(name: str | None = None) -> Tokenizer:
+    """A tokenizer that pads and cuts captions to 77 tokens: `encode_batch(captions)`.
+
+    Args:
+        name: folder or hub name of a tokenizer or of a diffusers model; None is CLIP's own
+            vocabulary as open_clip packages it, padded with id 0 like Stable Diffusion 2.
+    """
+    os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the workers are the parallelism
+    if name is None:
+        tokenizer = clip_tokenizer()
+        padding = {'pad_id': 0, 'pad_token': '!'}
+    else:
+        loaded = load_transformers_tokenizer(name)
+        tokenizer = loaded.backend_tokenizer
+        padding = {'pad_id': loaded.pad_token_id, 'pad_token': loaded.pad_token}
+    tokenizer.enable_truncation(CAPTION_LENGTH)
+    tokenizer.enable_padding(length=CAPTION_LENGTH, **padding)
+    return tokenizer
+
+
+def load_transformers_tokenizer(name: str):
+    """The transformers tokenizer in a folder or a hub's repository. Raises ValueError if there is none."""
+    from transformers import AutoTokenizer
+    folder = local_folder('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
+    if (folder / 'tokenizer').is_dir():
+        folder = folder / 'tokenizer'
+    try:
+        return AutoTokenizer.from_pretrained(folder, split_special_tokens=True,
+                                             trust_remote_code=False)  # else it may ask on the terminal
+    except Exception as error:  # of many kinds, some of which list all models that transformers knows
+        raise ValueError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); give a folder '
+                         'with tokenizer.json or vocab.json and merges.txt') from None
+
+
+def pipeline_tokenizer(name: str | None = None):
+    """The tokenizer of `build_tokenizer` as a transformers tokenizer, which gives a diffusers pipeline the same ids.
+
+    transformers makes what pads a special token, and unless it is told to split these, takes each "!" in a caption of
+    Stable Diffusion 2 for one.
+
+    Raises ValueError if there is none of that name.
+    """
+    if name is not None:
+        tokenizer = load_transformers_tokenizer(name)
+        tokenizer.model_max_length = CAPTION_LENGTH
+        return tokenizer
+    from transformers import CLIPTokenizerFast
+    return CLIPTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='!', split_special_tokens=True,
+                             model_max_length=CAPTION_LENGTH)
+
+
+def clip_tokenizer() -> Tokenizer:
+    """CLIP's byte-pair encoding (Radford et al. 2021) from the vocabulary in the open_clip_torch package.
+
+    "!" pads but is not a special token: in a caption it is the word 256, as the text encoder was trained. Nor is
+    "<|endoftext|>", where someone has written it into a caption.
+    """
+    merges = clip_merges()
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
+    last_symbols = [symbol + '</w>' for symbol in symbols]
+    merged = [''.join(pair) for pair in merges]
+    special = ['<|startoftext|>', '<|endoftext|>']
+    vocabulary = {word: index for index, word in enumerate(symbols + last_symbols + merged + special)}
+    tokenizer = Tokenizer(BPE(vocabulary, list(merges), continuing_subword_prefix='', end_of_word_suffix='</w>',
+                              unk_token=special[1]))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r'\s+'), ' '), normalizers.Lowercase()])
+    words_and_marks = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words_and_marks, 'removed', invert=True), pre_tokenizers.ByteLevel(False)])
+    start, end = ((token, vocabulary[token]) for token in special)
+    tokenizer.post_processor = processors.RobertaProcessing(end, start, add_prefix_space=False, trim_offsets=False)
+    return tokenizer
+
+
+@functools.cache  # a run that is evaluated makes two tokenizers
+def clip_merges() -> tuple[tuple[str, str], ...]:
+    """The pairs of symbols that CLIP's vocabulary merges, in their order."""
+    package = importlib.util.find_spec('open_clip')  # finds the file without the 3 s of importing open_clip
+    path = os.path.join(package.submodule_search_locations[0], 'bpe_simple_vocab_16e6.txt.gz')
+    with gzip.open(path, 'rt', encoding='utf-8') as file:
+        lines = file.read().split('\n')
+    return tuple(tuple(line.split()) for line in lines[1:48895])  # after a heading; what follows was never used

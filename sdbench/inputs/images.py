@@ -1,0 +1,151 @@
+"""Image files become tensors: decoded safely, upright, cut to their centre square."""
+import contextlib
+import functools
+import io
+import warnings
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import torchvision
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from sdbench.errors import is_out_of_memory
+
+# Some others are decoded in Python, minutes for a few hundred bytes (DDS), or run a program (EPS: Ghostscript).
+FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM')
+FLIP = 'flip'  # bool (B,): which images of a batch are to be mirrored
+DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
+FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
+
+
+@functools.cache
+def formats() -> tuple[str, ...]:
+    """The formats that are decoded, as Pillow calls them; HEIC, as iPhones take it, where pillow-heif is installed."""
+    with contextlib.suppress(ImportError):
+        from pillow_heif import register_heif_opener
+        register_heif_opener()
+        return (*FORMATS, 'HEIF')
+    return FORMATS
+
+
+def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
+    """The centre square of an image of any of FORMATS, uint8 (3, H, H), upright and in RGB.
+
+    Args:
+        data: the encoded image. Raises ValueError if it does not decode.
+        image_size: a larger square is reduced to this many pixels a side (antialiased); None leaves the size.
+    """
+    image = decode_whole_image(data, image_size)
+    height, width = image.shape[-2:]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    image = image[:, top:top + side, left:left + side]  # (3, side, side)
+    if image_size and side > image_size:
+        image = resize(image, image_size)
+    return image
+
+
+def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
+    """All of an image of any of FORMATS, uint8 (3, H, W), upright and in RGB; what is transparent is put on white.
+
+    Args:
+        data: the encoded image. Raises ValueError if it does not decode, or has so many pixels that Pillow warns, and
+            MemoryError if there is no memory for it at the moment.
+        image_size: a much larger image may be decoded smaller, with no side shorter than this.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # of palettes
+            warnings.simplefilter('error', Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data), formats=formats()) as image:
+                return decode_pixels(image, data, image_size)
+    except UnidentifiedImageError:
+        raise ValueError('image does not decode: not a known format') from None
+    except MemoryError:
+        raise  # which says nothing of the image
+    except Exception as error:  # damaged bytes make Pillow raise nearly anything
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):  # of torch's own decoder
+            raise MemoryError(str(error)) from None
+        raise ValueError(f'image does not decode: {error or type(error).__name__}'.splitlines()[0]) from None
+
+
+def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> torch.Tensor:
+    """Pixels of an opened image, uint8 (3, H, W): torchvision's decoder for plain JPEGs, Pillow for the rest."""
+    much_larger = image_size is not None and min(image.size) >= 2 * image_size
+    if image.format == 'JPEG' and image.mode in ('L', 'RGB') and not much_larger:
+        encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB, apply_exif_orientation=True)
+    if much_larger:
+        image.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
+    image.load()  # which turns a TIFF upright
+    turn_upright(image)
+    if image.mode[0] in DEEP_MODES:
+        image = eight_bits(image)
+    if image.has_transparency_data:
+        image = image.convert('RGBA')
+        image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
+    image = image.convert('RGB')
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (3, H, W)
+
+
+def eight_bits(image: Image.Image) -> Image.Image:
+    """A grey image of more than 8 bits as one of 8, where Pillow's own conversion would be white from 255 on.
+
+    Whole numbers have 16 bits, as PNG, PPM and JPEG 2000 say and nearly every TIFF; 31 where one is larger. So a dark
+    image stays dark. Of floats, which have no depth, those up to 1 are brightness, and others have the fewest of
+    FLOAT_BITS that hold the largest.
+    """
+    values = np.nan_to_num(np.asarray(image, np.float64), posinf=0, neginf=0)  # (H, W)
+    largest = values.max()
+    if image.mode == 'F' and largest <= 1:
+        end = 1
+    elif image.mode == 'F':
+        end = next((2 ** bits for bits in FLOAT_BITS if largest < 2 ** bits), largest)
+    else:
+        end = 2 ** 16 if largest < 2 ** 16 else 2 ** 31
+    return Image.fromarray((values * (256 / end)).clip(0, 255).astype(np.uint8))
+
+
+def turn_upright(image: Image.Image) -> None:
+    """Turn an image in place as the camera that took it says; where that cannot be read, it is upright already."""
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # of odd EXIF, which Pillow writes anew once it has turned the image
+        return
+
+
+def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:
+    """uint8 (3, H, H) to (3, image_size, image_size), bilinear and antialiased."""
+    return F.interpolate(image[None], size=(image_size, image_size), mode='bilinear', antialias=True)[0]
+
+
+def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
+    """uint8 (B, 3, H, H): H is the stored size where all agree; mixed sizes are brought to `image_size`."""
+    if len({image.shape for image in images}) > 1:
+        images = [resize(image, image_size) for image in images]
+    # decoders lay pixels out as (H, W, 3): copying them in that order is 6 times as fast as turning them here
+    return torch.stack([image.permute(1, 2, 0) for image in images]).permute(0, 3, 1, 2)
+
+
+def normalize_images(images: torch.Tensor, image_size: int | None = None) -> torch.Tensor:
+    """Images (B, 3, H, H) to float32 (B, 3, image_size, image_size) in [-1, 1], on their device.
+
+    Args:
+        images: uint8, or floats that are in [-1, 1] already.
+        image_size: in pixels; None keeps their size.
+
+    Raises ValueError if they are other whole numbers, so that nothing says what is black and what is white.
+    """
+    is_bytes = images.dtype == torch.uint8
+    if is_bytes:
+        images = images.to(torch.float32, memory_format=torch.contiguous_format)
+    elif not images.is_floating_point():
+        raise ValueError(f'images of {images.dtype}; give bytes (uint8), or floats in [-1, 1]')
+    if image_size is not None and images.shape[-1] != image_size:
+        images = F.interpolate(images, size=(image_size, image_size), mode='bilinear')
+    if is_bytes:
+        images = images / 127.5 - 1
+    return images

@@ -1,0 +1,102 @@
+"""MDS shards and their index.json: the columns that are read here, and what of a dataset can be trusted."""
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path, PurePosixPath
+
+from streaming.base.format.mds.encodings import is_mds_encoding_safe
+from streaming.base.storage import CloudDownloader
+
+from sdbench.errors import one_line
+from sdbench.paths import INDEX
+
+LARGEST_SHARD = 1 << 32  # bytes, which MDS counts in 32 bits
+MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
+MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
+LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in it
+
+
+def read_index(remote: str, flag: str = '--remote') -> dict:
+    """The index.json of a dataset of MDS shards, in a folder or a store.
+
+    Raises ValueError, by the `flag` that the dataset was given by, if there is none that can be read and trusted, or a
+    shard lacks a column.
+    """
+    label = f'{flag} {remote}'
+    try:
+        index = json.loads(fetch_index(remote))
+    except FileNotFoundError:
+        raise ValueError(f'{label} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
+                         'convert.py and encode.py write that file last') from None
+    except Exception as error:  # every storage client has its own
+        raise ValueError(f'{label} has no {INDEX} that can be read ({type(error).__name__}: {one_line(error, 200)}); '
+                         'check the name and the credentials') from None
+    try:
+        for shard in index['shards']:
+            refuse_harmful_entry(shard, label)
+            require_columns(shard, 'latents' in index, label)
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f'{label} has an {INDEX} that is not one of MDS shards; convert the data anew') from None
+    return index
+
+
+def read_image_index(remote: str, flag: str = '--remote') -> dict:
+    """The index.json of a dataset of images with captions. Raises ValueError if it is not there, or holds others."""
+    index = read_index(remote, flag)
+    if 'latents' in index:
+        raise ValueError(f'{flag} {remote} holds latents; give the images that they were made of')
+    return index
+
+
+def fetch_index(remote: str) -> bytes:
+    """The bytes of a dataset's index.json. Raises FileNotFoundError, and whatever a storage client raises."""
+    if os.path.isdir(remote):
+        return Path(remote, INDEX).read_bytes()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, INDEX)
+        CloudDownloader.direct_download(os.path.join(remote, INDEX), str(path))
+        return path.read_bytes()
+
+
+def index_hash(index: dict) -> str:
+    """What tells a dataset from the same one made anew: a SHA-256 of all that its index.json says, in hex."""
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def refuse_harmful_entry(shard: dict, label: str) -> None:
+    """Raises ValueError if the entry of a shard would be written outside its folder, or run as code, or is no MDS."""
+    if shard['format'] != 'mds':  # others name more files, which a small cache would remove
+        raise ValueError(f'{label} has a shard of format {shard["format"]}, which is not read; convert the data anew')
+    if shard['raw_data']['bytes'] >= LARGEST_SHARD:
+        raise ValueError(f'{label} has a shard of {shard["raw_data"]["bytes"]:,} bytes, more than MDS can have; do not '
+                         'use it')
+    for file in (shard['raw_data'], shard['zip_data']):
+        name = PurePosixPath(file['basename'] if file else '')
+        if name.is_absolute() or '..' in name.parts:
+            raise ValueError(f'{label} has a shard named {name}, outside its folder; do not use it')
+    for name, encoding in zip(shard['column_names'], shard['column_encodings'], strict=True):
+        if not is_mds_encoding_safe(encoding):
+            raise ValueError(f'{label} has a column {name} of type {encoding}, which can run code; do not use it')
+
+
+def require_columns(shard: dict, latents: bool, label: str) -> None:
+    """Raises ValueError if the entry of a shard lacks a column, of images and captions or of latents and captions."""
+    columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
+    needed = MDS_COLUMNS
+    if latents:
+        needed = LATENT_COLUMNS | {MOMENTS: columns.get(MOMENTS, 'moments')}
+    missing = sorted(needed.items() - columns.items())
+    if missing:
+        wanted = ', '.join(f'{name} of {encoding}' for name, encoding in missing)
+        present = ', '.join(f'{name} of {encoding}' for name, encoding in columns.items())
+        raise ValueError(f'{label} lacks the columns {wanted}; it has {present}')
+
+
+def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--remote') -> None:
+    """Raises ValueError if the latents of `index` are not of the size and VAE that `origin` names (models.latents)."""
+    for key, ours in origin.items():
+        theirs = index['latents'].get(key)
+        if theirs != ours:
+            raise ValueError(f'{flag} {remote} holds latents with {key} {theirs}, and this run has {ours}; use the '
+                             '--image_size, --model_name and --pretrained of their encoding')

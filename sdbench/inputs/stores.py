@@ -1,0 +1,229 @@
+"""Object stores: which addresses they have, a client of obstore for each, and its errors in one line.
+
+    s3://BUCKET/KEY      at S3_ENDPOINT_URL where that is set; credentials of all kinds that boto3 finds, or none
+    gs://BUCKET/KEY      GCS_KEY and GCS_SECRET (HMAC keys), else Google's default credentials, or none
+    azure://ACCOUNT.blob.core.windows.net/CONTAINER/KEY
+                         AZURE_ACCOUNT_ACCESS_KEY, else Azure's default credentials
+
+A training reads all of these again. As Streaming does, the account of azure:// comes from AZURE_ACCOUNT_NAME or else
+from the host, and the container from the path.
+
+obstore's threads do not survive a fork: a process that has opened a store may start others by spawn or forkserver only.
+"""
+import functools
+import io
+import os
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
+
+from sdbench.errors import DataError, one_line
+from sdbench.paths import CLAIM, is_url
+
+AZURE_HOST = 'blob.core.windows.net'
+GOOGLE_S3 = 'https://storage.googleapis.com'  # which takes HMAC keys
+PIECE_BYTES = 8 << 20  # that a request of StoredFile asks for
+BUFFER_BYTES = 1 << 20
+# A server that is away for a minute is waited for; one that is gone ends the run after two to four.
+RETRIES = {'max_retries': 1000, 'retry_timeout': timedelta(minutes=2),
+           'backoff': {'init_backoff': timedelta(milliseconds=100), 'max_backoff': timedelta(seconds=10), 'base': 2}}
+# Of the first request of a command, which also finds out whether there is a server at all.
+FIRST_RETRIES = RETRIES | {'max_retries': 5, 'retry_timeout': timedelta(seconds=5)}
+# The second is for a request with its content, which is up to 64 MiB.
+TIMEOUTS = {'connect_timeout': timedelta(seconds=20), 'timeout': timedelta(seconds=90)}
+
+
+def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
+    """The scheme, the account (of Azure), the bucket or container, and the key, without a / at its ends.
+
+    Raises ValueError if there is no client for such an address, or it names no bucket.
+    """
+    scheme, _, rest = address.partition('://')
+    if scheme not in ('s3', 'gs', 'azure'):
+        raise ValueError(f'{flag} {address}: of stores, s3://, gs:// and azure:// can be used; '
+                         'use an S3-compatible address with S3_ENDPOINT_URL')
+    bucket, _, key = rest.partition('/')
+    account = None
+    if scheme == 'azure':
+        account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
+        bucket, _, key = key.lstrip('/').partition('/')
+    if not bucket:
+        raise ValueError(f'{flag} {address} names no bucket; write s3://BUCKET/folder, gs://BUCKET/folder or '
+                         f'azure://ACCOUNT.{AZURE_HOST}/CONTAINER/folder')
+    return scheme, account, bucket, key.strip('/')
+
+
+def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectStore, str]:
+    """A client for an address, and the key in its bucket.
+
+    Args:
+        address: one of those above.
+        flag: what errors call it.
+        is_first: the client gives up early.
+
+    Raises ValueError if such a store cannot be reached, no bucket is named, or a profile is missing.
+    """
+    scheme, account, bucket, key = parse_address(address, flag)
+    try:
+        return client(scheme, account, bucket, os.environ.get('S3_ENDPOINT_URL'), is_first), key
+    except Exception as error:  # each kind of credentials has its own
+        raise ValueError(f'{flag} {address}: no client can be made with these credentials and settings '
+                         f'({type(error).__name__}: {short_text(error)})') from None
+
+
+def reach(address: str, flag: str) -> None:
+    """Wait until a store answers, whatever it says. Ctrl-C ends that.
+
+    Raises ValueError within ten seconds if its host is not known or refuses the connection, and DataError if it is
+    silent for longer than RETRIES.
+    """
+    for is_first in (True, False):
+        store, key = open_store(address, flag, is_first)
+        try:
+            interruptible(functools.partial(obstore.head, store, f'{key}/{CLAIM}'.strip('/')))
+            return
+        except (BaseError, OSError) as error:
+            text = str(error)
+            if 'HTTP error' not in text:
+                return  # an answer, such as that there is no such file
+            if 'ConnectionRefused' in text or 'dns error' in text:
+                why = 'its host is not known' if 'dns error' in text else 'the connection is refused'
+                raise ValueError(f'{flag} {address}: {why}; check the address, S3_ENDPOINT_URL and the network'
+                                 ) from None
+            silence = error
+    raise DataError(store_error(silence, f'{flag} {address}'))
+
+
+def interruptible(call: Callable[[], Any]) -> Any:
+    """What a call of obstore returns. Ctrl-C is heard meanwhile, and not by obstore itself."""
+    answer = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # also a panic of Rust
+            answer.set_exception(error)
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result()
+
+
+@functools.cache
+def client(scheme: str, account: str | None, bucket: str, endpoint: str | None, is_first: bool) -> ObjectStore:
+    """obstore's client for a bucket; `endpoint` is that of an S3 server beside Amazon's."""
+    retries = FIRST_RETRIES if is_first else RETRIES
+    if scheme == 'azure':
+        return azure_client(account, bucket, retries)
+    if scheme == 'gs':
+        return google_client(bucket, retries)
+    return s3_client(bucket, endpoint, retries)
+
+
+def s3_client(bucket: str, endpoint: str | None, retries: dict) -> S3Store:
+    """With the endpoint, the region, the profile and the credentials that boto3 finds."""
+    import boto3
+    from obstore.auth.boto3 import Boto3CredentialProvider
+    session = boto3.session.Session()
+    boto3_client = session.client('s3', endpoint_url=endpoint)
+    endpoint = boto3_client.meta.endpoint_url  # which may also come from a profile
+    settings = {'region': boto3_client.meta.region_name or 'us-east-1'}
+    if '.amazonaws.com' not in endpoint:
+        settings['aws_endpoint_url_s3'] = endpoint  # which goes before all that obstore itself finds
+    if session.get_credentials() is None:
+        settings['skip_signature'] = True
+    else:
+        settings['credential_provider'] = Boto3CredentialProvider(session)
+    options = {**TIMEOUTS, 'allow_http': endpoint.startswith('http://')}
+    if os.environ.get('AWS_CA_BUNDLE'):
+        with open(os.environ['AWS_CA_BUNDLE'], 'rb') as file:
+            options['root_certificate'] = file.read()
+    return S3Store(bucket, virtual_hosted_style_request=False, client_options=options, retry_config=retries, **settings)
+
+
+def google_client(bucket: str, retries: dict) -> ObjectStore:
+    """With the HMAC keys of the environment, else with Google's default credentials, else without any."""
+    options = {'client_options': TIMEOUTS, 'retry_config': retries}
+    if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ:
+        return S3Store(bucket, region='auto', access_key_id=os.environ['GCS_KEY'],
+                       secret_access_key=os.environ['GCS_SECRET'], aws_endpoint_url_s3=GOOGLE_S3,
+                       virtual_hosted_style_request=False, **options)
+    from google.auth.exceptions import DefaultCredentialsError
+    from obstore.auth.google import GoogleCredentialProvider
+    try:
+        return GCSStore(bucket, credential_provider=GoogleCredentialProvider(), **options)
+    except DefaultCredentialsError:
+        return GCSStore(bucket, skip_signature=True, **options)
+
+
+def azure_client(account: str, container: str, retries: dict) -> AzureStore:
+    """With the key of the environment, else with Azure's default credentials."""
+    options = {'account_name': account, 'client_options': TIMEOUTS, 'retry_config': retries}
+    if 'AZURE_ACCOUNT_ACCESS_KEY' in os.environ:
+        return AzureStore(container, account_key=os.environ['AZURE_ACCOUNT_ACCESS_KEY'], **options)
+    from obstore.auth.azure import AzureCredentialProvider
+    return AzureStore(container, credential_provider=AzureCredentialProvider(), **options)
+
+
+def store_error(error: BaseException, label: str) -> str:
+    """What an error of obstore says of a folder or file, in one line, without what may be secret."""
+    text = short_text(error)
+    if 'NoSuchBucket' in text or 'ContainerNotFound' in text:
+        return f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL'
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or re.search('status code: 40[13]', text):
+        return f'{label}: access is denied; check the name and the credentials, which may lack the permission ({text})'
+    return f'{label} cannot be read or written ({text})'
+
+
+def short_text(error: BaseException) -> str:
+    """What an error says: of obstore's its last cause, without Rust's account of it, XML and addresses, which may hold
+    passwords."""
+    text = str(error).partition('\n\nDebug source:')[0]
+    text = re.sub(r'<[^>]*>', ' ', text)
+    text = re.sub(r'^.* - ', '', text, flags=re.DOTALL)
+    text = re.sub(r'https?://\S*', '', text)
+    return one_line(Exception(text), 300)
+
+
+def open_file(path: str) -> io.BufferedReader:
+    """A file of this machine, or of a store by its address. Reading one of a store raises DataError where it fails."""
+    return io.BufferedReader(StoredFile(path) if is_url(path) else open(path, 'rb', buffering=0), BUFFER_BYTES)
+
+
+class StoredFile(io.RawIOBase):
+    """An object as a file for one who reads it from start to end.
+
+    Opening and reading raise DataError where that cannot be done.
+    """
+
+    def __init__(self, address: str):
+        try:
+            self.reader = obstore.open_reader(*open_store(address, 'SOURCE'), buffer_size=PIECE_BYTES)
+        except (BaseError, OSError) as error:
+            raise DataError(store_error(error, address)) from None
+        self.address = address
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.reader.tell()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self.reader.seek(offset, whence)
+
+    def readinto(self, buffer) -> int:
+        try:
+            content = self.reader.read(len(buffer))
+        except (BaseError, OSError) as error:
+            raise DataError(store_error(error, self.address)) from None
+        buffer[:len(content)] = content
+        return len(content)

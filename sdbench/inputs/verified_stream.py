@@ -1,0 +1,319 @@
+"""The shards of a dataset, each compared with index.json before it is read: for a training, VerifiedDataset; for
+programs that take whole shards, `open_shards`.
+
+Where Streaming 0.13.0 is made to do otherwise, a docstring says what goes wrong without it, and names the test that
+shows it. When Streaming mends one of these, its part here can be deleted.
+"""
+import contextlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import streaming.base.dataset
+from composer.utils import dist
+from streaming import Stream, StreamingDataset
+from streaming.base.compression import decompress
+from streaming.base.constant import LOCALS, TICK
+from streaming.base.dataset import _ShardState
+from streaming.base.format import FileInfo, reader_from_json
+from streaming.base.format.mds.reader import MDSReader
+from streaming.base.hashing import get_hash
+from streaming.base.shared import SharedMemory
+from streaming.base.util import bytes_to_int, retry
+from streaming.base.world import World
+
+from sdbench.errors import DataError, disk_is_full, unreadable_shard
+from sdbench.inputs.shards import index_hash
+from sdbench.paths import INDEX
+
+DOWNLOADS = 8  # tries, 1, 2, 4 ... 64 seconds apart: two minutes, as inputs.stores waits for a store
+FINAL_CODES = ('400', '403', '404', 'AccessDenied', 'NoSuchBucket', 'NoSuchKey')  # of S3: no waiting mends these
+NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes
+
+
+class VerifiedStream(Stream):
+    """Shards that are what index.json says. Those of a folder are read where they are, and nothing is written there;
+    of compressed ones and of a store there are copies in a cache.
+
+    Args:
+        index: the index.json of the dataset.
+        remote: folder or object store with the shards; None: they are in `local`.
+        local: folder in which the cache has a folder of its own. None: see `cache_folder`.
+        cache_limit: bytes of the copies, or a text such as 500gb: the oldest are dropped.
+        download_retry: tries of a download.
+        download_timeout: seconds for a download.
+
+    Raises ValueError if `cache_limit` is no size, or there is no cache that it could bound.
+    """
+
+    def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
+                 download_retry: int = DOWNLOADS, download_timeout: float = 120):
+        if remote is None:
+            remote, local = local, None
+        if local is None and is_readable_in_place(remote, index['shards']):
+            remote, local = None, remote
+        else:
+            local = cache_folder(local, index)
+        super().__init__(remote=remote, local=local, keep_zip=False, download_retry=download_retry,
+                         download_timeout=download_timeout)
+        self.cache_limit = bytes_to_int(cache_limit) if cache_limit is not None else None
+        if self.cache_limit and remote is None:
+            raise ValueError(f'--cache_limit has no cache to bound: {local} is read in place; give --local a folder, '
+                             'or leave the limit out')
+
+    def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: np.ndarray) -> None:
+        """Say of no shard that it is there (int64, 0 bytes), so that each is prepared before its first sample.
+
+        Without this: Streaming reads whatever lies in the place of a shard.
+        Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.
+        """
+        if self.remote is None:
+            return
+        if self.cache_limit and sum(shard.raw_data.bytes for shard in shards) > self.cache_limit:
+            for shard in shards:
+                shard.evict()  # else what an earlier run has left would lie beside what this one counts
+
+    def prepare_shard(self, shard: MDSReader) -> int:
+        """Make a shard present and verified; returns the bytes that it takes. Raises DataError if it cannot be had."""
+        path = path_of(shard)
+        try:
+            fault = fault_of_file(path, shard.raw_data)
+            if fault and self.remote is not None:
+                path = os.path.join(self.remote, (shard.zip_data or shard.raw_data).basename)
+                fault = self._fetch(shard)
+        except Exception as error:  # every storage client has its own
+            raise unreadable_shard(error, path) from None
+        if fault:
+            raise DataError(f'shard {path} {fault}; put a good copy in its place')
+        return shard.raw_data.bytes
+
+    def _fetch(self, shard: MDSReader) -> str | None:
+        """Download a shard to where no other run does, and give it its name if it is good; else what is wrong."""
+        path = Path(path_of(shard))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
+            file = shard.zip_data or shard.raw_data
+            fetched = Path(folder, 'shard')
+            self._download(os.path.join(self.remote, file.basename), str(fetched))
+            if shard.zip_data:
+                fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
+            fault = fault_of_file(fetched, shard.raw_data)
+            if fault is None:
+                os.replace(fetched, path)
+            return fault
+
+    def _download(self, remote: str, local: str) -> None:
+        """Download a file, in several tries where another may help.
+
+        Without this: Streaming waits as long for a shard that is not there.
+        Test: test_a_shard_that_is_not_there_is_not_waited_for.
+        """
+        def download() -> Exception | None:
+            try:
+                self._downloader.download(remote, local, self.download_timeout)
+            except Exception as error:  # every storage client has its own
+                if not is_final(error):
+                    raise
+                return error
+        error = retry(clean_up_fn=self._downloader.clean_up, num_attempts=self.download_retry)(download)()
+        if error is not None:
+            raise error
+
+
+def is_final(error: Exception) -> bool:
+    """Whether an error of a download is the same however often that is tried."""
+    response = getattr(error, 'response', None) or {}  # of boto3
+    code = response.get('Error', {}).get('Code')
+    return isinstance(error, (FileNotFoundError, PermissionError)) or code in FINAL_CODES or disk_is_full(error)
+
+
+class VerifiedDataset(StreamingDataset):
+    """Streaming's dataset, whose samples come from the shards of its index alone, and whose epochs end whole or with
+    the reason.
+
+    Args:
+        stream: of its shards.
+        kwargs: for StreamingDataset.
+    """
+    failure = None  # the exception of a background thread
+
+    def __init__(self, stream: VerifiedStream, **kwargs):
+        with own_shared_memory():
+            super().__init__(streams=[stream], cache_limit=stream.cache_limit, **kwargs)
+
+    def get_item(self, sample_id: int, retry: int = 7) -> dict:
+        """A sample by its number, of a shard that was compared with index.json. Raises DataError if it cannot be had.
+
+        Without this: a sample that is asked for by its number comes from a shard that nobody has looked at.
+        Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.
+        """
+        if self.failure is not None:
+            raise self.failure
+        shard_id, _ = self.spanner[sample_id]
+        while self._shard_states[shard_id] != _ShardState.LOCAL:
+            self.prepare_shard(shard_id)
+        return super().get_item(sample_id, retry)
+
+    def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
+        """Make a shard present and verified; where that fails, let those who wait for it fail as well.
+
+        Without this: they wait for that shard for ever.
+        Test: test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_too.
+        """
+        try:
+            super().prepare_shard(shard_id, blocking)
+        except Exception:
+            self._shard_states[shard_id] = _ShardState.REMOTE  # so that they try, and fail
+            self._cache_filelock.release(force=True)
+            raise
+
+    def on_exception(self, future) -> None:
+        """Keep why a background thread failed, for `get_item` to raise at the next sample.
+
+        Without this: the epoch ends early and quietly, and a short run looks whole.
+        Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
+        """
+        if future.exception():
+            self.failure = future.exception()
+            self._iterator.on_exit()  # for the thread that failed
+
+    def _ready_thread(self, it) -> None:
+        """Let samples be taken as soon as they are wanted: `get_item` waits for their shard.
+
+        Without this: a shard that cannot be had, or that was dropped for a small --cache_limit before it was read (of
+        12 shards at once, where Streaming asks for 4), is waited for, for ever.
+        Tests: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason,
+        test_a_small_cache_serves_the_whole_dataset.
+        """
+        # Samples up to `ready_index` may be taken. At the total, Streaming would fetch nothing more in the background.
+        it.ready_index = it.total - 1
+        while it.yield_index < it.ready_index and not it.should_exit():
+            time.sleep(TICK)
+        it.ready_index = it.total
+        it.on_exit()
+
+    def resume_at(self, epoch: int, sample_in_epoch: int) -> None:
+        """Go on at a sample of an epoch, counted over all ranks, when iterated next.
+
+        Without this: a checkpoint at an epoch's end holds the epoch that is over, and a resume repeats its order.
+        Test: test_a_run_killed_again_and_again_equals_one_that_never_was[streamed-1ep-1].
+        """
+        state = self.state_dict(sample_in_epoch, from_beginning=True)
+        state['epoch'] = epoch
+        self.load_state_dict(state)
+
+
+class Shards(NamedTuple):
+    """Some shards of a dataset, each verified when it is fetched. See `open_shards`."""
+    stream: VerifiedStream
+    readers: list[MDSReader]
+
+    def fetch(self, number: int) -> MDSReader:
+        """The reader of one of these shards, which is present and verified from now on.
+
+        `len(reader)` is its number of samples, and `reader[0]` the first, a dict of columns. Raises DataError if it
+        cannot be had.
+        """
+        reader = self.readers[number]
+        self.stream.prepare_shard(reader)
+        return reader
+
+    def drop(self, number: int) -> None:
+        """Remove a shard from the folder, where it is a copy; it can be fetched again."""
+        if self.stream.remote is not None:
+            Path(path_of(self.readers[number])).unlink(missing_ok=True)
+
+
+def open_shards(remote: str, folder: str | None, entries: list[dict]) -> Shards:
+    """Some shards of `remote`, for any number of processes on any machines.
+
+    Args:
+        remote: folder or object store with the shards.
+        folder: for the copies; None: `remote` is read in place.
+        entries: of these shards in the index.json of `remote`.
+    """
+    stream = VerifiedStream({'version': 2, 'shards': entries}, remote, folder)
+    return Shards(stream, [reader_from_json(stream.local, '', entry) for entry in entries])
+
+
+def is_readable_in_place(remote: str, entries: list[dict]) -> bool:
+    """Whether shards can be read where they are: in a folder, and not compressed."""
+    return os.path.isdir(remote) and not any(entry['zip_data'] for entry in entries)
+
+
+def cache_folder(parent: str | None, index: dict) -> str:
+    """The folder for copies of a dataset's shards, made where it is not there yet, with a copy of the index.json.
+
+    Its name comes from the index, so that a dataset that was made anew never meets the copies of the old one.
+
+    Args:
+        parent: folder that it lies in; None: one of this user alone in the folder for temporary files.
+        index: the index.json of the dataset.
+
+    Raises ValueError if others can write to that one.
+    """
+    if parent is None:
+        parent = os.path.join(tempfile.gettempdir(), f'mds-cache-{os.getuid()}')
+        Path(parent).mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(parent)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise ValueError(f'{parent}, for copies of shards, is not a folder that only you can write to; '
+                             'give --local a folder, or set TMPDIR')
+    folder = Path(parent, index_hash(index)[:16])
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / INDEX).exists():
+        unfinished = folder / f'{INDEX}.{uuid.uuid4().hex}'
+        unfinished.write_text(json.dumps(index))
+        os.replace(unfinished, folder / INDEX)
+    return str(folder)
+
+
+def path_of(shard: MDSReader) -> str:
+    """Where a shard is read."""
+    return os.path.join(shard.dirname, shard.raw_data.basename)
+
+
+def fault_of_file(path: str | Path, expected: FileInfo) -> str | None:
+    """What is wrong with a file, by its size and hashes in index.json; None if nothing is."""
+    try:
+        size = os.stat(path).st_size  # before it is opened: a pipe would be waited for
+    except FileNotFoundError:
+        return 'is not there'
+    if size != expected.bytes:
+        return f'is cut short or damaged: {size:,} bytes, not the {expected.bytes:,} of index.json'
+    for algorithm, digest in expected.hashes.items():
+        if get_hash(algorithm, Path(path).read_bytes()) != digest:
+            return f'fails its {algorithm} hash: its bytes have changed'
+    return None
+
+
+@contextlib.contextmanager
+def own_shared_memory() -> Iterator[None]:
+    """A dataset that is opened within this has shared memory of its own.
+
+    Without this: runs that start at once give their memory the same names (`File exists`), and ranks find different
+    ones where another run starts meanwhile.
+    Test: test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
+    """
+    find_number = streaming.base.dataset.get_shm_prefix
+    streaming.base.dataset.get_shm_prefix = draw_number
+    try:
+        yield
+    finally:
+        streaming.base.dataset.get_shm_prefix = find_number
+
+
+def draw_number(streams_local: list[str], streams_remote: list[str | None], world: World) -> tuple[int, SharedMemory]:
+    """A random number for this node's ranks, and the shared memory of that name; `own_shared_memory` calls it in the
+    place of Streaming's `get_shm_prefix`."""
+    numbers = dist.all_gather_object(secrets.choice(NUMBERS))
+    number = numbers[dist.get_global_rank() - dist.get_local_rank()]  # that of the node's first rank
+    return number, SharedMemory(f'{number:06}_{LOCALS}', size=4)

@@ -1,0 +1,283 @@
+"""How fast a run is: the clock of its batches, the figures that follow from it, and the loader's alone."""
+import contextlib
+import itertools
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from composer import Callback
+from composer.core import DataSpec, State
+from composer.utils import dist, get_device
+
+from sdbench.measuring.power import GIB, GpuMonitor
+from sdbench.measuring.reliability import QUEUES_IN_WINDOW
+
+# what is known where a batch was measured
+OF_BATCHES = ('images_per_sec', 'images_per_sec_per_device', 'batch_seconds_median', 'batch_seconds_p10',
+              'batch_seconds_p90', 'drift', 'data_wait_fraction', 'peak_memory_gib')
+EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
+
+
+@dataclass
+class Window:
+    """What one rank measured: for each batch of the window a number in each list, and counts over it.
+
+    Attributes:
+        batch_seconds: from the end of the batch before to the end of this one.
+        wait_seconds: of these, what was spent waiting for the loader.
+        excluded_seconds: of these, what was spent on anything of EXCLUDED, which is no part of a batch.
+        seconds_of: the same for each of EXCLUDED, over all batches.
+        samples: of all ranks.
+        queue_batches: that the loader prepares ahead.
+        drained_batches: that were taken from this queue and not made again: it was fuller at the start.
+    """
+    batch_seconds: list[float] = field(default_factory=list)
+    wait_seconds: list[float] = field(default_factory=list)
+    excluded_seconds: list[float] = field(default_factory=list)
+    seconds_of: dict[str, float] = field(default_factory=lambda: dict.fromkeys(EXCLUDED, 0.0))
+    samples: int = 0
+    queue_batches: int = 0
+    drained_batches: int = 0
+
+    @property
+    def sustained_share(self) -> float:
+        """Share of the samples that the loader made in this time; 1 where the window is too short to tell."""
+        batches = len(self.batch_seconds)
+        if batches <= self.queue_batches:
+            return 1.0
+        return (batches - self.drained_batches) / batches
+
+
+class Measurement(Callback):
+    """The clock of a run, on this rank: a warm-up, batches until the loader's queue has turned over, and a window.
+
+    Composer reads the loss on the CPU before BATCH_END, so that the device has finished the batch by then. The warm-up
+    counts from where the run starts or resumes. After a slow first step, such as one that compiles, a queue of batches
+    lies ready; a window that began at once would count them as the loader's speed.
+
+    Args:
+        warmup_batches: before anything is measured.
+        measure_batches: length of the window; None is as long as the run goes on.
+    """
+
+    def __init__(self, warmup_batches: int, measure_batches: int | None):
+        self.warmup_batches = warmup_batches
+        self.measure_batches = measure_batches
+        self.turnover_batches = 0
+        self.batches = 0  # trained by this process, with the warm-up
+        self.loss: float | None = None  # the last finite one of the run
+        self.window = Window()
+        self.gpu = GpuMonitor()  # of the window
+        self._excluded = dict.fromkeys(EXCLUDED, 0.0)  # seconds of the batch to come that are no part of it
+        self._excluded_until_now = 0.0  # seconds of the whole run
+        self._excluded_name: str | None = None  # what the time counts as now; None: the batch
+        self._excluded_since = 0.0
+        self._previous_end = 0.0  # of a batch, by the clock
+        self._ready_at_start = 0  # batches that the loader had ready when the window began
+
+    def fit_start(self, state: State, logger) -> None:
+        self.window.queue_batches = state.train_dataloader.queue_length
+        self.turnover_batches = self._turnover(state)
+        self._previous_end = time.perf_counter()
+
+    @contextlib.contextmanager
+    def excluded(self, name: str) -> Iterator[None]:
+        """What a callback does in this context, between two batches, is part of neither.
+
+        It counts as `name` of EXCLUDED.
+
+        All ranks enter it together, and leave it when the last of them is through, whoever of them has the work.
+        """
+        before = self._excluded_name
+        self._count_as(name)
+        try:
+            yield
+            dist.barrier()
+        finally:
+            self._count_as(before)
+
+    def _count_as(self, name: str | None) -> None:
+        """From now on the time is that of `name`; None: of the batch."""
+        if name == self._excluded_name:
+            return
+        now = time.perf_counter()
+        if self._excluded_name is not None:
+            self._excluded[self._excluded_name] += now - self._excluded_since
+            self._excluded_until_now += now - self._excluded_since
+        self._excluded_name = name
+        self._excluded_since = now
+
+    @property
+    def seconds_excluded(self) -> float:
+        """Of the run so far, what was spent on anything of EXCLUDED on this rank."""
+        if self._excluded_name is None:
+            return self._excluded_until_now
+        return self._excluded_until_now + time.perf_counter() - self._excluded_since
+
+    def before_dataloader(self, state: State, logger) -> None:
+        """The next batch begins."""
+        self._count_as(None)
+
+    def eval_before_all(self, state: State, logger) -> None:
+        self._count_as('evaluation')
+
+    def eval_after_all(self, state: State, logger) -> None:
+        self._count_as(None)
+
+    def batch_checkpoint(self, state: State, logger) -> None:
+        """After a batch: Composer's CheckpointSaver, a later callback than this, may save now."""
+        self._count_as('checkpoint')
+
+    def epoch_checkpoint(self, state: State, logger) -> None:
+        self._count_as('checkpoint')
+
+    def batch_end(self, state: State, logger) -> None:
+        now = time.perf_counter()
+        loader = state.train_dataloader
+        waited = loader.seconds_waited()
+        loss = float(state.total_loss_dict.get('loss/train/total', math.nan))  # none of a step that was left out
+        if math.isfinite(loss):
+            self.loss = loss
+        first = self.warmup_batches + self.turnover_batches
+        if self.batches >= first and not self._is_full():
+            self._measure(state, now - self._previous_end, waited)
+        elif self.batches < self.warmup_batches and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more
+        self.batches += 1
+        self._previous_end = now
+        if self.batches == first:
+            self._ready_at_start = loader.ready_batches
+            self.gpu.start()
+        self._excluded = dict.fromkeys(EXCLUDED, 0.0)
+
+    def _measure(self, state: State, seconds: float, waited: float) -> None:
+        window = self.window
+        window.batch_seconds.append(seconds)
+        window.wait_seconds.append(waited)
+        window.excluded_seconds.append(sum(self._excluded.values()))
+        for name, spent in self._excluded.items():
+            window.seconds_of[name] += spent
+        window.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
+        window.drained_batches = self._drained(state)
+        self.gpu.batch_end()
+
+    def _is_full(self) -> bool:
+        return self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
+
+    def _drained(self, state: State) -> int:
+        """By how many batches the loader's queue is shorter than at the start of the window.
+
+        At an epoch's end it is empty because there is nothing left to make, and at the start of the next it has yet to
+        fill, which is not the loader's slowness: there the last number stays.
+        """
+        if state.timestamp.batch_in_epoch.value < self.window.queue_batches:
+            return self.window.drained_batches
+        ready = state.train_dataloader.ready_batches
+        left_in_epoch = int(state.dataloader_len) - state.timestamp.batch_in_epoch.value
+        return max(0, min(self._ready_at_start, left_in_epoch) - ready)
+
+    def _turnover(self, state: State) -> int:
+        """Batches between warm-up and window: the loader's queue, as far as the run is long enough for it."""
+        batches_left = state.max_duration.value - state.timestamp.batch.value - self.warmup_batches
+        if self.measure_batches is None:
+            room = batches_left // (1 + QUEUES_IN_WINDOW)
+        else:
+            room = batches_left - self.measure_batches
+        return min(self.window.queue_batches, max(0, room))
+
+
+def whole_epochs(state: State) -> int:
+    """Epochs that are trained to their end. Composer counts one only some time after its last batch, and a run can stop
+    in between."""
+    epochs = state.timestamp.epoch.value
+    if state.timestamp.batch_in_epoch.value == len(state.train_dataloader):  # the loader in use may be an evaluation's
+        epochs += 1
+    return epochs
+
+
+def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset()) -> dict:
+    """The record's figures; a batch takes as long as on its slowest rank. None where no batch was measured.
+
+    Args:
+        window: this rank's.
+        all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
+        bad_samples: those that this rank met.
+    """
+    excluded = highest_of_ranks(window.excluded_seconds, all_ranks)  # (batches,): the other ranks wait for that one
+    seconds = np.array(window.batch_seconds) - excluded  # (batches,)
+    slowest = highest_of_ranks(seconds, all_ranks)  # (batches,)
+    seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of EXCLUDED,)
+    mine = (seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib(), bad_samples)
+    ranks = dist.all_gather_object(mine) if all_ranks else [mine]
+    totals, waits, sustained_shares, memory, bad = zip(*ranks, strict=True)
+    num_bad = len(set().union(*bad))
+    if not window.batch_seconds:
+        return dict.fromkeys(OF_BATCHES) | {'measured_batches': 0, 'bad_samples': num_bad}
+    images_per_sec = float(window.samples * min(sustained_shares) / max(totals))
+    return {
+        'images_per_sec': images_per_sec,
+        'images_per_sec_per_device': images_per_sec / dist.get_world_size(),
+        'batch_seconds_median': float(np.median(slowest)),
+        'batch_seconds_p10': float(np.percentile(slowest, 10)),
+        'batch_seconds_p90': float(np.percentile(slowest, 90)),
+        'drift': drift(slowest),
+        'data_wait_fraction': float(max(wait / total for wait, total in zip(waits, totals, strict=True))),
+        **{f'{name}_seconds': float(spent) for name, spent in zip(window.seconds_of, seconds_of, strict=True)},
+        'peak_memory_gib': max(memory),
+        'measured_batches': len(slowest),
+        'queue_batches': window.queue_batches,
+        'bad_samples': num_bad,
+    }
+
+
+def highest_of_ranks(values: Sequence[float], all_ranks: bool) -> np.ndarray:
+    """Of each value the highest of all ranks, (values,). A run of days has millions: they are never gathered."""
+    if not all_ranks or len(values) == 0:
+        return np.array(values, dtype=float)
+    highest = get_device().tensor_to_device(torch.tensor(values, dtype=torch.float64))
+    dist.all_reduce(highest, 'MAX')
+    return highest.cpu().numpy()
+
+
+def drift(batch_seconds: np.ndarray) -> float | None:
+    """By what share the last third of the batches is faster than the first; negative where it is slower.
+
+    None where there are fewer than three batches.
+    """
+    third = len(batch_seconds) // 3
+    if third == 0:
+        return None
+    return float(batch_seconds[:third].sum() / batch_seconds[-third:].sum() - 1)
+
+
+def loader_figures(data: DataSpec, warmup_batches: int, measure_batches: int) -> dict[str, float]:
+    """Throughput of the loader alone, over all ranks: what it makes after the warm-up, taken as fast as it comes."""
+    loader = data.dataloader
+    epochs = itertools.chain.from_iterable(itertools.repeat(loader))  # one after the other
+    batches = map(data.batch_transforms, epochs)
+    for _ in range(warmup_batches + loader.queue_length):
+        next(batches)
+    ready_at_start = loader.ready_batches
+    start = time.perf_counter()
+    images = sum(len(next(batches)['caption']) for _ in range(measure_batches))
+    seconds = time.perf_counter() - start
+    made = measure_batches + loader.ready_batches - ready_at_start  # in this time: several come at once
+    mine = (images * made / measure_batches, seconds, data.batch_transforms.found)
+    images, seconds, bad = zip(*dist.all_gather_object(mine), strict=True)
+    return {'loader_images_per_sec': sum(images) / max(seconds),
+            'measured_batches': measure_batches,
+            'bad_samples': len(set.union(*bad))}
+
+
+def peak_memory_gib() -> float:
+    """Most memory this rank took: reserved on its GPU, or resident on the host where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / GIB
+    status = Path('/proc/self/status').read_text()  # ru_maxrss is at least that of the process that started this one
+    [peak] = re.findall(r'^VmHWM:\s*(\d+) kB$', status, re.MULTILINE)
+    return int(peak) * 1024 / GIB

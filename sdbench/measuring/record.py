@@ -1,0 +1,182 @@
+"""The record of a run, one line of JSON: what explains its figures, how it is kept, and its summary for people."""
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from composer.core import DataSpec
+from composer.utils import dist
+from composer.utils.collect_env import get_cpu_model
+
+from sdbench.costs import days_to_train, gpu_hours
+from sdbench.errors import DataError, plural, redacted
+from sdbench.flags.times import is_young, to_batches
+from sdbench.flags.train import LOADER_FLAGS, TRAINING_FLAGS, Train
+from sdbench.measuring.clock import loader_figures
+from sdbench.measuring.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
+from sdbench.measuring.reliability import busy_cores, remedy, why_unreliable
+from sdbench.measuring.tracing import PROFILED
+from sdbench.measuring.versions import git_commit, package_versions
+from sdbench.paths import beside
+
+UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
+MUCH_WAITING_FOR_DATA = 0.05
+
+
+def training_settings(settings: Train, latents: bool, microbatch: int | None = None) -> dict:
+    """What explains the figures of benchmark.py: when, what, where, and every setting that bears on speed.
+
+    Args:
+        settings: of the run.
+        latents: whether the run is on latents, so that only the text encoder is in its loop.
+        microbatch: the one that was found, where the settings leave it to a search.
+    """
+    values = dataclasses.asdict(settings)
+    if settings.loader_only:
+        stated = run_metadata('loader', values, LOADER_FLAGS)
+    else:
+        for flag in ('load_weights', 'eval_remote'):
+            if values[flag] is not None:
+                values[flag] = redacted(values[flag])
+        if microbatch is not None:
+            values['device_train_microbatch_size'] = microbatch
+        stated = run_metadata('train', values, TRAINING_FLAGS)
+    return stated | {
+        'dataset': 'streaming' if settings.remote else 'synthetic',
+        'encoders': 'text_in_loop' if latents else 'in_loop',
+    }
+
+
+def run_metadata(stage: str, values: dict[str, Any], flags: Sequence[str]) -> dict:
+    """The part of a record that a training shares with an encoding, and of the `values` of flags those of `flags`."""
+    return {
+        'stage': stage,
+        'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+        'command': shlex.join(map(redacted, sys.argv)),
+        'git_commit': git_commit(),
+        'device': torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name(),
+        'device_type': 'cuda' if torch.cuda.is_available() else 'cpu',
+        'num_devices': dist.get_world_size(),
+        'num_nodes': dist.get_world_size() // dist.get_local_world_size(),
+        'model_name': redacted(values['model_name']),
+        'image_size': values['image_size'],
+        **{flag: values[flag] for flag in flags},
+        'num_workers_by_default': values.get('num_workers_by_default'),
+        'versions': {'python': platform.python_version(),
+                     'cuda': torch.version.cuda if torch.cuda.is_available() else None, **package_versions()},
+    }
+
+
+def processor_name() -> str:
+    """The model name of the CPU, or its architecture where it has none. It takes a second, once for us and Composer."""
+    name = get_cpu_model()
+    return platform.machine() if name == 'CPU' else name
+
+
+def summary(record: dict, settings: Train) -> str:
+    """The record of a run for people; three significant digits or whole units."""
+    keys = OF_A_MEASUREMENT if settings.measures else OF_A_TRAINING
+    return '\n'.join(summary_lines(keys, record | notes(record, settings)))
+
+
+def notes(record: dict, settings: Train) -> dict[str, Any]:
+    """What a summary says beside the values of the record; None for what would say nothing."""
+    values = dict.fromkeys(('why_no_speed', 'caution', 'on_waiting', 'save_folder', 'export_flags', 'young_half_life',
+                            'ema_start_to_come', 'busy_cores', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
+    values['whole_epochs'] = record['trained_epochs'] or None
+    values['resumed_after'] = record['first_batch'] or None
+
+    # where the checkpoints are, and how they become a pipeline
+    if record['status'] not in ('failed', 'interrupted'):
+        values['save_folder'] = settings.save_folder
+        values['pipeline'] = beside(settings.save_folder, 'model') if settings.save_folder else None
+    values['export_flags'] = ''
+    trained = record['trained_batches']
+    if settings.ema_start and trained < to_batches(settings.ema_start):
+        values['ema_start_to_come'] = settings.ema_start
+    elif is_young(settings.ema_half_life, trained):
+        values['young_half_life'] = settings.ema_half_life
+        values['export_flags'] = ' --live'
+    if record['encoders'] == 'text_in_loop':  # no VAE is in the checkpoints
+        folder = settings.model_name if settings.pretrained else 'FOLDER'
+        values['export_flags'] += f' --model_name {folder} --pretrained'
+
+    # what the speed says, and what it would cost
+    if not record['images_per_sec']:
+        values['why_no_speed'] = 'the run was over before the clock started, so that no batch was measured'
+        return values
+    values['caution'] = reliability(record)
+    if not torch.cuda.is_available():
+        values['busy_cores'] = busy_cores()
+    values['on_waiting'] = ''
+    if record['data_wait_fraction'] > MUCH_WAITING_FOR_DATA:
+        values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
+    if settings.training_images and torch.cuda.is_available() and not values['caution']:
+        speed = record['images_per_sec']
+        values['images'] = settings.training_images
+        values['days'] = days_to_train(speed, settings.training_images)
+        values['gpus'] = plural(record['num_devices'], 'GPU')
+        values['gpu_hours'] = gpu_hours(speed, record['num_devices'], settings.training_images)
+        values['dollars'] = values['gpu_hours'] * settings.dollars_per_gpu_hour
+    return values
+
+
+def reliability(record: dict) -> str | None:
+    """Why these figures should not be trusted yet, and the remedy; None where they can be."""
+    if record.get('status') == PROFILED:
+        return 'these figures include the cost of the trace, so that no report counts them'
+    if why_unreliable(record):
+        return f'{why_unreliable(record)}: {remedy(record)}'
+    return None
+
+
+def append_line(line: str, path: str) -> None:
+    """Add a line to a file in one write. Raises DataError if it could not be."""
+    try:
+        content = line.encode() + b'\n'
+        with open(path, 'a+b', buffering=0) as file:
+            end = file.tell()
+            if end and os.pread(file.fileno(), 1, end - 1) != b'\n':  # a full disk has cut the last line
+                content = b'\n' + content
+            file.write(content)
+    except OSError as error:
+        raise DataError(f'--results {path} could not be written: {error.strerror}; see the record above') from None
+
+
+def append_record(record: dict, text: str | None, path: str) -> dict:
+    """On rank 0: append the record to `path`, and print `text`, unless it is None, and where the record is.
+
+    Where `path` is -, the record itself is printed last; also where it cannot be kept, for which DataError is raised.
+    """
+    if dist.get_global_rank() != 0:
+        return record
+    line = json.dumps(record)
+    lines = [line]
+    try:
+        if path != '-':
+            append_line(line, path)
+            lines = [f'{"record":<15} appended to {path}']
+    finally:
+        if text is not None:
+            lines.insert(0, text)
+        with contextlib.suppress(OSError):  # a pipe's reader may have died of the same Ctrl-C
+            print(*lines, sep='\n', flush=True)
+    return record
+
+
+def measure_loader(settings: Train, data: DataSpec) -> dict:
+    """The record of --loader_only, which is also kept and printed."""
+    record = training_settings(settings, data.dataloader.dataset.latents) | {'status': 'complete'}
+    record |= loader_figures(data, settings.warmup_batches, settings.measure_batches)
+    text = f'loader {record["loader_images_per_sec"]:.4g} images/s'
+    caution = reliability(record)
+    if caution:
+        text += f'\ncaution: {caution}'
+    return append_record(record, text, settings.results)

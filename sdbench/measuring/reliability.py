@@ -1,0 +1,57 @@
+"""When the speed of a record is not to be relied on yet: too short a window, or a speed that has not settled.
+
+The summary of a run and report.py ask here, so nothing needs torch.
+"""
+import os
+from pathlib import Path
+
+from sdbench.errors import plural
+
+QUEUES_IN_WINDOW = 5  # in a shorter window many of its batches were made before it began
+FEWEST_BATCHES = 20   # a window that is shorter says little
+MUCH_DRIFT = 0.1      # within a window: another would show another speed
+MUCH_WAITING_FOR_CORES = 0.5  # of a process's time
+
+
+def fewest_batches(queue_batches: int) -> int:
+    """The shortest window that shows the speed of a run whose loader prepares so many batches ahead."""
+    return max(FEWEST_BATCHES, QUEUES_IN_WINDOW * queue_batches)
+
+
+def why_unreliable(record: dict) -> str:
+    """Why the speed in a record is not to be relied on, in a few words; '' where it is, or where nothing is known."""
+    batches = record.get('measured_batches')
+    drift = record.get('drift')
+    if batches is not None and batches < fewest_batches(record.get('queue_batches') or 0):
+        return f'only {plural(batches, "measured batch", "measured batches")}'
+    if drift is not None and abs(drift) > MUCH_DRIFT:
+        return f'speed changed by {drift:+.1%}'
+    return ''
+
+
+def busy_cores(schedstat: str = '/proc/self/schedstat') -> str | None:
+    """Of a process that waits for a core much of its time, how much, and the remedy; None of another.
+
+    Args:
+        schedstat: a file of Linux, which says how many nanoseconds a process has run and has waited.
+    """
+    if not os.path.exists(schedstat):  # as in some containers
+        return None
+    ran, waited, _ = map(int, Path(schedstat).read_text().split())
+    share = waited / max(1, ran + waited)
+    if share < MUCH_WAITING_FOR_CORES:
+        return None
+    waited = f'waited {share:.0%} of the time for a core that others use'
+    if os.environ.get('OMP_NUM_THREADS') == '1':
+        return f'{waited}; fewer programs at once are faster'
+    return f'{waited}; OMP_NUM_THREADS=1 can make it ten times faster'
+
+
+def remedy(record: dict) -> str:
+    """What to do about the `why_unreliable` of a record."""
+    least = fewest_batches(record.get('queue_batches') or 0)
+    if record['measured_batches'] < least:
+        return f'use --measure_batches {least} or more, and where --max_duration is given, a longer one'
+    if record['drift'] > 0:
+        return 'the start was slow; use more --warmup_batches'
+    return 'the speed has not settled; use more --measure_batches, or a longer --max_duration'

@@ -1,0 +1,171 @@
+"""Find a model by its name, and make its frozen parts: a folder of this package, a diffusers folder, or the hub's."""
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL
+from transformers import CLIPTextConfig, CLIPTextModel
+
+from sdbench.errors import one_line
+from sdbench.flags.train import SD2_BASE, TINY_MODEL
+from sdbench.inputs.hub import local_folder
+from sdbench.models.precisions import DTYPES
+
+# These folders hold no weights: random ones train as fast.
+BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
+CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
+                'scheduler': 'scheduler_config.json'}
+UNET_WEIGHTS = 'unet/diffusion_pytorch_model.safetensors'
+VAE_WEIGHTS = 'vae/diffusion_pytorch_model.safetensors'
+WEIGHT_FILES = [VAE_WEIGHTS, 'text_encoder/model.safetensors']
+SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The folder of a model in diffusers' layout, and what its configuration files say.
+
+    Attributes:
+        name: as the user gave it.
+        folder: with the folders unet, vae, text_encoder and scheduler.
+        configs: the content of each part's configuration file.
+        pretrained: whether the VAE and the text encoder take their weights from `folder`, or random ones.
+    """
+    name: str
+    folder: Path
+    configs: dict[str, dict]
+    pretrained: bool
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The folder of the model's own tokenizer; None: it has none, and CLIP's own fits."""
+        folder = self.folder / 'tokenizer'
+        return str(folder) if folder.is_dir() else None
+
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids the text encoder knows."""
+        return self.configs['text_encoder'].get('vocab_size', CLIPTextConfig().vocab_size)
+
+    @property
+    def scaling_factor(self) -> float:
+        """What a latent of the VAE is multiplied with."""
+        return self.configs['vae'].get('scaling_factor', SCALING_FACTOR)
+
+    def latent_size(self, image_size: int) -> int:
+        """Height and width of the VAE's latents of images of `image_size` pixels: each block but the first halves them.
+        """
+        blocks = self.configs['vae'].get('block_out_channels', (64,))  # as AutoencoderKL has it
+        return image_size // 2 ** (len(blocks) - 1)
+
+    def config_sha256(self) -> str:
+        """A hash of the configuration of all parts, without what the libraries note of themselves in it."""
+        configs = {}
+        for part, config in self.configs.items():
+            configs[part] = {key: value for key, value in config.items() if not key.startswith('_')}
+        return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def vae_sha256(self) -> str:
+        """A hash of the VAE's weights, 'random' where they are drawn."""
+        if not self.pretrained:
+            return 'random'
+        with open(self.folder / VAE_WEIGHTS, 'rb') as file:
+            return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+def find_model(name: str, pretrained: bool = False) -> ModelFiles:
+    """The files of a model: built in, in the folder `name`, or downloaded once from the hub's repository `name`.
+
+    Raises ValueError if there is no such model, or it lacks the weights that `pretrained` asks for.
+    """
+    if name in BUILT_IN and not pretrained:
+        folder = BUILT_IN[name]
+    else:
+        patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()] + ['tokenizer/*']
+        if pretrained:
+            patterns += WEIGHT_FILES
+        folder = local_folder('--model_name', name, patterns)
+    configs = {}
+    for part, file in CONFIG_FILES.items():
+        try:
+            configs[part] = dict(json.loads((folder / part / file).read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f'--model_name {name} is not a diffusers model ({one_line(error, 300)}); it needs the '
+                             'folders unet, vae, text_encoder and scheduler') from None
+    if pretrained:
+        for file in WEIGHT_FILES:
+            if not (folder / file).is_file():
+                raise ValueError(f'--model_name {name} lacks {file}; leave out --pretrained for random weights')
+    return ModelFiles(name, folder, configs, pretrained)
+
+
+def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
+    """A network of diffusers or transformers with the weights of its folder: on the CPU, in float32, frozen, in eval
+    mode.
+
+    Args:
+        cls: its class, such as UNet2DConditionModel.
+        folder: with its configuration and its weights, as safetensors.
+        label: what errors call the model that it is a part of, a flag with its value.
+
+    Raises ValueError if the weights do not load, or are not those of the network: diffusers and transformers go on
+    with random numbers in the place of what is missing, and without what is foreign.
+    """
+    try:
+        network, loading = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True,
+                                                output_loading_info=True)
+    except Exception as error:  # of nearly any kind, for files that are not there, damaged, or make no sense
+        raise ValueError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error, 300)}); give '
+                         'another model') from None
+    wrong = sorted(map(str, {*loading['missing_keys'], *loading['unexpected_keys']}))
+    if wrong:
+        raise ValueError(f'{label}: {folder} holds the weights of another model: {len(wrong)} are missing or foreign, '
+                         f'first {wrong[0]}; give one that is whole')
+    return network.float().requires_grad_(False).eval()
+
+
+def hash_of_weights(*networks: torch.nn.Module) -> str:
+    """A SHA-256 of all tensors of networks on the CPU, in hex."""
+    digest = hashlib.sha256()
+    for network in networks:
+        for name, tensor in sorted(network.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().numpy())
+    return digest.hexdigest()
+
+
+def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
+    """The VAE, frozen, in eval mode, and held in `precision`, one of DTYPES.
+
+    Raises ValueError if its weights do not load.
+    """
+    if files.pretrained:
+        vae = load_weights(AutoencoderKL, files.folder / 'vae', f'--model_name {files.name}')
+    else:
+        vae = AutoencoderKL.from_config(files.configs['vae'])
+    return frozen(vae, precision)
+
+
+def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
+    """The CLIP text encoder, frozen, in eval mode, and held in `precision`, one of DTYPES.
+
+    Raises ValueError if its weights do not load.
+    """
+    if files.pretrained:
+        text_encoder = load_weights(CLIPTextModel, files.folder / 'text_encoder', f'--model_name {files.name}')
+    else:
+        text_encoder = CLIPTextModel(CLIPTextConfig(**files.configs['text_encoder']))
+    return frozen(text_encoder, precision)
+
+
+def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:
+    """The module itself, without gradients, in eval mode and in `precision`."""
+    module.requires_grad_(False).eval()
+    torch.nn.Module.to(module, DTYPES[precision])  # diffusers' own `to` warns of parts that stay in fp32
+    return module

@@ -1,0 +1,102 @@
+"""The switches that train the same model faster or in less memory: those of the model, and those of the process."""
+import contextlib
+
+import torch
+from composer import Callback, ComposerModel
+from composer.core import State
+from composer.utils import dist
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.resnet import ResnetBlock2D
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.clip.modeling_clip import CLIPEncoder
+
+from sdbench.errors import one_line
+from sdbench.flags.train import Train
+from sdbench.models.compiling import compile_in_place
+from sdbench.models.divisions import skip_divisions_by_one
+from sdbench.models.norms import switch_norms_to_half
+
+# What torch may use for each --attention: the first of these that can.
+SDPA_BACKENDS = {
+    'cudnn': [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    'flash': [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    'efficient': [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    'math': [SDPBackend.MATH],
+}
+UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
+MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 14 kinds of residual blocks and 4 of transformer blocks
+
+
+def apply_switches(model: ComposerModel, settings: Train) -> None:
+    """Train the same model faster or in less memory.
+
+    Raises ValueError if xformers is not built for this torch or this GPU.
+    """
+    convolutional = [model.unet]
+    if model.vae is not None:
+        convolutional.append(model.vae)
+    if settings.channels_last:
+        for part in convolutional:
+            part.to(memory_format=torch.channels_last)
+    if settings.half_precision_norms:
+        switch_norms_to_half(model.unet)
+        if model.vae is not None:
+            switch_norms_to_half(model.vae.encoder)  # which has five times as many elements in its norms as the UNet
+    if settings.attention == 'xformers':
+        try:
+            for part in convolutional:
+                part.enable_xformers_memory_efficient_attention()
+        except Exception as error:  # diffusers tries it once on the GPU, and passes on whatever xformers raises
+            raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
+    if settings.gradient_checkpointing:
+        model.unet.enable_gradient_checkpointing()
+    if settings.compile:
+        compile_model(model, settings)  # a division in a larger kernel moves nothing
+    else:
+        skip_divisions_by_one(model)
+
+
+def compile_model(model: ComposerModel, settings: Train) -> None:
+    """Compile the UNet, whole or block by block, the VAE's encoder, and the layers of the text encoder.
+
+    Blocks of one kind and size share a graph.
+    """
+    # the text encoder's masks and embeddings around its layers are made in other ways in each version of transformers
+    modules = [module for module in model.text_encoder.modules() if isinstance(module, CLIPEncoder)]
+    if settings.compile_blocks:
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, MOST_KINDS_OF_BLOCKS)  # of one class, for all its sizes
+        modules += [module for module in model.unet.modules() if type(module) in UNET_BLOCKS]
+    else:
+        modules.append(model.unet)
+    if model.vae is not None:
+        modules.append(model.vae.encoder)
+    compile_in_place(modules, settings.compile)
+
+
+def process_switches(settings: Train) -> contextlib.AbstractContextManager:
+    """Switch cuDNN's search on or off, and make a context in which torch uses the kernel of --attention where it can.
+
+    It does so in backward passes too, where gradient checkpointing computes attention again. SDPA_BACKENDS says what
+    takes what it cannot: without that, newer versions of torch put cuDNN's first.
+    """
+    torch.backends.cudnn.benchmark = settings.cudnn_benchmark
+    if settings.attention in ('sdpa', 'xformers'):
+        return contextlib.nullcontext()
+    return sdpa_kernel(SDPA_BACKENDS[settings.attention], set_priority=True)
+
+
+def switch_callbacks(settings: Train) -> list[Callback]:
+    """What the switches do within a step."""
+    if settings.allreduce_precision == 'bf16':
+        return [AllReduceInBf16()]
+    return []
+
+
+class AllReduceInBf16(Callback):
+    """DDP sends the gradients in bf16, half the bytes between GPUs; the optimizer has them in float32 again."""
+
+    def fit_start(self, state: State, logger) -> None:
+        if dist.get_world_size() > 1:
+            state.model.register_comm_hook(None, bf16_compress_hook)

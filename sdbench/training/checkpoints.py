@@ -1,0 +1,349 @@
+"""Checkpoints as Composer writes them: saved whole, found again, and loaded without running code."""
+import contextlib
+import datetime
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import sys
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.core import State
+from composer.loggers import Logger
+from composer.utils import checkpoint as composer_checkpoint
+from composer.utils import dist, maybe_create_object_store_from_uri, parse_uri
+from composer.utils.remote_uploader import _upload_file_to_object_store
+from filelock import FileLock, Timeout
+from numpy._core import multiarray as np_multiarray
+from torch.serialization import safe_globals
+from torch.torch_version import TorchVersion
+from torch.utils.serialization import config as loading_config
+from tqdm import tqdm
+
+from sdbench.errors import DataError, disk_is_full, one_line
+from sdbench.training.ranks import on_every_rank, on_rank_0
+from sdbench.training.safeguard import DatasetChanged
+from sdbench.training.signals import SIGNALS
+
+NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
+CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
+UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.unfinished')  # as `atomic_write` calls a checkpoint
+LOCK = '.lock'  # in a --save_folder
+SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
+PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own types
+    datetime.timedelta, TorchVersion,
+    # the state of NumPy's random generator, of which Composer's own saver keeps an array of uint32
+    np.ndarray, np.dtype, np.dtypes.UInt32DType, np_multiarray._reconstruct,
+    (np_multiarray._reconstruct, 'numpy.core.multiarray._reconstruct'),  # as NumPy 1 calls it
+]
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """A file that takes the name `path` when the context ends and all of it is on the disk; else nothing is left of it.
+
+    What a killed process leaves of it is `.NAME.unfinished`.
+    """
+    unfinished = Path(path).with_name(f'.{os.path.basename(path)}.unfinished')
+    try:
+        with open(unfinished, 'wb') as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:  # a full disk, and whatever else ends the run
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
+    """A context in which no other run saves in a --save_folder; a store has no locks.
+
+    Raises ValueError on all ranks if another run does, or if there are files that this one does not resume.
+    """
+    with contextlib.ExitStack() as at_the_end:
+        if folder is not None:
+            on_rank_0(partial(lock_save_folder, folder, autoresume, at_the_end))
+        yield
+
+
+def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
+    """Lock a --save_folder until `at_the_end` gives it back. Raises ValueError as `locked_save_folder` does."""
+    others = [name for name in names_in(folder) if not os.path.basename(name).startswith('.')]
+    if others and not autoresume:
+        raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
+                         'there')
+    if any(not os.path.isdir(name) for name in others) and not checkpoints_in(folder):
+        raise ValueError(f'--save_folder {folder} holds files and no checkpoint of benchmark.py; give a new one')
+    if '://' not in folder:
+        lock = FileLock(Path(folder, LOCK))
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            at_the_end.enter_context(lock.acquire(timeout=SECONDS_FOR_LOCK))
+        except Timeout:
+            raise ValueError(f'--save_folder {folder} is in use by another run; wait until that has ended') from None
+        except OSError as error:
+            raise ValueError(f'--save_folder {folder} cannot be written to ({error.strerror}); give another') from None
+        for name in os.listdir(folder):
+            if UNFINISHED.fullmatch(name):  # of a run that was killed while it saved, since none has the lock
+                os.remove(os.path.join(folder, name))
+
+
+def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
+    """Paths or URIs of what lies directly in a folder or an object store; none where it is not there.
+
+    Raises ValueError, which names `flag`, if they cannot be listed.
+    """
+    try:
+        store = maybe_create_object_store_from_uri(folder)
+        if store:
+            prefix = os.path.join(parse_uri(folder)[2], '')
+            return [store.get_uri(name) for name in store.list_objects(prefix) if '/' not in name[len(prefix):]]
+        if not os.path.lexists(folder):
+            return []
+        return [os.path.join(folder, name) for name in os.listdir(folder)]
+    except Exception as error:  # every storage client has its own exceptions
+        raise ValueError(f'{flag} {folder} cannot be read ({one_line(error)}); check its name, and your permissions or '
+                         'credentials') from None
+
+
+def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
+    """Those of `names_in` that are Composer's checkpoints, by batch, the oldest first."""
+    found = []
+    for name in names_in(folder, flag):
+        match = CHECKPOINT_NAME.fullmatch(os.path.basename(name))
+        if match:
+            epoch, batch = match.groups()
+            found.append((int(batch), int(epoch), name))
+    return [name for _, _, name in sorted(found)]
+
+
+def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
+    """Path or URI of the newest whole checkpoint of a folder or an object store, for all ranks; None if there is none.
+
+    A newer one that was not written to its end is passed over with a line, and stays. In a store all are whole.
+
+    Raises ValueError on all ranks, which names `flag`, if the folder or the newest checkpoint cannot be read, or nodes
+    see different ones: each would load its own, or wait for the others.
+    """
+    if '://' in folder:
+        return on_rank_0(partial(newest_whole, folder, flag))
+    seen = on_every_rank(partial(newest_whole, folder, flag))
+    for rank, checkpoint in enumerate(seen):
+        if checkpoint != seen[0]:
+            raise ValueError(f'{flag} {folder} is not the same folder on every node: its newest checkpoint is '
+                             f'{seen[0] or "none"} on rank 0, and {checkpoint or "none"} on rank {rank}; give one that '
+                             'all nodes share, or an object store')
+    return seen[0]
+
+
+def newest_whole(folder: str, flag: str) -> str | None:
+    """The newest whole checkpoint that this rank sees. Raises ValueError if one cannot be read."""
+    for name in reversed(checkpoints_in(folder, flag)):
+        try:
+            if '://' in name or is_whole(name):
+                return name
+        except OSError as error:
+            raise ValueError(f'{flag} {folder}: {name} cannot be read ({error.strerror}); try again when its file '
+                             'system has recovered, or move it away') from None
+        if dist.get_local_rank() == 0:
+            print(f'warning: {name} was not written to its end, and is passed over', file=sys.stderr)
+    return None
+
+
+def is_whole(path: str) -> bool:
+    """Whether a file is an archive with its end. Raises OSError if it cannot be read."""
+    with open(path, 'rb') as file:
+        file.read(1)  # zipfile takes a disk's refusal for an archive without an end
+        return zipfile.is_zipfile(file)
+
+
+@contextlib.contextmanager
+def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
+    """A context in which torch.load runs no code that a file holds, also where Composer 0.32 asks it to.
+
+    It maps the file, so that a tensor is read when it is used, and the ranks of a host share what they read.
+
+    Raises ValueError if the checkpoint `name`, which is loaded in it, holds more than tensors and plain types.
+    """
+    flag = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+    before = os.environ.get(flag)
+    os.environ[flag] = '1'
+    try:
+        with safe_globals(PLAIN_TYPES), loading_config.patch('load.mmap', True):
+            yield
+    except pickle.UnpicklingError:
+        raise ValueError(f'{name} holds more than tensors and plain types, or none, and could run code; do not use it'
+                         ) from None
+    finally:
+        if before is None:
+            del os.environ[flag]
+        else:
+            os.environ[flag] = before
+
+
+@contextlib.contextmanager
+def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
+    """A context in which Composer's Trainer loads a checkpoint of --save_folder. Raises ValueError if it does not fit.
+
+    Other errors, as of memory or a network, stay what they are.
+    """
+    try:
+        with weights_only_load(checkpoint):
+            yield
+    except DatasetChanged as error:
+        raise ValueError(f'--save_folder {folder}: the data of --remote has changed since {checkpoint} was written '
+                         f'({error}), so that its epoch cannot go on; train on the new data with a new --save_folder '
+                         f'and --load_weights {checkpoint}') from None
+    except (RuntimeError, KeyError, ValueError) as error:
+        of_another_model = 'loading state_dict' in str(error)  # as torch says of missing and foreign tensors
+        if not checkpoint or (isinstance(error, RuntimeError) and not of_another_model):
+            raise
+        raise ValueError(f'--save_folder {folder}: {checkpoint} does not fit this run ({one_line(error, 200)}); '
+                         'resume with the flags it was made with') from None
+
+
+def load_checkpoint(path: str | os.PathLike) -> dict:
+    """A checkpoint, on the CPU. Raises ValueError if it holds more than tensors and plain types, such as code."""
+    with weights_only_load(path):
+        return torch.load(path, map_location='cpu', weights_only=True)
+
+
+class AtomicCheckpointSaver(CheckpointSaver):
+    """Composer's saver, which leaves either a whole checkpoint or none, also where the run is killed or a disk fills.
+
+    Composer 0.32 writes in place, into the name that a resume looks for. It forgets what the run that is resumed has
+    saved, so that this never makes room, and ends the run where a checkpoint that it would remove is gone.
+
+    To a store it sends a copy of the file, and ends the run, at some later batch, where one could not be sent. Here an
+    upload that fails is warned of, and the next checkpoint takes its place. The last one is tried once more at the end
+    of the run; where that fails as well, it stays on this machine.
+
+    Args:
+        folder: or object store.
+        save_interval: a time.
+        to_keep: the newest that stay in a folder, of those that this run, or the one that it resumes, has written; None
+            keeps all. A store keeps all.
+    """
+
+    def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
+        remote_file_name = None
+        latest_filename = 'latest-rank{rank}.pt'
+        if '://' in folder:
+            remote_file_name = os.path.join(parse_uri(folder)[2], NAME)
+            latest_filename = None
+            to_keep = None  # each is removed from this machine when it is in the store
+        super().__init__(folder, NAME, remote_file_name, latest_filename, latest_remote_file_name=None,
+                         save_interval=save_interval,
+                         overwrite=True,  # files newer than the one resumed from, which a killed run left
+                         num_checkpoints_to_keep=to_keep or -1,
+                         ignore_keys=leave_out)
+        self.address = folder  # as it was given; `folder` is on this machine
+        # the newest: its process, its end, its file, and its name in the store
+        self.upload: tuple[ProcessPoolExecutor, Future, str, str] | None = None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over those of the run that is resumed, by their names: its folder may have another name now."""
+        super().load_state_dict(state)
+        paths = [os.path.join(self.folder, os.path.basename(path)) for path in self.all_saved_checkpoints_to_timestamp]
+        self.saved_checkpoints = [path for path in paths if os.path.exists(path)]
+        # at an epoch's end Composer would save the same batch again, under the name of the next epoch
+        self.last_checkpoint_batch = max(saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values())
+
+    def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        """Raises DataError if the disk is full that the checkpoint is written to."""
+        write_in_place = composer_checkpoint._write_checkpoint_file
+        composer_checkpoint._write_checkpoint_file = save_atomically
+        try:
+            super()._save_checkpoint(state, logger)
+        except Exception as error:
+            if not disk_is_full(error):
+                raise
+            if self.remote_uploader is not None:
+                raise DataError(f'a disk is full: on its way to --save_folder {self.address} a checkpoint is written '
+                                f'to {self.folder}; set TMPDIR to a folder with more room') from None
+            raise DataError(f'a disk is full: that of --save_folder {self.address}; free some of it, or keep less '
+                            'with --save_num_checkpoints_to_keep') from None
+        finally:
+            composer_checkpoint._write_checkpoint_file = write_in_place
+
+    def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
+                           logger: Logger) -> None:
+        """Begin to send a checkpoint, once the one before it has been sent, or has failed to be."""
+        self._finish_upload()
+        if self.upload is not None:
+            *_, unsent, _ = self.upload
+            Path(unsent).unlink(missing_ok=True)  # this newer one takes its place
+        self._start_upload(local_file_name, remote_file_name)
+
+    def _start_upload(self, file: str, name: str) -> None:
+        """Send a file in a process of its own, which removes it when it is in the store."""
+        uploader = self.remote_uploader
+        # a terminal and a cluster send their signals to that process as well: it keeps them blocked
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            executor = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
+            future = executor.submit(_upload_file_to_object_store, uploader.remote_backend_name,
+                                     uploader.backend_kwargs, name, file, self.overwrite, uploader.num_attempts)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        future.add_done_callback(partial(self._warn_of_failure, name))
+        self.upload = (executor, future, file, name)
+
+    def _warn_of_failure(self, name: str, future: Future) -> None:
+        """At the end of an upload, in a thread of its own."""
+        error = future.exception()
+        if error is not None:
+            tqdm.write(f'warning: {os.path.basename(name)} could not be sent to --save_folder {self.address} '
+                       f'({one_line(error, 200)}); it is tried again with the next one', file=sys.stderr)
+
+    def _finish_upload(self) -> None:
+        """Wait until the newest upload has ended; nothing is left in `upload` of one that succeeded."""
+        if self.upload is None:
+            return
+        executor, future, _, _ = self.upload
+        error = future.exception()
+        executor.shutdown()
+        if error is None:
+            self.upload = None
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Uploads are looked after when the next one begins, and at the end."""
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Raises DataError if the last checkpoint cannot be sent at the second try either; then its file stays."""
+        self._finish_upload()
+        if self.upload is None:
+            return
+        *_, file, name = self.upload
+        self._start_upload(file, name)
+        self._finish_upload()
+        if self.upload is not None:
+            raise DataError(f'the last checkpoint could not be sent to --save_folder {self.address}: it is {file}')
+
+    def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
+        while len(self.saved_checkpoints) > self.num_checkpoints_to_keep:
+            Path(self.saved_checkpoints.pop(0)).unlink(missing_ok=True)
+
+
+def leave_out(state_dict: dict[str, Any]) -> None:
+    """Take out of what Composer saves what a resume has no use for."""
+    del state_dict['rng']  # Safeguard seeds every batch
+    if not any(state_dict['state']['scaler'].values()):  # as on a CPU; on a GPU a GradScaler refuses to load none
+        del state_dict['state']['scaler']
+
+
+def save_atomically(state_dict: dict[str, Any], filename: str) -> None:
+    """Save what Composer saves, under its name once it is on the disk."""
+    with atomic_write(filename) as file:
+        torch.save(state_dict, file)

@@ -1,0 +1,161 @@
+"""How a training begins, ends and is recorded."""
+import os
+import sys
+import warnings
+
+import torch
+from composer import Callback, ComposerModel, Trainer
+from composer.core import DataSpec, State
+from composer.utils import dist
+
+from sdbench.errors import DataError, plural
+from sdbench.flags.times import is_young, to_batches
+from sdbench.flags.train import SD2_BASE, TINY_COMMAND, TINY_MODEL, Train
+from sdbench.measuring.clock import Measurement, figures, whole_epochs
+from sdbench.measuring.power import gather_gpu_figures
+from sdbench.measuring.record import UNMEASURED, append_record, redacted, summary, training_settings
+from sdbench.measuring.tracing import PROFILED
+from sdbench.models.flops import utilization
+from sdbench.models.loading import UNET_WEIGHTS
+from sdbench.training.evaluation import Evaluations
+from sdbench.training.failures import reason
+from sdbench.training.loggers import log_record
+from sdbench.training.progress import Progress, batches_in_words
+from sdbench.training.safeguard import Safeguard
+from sdbench.training.signals import StopAtSignal
+
+# what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
+COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
+
+
+class RunFailed(DataError):
+    """A training ended early, or its record is lost; the text is for the user."""
+
+
+def log_config(settings: Train) -> None:
+    """On rank 0, since building and the first batch can take minutes, or without a GPU hours."""
+    if dist.get_global_rank():
+        return
+    if settings.model_name == SD2_BASE and not torch.cuda.is_available():
+        print('warning: there is no GPU. On a CPU Stable Diffusion 2 takes 18 GB of memory, 2 GB more for each image '
+              f'at once, and seconds for each of {settings.batch_size:,} images of a batch. The tiny model takes less: '
+              f'{TINY_COMMAND}', file=sys.stderr)
+    devices = plural(dist.get_world_size(), 'device')
+    print(f'building {redacted(settings.model_name)} for images of {settings.image_size} px, '
+          f'{settings.batch_size:,} a batch, on {devices}', file=sys.stderr, flush=True)
+
+
+def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
+    """On rank 0: what is resumed or started from, and what will not come of it."""
+    if dist.get_global_rank():
+        return
+    if is_over(state):
+        print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: nothing left '
+              'to do; a longer --max_duration goes on')
+        return
+    if settings.load_weights and not checkpoint:
+        print(f'starting from the weights of {settings.load_weights}')
+    elif settings.pretrained and not checkpoint and os.path.isfile(f'{settings.model_name}/{UNET_WEIGHTS}'):
+        print('the UNet starts from random weights: --pretrained is for the VAE and the text encoder; to start from '
+              f'trained ones, give --load_weights {settings.model_name}')
+    if checkpoint:
+        print(f'resuming from {checkpoint}, {batches_in_words(state, state.max_duration.value)}')
+    elif settings.autoresume:
+        print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
+    elif not settings.measures and not settings.save_folder:
+        print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
+    batches = to_batches(settings.max_duration)
+    is_new = checkpoint is None  # a resume keeps its half-life
+    if is_new and settings.save_folder and settings.use_ema and is_young(settings.ema_half_life, batches):
+        print(f'warning: after {batches} batches the average will still be near the weights at the start; give '
+              f'--ema_half_life {max(1, batches // 10)}ba', file=sys.stderr)
+    if settings.save_folder and not settings.pretrained and settings.model_name != TINY_MODEL:
+        print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw; '
+              'give --model_name FOLDER --pretrained', file=sys.stderr)
+
+
+def is_over(state: State) -> bool:
+    """Whether the checkpoint that a training resumes from is its last."""
+    return state.timestamp >= state.max_duration
+
+
+def callback_of(trainer: Trainer, cls: type[Callback]) -> Callback:
+    """The callback of this class."""
+    return next(callback for callback in trainer.state.callbacks if isinstance(callback, cls))
+
+
+def fit(trainer: Trainer) -> dict[str, str]:
+    """Train to the end, and say how that was: a `status`, which is complete, interrupted (Ctrl-C or SIGTERM) or failed,
+    and where it failed the `error` in one line.
+    """
+    try:
+        with warnings.catch_warnings():
+            for words in COMPOSERS_WARNINGS:
+                warnings.filterwarnings('ignore', words)
+            trainer.fit()
+    except Exception as error:
+        microbatch_flag = f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}'
+        return {'status': 'failed', 'error': redacted(reason(error, microbatch_flag))}
+    finally:
+        callback_of(trainer, Progress).stop()
+    if callback_of(trainer, StopAtSignal).interrupted:
+        return {'status': 'interrupted'}
+    return {'status': 'complete'}
+
+
+def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
+                    outcome: dict[str, str]) -> dict:
+    """The record of a training that ended as `outcome` of `fit` says."""
+    state = trainer.state
+    measurement = callback_of(trainer, Measurement)
+    safeguard = callback_of(trainer, Safeguard)
+    record = training_settings(settings, model.vae is None, state.device_train_microbatch_size) | outcome
+    all_ranks = outcome['status'] != 'failed'  # else they may be gone
+    record |= figures(measurement.window, all_ranks, data.batch_transforms.found)
+    record |= gather_gpu_figures(measurement.gpu, record['images_per_sec'], all_ranks)
+    record['turnover_batches'] = measurement.turnover_batches
+    record |= utilization(record['images_per_sec_per_device'], sum(model.flops_per_image.values()), settings.precision,
+                          record['device'])
+    record |= callback_of(trainer, Evaluations).figures()
+    record |= {'first_batch': safeguard.first_batch, 'trained_batches': state.timestamp.batch.value,
+               'trained_epochs': whole_epochs(state), 'loss': measurement.loss,
+               'skipped_batches': safeguard.skipped_batches}
+    has_tf32 = torch.cuda.is_available() and torch.cuda.is_tf32_supported()  # Composer uses it where it is there
+    record |= {'microbatch_search': settings.searches_microbatch, 'tf32': has_tf32}
+    if record['status'] == 'complete' and not record['images_per_sec']:
+        record['status'] = UNMEASURED
+    elif settings.profile and record['status'] == 'complete':
+        record['status'] = PROFILED
+    return record
+
+
+def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
+    """Close the loggers, keep the record, print its summary, and end the process unless the training completed.
+
+    Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
+    """
+    text = None  # of a run that failed: its error says all
+    if record['status'] != 'failed':
+        text = summary(record, settings)
+    if record['status'] == 'interrupted':
+        text += f'\n{where_it_stopped(settings, trainer.state)}'
+    try:
+        if record['status'] != 'failed':
+            log_record(trainer.logger, record)
+            trainer.close()
+        append_record(record, text, settings.results)
+    except Exception as error:
+        raise RunFailed(redacted(reason(error, ''))) from None
+    if record['status'] == 'interrupted':
+        sys.exit(130 if dist.get_local_rank() == 0 else 0)  # a launcher would print all that a rank has printed
+    if record['status'] == 'failed':
+        failed_batch = trainer.state.timestamp.batch.value + 1
+        raise RunFailed(f'the run failed at batch {failed_batch}: {record["error"]}')
+
+
+def where_it_stopped(settings: Train, state: State) -> str:
+    """Of an interrupted run, and how to go on."""
+    stopped = f'{"stopped":<15} after batch {state.timestamp.batch.value}; '
+    if settings.save_folder:
+        return stopped + f'a checkpoint is in {settings.save_folder}: the same command with --autoresume goes on'
+    return stopped + 'without --save_folder nothing was saved'

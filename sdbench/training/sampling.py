@@ -1,0 +1,151 @@
+"""--sample_prompts: what the model draws while it is trained."""
+import math
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+from composer import Callback, ComposerModel
+from composer.core import Event, State, get_precision_context
+from composer.loggers import Logger
+from composer.utils import create_interval_scheduler, dist
+from diffusers import StableDiffusionPipeline
+from matplotlib.font_manager import findfont
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+from torchvision.utils import make_grid
+from tqdm import tqdm
+
+from data import build_fitting_tokenizer
+from ema import EMA
+from sdbench.errors import one_line
+from sdbench.flags.train import Train
+from sdbench.measuring.clock import Measurement
+from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
+from sdbench.models.loading import ModelFiles, build_vae
+from sdbench.training.checkpoints import atomic_write
+from sdbench.training.signals import StopAtSignal
+
+CAPTION_LINES = 3  # below a picture
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts in a file, one a line. Raises ValueError if there is none."""
+    lines = Path(path).read_text(encoding='utf-8-sig').split('\n')
+    prompts = [line.strip() for line in lines if line.strip()]
+    if not prompts:
+        raise ValueError(f'--sample_prompts {path} holds no prompt; write one on each line')
+    return prompts
+
+
+def with_caption(picture: Image.Image, caption: str) -> Image.Image:
+    """A picture with as much of its caption below it as three lines take."""
+    size = max(8, picture.width // 24)  # of the letters, in pixels
+    font = ImageFont.truetype(findfont('DejaVu Sans'), size)
+    letters = max(1, int(picture.width / font.getlength('n')))  # in a line
+    lines = textwrap.wrap(caption, letters, max_lines=CAPTION_LINES, placeholder=' ...')
+    framed = Image.new('RGB', (picture.width, picture.height + round(1.3 * size * CAPTION_LINES)), 'white')
+    framed.paste(picture)
+    ImageDraw.Draw(framed).multiline_text((0, picture.height), '\n'.join(lines), 'black', font, spacing=0)
+    return framed
+
+
+class Sampling(Callback):
+    """Draws a picture of each prompt at each interval and at the end of a run: a grid, kept as a PNG and logged.
+
+    The pictures stand in rows in the order of their prompts, which stand below them and in the PNG's text. Rank 0 draws
+    between two batches, with the averaged weights where there are any, and from the same noise each time. The other
+    ranks wait for it. A drawing that fails is warned of, and the training goes on; a run that a signal ends is not
+    drawn.
+
+    Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
+    is neither run nor compiled anew.
+
+    Args:
+        settings: of the run.
+        model: where it trains on latents, the VAE of `files` decodes.
+        files: of the model.
+        measurement: of the run, which counts the seconds apart.
+        stop: of the run.
+    """
+
+    def __init__(self, settings: Train, model: ComposerModel, files: ModelFiles, measurement: Measurement,
+                 stop: StopAtSignal):
+        self.settings = settings
+        self.model = model
+        self.files = files
+        self.measurement = measurement
+        self.stop = stop
+        self.prompts = read_prompts(settings.sample_prompts)
+        self._is_due = create_interval_scheduler(settings.sample_interval)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() == 0:
+            device = next(self.model.unet.parameters()).device
+            tokenizer = build_fitting_tokenizer(self.settings.tokenizer, self.files)
+            captions = tokenizer.encode_batch(['', *self.prompts])
+            tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
+            self._empty, *self._tokens = tokens
+            self._vae = self.model.vae
+            if self._vae is None:
+                self._vae = build_vae(self.files, self.settings.encoder_precision).to(device)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        if self.stop.interrupted or not self._is_due(state, Event.BATCH_CHECKPOINT):
+            return
+        with self.measurement.excluded('sampling'):  # for all ranks, until the last of them is through
+            if dist.get_global_rank() == 0:
+                try:
+                    self._draw_and_keep(state, logger)
+                except Exception as error:  # of a disk, of memory: whatever it is, weeks of training do not end with it
+                    batch = state.timestamp.batch.value
+                    tqdm.write(f'warning: nothing was drawn at batch {batch} ({type(error).__name__}: '
+                               f'{one_line(error, 200)}); the training goes on', file=sys.stderr)
+
+    def _draw_and_keep(self, state: State, logger: Logger) -> None:
+        """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
+        unet, weights = self.model.unet, 'live'
+        for algorithm in state.algorithms:
+            if isinstance(algorithm, EMA) and algorithm.ema_started:
+                unet, weights = algorithm.get_ema_model(self.model).unet, 'averaged'
+        pictures = []
+        for picture, prompt in zip(self.draw(unet, state.device_train_microbatch_size), self.prompts, strict=True):
+            pictures.append(pil_to_tensor(with_caption(picture, prompt)))
+        columns = math.ceil(math.sqrt(len(pictures)))
+        grid = make_grid(pictures, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
+        text = PngInfo()
+        text.add_itxt('prompts', '\n'.join(self.prompts))
+        text.add_itxt('weights', weights)
+        folder = Path(self.settings.sample_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / f'ba{state.timestamp.batch.value}.png') as file:
+            to_pil_image(grid).save(file, 'PNG', pnginfo=text)
+        logger.log_images(grid.numpy(), 'samples', use_table=False)
+
+    def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
+        """The pictures, with no more at once in the UNet than in training, where gradients come on top."""
+        at_once = max(1, microbatch // 2)  # each is there with its caption and without
+        pipeline = build_pipeline(unet, self._vae, self.model.scheduler.config)
+        pictures = []
+        was_training = unet.training
+        unet.eval()
+        try:
+            with torch.compiler.set_stance('force_eager'):  # as it stands, not as it is compiled
+                for first in range(0, len(self._tokens), at_once):
+                    pictures += self._draw_some(pipeline, first, self._tokens[first:first + at_once])
+        finally:
+            unet.train(was_training)
+        return pictures
+
+    def _draw_some(self, pipeline: StableDiffusionPipeline, first: int,
+                   tokens: list[torch.Tensor]) -> list[Image.Image]:
+        """The pictures of the prompts from number `first` on, of which `tokens` are, each int64 (77,)."""
+        side = self.model.image_size
+        with get_precision_context(self.settings.precision):
+            text = self.model.text_states(torch.stack(tokens))  # (B, 77, D)
+            empty_text = self.model.text_states(self._empty[None]).expand_as(text)
+            drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text, height=side, width=side,
+                             generator=seeded(self.settings.seed + first + index for index in range(len(tokens))),
+                             num_inference_steps=STEPS, guidance_scale=GUIDANCE, output_type='latent')
+        return decode(pipeline, drawn.images)

@@ -1,0 +1,211 @@
+"""The rows of Parquet files become the samples that their images are as files, or are named."""
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+import convert
+from sdbench.datasets.parquet import read_parquet
+from sdbench.datasets.sources import File, find_files, join_neighbours
+from sdbench.datasets.tables import Columns
+from sdbench.datasets.tars import read_samples
+from sdbench.errors import DataError
+from tests.local_s3 import local_s3
+from tests.samples import encoded, picture, shaded, write_parquet
+from tests.test_convert import error_line, failing_status, files_of, read_back
+
+IMAGES = [encoded(picture(number, 32, 32), 'PNG') for number in range(40)]
+CAPTIONS = [f'picture {number}' for number in range(40)]
+
+
+def struct(image: bytes | None, path: str | None = None) -> dict:
+    """A value of the column that the hub's datasets call image."""
+    return {'bytes': image, 'path': path}
+
+
+def hub_file(path: Path, rows_of_group: int = 100) -> Path:
+    images = [struct(image, 'x.png') for image in IMAGES]
+    return write_parquet(path, {'id': list(range(40)), 'image': images, 'text': CAPTIONS}, rows_of_group)
+
+
+def converted(out: Path, *argv) -> list[tuple[bytes, str]]:
+    """What a conversion that leaves nothing out has made."""
+    assert convert.main([*map(str, argv), str(out), '--num_workers', '1']) == 0
+    assert not (out / 'skipped.jsonl').exists()
+    return read_back(out)
+
+
+def skipped(out: Path) -> dict:
+    """The reason of each row, or of the whole file, that is listed."""
+    lines = map(json.loads, (out / 'skipped.jsonl').read_text().splitlines())
+    return {line['key']: line['reason'] for line in lines}
+
+
+@pytest.fixture
+def photos(tmp_path) -> Path:
+    """The same samples as files."""
+    folder = tmp_path / 'photos'
+    folder.mkdir()
+    for number, (image, caption) in enumerate(zip(IMAGES, CAPTIONS, strict=True)):
+        (folder / f'{number:02}.png').write_bytes(image)
+        (folder / f'{number:02}.txt').write_text(caption)
+    return folder
+
+
+def test_the_hubs_images_are_converted_as_the_same_images_of_a_folder_are(photos, tmp_path):
+    hub_file(tmp_path / 'hub/data/train-00000-of-00001.parquet')
+    of_files = converted(tmp_path / 'a', photos)
+    assert converted(tmp_path / 'b', tmp_path / 'hub') == of_files
+    shards = [[content for name, content in files_of(tmp_path / out).items() if name.endswith('.mds')] for out in 'ab']
+    assert shards[0] == shards[1]
+
+
+@pytest.mark.parametrize('column, caption, flags', [
+    ('image', 'caption', []), ('jpg', 'caption', ['--image_column', 'jpg']),
+    ('image', 'prompt', ['--caption_column', 'prompt'])])
+def test_an_image_may_be_plain_bytes_and_the_columns_have_other_names(tmp_path, column, caption, flags):
+    path = write_parquet(tmp_path / 'x.parquet', {'id': CAPTIONS, caption: CAPTIONS, column: IMAGES})
+    assert converted(tmp_path / 'out', path, *flags) == list(zip(IMAGES, CAPTIONS, strict=True))
+
+
+def test_a_path_is_read_beside_the_file_and_nowhere_else(photos, tmp_path):
+    (tmp_path / 'outside.png').write_bytes(IMAGES[0])
+    paths = ['01.png', '../outside.png', str(tmp_path / 'outside.png'), 'missing.png']
+    write_parquet(photos / 'x.parquet', {'image': paths, 'text': CAPTIONS[:4]})
+    write_parquet(photos / 'y.parquet', {'image': [struct(None, '02.png')], 'text': ['two']})
+    out = tmp_path / 'out'
+    assert convert.main([str(photos / 'x.parquet'), str(photos / 'y.parquet'), str(out)]) == 0
+    assert read_back(out) == [(IMAGES[1], 'picture 0'), (IMAGES[2], 'two')]
+    assert skipped(out) == {1: 'no image: ../outside.png leads out of the folder',
+                            2: f'no image: {tmp_path}/outside.png leads out of the folder',
+                            3: 'no image: there is no missing.png'}
+
+
+@pytest.mark.parametrize('size_limit', [1000, 5000, 10 ** 9])
+def test_the_pieces_of_a_file_have_each_of_its_rows_once_and_in_order(tmp_path, size_limit):
+    path = hub_file(tmp_path / 'x.parquet', rows_of_group=3)
+    keys = []
+    pieces = [piece for part in join_neighbours(find_files([str(path)]).files, size_limit) for piece in part]
+    for piece in pieces:
+        keys += [key for key, _ in read_samples(piece)]
+    assert keys == list(range(40))
+    assert sum(piece.size for piece in pieces) == path.stat().st_size
+
+
+def test_a_file_that_is_larger_than_a_part_is_converted_in_pieces(tmp_path, capsys):
+    path = hub_file(tmp_path / 'x.parquet', rows_of_group=3)
+    expected = list(zip(IMAGES, CAPTIONS, strict=True))
+    assert converted(tmp_path / 'out', path, '--size_limit', '20kb') == expected
+    number = -(-path.stat().st_size // (20 << 10))
+    assert number > 3
+    assert f'converting 1 file in {number} of {number} parts' in capsys.readouterr().err
+    parts = [json.loads(index.read_text())['shards'] for index in (tmp_path / 'out').glob('*/index.json')]
+    assert max(sum(shard['samples'] for shard in part) for part in parts) < 20
+
+
+def test_a_bad_row_is_listed_with_its_number(tmp_path):
+    latin = pyarrow.array([b'a', 'é'.encode('latin-1')], pyarrow.binary())
+    texts = pyarrow.StringArray.from_buffers(2, *latin.buffers()[1:])
+    images = [struct(shaded(1)), struct(shaded(2)), struct(b'noise'), None, struct(None), struct(shaded(3)),
+              struct(shaded(4))]
+    captions = pyarrow.concat_arrays([texts, pyarrow.array(['b', 'c', 'd', None, ' '])])
+    path = write_parquet(tmp_path / 'x.parquet', {'image': images, 'text': captions})
+    out = tmp_path / 'out'
+    assert convert.main([str(path), str(out)]) == 0
+    assert read_back(out) == [(shaded(1), 'a')]
+    assert skipped(out) == {
+        1: 'no caption: it is not UTF-8', 2: 'image does not decode: not a known format',
+        3: 'no image: the row has none', 4: 'no image: the row has none', 5: 'no caption: the row has None',
+        6: 'empty caption'}
+
+
+def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tmp_path, capsys):
+    path = hub_file(tmp_path / 'in/x.parquet', rows_of_group=10)
+    content = path.read_bytes()
+    (tmp_path / 'in/cut.parquet').write_bytes(content[:-1000])
+    page = pyarrow.parquet.read_metadata(path).row_group(1).column(1).data_page_offset
+    (tmp_path / 'in/garbled.parquet').write_bytes(content[:page] + bytes(30) + content[page + 30:])
+    (tmp_path / 'in/empty.parquet').touch()
+    out = tmp_path / 'out'
+    assert convert.main([str(tmp_path / 'in'), str(out), '--size_limit', '20kb']) == 1
+    errors = capsys.readouterr().err
+    for name in ('cut', 'garbled', 'empty'):
+        assert f'{tmp_path}/in/{name}.parquet is cut short or damaged' in errors
+    assert errors.count('is cut short or damaged') == 3  # once for all pieces of a file
+    captions = [caption for _, caption in read_back(out)]
+    assert captions[-40:] == CAPTIONS
+    of_garbled = captions[:-40]
+    assert of_garbled[:10] == CAPTIONS[:10]
+    assert not set(of_garbled) & set(CAPTIONS[10:20])
+
+
+def test_a_file_without_the_columns_is_left_out_with_their_names(tmp_path, capsys):
+    write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
+    out = tmp_path / 'out'
+    assert failing_status(tmp_path / 'in', out) == 1
+    assert '1 no image for --image_column among its columns url, text; listed in' in error_line(capsys)
+    hub_file(tmp_path / 'in/x.parquet')
+    assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
+    assert [caption for _, caption in read_back(out)] == CAPTIONS
+    capsys.readouterr()
+    assert failing_status(tmp_path / 'in', tmp_path / 'other', '--caption_column', 'prompt') == 1
+    assert '1 no prompt for --caption_column among its columns id, image, text' in error_line(capsys)
+
+
+def test_another_column_is_another_dataset(tmp_path, capsys):
+    write_parquet(tmp_path / 'x.parquet', {'image': IMAGES, 'text': CAPTIONS, 'prompt': CAPTIONS})
+    argv = [tmp_path / 'x.parquet', tmp_path / 'out']
+    assert convert.main([*map(str, argv)]) == 0
+    assert failing_status(*argv, '--caption_column', 'prompt') == 2
+    assert 'was begun with caption_column none, and this command has prompt' in error_line(capsys)
+
+
+def test_parquet_of_a_store_is_read_over_connections_that_break(tmp_path, monkeypatch):
+    content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
+    with local_s3(monkeypatch) as store:
+        for number in range(2):
+            store.put(f'data/train-{number}.parquet', content)
+        store.cuts = [4000, 100]
+        assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == 2 * list(
+            zip(IMAGES, CAPTIONS, strict=True))
+        assert not store.cuts
+
+
+def test_a_store_that_fails_while_parquet_is_read_ends_the_run_and_is_no_damage(tmp_path, monkeypatch):
+    for name in ('sdbench.inputs.stores.PIECE_BYTES', 'sdbench.inputs.stores.BUFFER_BYTES', 'sdbench.datasets.parquet.BUFFER_BYTES'):
+        monkeypatch.setattr(name, 1000)
+    content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
+    with local_s3(monkeypatch) as store:
+        store.put('x.parquet', content)
+        samples = read_samples(File('s3://bucket/x.parquet', len(content)), Columns())
+        next(samples)
+        store.refusals = [(403, 'AccessDenied')] * 100
+        with pytest.raises(DataError, match='x.parquet: access is denied'):
+            list(samples)
+
+
+class CountingFile(io.BytesIO):
+    """A file that knows how many of its bytes were read."""
+    bytes_read = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        self.bytes_read += len(content)
+        return content
+
+
+def test_of_a_row_group_only_what_comes_next_is_in_memory(tmp_path, monkeypatch):
+    images = [np.random.default_rng(number).bytes(10_000) for number in range(200)]
+    table = pyarrow.table({'image': images, 'text': CAPTIONS * 5})
+    pyarrow.parquet.write_table(table, tmp_path / 'x.parquet', write_batch_size=1, data_page_size=1,
+                                use_dictionary=False)
+    file = CountingFile((tmp_path / 'x.parquet').read_bytes())
+    monkeypatch.setattr('sdbench.datasets.parquet.open_file', lambda path: file)
+    monkeypatch.setattr('sdbench.datasets.parquet.BUFFER_BYTES', 1 << 16)
+    rows = read_parquet(File('x.parquet', 1), Columns())
+    assert next(rows) == (0, '.jpg', images[0])
+    assert file.bytes_read < len(file.getvalue()) / 2
+    assert len(list(rows)) == 399

@@ -1,0 +1,184 @@
+"""Parts on a Ray cluster of two machines: what a lost worker or machine was at is made elsewhere, to the same bytes."""
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+import convert
+import encode
+from sdbench.datasets.work import PACKAGES, Part, RayWorkers, work
+from sdbench.flags.commands import Convert
+from sdbench.flags.parser import parse
+from tests.local_s3 import local_s3
+from tests.runs import ROOT, files_of, wait_until
+from tests.samples import sample_files, write_tar
+
+NUM_TARS = 12
+
+
+def finished(out: Path) -> int:
+    """How many parts are done."""
+    return len(list(out.glob('*/index.json')))
+
+
+def tasks() -> list[psutil.Process]:
+    """The processes in which Ray runs tasks of this test's cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name().startswith('ray::call_on_clu'):
+                found.append(process)
+    return found
+
+
+@pytest.fixture(scope='module')
+def store():
+    """A store on loopback; it is there before the cluster, whose processes get the environment of this one."""
+    with pytest.MonkeyPatch.context() as monkeypatch, local_s3(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture(scope='module')
+def cluster(store):
+    """Two machines with a core each, as far as Ray knows."""
+    if ' ' in sys.executable:
+        pytest.skip('Ray 2.60 gives the path of Python to a shell unquoted')
+    os.environ['RAY_USAGE_STATS_ENABLED'] = '0'
+    from ray.cluster_utils import Cluster
+    cluster = Cluster(initialize_head=True, head_node_args={
+        'num_cpus': 1, 'object_store_memory': 1 << 27, 'include_dashboard': False,
+        # A machine is lost after twenty failed looks: one that is gone fails each at once, one that is slow does not.
+        # Workers have a niceness of 15 by default, and stand still beside others that are busy
+        '_system_config': {'health_check_period_ms': 500, 'health_check_failure_threshold': 20,
+                           'worker_register_timeout_seconds': 600, 'worker_niceness': 0}})
+    cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
+    yield cluster
+    cluster.shutdown()
+
+
+def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
+    """A call beside this one, and the list that gets what it returns."""
+    returned = []
+    thread = threading.Thread(target=lambda: returned.append(function(*arguments)), daemon=True)
+    thread.start()
+    return thread, returned
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('done', [0, 5])
+def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path, done):
+    for number in range(NUM_TARS):
+        store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
+    argv = ['s3://bucket/tars', '--size_limit', '1kb']
+    assert convert.main([*argv, str(tmp_path / 'undisturbed')]) == 0
+    out = tmp_path / 'out'
+    store.delay = 0.3
+    conversion, status = in_thread(convert.convert, parse(Convert, '', [*argv, str(out), '--ray', cluster.address]))
+    wait_until(lambda: finished(out) >= done and len(tasks()) == 2 or not conversion.is_alive())
+    cluster.remove_node(cluster.second_node, allow_graceful=False)
+    conversion.join(300)  # on the machine that is left
+    cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
+    store.delay = 0
+    assert status == [0]
+    assert files_of(out) == files_of(tmp_path / 'undisturbed')
+
+
+@pytest.mark.long
+def test_a_machine_that_joins_later_gets_work(cluster, store, tmp_path):
+    for number in range(NUM_TARS):
+        store.put(f'more/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
+    cluster.remove_node(cluster.second_node)
+    argv = ['s3://bucket/more', '--size_limit', '1kb', str(tmp_path / 'out'), '--ray', cluster.address]
+    store.delay = 0.5
+    conversion, status = in_thread(convert.convert, parse(Convert, '', argv))
+    wait_until(lambda: finished(tmp_path / 'out') >= 1)
+    store.delay = 5  # the others last until the second machine works
+    cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
+    wait_until(lambda: len(tasks()) == 2)
+    store.delay = 0
+    conversion.join(300)
+    assert status == [0]
+
+
+@pytest.mark.long
+def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, shards, model_folder, tmp_path):
+    argv = ['--remote', shards, '--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--model_name',
+            model_folder, '--pretrained', '--encoder_precision', 'fp32', '--results', str(tmp_path / 'results.jsonl')]
+    assert encode.main([*argv, '--out', str(tmp_path / 'undisturbed')])['num_devices'] == 1
+    out = tmp_path / 'out'
+    killed = []
+
+    def kill_one():
+        wait_until(lambda: tasks() or finished(out))
+        for task in tasks()[:1]:
+            task.kill()
+            killed.append(task.pid)
+    killer, _ = in_thread(kill_one)
+    record = encode.main([*argv, '--out', str(out), '--ray', cluster.address, '--cpu'])
+    killer.join()
+    assert killed
+    assert record['samples'] == 24
+    assert record['status'] == 'complete'
+    assert record['num_devices'] <= 2
+    assert files_of(out) == files_of(tmp_path / 'undisturbed')
+
+
+def process_of(name: str, parts: list[Part], gpu: int | None = None) -> tuple[int, int | None]:
+    """In which process a task is, and its GPU: work that needs neither."""
+    return os.getpid(), gpu
+
+
+@pytest.mark.long
+def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_its_own(cluster, capfd,
+                                                                                          monkeypatch):
+    parts = [Part(str(number), []) for number in range(3)]
+    with RayWorkers(partial(process_of, 'x'), cluster.address, on_gpus=True) as workers:
+        assert 'no machine of the cluster has a GPU yet; waiting for one (--cpu' in capfd.readouterr().err
+        made, answers = in_thread(lambda: list(work(workers, parts, lambda name: False)))
+        assert workers.slots() == 1
+        monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0')  # which Ray looks at: the tests hide all
+        node = cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=1 << 27)
+        made.join(300)
+    cluster.remove_node(node)
+    [answers] = answers
+    assert [gpu for _, gpu in answers] == [0, 0, 0]
+    assert len({process for process, _ in answers}) == 3
+
+
+@pytest.mark.long
+def test_names_lead_on_from_where_the_command_was_started_not_the_cluster(cluster, tmp_path, monkeypatch):
+    for number in range(3):
+        write_tar(tmp_path / 'tars' / f'{number}.tar', sample_files('x', number))
+    monkeypatch.chdir(tmp_path)
+    assert convert.main(['tars', 'undisturbed']) == 0
+    assert convert.main(['tars', 'out', '--ray', cluster.address]) == 0
+    assert files_of(tmp_path / 'out') == files_of(tmp_path / 'undisturbed')
+
+
+@pytest.mark.long
+def test_the_machines_of_a_cluster_need_no_more_of_this_program_than_they_are_sent(tmp_path):
+    from ray import cloudpickle
+    for command in (convert, encode):
+        cloudpickle.register_pickle_by_value(command)
+    (tmp_path / 'work').write_bytes(cloudpickle.dumps([convert.convert_parts, encode.encode_parts]))
+    for package in PACKAGES:
+        (tmp_path / package).symlink_to(ROOT / package)
+    load = "import pickle; pickle.load(open('work', 'rb'))"
+    subprocess.run([sys.executable, '-c', load], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': ''}, check=True)
+
+
+def test_a_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
+    write_tar(tmp_path / 'x.tar', sample_files('x', 1))
+    with pytest.raises(SystemExit) as stop:
+        convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out'), '--ray', '127.0.0.1:1'])
+    beginning, line = capsys.readouterr().err.splitlines()
+    assert beginning == 'converting 1 file in 1 of 1 part'
+    assert stop.value.code == 2
+    assert '--ray 127.0.0.1:1' in line
+    assert 'ray start --head' in line

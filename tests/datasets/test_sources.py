@@ -1,0 +1,167 @@
+"""What SOURCE names is converted or left out with a reason, whatever links, names and rights lie there."""
+import os
+from pathlib import Path
+
+import pytest
+
+from sdbench.datasets.sources import File, find_files, join_neighbours
+from sdbench.errors import DataError
+from tests.local_s3 import local_s3
+from tests.privileges import without_privileges
+
+
+def make(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b'1')
+    return folder
+
+
+def names_of(found, folder: Path) -> list[str]:
+    return [os.path.relpath(file.name, folder) for file in found.files]
+
+
+def reasons_of(found, folder: Path) -> dict[str, str]:
+    return {os.path.relpath(line['source'], folder): line['reason'] for line in found.left_out}
+
+
+def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(tmp_path):
+    disk = make(tmp_path / 'disk', 'x.tar', 'deep/y.tar')
+    source = make(tmp_path / 'source', 'a.tar', 'a.jpg', 'a.txt')
+    (source / 'part1').symlink_to(disk)
+    (source / 'part2').symlink_to(disk)
+    (source / 'loop').symlink_to(source)
+    (disk / 'itself').symlink_to('itself')
+    for name in ('b.tar', 'b.jpg', 'b.txt'):
+        (source / name).symlink_to(name.replace('b', 'a', 1))
+    found = find_files([str(source), str(source / 'b.tar'), f'{source}/./a.tar'])
+    assert names_of(found, source) == ['a.jpg', 'a.tar', 'part1/deep/y.tar', 'part1/x.tar']
+    assert reasons_of(found, source) == {
+        'part2': f'a second name of {source}/part1', 'loop': f'a second name of {source}',
+        'b.tar': f'a second name of {source}/a.tar', 'b.jpg': f'a second name of {source}/a.jpg',
+        'part1/itself': 'no file: a broken link, a pipe, a socket or a device'}
+
+
+def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr('sdbench.datasets.sources.formats', lambda: ())
+    make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', 'y.parquet', 'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README',
+         'photo.xyz', 'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar')
+    os.mkfifo(tmp_path / 'pipe.tar')
+    found = find_files([str(tmp_path)])
+    assert names_of(found, tmp_path) == ['x.tar', 'y.parquet']
+    other = 'not an image, a caption, a tar or Parquet: '
+    two = 'more than one image: two.jpg, two.png'
+    assert reasons_of(found, tmp_path) == {
+        'y_stats.json': 'no image',
+        'x.tar.gz': f'{other}.gz is not read', 'photo.xyz': f'{other}.xyz is not read',
+        'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
+        'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',
+        '.Trash': 'hidden', 'pipe.tar': 'no file: a broken link, a pipe, a socket or a device'}
+
+
+def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path, monkeypatch):
+    make(tmp_path, 'a.jpg', 'a.txt', 'b.png', 'b.txt', 'folder/c.jpg')
+    monkeypatch.chdir(tmp_path)
+    found = find_files(['*.jpg', f'{tmp_path}/fol*'])
+    assert [(file.name, file.size, file.captions) for file in found.files] == [
+        (f'{tmp_path}/a.jpg', 2, ('.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
+    assert not found.left_out
+    with pytest.raises(ValueError, match='SOURCE .* does not exist; give a file, a folder, or a glob'):
+        find_files([f'{tmp_path}/*.gif'])
+
+
+def test_a_folder_that_may_not_be_opened_is_listed(tmp_path):
+    make(tmp_path, 'a.tar', 'closed/b.tar')
+    (tmp_path / 'closed').chmod(0)
+    found = without_privileges(find_files, [str(tmp_path)])
+    assert names_of(found, tmp_path) == ['a.tar']
+    assert reasons_of(found, tmp_path) == {'closed': 'cannot be opened: Permission denied'}
+
+
+def test_neighbours_are_joined_up_to_the_size_of_a_part():
+    files = [File(f'{number:04}.jpg', 1 + number % 7) for number in range(2000)]
+    parts = join_neighbours(files, 100)
+    assert [file for part in parts for file in part] == files
+    sizes = [sum(file.size for file in part) for part in parts]
+    assert max(sizes) <= 100
+    assert sum(sizes) / len(sizes) > 40
+    assert join_neighbours([File('a.tar', 300), File('b.tar', 200)], 100) == [[File('a.tar', 300)],
+                                                                              [File('b.tar', 200)]]
+
+
+def test_a_new_file_changes_the_parts_around_it_alone():
+    files = [File(f'{number:04}.jpg', 1 + number % 7) for number in range(2000)]
+    before = join_neighbours(files, 100)
+    files.insert(500, File('0499b.jpg', 3))
+    after = join_neighbours(files, 100)
+    assert len([part for part in after if part not in before]) < 10 < len(after) / 5
+
+
+def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
+    with local_s3(monkeypatch) as store:
+        for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz',
+                    'tars.tar'):
+            store.put(key, b'1')
+        found = find_files(['s3://bucket/tars/'])
+        assert [(file.name, file.size) for file in found.files] == [
+            ('s3://bucket/tars/0.tar', 1), ('s3://bucket/tars/deep/[1] #?%41.tar', 1)]
+        assert {line['source'].removeprefix('s3://bucket/tars/'): line['reason'].partition(':')[0]
+                for line in found.left_out} == {
+            '.tmp/2.tar': 'hidden', '3.jpg': 'no tar', 'x.tar.gz': 'not an image, a caption, a tar or Parquet'}
+        assert [file.name for file in find_files(['s3://bucket/tars/*/*.tar', 's3://bucket/tars.tar']).files] == [
+            's3://bucket/tars/deep/[1] #?%41.tar', 's3://bucket/tars.tar']
+        assert find_files(['s3://bucket/']).files[-1].name == 's3://bucket/tars.tar'
+        with pytest.raises(ValueError, match='SOURCE s3://bucket/nothing does not exist'):
+            find_files(['s3://bucket/nothing'])
+        store.refusals = [(403, 'AccessDenied')] * 2
+        with pytest.raises(DataError, match='SOURCE s3://bucket/tars: access is denied'):
+            find_files(['s3://bucket/tars'])
+
+
+def test_what_is_being_made_inside_source_is_passed_over(tmp_path, monkeypatch):
+    names = ('x.tar', 'out/y.tar', 'outside/z.tar')
+    make(tmp_path, *names)
+    for source in (str(tmp_path), f'{tmp_path}/*'):
+        found = find_files([source], [f'{tmp_path}/./out'])
+        assert names_of(found, tmp_path) == ['outside/z.tar', 'x.tar']
+    with local_s3(monkeypatch) as store:
+        for name in names:
+            store.put(f'tars/{name}', b'1')
+        found = find_files(['s3://bucket/tars'], ['s3://bucket/tars/out'])
+        assert [file.name for file in found.files] == ['s3://bucket/tars/outside/z.tar', 's3://bucket/tars/x.tar']
+
+
+@pytest.mark.parametrize('name', ['x.tar', 'a.jpg', 'a.TXT'])
+def test_a_file_that_was_changed_is_another_one_also_at_the_same_size(tmp_path, name):
+    make(tmp_path, 'x.tar', 'a.jpg', 'a.TXT')
+    before = find_files([str(tmp_path)]).files
+    assert find_files([str(tmp_path)]).files == before
+    assert before[0].captions == ('.TXT',)
+    (tmp_path / name).write_bytes(b'2')
+    os.utime(tmp_path / name, (1, 1))
+    after = find_files([str(tmp_path)]).files
+    assert after != before
+    assert [file[:2] for file in after] == [file[:2] for file in before]
+
+
+def test_an_object_that_was_changed_is_another_one_also_at_the_same_size(monkeypatch):
+    found = []
+    with local_s3(monkeypatch) as store:
+        for content in (b'1', b'1', b'2'):
+            store.put('tars/0.tar', content)
+            found.append(find_files(['s3://bucket/tars']).files + find_files(['s3://bucket/tars/0.tar']).files)
+    assert found[0] == found[1] != found[2]
+    assert found[2][0] == found[2][1]
+
+
+def test_what_img2dataset_writes_beside_tars_is_not_listed_in_a_store_either(tmp_path, monkeypatch):
+    names = ('00000.tar', '00000.parquet', '00000_stats.json', '00001.parquet')
+    make(tmp_path / 'tars', *names)
+    with local_s3(monkeypatch) as store:
+        for name in names:
+            store.put(f'tars/{name}', b'1')
+        for place in (f'{tmp_path}/tars', 's3://bucket/tars', 's3://bucket/tars/*'):
+            found = find_files([place])
+            names_found = [file.name.rpartition('/')[2] for file in found.files]
+            assert names_found == ['00000.tar', '00001.parquet'], place
+            assert not found.left_out, place

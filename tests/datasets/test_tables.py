@@ -1,0 +1,131 @@
+"""A table of captions beside images: what it names takes its caption from there, and what does not fit is listed."""
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import convert
+from sdbench.datasets.tables import Columns, Row, read_captions
+from tests.samples import shaded
+from tests.test_convert import error_line, failing_status, read_back
+
+
+def photos(folder: Path, *names: str) -> Path:
+    """Images of different shades, by their order."""
+    for shade, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(shaded(shade))
+    return folder
+
+
+def captions(out: Path) -> list[str]:
+    return [caption for _, caption in read_back(out)]
+
+
+def listed(out: Path) -> list[tuple]:
+    """File, key and reason of each line of what was left out."""
+    lines = map(json.loads, (out / 'skipped.jsonl').read_text().splitlines())
+    return sorted((os.path.basename(line['source']), line['key'], line['reason']) for line in lines)
+
+
+METADATA = {'metadata.csv': '\ufefffile_name,text\na.jpg,"one, two"\nsub/b.jpg,three\n',
+            'metadata.jsonl': '{"file_name": "a.jpg", "text": "one, two"}\n'
+                              '{"file_name": "sub/b.jpg", "text": "three"}\n',
+            'captions.csv': 'filename;description\na.jpg;"one, two"\nsub/b.jpg;three\n'}
+
+
+@pytest.mark.parametrize('name', METADATA)
+@pytest.mark.parametrize('source', ['', '/*'])
+def test_images_of_a_folder_and_its_subfolders_take_their_captions_from_metadata(tmp_path, name, source):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'sub/b.jpg')
+    (folder / name).write_text(METADATA[name])
+    assert convert.main([f'{folder}{source}', str(tmp_path / 'out')]) == 0
+    assert read_back(tmp_path / 'out') == [(shaded(0), 'one, two'), (shaded(1), 'three')]
+    assert not (tmp_path / 'out/skipped.jsonl').exists()
+
+
+def test_a_table_may_lie_elsewhere_and_have_other_columns(tmp_path):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'sub/b.jpg')
+    (tmp_path / 'captions.csv').write_text('id,picture,words\n1,in/a.jpg,one\n2,in/sub/b.jpg,two\n')
+    (tmp_path / 'link').symlink_to(folder)
+    flags = ['--captions', f'{tmp_path}/captions.csv', '--image_column', 'picture', '--caption_column', 'words']
+    assert convert.main([f'{tmp_path}/link', str(tmp_path / 'out'), *flags]) == 0
+    assert captions(tmp_path / 'out') == ['one', 'two']
+
+
+def test_the_table_goes_before_a_text_file_and_an_image_that_it_does_not_name_has_that(tmp_path):
+    folder = photos(tmp_path, 'a.jpg', 'b.jpg', 'both.jpg', 'both.png')
+    for name in ('a', 'b', 'both'):
+        (folder / f'{name}.txt').write_text(f'beside {name}')
+    (folder / 'metadata.csv').write_text('file_name,caption\na.jpg,of the table\nboth.jpg,of this one\n')
+    assert convert.main([str(folder), str(tmp_path / 'out')]) == 0
+    assert captions(tmp_path / 'out') == ['of the table', 'beside b', 'of this one']
+    assert listed(tmp_path / 'out') == [('both.png', None, 'more than one image: both.jpg, both.png')]
+
+
+def test_an_image_without_a_row_and_a_row_without_an_image_are_listed(tmp_path):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg')
+    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,one\nmissing.jpg,two\nc.jpg,\na.jpg,three\n')
+    assert convert.main([str(folder), str(tmp_path / 'out')]) == 0
+    assert captions(tmp_path / 'out') == ['one']
+    assert listed(tmp_path / 'out') == [
+        ('b.jpg', 'b', 'no caption'), ('c.jpg', 'c', 'empty caption'),
+        ('metadata.csv', 1, 'no image: there is no missing.jpg'), ('metadata.csv', 3, 'a second caption: of a.jpg')]
+
+
+def test_a_changed_caption_makes_the_part_of_its_image_anew_and_no_other(tmp_path, capsys):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg')
+    argv = [str(folder), str(tmp_path / 'out'), '--size_limit', '1kb']  # an image or two in each part
+    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,one\nb.jpg,two\nc.jpg,three\n')
+    assert convert.main(argv) == 0
+    first_parts = set((tmp_path / 'out').glob('*/'))
+    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,one\nb.jpg,two\nc.jpg,four\n')
+    capsys.readouterr()
+    assert convert.main(argv) == 0
+    assert captions(tmp_path / 'out') == ['one', 'two', 'four']
+    assert len(set((tmp_path / 'out').glob('*/')) - first_parts) == 1
+    assert convert.main(argv) == 0
+    assert 'done already' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('content, words', [
+    ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
+    ('file_name,a,b\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, b'),
+    ('file_name,text\ncaf\xe9.jpg,one\n'.encode('latin-1'), 'it is not UTF-8; save it as that')])
+def test_what_is_no_table_of_captions_says_why(tmp_path, capsys, content, words):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
+    (folder / 'b.txt').write_text('two')
+    content = content if isinstance(content, bytes) else content.encode()
+    (folder / 'metadata.csv').write_bytes(content)
+    assert convert.main([str(folder), str(tmp_path / 'out')]) == 0
+    assert listed(tmp_path / 'out')[1] == ('metadata.csv', None, f'no table of captions: {words}')
+    capsys.readouterr()
+    table = folder / 'metadata.csv'
+    assert failing_status(folder, tmp_path / 'other', '--captions', table) == 2
+    assert f'--captions {table} is no table of captions: {words}' in error_line(capsys)
+
+
+def test_a_table_that_is_not_there_is_named(tmp_path, capsys):
+    assert failing_status(tmp_path, tmp_path / 'out', '--captions', tmp_path / 'nothing.csv') == 2
+    assert f'--captions {tmp_path}/nothing.csv cannot be read (No such file or directory)' in error_line(capsys)
+
+
+@pytest.mark.parametrize('line', ['[1]', '{', '3'])
+def test_a_line_that_is_no_object_is_named_by_its_number(tmp_path, line):
+    table = tmp_path / 'x.jsonl'
+    table.write_text(f'{{"file_name": "a.jpg", "text": "one"}}\n{line}\n')
+    with pytest.raises(ValueError, match='^row 1 cannot be read'):
+        read_captions(str(table), Columns())
+
+
+def test_a_caption_that_is_no_text_is_an_empty_one(tmp_path):
+    values = [None, 3, ['one', 'two']]
+    lines = [json.dumps({'file_name': 'a.jpg', 'text': value}) for value in values]
+    (tmp_path / 'x.jsonl').write_text('\n'.join(lines))
+    assert [row.caption for row in read_captions(str(tmp_path / 'x.jsonl'), Columns())] == ['', '', '']
+
+
+def test_the_only_other_column_holds_the_captions(tmp_path):
+    (tmp_path / 'x.csv').write_text('file_name,prompt\na.jpg,one\n')
+    assert read_captions(str(tmp_path / 'x.csv'), Columns()) == [Row(0, 'a.jpg', 'one')]

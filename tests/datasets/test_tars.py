@@ -1,0 +1,127 @@
+"""Whatever a tar holds, its whole samples are read, its damage is named, and reading it ends."""
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from sdbench.datasets.output import DAMAGED
+from sdbench.datasets.samples import make_sample
+from sdbench.datasets.sources import File
+from sdbench.datasets.tars import read_samples
+from sdbench.errors import DataError
+from tests.privileges import without_privileges
+from tests.samples import sample_files, write_tar
+
+
+def read_file(path: Path) -> list[tuple]:
+    return list(read_samples(File(str(path), path.stat().st_size)))
+
+
+def test_a_tar_cut_at_any_block_keeps_its_whole_samples_and_is_named(tmp_path):
+    files = {name: data for i in range(3) for name, data in list(sample_files(str(i), i).items())[:2]}
+    whole = write_tar(tmp_path / 'whole.tar', files).read_bytes()
+    with tarfile.open(tmp_path / 'whole.tar') as tar:
+        members = tar.getmembers()
+    ends = [member.offset_data + member.size for member in members[1::2]]  # of each sample's last byte
+    end_mark = members[-1].offset_data + 512
+    for length in [*range(1, end_mark + 1023, 256), *ends, *(end - 1 for end in ends), end_mark + 1023]:
+        (tmp_path / 'cut.tar').write_bytes(whole[:length])
+        *samples, (key, fields) = read_file(tmp_path / 'cut.tar')
+        complete = [key for key, fields in samples if set(fields) == {'.jpg', '.txt'}]
+        assert complete == [str(i) for i, end in enumerate(ends) if end <= length], length
+        assert key is None, length
+        assert DAMAGED in fields, length
+    (tmp_path / 'cut.tar').write_bytes(whole[:end_mark + 1024])
+    assert len(read_file(tmp_path / 'cut.tar')) == 3
+
+
+def test_files_are_paired_by_what_stands_before_the_last_dot(tmp_path):
+    write_tar(tmp_path / 'x.tar', dict.fromkeys([
+        'IMG_2020.01.02.jpg', 'IMG_2020.01.02.txt', 'IMG_2020.01.03.JPG', 'IMG_2020.01.03.txt',
+        'a.jpg', 'a.seg.png', 'a.txt', 'b.cls', 'b.jpg', 'b.json', 'README', '.hidden'], b'1'))
+    assert {key: set(fields) for key, fields in read_file(tmp_path / 'x.tar')} == {
+        'IMG_2020.01.02': {'.jpg', '.txt'}, 'IMG_2020.01.03': {'.JPG', '.txt'}, 'a': {'.jpg', '.txt'},
+        'a.seg': {'.png'}, 'b': {'.cls', '.jpg', '.json'}, 'README': {''}, '.hidden': {''}}
+
+
+def test_what_is_no_sample_in_a_tar_has_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr('sdbench.datasets.sources.formats', lambda: ())
+
+    def link(name: str) -> tuple:
+        member = tarfile.TarInfo(name)
+        member.type, member.linkname = tarfile.SYMTYPE, '/etc/passwd'
+        return member, None
+    image = sample_files('x', 1)['x.jpg']
+    write_tar(tmp_path / 'x.tar', [
+        ('inner.tar', b'1'), ('a.heic', b'1'), ('a.txt', b'a'), ('README', b'1'), ('b.mp4', b'1'), ('._c.jpg', b'1'),
+        ('.Trash/d.jpg', b'1'), ('./good.jpg', image), ('./good.txt', b'a'), ('l.jpg', image), link('l.txt')])
+    reasons = {}
+    for key, fields in read_file(tmp_path / 'x.tar'):
+        try:
+            make_sample(fields)
+        except ValueError as reason:
+            reasons[key] = str(reason)
+    assert reasons == {
+        'inner': 'no image: .tar is not read', 'l': 'no caption: a link, a pipe or a device in a tar is not read',
+        'a': 'no image: .heic needs a package (pip install pillow-heif)', 'b': 'no image: .mp4 is not read',
+        'README': 'no image: a file without a suffix is not read', '._c': 'no image: it is hidden',
+        '.Trash/d': 'no image: it is hidden'}
+    write_tar(tmp_path / 'empty.tar', {})
+    assert read_file(tmp_path / 'empty.tar') == [('', {'': 'nothing is in this tar'})]
+
+
+def test_what_cannot_be_read_at_the_moment_is_no_damage_and_ends_the_run(tmp_path):
+    path = write_tar(tmp_path / 'x.tar', sample_files('x', 1))
+    (tmp_path / 'faulty.tar').symlink_to('/proc/self/mem')  # whose first bytes cannot be read: EIO
+    with pytest.raises(DataError, match=r'faulty.tar cannot be read \(OSError: \[Errno 5\] Input/output error'):
+        list(read_samples(File(f'{tmp_path}/faulty.tar', 1)))
+    with pytest.raises(DataError, match='gone.tar cannot be read .*No such file'):
+        list(read_samples(File(f'{tmp_path}/gone.tar', 1)))
+    path.chmod(0)
+    with pytest.raises(DataError, match='x.tar cannot be read .*Permission denied'):
+        without_privileges(lambda: list(read_samples(File(str(path), 1))))
+
+
+def keys_and_damage(path: Path) -> tuple[list[str], str | None]:
+    """The keys of the samples, and what is said of damage at the end."""
+    samples = read_file(path)
+    damage = None
+    if samples[-1][0] is None:
+        damage = str(samples.pop()[1][DAMAGED])
+    return [key for key, _ in samples], damage
+
+
+def tar_of(folder: Path, *numbers: int) -> bytes:
+    files = {name: data for number in numbers for name, data in sample_files(str(number), number).items()}
+    return write_tar(folder / 'some.tar', files).read_bytes()
+
+
+def test_of_tars_in_a_row_all_are_read(tmp_path):
+    (tmp_path / 'row.tar').write_bytes(tar_of(tmp_path, 0, 1) + tar_of(tmp_path, 2) + tar_of(tmp_path, 3, 4))
+    assert keys_and_damage(tmp_path / 'row.tar') == (['0', '1', '2', '3', '4'], None)
+
+
+@pytest.mark.parametrize('tail, words', [
+    (b'something else' * 100, 'what follows its end is no tar'),
+    (bytes(100_000) + b'x', 'what follows its end is no tar'), (bytes(20_000), 'it ends in zeros')])
+def test_what_follows_the_end_of_a_tar_and_is_no_tar_is_damage(tmp_path, tail, words):
+    (tmp_path / 'tail.tar').write_bytes(tar_of(tmp_path, 0, 1) + tail)
+    keys, damage = keys_and_damage(tmp_path / 'tail.tar')
+    assert keys == ['0', '1']
+    assert words in damage
+
+
+@pytest.mark.parametrize('error', [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_an_image_that_there_is_no_memory_for_is_no_bad_one(monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+    monkeypatch.setattr('sdbench.inputs.images.decode_pixels', fail)
+    image = sample_files('x', 1)['x.jpg']
+    with pytest.raises(MemoryError):
+        make_sample({'.jpg': image, '.txt': b'a'})
+
+
+def test_the_case_of_a_captions_suffix_does_not_matter(tmp_path):
+    write_tar(tmp_path / 'x.tar', {'A.JPG': sample_files('x', 1)['x.jpg'], 'A.TXT': b'a cat'})
+    [(_, fields)] = read_file(tmp_path / 'x.tar')
+    assert make_sample(fields)['caption'] == 'a cat'

@@ -1,0 +1,66 @@
+"""What a GPU says of itself at the end of the measured batches; nothing of it without a GPU."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from composer.utils import dist
+
+from sdbench.measuring import power as gpu_monitor
+from sdbench.measuring.power import GIB, QUANTITIES, GpuMonitor, gather_gpu_figures
+
+
+@pytest.fixture
+def gpu(as_on_a_gpu, monkeypatch):
+    """A GPU that answers each of `watts`, where one that is an error is raised, and a clock that tests set."""
+    gpu = SimpleNamespace(watts=[], retries=3, now=0.0)
+
+    def power_draw() -> float:
+        answer = gpu.watts.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer * 1000
+
+    as_on_a_gpu()
+    monkeypatch.setitem(QUANTITIES, 'gpu_power_watts', (power_draw, 1000))
+    monkeypatch.setitem(QUANTITIES, 'gpu_sm_clock_mhz', (lambda: 1755, 1))
+    monkeypatch.setattr(torch.cuda, 'memory_stats', lambda: {'allocated_bytes.all.peak': 20 * GIB,
+                                                             'num_alloc_retries': gpu.retries})
+    monkeypatch.setattr(gpu_monitor.time, 'monotonic', lambda: gpu.now)
+    return gpu
+
+
+def test_a_gpu_is_asked_at_the_end_of_batches_at_most_once_a_second_and_an_error_leaves_out_one_value(gpu):
+    gpu.watts = [300, RuntimeError('no driver'), 350]
+    monitor = GpuMonitor()
+    monitor.start()
+    gpu.retries += 4
+    for gpu.now in (10.0, 10.4, 10.9, 11.5, 13.0):
+        monitor.batch_end()
+    assert monitor.figures() == {'gpu_power_watts_mean': 325, 'gpu_power_watts_max': 350, 'gpu_sm_clock_mhz_mean': 1755,
+                                 'gpu_sm_clock_mhz_max': 1755, 'peak_memory_allocated_gib': 20, 'allocator_retries': 4}
+    assert len(monitor.samples['gpu_sm_clock_mhz']) == 3
+    assert not gpu.watts
+
+
+def test_of_a_part_of_a_gpu_no_power_is_told_since_others_use_the_rest(gpu, as_on_a_gpu):
+    as_on_a_gpu(name='NVIDIA H100 80GB HBM3 MIG 3g.40gb')
+    monitor = GpuMonitor()
+    monitor.batch_end()
+    assert monitor.samples == {'gpu_power_watts': [], 'gpu_sm_clock_mhz': [1755]}
+
+
+def test_figures_are_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch):
+    def of_rank(watts: float | None, megahertz: float, gib: float, retries: int) -> dict:
+        return {'gpu_power_watts_mean': watts, 'gpu_power_watts_max': watts, 'gpu_sm_clock_mhz_mean': megahertz,
+                'gpu_sm_clock_mhz_max': megahertz, 'peak_memory_allocated_gib': gib, 'allocator_retries': retries}
+
+    ranks = [of_rank(350, 1700, 20.0, 1), of_rank(500, 1600, 22.0, 2)]
+    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: ranks)
+    monkeypatch.setattr(dist, 'get_world_size', lambda: 2)
+    assert gather_gpu_figures(GpuMonitor(), images_per_sec=17) == {
+        'gpu_power_watts_mean': 425, 'gpu_power_watts_max': 500,
+        'gpu_sm_clock_mhz_mean': 1650, 'gpu_sm_clock_mhz_max': 1700,
+        'joules_per_image': 850 / 17,  # 850 W make 17 images in a second
+        'peak_memory_allocated_gib': 22.0, 'allocator_retries': 3}
+    ranks[1] = of_rank(None, 1600, 22.0, 2)
+    assert gather_gpu_figures(GpuMonitor(), images_per_sec=17)['joules_per_image'] is None

@@ -1,0 +1,110 @@
+"""--compile: whole graphs under DDP, and an error where torch would stop compiling."""
+import functools
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmark import StableDiffusion, apply_switches
+from sdbench.models.compiling import compile_in_place
+from sdbench.models.switches import UNET_BLOCKS
+from sdbench.training.failures import reason
+from tests.cuda_rules import one_rank
+from tests.runs import TINY, settings_of
+
+
+@pytest.fixture(autouse=True)
+def dynamo():
+    """A compiler that has seen nothing yet, as in a process of its own."""
+    settings = torch._dynamo.config.save_config()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.config.load_config(settings)
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
+    """The graphs that a backend is given, which then run as they are."""
+    given = []
+
+    def backend(graph, inputs):
+        given.append(graph)
+        return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
+
+    compile_with = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    monkeypatch.setattr(torch.nn.Module, 'compile', compile_with)
+    return given
+
+
+def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiffusion:
+    settings = settings_of('--use_synth_data', *TINY, *argv)
+    torch.manual_seed(0)
+    model = StableDiffusion(name, side).train()
+    apply_switches(model, settings)
+    return model
+
+
+def assert_same_step(wrapped: torch.nn.Module, model: StableDiffusion, expected: StableDiffusion, side: int) -> None:
+    """Loss and gradients of `model`, called as `wrapped`, are those of `expected`."""
+    losses = []
+    for each in (expected, wrapped):
+        torch.manual_seed(1)
+        batch = {'image': torch.rand(2, 3, side, side) * 2 - 1, 'caption': torch.randint(49408, (2, 77))}
+        loss = model.loss(each(batch), batch)
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(*losses)
+    for name, parameter in expected.unet.named_parameters():
+        torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
+def test_ddp_does_not_cut_the_unet(graphs, smallest_with_attention, flags):
+    expected = switched_model(*flags, name=smallest_with_attention, side=16)
+    model = switched_model('--compile', *flags, name=smallest_with_attention, side=16)
+    with one_rank():
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
+        assert_same_step(wrapped, model, expected, side=16)
+    assert len(graphs) == 3  # the UNet, the VAE's encoder and the text encoder's layers
+
+
+def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capfd):
+    class Half(torch.nn.Module):
+        def forward(self, tensor):
+            return tensor / 2
+
+    layer = Half()
+    compile_in_place([layer], True)
+    limit = torch._dynamo.config.recompile_limit
+    with pytest.raises(Exception) as caught:
+        for size in range(1, 3 * limit):
+            layer(torch.ones(size, 3))
+    assert len(graphs) == limit == 8
+    line = reason(caught.value, '')
+    assert '--compile' in line
+    assert '8 times' in line
+    assert '--no-compile' in line
+    assert not capfd.readouterr().err.count('Traceback')
+
+
+@pytest.mark.long
+def test_blocks_of_one_kind_and_size_share_a_graph(graphs):
+    expected = switched_model()
+    model = switched_model('--compile', '--compile_blocks')
+    assert_same_step(model, model, expected, side=64)
+    blocks = [module for module in model.unet.modules() if type(module) in UNET_BLOCKS]
+    assert 2 < len(graphs) - 2 < len(blocks)  # two are the encoders'
+
+
+def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode=None: modes.append(mode))
+    switched_model('--compile')
+    switched_model('--compile', 'max-autotune-no-cudagraphs')
+    switched_model('--compile', 'reduce-overhead', '--compile_blocks')
+    assert set(modes[:3]) == {None}
+    assert set(modes[3:6]) == {'max-autotune-no-cudagraphs'}
+    assert set(modes[6:]) == {'reduce-overhead'}
+    assert len(modes) > 10

@@ -1,0 +1,43 @@
+"""The switches of a step and of the process: they do what they say."""
+import json
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from sdbench.models.switches import process_switches
+from tests.forked_runs import run, traced
+from tests.runs import TINY, settings_of
+
+
+@pytest.mark.parametrize('attention, order', [
+    ('sdpa', None), ('cudnn', ['CUDNN_ATTENTION', 'FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH']),
+    ('efficient', ['EFFICIENT_ATTENTION', 'MATH'])])
+def test_attention_tries_the_kernel_first_that_is_asked_for(attention, order):
+    before = torch._C._get_sdp_priority_order()
+    with process_switches(settings_of('--use_synth_data', *TINY, '--attention', attention)):
+        tried = torch._C._get_sdp_priority_order()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (attention != 'efficient')
+    if order is None:
+        assert tried == before
+    else:
+        assert [SDPBackend(number).name for number in tried[:len(order)]] == order
+    assert torch._C._get_sdp_priority_order() == before
+
+
+@pytest.mark.long
+def test_gradients_that_two_ranks_send_in_bf16_train_nearly_as_those_in_float32(server, tmp_path):
+    losses = {}
+    for precision in ('fp32', 'bf16'):
+        folder = tmp_path / precision
+        folder.mkdir()
+        argv = ['--use_synth_data', *TINY, '--max_duration', '4ba', '--allreduce_precision', precision]
+        assert run(server, 2, argv, folder) == [0, 0], (folder / 'log').read_text()
+        record = json.loads((folder / 'results.jsonl').read_text())
+        assert (record['allreduce_precision'], record['num_devices']) == (precision, 2)
+        batches = [sorted(batch.items()) for batch in traced(folder, 2)]
+        losses[precision] = [[float.fromhex(json.loads(seen)[0]) for _, [seen] in rank] for rank in batches]
+    for exact, rounded in zip(losses['fp32'], losses['bf16'], strict=True):
+        assert rounded[0] == exact[0]  # the first comes before any gradient
+        assert rounded[1:] != exact[1:]
+        assert rounded == pytest.approx(exact, rel=1e-3)

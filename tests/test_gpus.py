@@ -1,0 +1,72 @@
+"""Cards: their peaks against what each architecture gives, and the names that they are found by."""
+import pytest
+
+from sdbench.gpus import CARDS, cards_named
+from sdbench.models.flops import peak_tflops
+
+# multiprocessors, gigahertz of the boost clock, FLOPs of a multiprocessor in a clock
+BY_ARCHITECTURE = {
+    'NVIDIA A100-SXM4-80GB': (108, 1.410, 2048),
+    'NVIDIA H100 80GB HBM3': (132, 1.830, 4096),
+    'NVIDIA H100 PCIe': (114, 1.620, 4096),
+    'NVIDIA H200': (132, 1.830, 4096),
+    'NVIDIA A10': (72, 1.695, 1024),
+    'NVIDIA L4': (58, 2.040, 1024),
+    'NVIDIA L40S': (142, 2.520, 1024),
+    'NVIDIA GeForce RTX 4090': (128, 2.520, 512),
+    'Tesla V100-SXM2-16GB': (80, 1.530, 1024),
+    'Tesla T4': (40, 1.590, 1024),
+    'AMD Instinct MI300X': (304, 2.100, 2048),
+}
+
+
+@pytest.mark.parametrize('name', BY_ARCHITECTURE)
+def test_a_datasheets_peak_is_what_the_architecture_gives(name):
+    multiprocessors, gigahertz, flops_in_a_clock = BY_ARCHITECTURE[name]
+    assert CARDS[name].tflops == pytest.approx(multiprocessors * gigahertz * flops_in_a_clock / 1000, rel=0.015)
+
+
+@pytest.mark.parametrize('name, bf16, fp16', [
+    ('NVIDIA A100-SXM4-40GB', 312, 312), ('NVIDIA H200', 989, 989), ('NVIDIA B200', 2250, 2250),
+    ('NVIDIA H100 PCIe', 756, 756), ('Tesla T4', None, 65),
+    ('AMD Instinct MI300X', 1307.4, 1307.4), ('NVIDIA H100', None, None), ('NVIDIA A10G', None, None)])
+def test_a_peak_is_of_the_exact_card_and_of_the_precision(name, bf16, fp16, as_on_a_gpu):
+    as_on_a_gpu(name=name)
+    assert peak_tflops('amp_bf16') == peak_tflops('bf16') == bf16
+    assert peak_tflops('amp_fp16') == peak_tflops('fp16') == fp16
+    assert peak_tflops('fp32') is None
+
+
+def names(text: str | None) -> list[str]:
+    return [card.name for card in cards_named(text)]
+
+
+@pytest.mark.parametrize('text', ['RTX4090', 'RTX 4090', 'rtx-4090', 'GeForce RTX4090', '4090'])
+def test_a_card_is_found_whatever_the_capitals_spaces_and_hyphens(text):
+    assert names(text) == ['NVIDIA GeForce RTX 4090']
+
+
+def test_a_card_is_found_by_its_name_in_records_or_by_words_of_it():
+    assert names('A100-40GB') == ['NVIDIA A100-SXM4-40GB', 'NVIDIA A100-PCIE-40GB']
+    assert names('NVIDIA H100 80GB HBM3') == ['NVIDIA H100 80GB HBM3']
+    assert names('a100sxm440gb') == ['NVIDIA A100-SXM4-40GB']
+    assert names('mi300x') == ['AMD Instinct MI300X']
+    assert names(None) == list(CARDS)
+
+
+@pytest.mark.parametrize('text, found', [
+    ('A10', ['NVIDIA A10']), ('L4', ['NVIDIA L4']), ('H200', ['NVIDIA H200', 'NVIDIA H200 NVL'])])
+def test_a_card_is_not_found_by_a_part_of_a_word(text, found):
+    assert names(text) == found
+
+
+def test_a_card_that_is_not_known_is_one_line_with_those_that_are():
+    with pytest.raises(ValueError, match='^--gpu RTX4091 is no GPU that is known here; give one of NVIDIA A100[^\n]+$'):
+        cards_named('RTX4091')
+
+
+def test_cards_of_nvidia_have_what_the_forecast_needs():
+    for card in CARDS.values():
+        is_nvidias = not card.name.startswith('AMD')
+        assert (card.multiprocessors is not None) == is_nvidias, card
+        assert (card.gigahertz is not None) == is_nvidias, card

@@ -1,0 +1,161 @@
+"""The search for the largest microbatch: it finds what fits on every rank, and leaves no trace."""
+import json
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from composer.utils import dist, get_device
+
+import benchmark
+from benchmark import StableDiffusion, build_data, main
+from sdbench.models.loading import find_model
+from sdbench.training.microbatch import is_too_large, largest_microbatch
+from sdbench.training.resolve import resolve_defaults
+from tests.forked_runs import run_ranks
+from tests.runs import TINY, settings_of
+
+
+def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> list[int]:
+    """Let every pass of more than `limit` images fail in the middle of the UNet; returns the sizes that were tried."""
+    tried = []
+
+    def fail(*_):
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 20.00 GiB')
+
+    def in_forward(module, inputs, output):
+        if tried[-1:] != [len(output)]:  # once for both batches of a try
+            tried.append(len(output))
+        if len(output) > limit and where == 'forward':
+            fail()
+        if len(output) > limit and where == 'backward':
+            output.register_hook(fail)
+
+    model.unet.mid_block.register_forward_hook(in_forward)
+    return tried
+
+
+def arguments(*argv: str):
+    return settings_of('--use_synth_data', *TINY, '--results', '/dev/null', *argv)
+
+
+def search(model: StableDiffusion, *argv: str) -> int:
+    settings = arguments(*argv)
+    return largest_microbatch(model, build_data(settings, find_model('tiny')), settings.batch_size, 'fp32',
+                              settings.use_ema)
+
+
+@pytest.fixture
+def model() -> StableDiffusion:
+    torch.manual_seed(0)
+    return StableDiffusion('tiny', 64)
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_the_largest_part_of_the_batch_that_a_model_trains_with_is_found_and_each_size_tried_once(model, where):
+    seen = run_out_of_memory_above(3, model, where)
+    assert search(model, '--batch_size', '16') == 2
+    assert seen == [1, 2, 4]
+
+
+@pytest.mark.parametrize('words, size, too_large', [
+    ('CUDA error: out of memory', 1, True),
+    ('upsample_nearest2d only supports output tensors with less than INT_MAX elements, but got [1, 2]', 4, True),
+    ('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', 4, True),
+    ('CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`', 1, False),  # it does not start
+    ('expected scalar type Half but found Float', 4, False)])
+def test_what_cuda_says_of_too_little_memory_means_that_it_does_not_fit(words, size, too_large):
+    assert is_too_large(RuntimeError(words), size) == too_large
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_nothing_of_a_try_is_alive_when_the_next_begins(model, where):
+    activations = []  # of each pass, its size and a reference
+
+    def note(module, inputs, output):
+        assert not [size for size, tensor in activations if size != len(output) and tensor() is not None]
+        cycle = [output]
+        cycle.append(cycle)  # as an error and the frame that keeps it can be
+        activations.append((len(output), weakref.ref(output)))
+
+    model.unet.mid_block.register_forward_hook(note)
+    run_out_of_memory_above(1, model, where)
+    assert search(model) == 1
+    assert [size for size, _ in activations][:3] == [1, 1, 2]
+    assert not [size for size, tensor in activations if tensor() is not None]
+
+
+def search_on_a_cpu(monkeypatch, limit: int) -> None:
+    """Let main() search as it does on a GPU, with memory for `limit` images at once."""
+    def fill_in_a_search(args):
+        return replace(resolve_defaults(args), device_train_microbatch_size='auto')
+
+    def build_limited_model(*args, **options):
+        model = build_model(*args, **options)
+        run_out_of_memory_above(limit, model, 'backward')
+        return model
+
+    build_model = benchmark.build_model
+    monkeypatch.setattr(benchmark, 'resolve_defaults', fill_in_a_search)
+    monkeypatch.setattr(benchmark, 'build_model', build_limited_model)
+
+
+def test_a_run_that_searched_has_the_losses_of_one_that_was_told(monkeypatch, results):
+    flags = ['--use_synth_data', *TINY, '--results', str(results)]
+    told = main([*flags, '--device_train_microbatch_size', '2'])
+    search_on_a_cpu(monkeypatch, limit=3)
+    found = main(flags)
+    assert found['loss'] == told['loss']
+    assert [told['device_train_microbatch_size'], told['microbatch_search']] == [2, False]
+    assert [found['device_train_microbatch_size'], found['microbatch_search']] == [2, True]
+    assert json.loads(results.read_text().splitlines()[-1])['microbatch_search'] is True
+
+
+def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, capfd, results):
+    search_on_a_cpu(monkeypatch, limit=0)
+    with pytest.raises(SystemExit):
+        main(['--use_synth_data', *TINY, '--results', str(results)])
+    _, line = capfd.readouterr().err.splitlines()
+    assert 'not even one image of --image_size 64 fits' in line
+    assert '--gradient_checkpointing' in line
+
+
+def searching_rank(out: Path, microbatch_size: int | str) -> None:
+    """A search and then three steps, on one of two ranks whose memory ends at different places."""
+    settings = replace(arguments('--use_ema', '--batch_size', '16'), device_train_microbatch_size=microbatch_size)
+    benchmark.join_ranks(get_device(), settings.dist_timeout)
+    rank = dist.get_global_rank()
+    build_model = benchmark.build_model
+    tried = []
+
+    def build_limited_model(*args, **options):
+        model = build_model(*args, **options)
+        limit, where = [(4, 'forward'), (2, 'backward')][rank]
+        tried.append(run_out_of_memory_above(limit, model, where))
+        return model
+
+    benchmark.build_model = build_limited_model
+    files = find_model('tiny')
+    data = benchmark.build_data(settings, files)
+    with benchmark.StopAtSignal() as stop:
+        model, trainer = benchmark.build_training(settings, files, data, stop)
+        sizes = list(tried[0])
+        trainer.fit()
+    torch.save({'tried': sizes, 'microbatch': trainer.state.device_train_microbatch_size,
+                'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()}},
+               out / f'{microbatch_size}-rank{rank}.pt')
+
+
+@pytest.mark.long
+def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path, server):
+    """Two processes: rank 0 runs out above 4 images in a forward pass, rank 1 above 2 in a backward pass."""
+    for microbatch_size in ('auto', 2):
+        codes = run_ranks(server, [tmp_path / 'log'] * 2, searching_rank, [(tmp_path, microbatch_size)] * 2)
+        assert codes == [0, 0], (tmp_path / 'log').read_text()
+    searched, told = [[torch.load(tmp_path / f'{size}-rank{rank}.pt') for rank in (0, 1)] for size in ('auto', 2)]
+    assert [rank['tried'] for rank in searched] == [[1, 2, 4]] * 2
+    assert [rank['microbatch'] for rank in searched] == [2, 2]
+    for rank in (0, 1):
+        for name, weight in told[rank]['weights'].items():
+            assert torch.equal(searched[rank]['weights'][name], weight)
