@@ -24,6 +24,8 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     shard lacks a column.
     """
     label = f'{flag} {remote}'
+    if os.path.isfile(remote) or os.path.basename(remote) == INDEX:
+        raise ValueError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
     try:
         index = json.loads(fetch_index(remote))
     except FileNotFoundError:
