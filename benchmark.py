@@ -271,7 +271,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     dataset = data.dataloader.dataset
 
     # What is not there, or does not fit, is said before the model is built, which takes a while.
-    held_out = open_held_out(settings, files, dataset.latents)
+    held_out = open_held_out(settings, files, dataset)
     checkpoint = None
     if settings.autoresume:
         checkpoint = newest_checkpoint(settings.save_folder)

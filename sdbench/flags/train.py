@@ -271,9 +271,6 @@ class EvaluationAndDrawing:
                                      'samples)', metavar='DIR')
 
     def check(self) -> None:
-        if self.eval_remote and self.eval_remote == self.remote:
-            raise ValueError(f'--eval_remote {self.eval_remote} is what the run trains on; give it shards of other '
-                             'samples')
         if self.sample_prompts and not os.path.isfile(self.sample_prompts):
             raise ValueError(f'--sample_prompts {self.sample_prompts} is no file; give one with a prompt on each line')
         if self.sample_prompts and not self.pretrained and self.model_name != TINY_MODEL:
