@@ -30,8 +30,8 @@ from torch.utils.serialization import config as loading_config
 from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
+from sdbench.training.kept import DatasetChanged
 from sdbench.training.ranks import on_every_rank, on_rank_0
-from sdbench.training.safeguard import DatasetChanged
 from sdbench.training.signals import SIGNALS
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
