@@ -48,6 +48,7 @@ from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
 from sdbench.training.initial_weights import load_initial_weights
+from sdbench.training.kept import flags_to_keep
 from sdbench.training.loggers import build_loggers, run_name
 from sdbench.training.microbatch import find_microbatch
 from sdbench.training.optimization import build_schedule, min_snr_weights
@@ -55,7 +56,7 @@ from sdbench.training.progress import Progress
 from sdbench.training.ranks import join_ranks, leave_ranks
 from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
-from sdbench.training.safeguard import Safeguard, flags_to_keep
+from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling
 from sdbench.training.signals import StopAtSignal
 
@@ -271,7 +272,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     dataset = data.dataloader.dataset
 
     # What is not there, or does not fit, is said before the model is built, which takes a while.
-    held_out = open_held_out(settings, files, dataset.latents)
+    held_out = open_held_out(settings, files, dataset)
     checkpoint = None
     if settings.autoresume:
         checkpoint = newest_checkpoint(settings.save_folder)
@@ -280,7 +281,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     model = build_model(settings, dataset.latents, files=files)
     average = None
     if settings.load_weights and not checkpoint:
-        average = load_initial_weights(settings.load_weights, model)
+        average = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     microbatch = find_microbatch(settings, model, data)

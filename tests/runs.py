@@ -110,6 +110,11 @@ def final_state(folder: str | Path) -> dict:
     return load_checkpoint(checkpoints_in(str(folder))[-1])['state']
 
 
+def flags_of(checkpoint: dict) -> dict:
+    """What a checkpoint keeps of its run, to be looked at or changed."""
+    return dict(checkpoint['state']['callbacks'])['Safeguard']['flags']
+
+
 def assert_same_training(one: str | Path, other: str | Path) -> None:
     """Weights, optimizer and average of the newest checkpoints in two folders are the same to the last bit."""
     states = final_state(one), final_state(other)

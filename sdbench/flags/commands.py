@@ -102,7 +102,8 @@ class Export:
                                   'a checkpoint (default: that of the run)')
     pretrained: bool = flag(False, 'take the VAE from --model_name where the checkpoint has none, because the run '
                             'trained on latents')
-    tokenizer: str | None = flag(None, "folder or hub name, for a checkpoint (default: that of the run)")
+    tokenizer: str | None = flag(None, "folder or hub name of the run's tokenizer, where it has moved (default: that "
+                                 "of the run)")
 
     def check(self) -> None:
         if os.path.lexists(self.out):

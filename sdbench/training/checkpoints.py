@@ -29,8 +29,8 @@ from torch.utils.serialization import config as loading_config
 from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
+from sdbench.training.kept import DatasetChanged
 from sdbench.training.ranks import on_every_rank, on_rank_0
-from sdbench.training.safeguard import DatasetChanged
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
