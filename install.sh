@@ -30,7 +30,7 @@ pips_index() {
 }
 
 # An environment that was made of this very lock file is whole, wherever it lies and however old it is.
-cmp -s "$lock" "$venv/installed" && exit
+cmp -s "$lock" "$venv/installed" 2>/dev/null && exit
 [ ! -L "$venv" ] || fail "$venv is a link to $(readlink "$venv"), where what $lock lists is not installed; remove the link, and an environment is made in its place"
 
 python=$(find_python ${PYTHON:-python3.11 python3.12 python3})
