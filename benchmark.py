@@ -8,6 +8,7 @@ import os
 
 from sdbench.exits import end_with_launcher, one_line_errors
 from sdbench.flags.parser import parse
+from sdbench.flags.threads import sleep_while_waiting
 from sdbench.flags.train import Train
 
 PROGRAM = 'benchmark.py'
@@ -15,6 +16,7 @@ PROGRAM = 'benchmark.py'
 if __name__ == '__main__':
     if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # torch 2.9 has the second as well
         os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'  # or what is freed early leaves holes
+    sleep_while_waiting()
     parse(Train, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import sys

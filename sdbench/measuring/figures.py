@@ -45,7 +45,6 @@ FIGURES = {
     'young_half_life': Figure(
         'average', 'still near the weights at the start, for --ema_half_life is {young_half_life}'),
     'caution': Figure('caution', '{caution}'),
-    'busy_cores': Figure('slow', '{busy_cores}'),
     'days': Figure(
         'full training', 'training on {images:,} images would take {days:,.1f} days on {gpus}, {gpu_hours:,.0f} '
         'GPU-hours, ${dollars:,.0f}'),
@@ -58,8 +57,8 @@ SPEED = ('images_per_sec', 'why_no_speed')
 TRAINED = ('trained_batches', 'whole_epochs', 'resumed_after', 'loss', 'eval_loss', 'ema_start_to_come')
 OF_A_MEASUREMENT = (*SPEED, 'batch_seconds_median', 'drift', 'data_wait_fraction', 'peak_memory_gib',
                     'tflops_per_sec_per_device', 'mfu', 'joules_per_image', *TRAINED, 'caution',
-                    'busy_cores', 'days')
-OF_A_TRAINING = (*TRAINED, 'young_half_life', 'save_folder', 'export_flags', *SPEED, 'busy_cores')
+                    'days')
+OF_A_TRAINING = (*TRAINED, 'young_half_life', 'save_folder', 'export_flags', *SPEED)
 
 IN_TABLES = tuple(key for key, figure in FIGURES.items() if figure.cell is not None)
 

@@ -89,7 +89,7 @@ def summary(record: dict, settings: Train) -> str:
 def notes(record: dict, settings: Train) -> dict[str, Any]:
     """What a summary says beside the values of the record; None for what would say nothing."""
     values = dict.fromkeys(('why_no_speed', 'caution', 'on_waiting', 'save_folder', 'export_flags', 'young_half_life',
-                            'ema_start_to_come', 'busy_cores', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
+                            'ema_start_to_come', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
     values['whole_epochs'] = record['trained_epochs'] or None
     values['resumed_after'] = record['first_batch'] or None
 
@@ -113,8 +113,6 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
         values['why_no_speed'] = 'the run was over before the clock started, so that no batch was measured'
         return values
     values['caution'] = reliability(record)
-    if not torch.cuda.is_available():
-        values['busy_cores'] = busy_cores()
     values['on_waiting'] = ''
     if record['data_wait_fraction'] > MUCH_WAITING_FOR_DATA:
         values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
@@ -132,9 +130,10 @@ def reliability(record: dict) -> str | None:
     """Why these figures should not be trusted yet, and the remedy; None where they can be."""
     if record.get('status') == PROFILED:
         return 'these figures include the cost of the trace, so that no report counts them'
+    busy = None if torch.cuda.is_available() else busy_cores()
     if why_unreliable(record):
-        return f'{why_unreliable(record)}: {remedy(record)}'
-    return None
+        return f'{why_unreliable(record)}: {remedy(record, busy)}'
+    return busy
 
 
 def append_line(line: str, path: str) -> None:
