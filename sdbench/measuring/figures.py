@@ -49,6 +49,7 @@ FIGURES = {
         'full training', 'training on {images:,} images would take {days:,.1f} days on {gpus}, {gpu_hours:,.0f} '
         'GPU-hours, ${dollars:,.0f}'),
     'save_folder': Figure('checkpoint', 'in {save_folder}'),
+    'sample_folder': Figure('drawings', 'in {sample_folder}'),
     'export_flags': Figure('next', 'python export.py {save_folder} {pipeline}{export_flags}'),
 }
 
@@ -58,7 +59,7 @@ TRAINED = ('trained_batches', 'whole_epochs', 'resumed_after', 'loss', 'eval_los
 OF_A_MEASUREMENT = (*SPEED, 'batch_seconds_median', 'drift', 'data_wait_fraction', 'peak_memory_gib',
                     'tflops_per_sec_per_device', 'mfu', 'joules_per_image', *TRAINED, 'caution',
                     'days')
-OF_A_TRAINING = (*TRAINED, 'young_half_life', 'save_folder', 'export_flags', *SPEED)
+OF_A_TRAINING = (*TRAINED, 'young_half_life', 'save_folder', 'sample_folder', 'export_flags', *SPEED)
 
 IN_TABLES = tuple(key for key, figure in FIGURES.items() if figure.cell is not None)
 

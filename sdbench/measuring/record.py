@@ -88,12 +88,14 @@ def summary(record: dict, settings: Train) -> str:
 
 def notes(record: dict, settings: Train) -> dict[str, Any]:
     """What a summary says beside the values of the record; None for what would say nothing."""
-    values = dict.fromkeys(('why_no_speed', 'caution', 'on_waiting', 'save_folder', 'export_flags', 'young_half_life',
-                            'ema_start_to_come', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
+    values = dict.fromkeys(('why_no_speed', 'caution', 'on_waiting', 'save_folder', 'sample_folder', 'export_flags',
+                            'young_half_life', 'ema_start_to_come', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
     values['whole_epochs'] = record['trained_epochs'] or None
     values['resumed_after'] = record['first_batch'] or None
 
-    # where the checkpoints are, and how they become a pipeline
+    # where the drawings are, and the checkpoints, and how these become a pipeline
+    if settings.sample_prompts and os.path.isdir(settings.sample_folder):
+        values['sample_folder'] = settings.sample_folder
     if record['status'] not in ('failed', 'interrupted'):
         values['save_folder'] = settings.save_folder
         values['pipeline'] = beside(settings.save_folder, 'model') if settings.save_folder else None
