@@ -160,8 +160,8 @@ def test_a_run_that_begins_anew_leaves_the_drawings_of_the_one_before_it(tmp_pat
                                                                          capfd):
     kept_in = tmp_path / 'kept'
     argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--pretrained', '--image_size', '32',
-            '--max_duration', '1ba', '--sample_prompts', prompts, '--results', str(tmp_path / 'results'), '--save_folder', str(kept_in),
-            '--autoresume']
+            '--max_duration', '1ba', '--sample_prompts', prompts, '--results', str(tmp_path / 'results'),
+            '--save_folder', str(kept_in), '--autoresume']
     main(argv)
     assert f'drawings        in {kept_in}-samples\n' in capfd.readouterr().out
     [drawn] = Path(f'{kept_in}-samples').iterdir()
