@@ -11,10 +11,12 @@ again with the same command, encodes only what is missing. OUT/index.json comes 
 from sdbench.exits import one_line_errors
 from sdbench.flags.commands import ENCODING_FLAGS, Encode
 from sdbench.flags.parser import parse
+from sdbench.flags.threads import sleep_while_waiting
 
 PROGRAM = 'encode.py'
 
 if __name__ == '__main__':
+    sleep_while_waiting()
     parse(Encode, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import dataclasses

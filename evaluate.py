@@ -12,10 +12,12 @@ error says where to get them.
 from sdbench.exits import end_with_launcher, one_line_errors
 from sdbench.flags.commands import EVALUATE_FLAGS, Evaluate
 from sdbench.flags.parser import parse
+from sdbench.flags.threads import sleep_while_waiting
 
 PROGRAM = 'evaluate.py'
 
 if __name__ == '__main__':
+    sleep_while_waiting()
     parse(Evaluate, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import contextlib

@@ -1,5 +1,6 @@
 """Paths of datasets, by their names alone. It needs no library."""
 import os
+import re
 
 HELD_OUT = '-held-out'  # how the name of a dataset of held-out samples ends
 INDEX = 'index.json'  # of a dataset, which is whole once it is there
@@ -12,9 +13,13 @@ def number_of_samples(index: dict) -> int:
 
 
 def beside(folder: str, name: str) -> str:
-    """FOLDER-NAME, for what belongs to a folder; of a store by the last part of its address, on this machine."""
+    """Return FOLDER-NAME, for what belongs to a folder. For one in a store it is on this machine, below the folders of
+    its whole address: s3/BUCKET/KEY-NAME.
+    """
     folder = folder.rstrip('/')
-    return f'{os.path.basename(folder) if is_url(folder) else folder}-{name}'
+    if is_url(folder):
+        folder = re.sub(':/+', '/', folder)
+    return f'{folder}-{name}'
 
 
 def is_url(path: str) -> bool:

@@ -284,8 +284,8 @@ class EvaluationAndDrawing:
 @dataclass(frozen=True, kw_only=True)
 class Logging:
     """logging"""
-    run_name: str | None = flag(None, 'name of the curves, which go on at a resume; W&B continues a run only by a name '
-                                'that is given here (default: by --save_folder, or one that is drawn)', metavar='NAME')
+    run_name: str | None = flag(None, 'how the name of the curves begins, which go on at a resume (default: the '
+                                'last part of --save_folder)', metavar='NAME')
     wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'log to this project of Weights & Biases (default: W&B is not used)')
     tensorboard: str | None = flag(None, 'log to TensorBoard files in this folder', metavar='DIR')
