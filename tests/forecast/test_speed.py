@@ -69,12 +69,12 @@ def test_a_step_is_its_microbatches_their_sums_and_one_update():
                                                              'c': Work(0, 11, 1)}
 
 
-# seconds of the backward pass that are left when each of three buckets of 1 GB is there: so long is an image's
+# seconds of the backward pass that are left when each of three buckets of 10 GB is there: so long is an image's
 LEFT = (0.9, 0.5, 0.0)
 
 
 def step_of_buckets() -> StepWork:
-    buckets = [Bucket(10**9, Work(), Work(nbytes=seconds * 1e12)) for seconds in LEFT]
+    buckets = [Bucket(10**10, Work(), Work(nbytes=seconds * 1e12)) for seconds in LEFT]
     return StepWork({}, {'a': Work(nbytes=2e12)}, {}, {}, exchange={'b': Work(nbytes=1e11)}, buckets=buckets)
 
 
@@ -93,7 +93,7 @@ def waiting_by_the_clock(images: int, seconds_a_bucket: float) -> float:
 def test_a_step_waits_for_what_is_left_of_the_exchange_after_the_last_backward_pass(devices, over_link, precision,
                                                                                     share, images):
     layout = Layout(microbatch=8, images=24 + images, num_devices=devices, allreduce_precision=precision)
-    expected = waiting_by_the_clock(images, over_link * share * 1e9 / 10e9)
+    expected = waiting_by_the_clock(images, over_link * share * 10e9 / 10e9)
     assert seconds_of_waiting(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(expected)
     assert seconds_by_kind(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(
         {'a': 2 * layout.images, 'b': 0.1, WAITING: expected})
