@@ -224,11 +224,6 @@ def test_a_small_cache_serves_the_whole_dataset(tmp_path):
     assert limit / 8 < most <= limit
 
 
-def test_a_limit_that_would_drop_what_is_read_in_place_is_refused(remote):
-    with pytest.raises(ValueError, match='--cache_limit has no cache to bound'):
-        open_text(remote, cache_limit='1mb')
-
-
 @pytest.mark.parametrize('compression', ['br:1', 'bz2', 'gz', 'snappy', 'zstd:7'])
 def test_compressed_shards_are_unpacked_into_a_cache_never_beside_themselves(tmp_path, compression, monkeypatch):
     monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
