@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from sdbench.flags.times import TIMES
 from sdbench.flags.train import Train
-from sdbench.inputs.verified_stream import VerifiedDataset
+from sdbench.inputs.stream import VerifiedDataset
 from sdbench.measuring.record import redacted
 from sdbench.models.loading import ModelFiles
 
