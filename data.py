@@ -22,9 +22,9 @@ from sdbench.flags.train import SD2_BASE, Train
 from sdbench.inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from sdbench.inputs.held_out import HeldOutSamples, collate_held_out
 from sdbench.inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
+from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import MOMENTS, hash_of_images, index_hash, read_index, require_same_origin
-from sdbench.inputs.timed_loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
-from sdbench.inputs.verified_stream import DOWNLOADS, VerifiedDataset, VerifiedStream
+from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import ModelFiles
 from sdbench.paths import number_of_samples

@@ -45,7 +45,7 @@ from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.train import TINY_MODEL
 from sdbench.inputs.images import decode_image, normalize_images, stack_images
 from sdbench.inputs.shards import IMAGES, LATENT_COLUMNS, MOMENTS, index_hash, read_image_index
-from sdbench.inputs.verified_stream import Shards, is_readable_in_place, open_shards
+from sdbench.inputs.stream import Shards, is_readable_in_place, open_shards
 from sdbench.measuring.record import append_record, run_metadata
 from sdbench.measuring.reliability import why_unreliable
 from sdbench.models.compiling import compile_in_place

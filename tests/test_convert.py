@@ -10,7 +10,7 @@ from streaming import StreamingDataset
 
 import convert
 from benchmark import main
-from sdbench.inputs.verified_stream import own_shared_memory
+from sdbench.inputs.stream import own_shared_memory
 from tests.forked_runs import run_program, script
 from tests.local_s3 import local_s3
 from tests.runs import ROOT, TINY, files_of, start, wait_until

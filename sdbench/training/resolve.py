@@ -10,8 +10,8 @@ from sdbench.costs import TRAINING_IMAGES
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, TINY_MODEL, Train, number_of_devices
+from sdbench.inputs.loader import queued_batches
 from sdbench.inputs.shards import read_index
-from sdbench.inputs.timed_loader import queued_batches
 from sdbench.measuring.reliability import fewest_batches
 from sdbench.paths import beside, number_of_samples
 

@@ -5,7 +5,7 @@ from composer import Callback
 from composer.core import Precision
 from composer.utils import dist
 
-from sdbench.inputs.verified_stream import VerifiedDataset
+from sdbench.inputs.stream import VerifiedDataset
 from sdbench.training.kept import require_same_run
 
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover

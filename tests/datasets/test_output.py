@@ -11,7 +11,7 @@ from sdbench.datasets.output import Output, PartWriter, join_parts, part_name, t
 from sdbench.errors import DataError
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.inputs.verified_stream import own_shared_memory
+from sdbench.inputs.stream import own_shared_memory
 from sdbench.paths import CLAIM
 from tests.local_s3 import local_s3
 

@@ -6,9 +6,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from data import StreamingLAIONDataset, build_loader
-from sdbench.inputs import timed_loader
 from sdbench.inputs.captions import build_tokenizer
-from sdbench.inputs.timed_loader import TimedDataLoader
+from sdbench.inputs.loader import TimedDataLoader
 from sdbench.training.failures import reason
 from tests.runs import wait_until
 
@@ -27,7 +26,7 @@ def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):
     def slow(samples):
         now[0] += 3
         return samples
-    monkeypatch.setattr(timed_loader.time, 'perf_counter', lambda: now[0])
+    monkeypatch.setattr('time.perf_counter', lambda: now[0])
     loader = TimedDataLoader(Numbers(), 12, collate_fn=slow)
     batches = iter(loader)
     next(batches)

@@ -13,7 +13,7 @@ from data import StreamingLAIONDataset, build_loader
 from sdbench.errors import DataError
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import read_index
-from sdbench.inputs.verified_stream import cache_folder, own_shared_memory
+from sdbench.inputs.stream import cache_folder, own_shared_memory
 from tests.forked_runs import RUN, run, traced
 from tests.samples import good, write_shards
 
