@@ -133,10 +133,15 @@ def flags_of(parser) -> set[str]:
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
-def test_every_flag_that_the_text_names_is_one_of_our_programs(page):
+def test_every_flag_file_and_target_of_make_that_a_page_names_is_there(page):
     known = set().union(*map(flags_of, PARSERS.values()))
-    named = {code.split()[0].partition('=')[0] for code in code_in_text(page) if code.startswith('--')}
-    assert named - known == set()
+    flags = {code.split()[0].partition('=')[0] for code in code_in_text(page) if code.startswith('--')}
+    assert flags - known == set()
+    words = ' '.join(all_commands(page)).split()
+    files = {word.lstrip('@') for word in words if re.match(f'@?({FOLDERS})/', word)}
+    assert [name for name in sorted(files) if not (ROOT / name).exists()] == []
+    targets = {words_of(command)[1] for command in all_commands(page) if command.startswith('make ')}
+    assert targets <= set(re.findall(r'^([a-z-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
 
 
 def test_every_flag_is_explained_in_some_page():
@@ -147,21 +152,6 @@ def test_every_flag_is_explained_in_some_page():
             flags = {flag for flag in action.option_strings if flag.startswith('--')}
             is_hidden = action.help == '==SUPPRESS=='
             assert not flags or is_hidden or flags & named or flags & {'--help'}, f'{program} {flags}'
-
-
-@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
-def test_every_file_of_this_repository_that_a_page_names_is_there(page):
-    words = ' '.join(all_commands(page)).split()
-    named = {word.lstrip('@') for word in words if re.match(f'@?({FOLDERS})/', word)}
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-
-
-@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
-def test_every_target_of_make_that_a_page_names_is_one(page):
-    named = [code for code in all_commands(page) if code.startswith('make ')]
-    for command in named:
-        target = words_of(command)[1]
-        assert re.search(f'^{target}:', (ROOT / 'Makefile').read_text(), re.MULTILINE), command
 
 
 def test_launchers_are_called_as_composer_takes_it():

@@ -2,7 +2,6 @@
 import re
 import shlex
 import warnings
-from pathlib import Path
 
 from mcli import RunConfig
 from mcli.models.run_config import FinalRunConfig
@@ -12,44 +11,19 @@ from sdbench.flags.train import Train
 from tests.runs import ROOT
 
 
-def parse(path: Path, caplog) -> FinalRunConfig:
-    """What `mcli run` sends, without a warning of Python's or a complaint in the log."""
-    with warnings.catch_warnings(), caplog.at_level('WARNING', 'mcli'):
+def test_the_file_runs_both_examples_on_eight_gpus_once_its_comments_are_uncommented(tmp_path, caplog):
+    path = tmp_path / 'mcloud.yaml'
+    path.write_text(re.sub(r'# (?=composer |S3_ENDPOINT_URL|cluster:)', '', (ROOT / 'mcloud.yaml').read_text()))
+    with warnings.catch_warnings(), caplog.at_level('WARNING', 'mcli'):  # as mcli complains of a field it does not know
         warnings.simplefilter('error')
-        config = FinalRunConfig.finalize_config(RunConfig.from_file(path))
+        sent = FinalRunConfig.finalize_config(RunConfig.from_file(path)).to_create_run_api_input()['runInput']
     assert caplog.messages == []
-    return config
-
-
-def commands(config: FinalRunConfig) -> list[list[str]]:
-    """The words of each line of the command block, as the shell splits them."""
-    return [words for line in config.command.splitlines() if (words := shlex.split(line, comments=True))]
-
-
-def test_the_file_installs_and_runs_the_synthetic_example_on_eight_gpus(caplog):
-    config = parse(ROOT / 'mcloud.yaml', caplog)
-    sent = config.to_create_run_api_input()['runInput']
-    assert sent['compute'] == {'gpus': 8, 'gpuType': 'a100_40gb'}
-    enter, install, run = commands(config)
-    assert enter == ['cd', Path(config.integrations[0]['git_repo']).name]
+    assert sent['compute'] == {'gpus': 8, 'gpuType': 'a100_40gb', 'cluster': 'my-cluster'}
+    lines = [shlex.split(line, comments=True) for line in sent['command'].splitlines()]
+    enter, install, *runs = [words for words in lines if words]
+    assert enter == ['cd', 'diffusion-benchmark']
     assert install == ['pip', 'install', '-r', 'requirements.txt']
-    assert run[:2] == ['composer', 'benchmark.py']  # which takes processes and nodes from the platform
-    settings = flags.parse(Train, '', run[2:])
-    assert settings.use_ema
-    assert settings.use_synth_data
-    assert settings.device_train_microbatch_size
-
-
-def test_the_second_example_and_the_rest_of_the_comments_hold_once_uncommented(tmp_path, caplog):
-    copy = tmp_path / 'mcloud.yaml'
-    text = (ROOT / 'mcloud.yaml').read_text()
-    copy.write_text(re.sub(r'# (?=composer |--wandb|S3_ENDPOINT_URL|cluster:)', '', text))
-    config = parse(copy, caplog)
-    assert config.compute['cluster'] == 'my-cluster'
-    assert config.env_variables['S3_ENDPOINT_URL'] == 'https://s3.example.com'
-    synthetic, streaming = [flags.parse(Train, '', words[2:]) for words in commands(config) if words[0] == 'composer']
-    assert synthetic.use_synth_data
-    assert synthetic.wandb_name == 'synthetic'
-    assert streaming.remote == 's3://my-bucket/laion/mds'
-    assert streaming.use_ema
-    assert not streaming.use_synth_data
+    assert [words[:2] for words in runs] == [['composer', 'benchmark.py']] * 2
+    synthetic, streaming = [flags.parse(Train, '', words[2:]) for words in runs]
+    assert (synthetic.use_ema, synthetic.use_synth_data, synthetic.device_train_microbatch_size) == (True, True, 4)
+    assert (streaming.use_ema, streaming.remote) == (True, 's3://my-bucket/laion/mds')

@@ -1,4 +1,5 @@
-"""The clock of a run, and the figures that come from it."""
+"""The clock shows the speed that lasts: not the loader's queue, not checkpoints, not the beginning of a long run."""
+import heapq
 import json
 from types import SimpleNamespace
 
@@ -8,31 +9,142 @@ from composer.core import Time, Timestamp
 
 from benchmark import main
 from sdbench.measuring import clock as measuring
-from sdbench.measuring.clock import Measurement, whole_epochs
+from sdbench.measuring.clock import Measurement, figures
 from tests.runs import TINY
 
 
-def test_the_clock_leaves_out_the_warm_up_and_counts_the_wait(monkeypatch):
-    clock = iter([0, 10, 15, 20])  # fit; the end of each batch
-    waits = iter([8, 2, 1])
-    monkeypatch.setattr(measuring.time, 'perf_counter', lambda: next(clock))
-    loader = SimpleNamespace(seconds_waited=lambda: next(waits), ready_batches=0, queue_length=0)
-    measurement = Measurement(warmup_batches=1, measure_batches=2)
-    measurement.fit_start(SimpleNamespace(train_dataloader=loader, timestamp=Timestamp(),
-                                          max_duration=Time.from_batch(3)), None)
-    for batch in (1, 2, 3):
-        measurement.before_dataloader(None, None)
-        measurement.batch_end(SimpleNamespace(
-            timestamp=Timestamp(batch=batch, sample=4 * batch), total_loss_dict={'loss/train/total': 0.5},
-            previous_timestamp=Timestamp(batch=batch - 1, sample=4 * batch - 4), train_dataloader=loader,
-            dataloader_len=3), None)
-    window = measurement.window
-    assert window.batch_seconds == [5, 5]
-    assert window.wait_seconds == [2, 1]
-    assert window.samples == 8
-    figures = measuring.figures(window)
-    assert figures['images_per_sec'] == 0.8
-    assert figures['data_wait_fraction'] == pytest.approx(0.3)
+class SimulatedLoader:
+    """A loader of several processes, each of which makes a batch in `seconds`, on a clock of its own.
+
+    The reference for what a queue does: a process is given a batch to make when one is taken.
+    """
+
+    def __init__(self, clock, workers: int, seconds: float):
+        self.clock, self.seconds, self.workers = clock, seconds, workers
+        self.queue_length = 2 * workers
+        self.free_at = [0.0] * workers
+        self.finished = []  # when each batch that was asked for is ready, in the order of being ready
+        self.taken = 0
+        self.waited = 0.0
+        for _ in range(self.queue_length):
+            self._ask()
+
+    def _ask(self) -> None:
+        start = max(self.clock.now, heapq.heappop(self.free_at))
+        heapq.heappush(self.free_at, start + self.seconds)
+        heapq.heappush(self.finished, start + self.seconds)
+
+    def take(self) -> None:
+        ready = heapq.heappop(self.finished)
+        wait = max(0.0, ready - self.clock.now)
+        self.waited += wait
+        self.clock.now += wait
+        self.taken += 1
+        self._ask()
+
+    def begin_epoch(self) -> None:
+        """All that lay ready is of the epoch before: the processes begin anew."""
+        self.finished.clear()
+        self.free_at = [self.clock.now] * self.workers
+        for _ in range(self.queue_length):
+            self._ask()
+
+    def seconds_waited(self) -> float:
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    @property
+    def ready_batches(self) -> int:
+        return sum(time <= self.clock.now for time in self.finished)
+
+
+class Clock:
+    now = 0.0
+
+
+def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, first_step=20.0, batches=99,
+                  measure_batches=None, warmup=3, checkpoint_every=None, checkpoint_seconds=5.0, epoch=10**6,
+                  evaluate=0.0, sample=0.0) -> dict:
+    """The figures of a run of batches of 4 images, in which nothing but a clock is real."""
+    clock = Clock()
+    monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
+    monkeypatch.setattr(measuring, 'peak_memory_gib', lambda: 1.0)
+    loader = SimulatedLoader(clock, workers, batch_seconds)
+    state = SimpleNamespace(train_dataloader=loader, dataloader_len=epoch, max_duration=Time.from_batch(batches),
+                            timestamp=Timestamp(), previous_timestamp=Timestamp(),
+                            total_loss_dict={'loss/train/total': 0.5})
+    measurement = Measurement(warmup, measure_batches)
+    measurement.fit_start(state, None)
+    for batch in range(batches):
+        measurement.before_dataloader(state, None)
+        loader.take()
+        clock.now += first_step if batch == 0 else step_seconds
+        state.previous_timestamp = state.timestamp
+        state.timestamp = state.timestamp.to_next_batch(4)
+        measurement.batch_end(state, None)
+        if (batch + 1) % epoch == 0:
+            state.timestamp = state.timestamp.to_next_epoch()
+            loader.begin_epoch()
+        is_to_save = checkpoint_every and (batch + 1) % checkpoint_every == 0
+        if is_to_save and evaluate:
+            measurement.eval_before_all(state, None)
+            clock.now += evaluate
+            measurement.eval_after_all(state, None)
+        measurement.batch_checkpoint(state, None)
+        if is_to_save:
+            with measurement.excluded('sampling'):  # by another callback, before Composer's saver or after it
+                clock.now += sample
+            clock.now += checkpoint_seconds
+    return figures(measurement.window) | {'turnover': measurement.turnover_batches}
+
+
+@pytest.mark.parametrize('batch_seconds, true_speed', [
+    (0.8, 4 * 8 / 0.8),  # half of what the model needs
+    (0.48, 4 * 8 / 0.48),  # five sixths: the queue of the first step lasts longest
+    (1.6, 4 * 8 / 1.6), (6.4, 4 * 8 / 6.4), (0.1, 4 / 0.05)])  # the last is faster than the model
+def test_batches_that_lay_ready_are_not_counted_as_the_loaders_speed(monkeypatch, batch_seconds, true_speed):
+    shown = simulated_run(monkeypatch, batch_seconds=batch_seconds)
+    assert shown['images_per_sec'] == pytest.approx(true_speed, rel=0.05)
+    step_fraction = 0.05 * true_speed / 4  # of the time; a step takes 0.05 s
+    assert shown['data_wait_fraction'] == pytest.approx(1 - step_fraction, abs=0.07)
+    assert shown['turnover'] == 16  # a queue, and five of them
+    assert shown['measured_batches'] == 80
+
+
+def test_a_short_run_is_measured_all_the_same(monkeypatch):
+    shown = simulated_run(monkeypatch, batches=23, measure_batches=20)
+    assert (shown['turnover'], shown['measured_batches']) == (0, 20)
+    assert shown['images_per_sec'] <= 32 * 1.1  # 8 processes make 32 images a second
+
+
+def test_evaluation_sampling_and_checkpoints_are_counted_apart_from_all_else_and_from_each_other(monkeypatch):
+    plain = simulated_run(monkeypatch, batch_seconds=0.01)
+    excluded = simulated_run(monkeypatch, batch_seconds=0.01, checkpoint_every=10, evaluate=2.0, sample=3.0)
+    spent = {'checkpoint_seconds': 5 * 8, 'evaluation_seconds': 2 * 8, 'sampling_seconds': 3 * 8}
+    assert {name: excluded[name] for name in spent} == pytest.approx(spent)
+    for name in plain.keys() - spent.keys() - {'peak_memory_gib'}:  # which is of the whole process
+        assert excluded[name] == pytest.approx(plain[name]), name
+
+
+def test_a_checkpoint_that_one_rank_writes_is_no_slow_batch_of_the_others(monkeypatch):
+    waiting = measuring.Window([1.0, 6.0, 1.0], [0.0] * 3, [0.0, 0.0, 0.0], samples=30)
+    of_the_writer = iter([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # excluded; its batches; excluded by name
+    monkeypatch.setattr(measuring, 'highest_of_ranks',
+                        lambda values, all_ranks: np.maximum(values, next(of_the_writer)))
+    shown = figures(waiting)
+    assert shown['checkpoint_seconds'] == 5
+    assert shown['images_per_sec'] == 10
+
+
+def test_a_queue_that_has_yet_to_fill_at_an_epochs_start_is_not_the_loaders_slowness(monkeypatch):
+    within = simulated_run(monkeypatch, batch_seconds=0.1, batches=99)
+    at_the_start = simulated_run(monkeypatch, batch_seconds=0.1, batches=99, epoch=98)
+    assert at_the_start['images_per_sec'] == pytest.approx(within['images_per_sec'], rel=0.05)
+
+
+def test_all_of_a_long_run_is_measured(monkeypatch):
+    shown = simulated_run(monkeypatch, batch_seconds=0.01, batches=500)
+    assert shown['measured_batches'] == 500 - 3 - 16
 
 
 def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
@@ -52,23 +164,11 @@ def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     assert figures['bad_samples'] == 2
 
 
-@pytest.mark.parametrize('epoch, batch_in_epoch, whole', [(0, 0, 0), (71, 1, 71), (71, 2, 72), (72, 0, 72)])
-def test_an_epoch_is_whole_at_its_last_batch_before_composer_counts_it(epoch, batch_in_epoch, whole):
-    timestamp = Timestamp(epoch=epoch, batch=2 * epoch + batch_in_epoch, batch_in_epoch=batch_in_epoch)
-    evaluation_batches = Time.from_batch(1)  # those of the loader in use, where the run stopped in an evaluation
-    assert whole_epochs(SimpleNamespace(timestamp=timestamp, train_dataloader=range(2),
-                                        dataloader_len=evaluation_batches)) == whole
-
-
-@pytest.mark.parametrize('num_workers, batches', [(0, 20), (2, 19)])
-def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, num_workers, batches, capfd):
-    record = main(['--remote', shards, *TINY, '--loader_only', '--measure_batches', str(batches), '--num_workers',
-                   str(num_workers), '--results', str(results)])
+def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, capfd):
+    record = main(['--remote', shards, *TINY, '--loader_only', '--measure_batches', '19', '--num_workers', '2',
+                   '--results', str(results)])
     assert json.loads(results.read_text()) == record
-    assert record['stage'] == 'loader'
-    assert record['measured_batches'] == batches  # over epochs of 6
+    assert (record['stage'], record['measured_batches']) == ('loader', 19)  # over epochs of 6
     assert record['loader_images_per_sec'] > 0
-    printed = capfd.readouterr().out
     assert 'images_per_sec' not in record
-    assert 'loader' in printed
-    assert ('caution: only 19 measured batches: use --measure_batches 20' in printed) == (batches < 20)
+    assert 'caution: only 19 measured batches: use --measure_batches 20' in capfd.readouterr().out

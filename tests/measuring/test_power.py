@@ -1,21 +1,19 @@
 """What a GPU says of itself at the end of the measured batches; nothing of it without a GPU."""
-from types import SimpleNamespace
-
 import pytest
 import torch
 from composer.utils import dist
 
-from sdbench.measuring import power as gpu_monitor
+from sdbench.measuring import power
 from sdbench.measuring.power import GIB, QUANTITIES, GpuMonitor, gather_gpu_figures
 
 
 @pytest.fixture
-def gpu(as_on_a_gpu, monkeypatch):
-    """A GPU that answers each of `watts`, where one that is an error is raised, and a clock that tests set."""
-    gpu = SimpleNamespace(watts=[], retries=3, now=0.0)
+def watts(as_on_a_gpu, monkeypatch) -> list:
+    """What a GPU answers that is asked for its power, each once; an error is raised."""
+    answers = []
 
     def power_draw() -> float:
-        answer = gpu.watts.pop(0)
+        answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer * 1000
@@ -24,25 +22,23 @@ def gpu(as_on_a_gpu, monkeypatch):
     monkeypatch.setitem(QUANTITIES, 'gpu_power_watts', (power_draw, 1000))
     monkeypatch.setitem(QUANTITIES, 'gpu_sm_clock_mhz', (lambda: 1755, 1))
     monkeypatch.setattr(torch.cuda, 'memory_stats', lambda: {'allocated_bytes.all.peak': 20 * GIB,
-                                                             'num_alloc_retries': gpu.retries})
-    monkeypatch.setattr(gpu_monitor.time, 'monotonic', lambda: gpu.now)
-    return gpu
+                                                             'num_alloc_retries': 4})
+    return answers
 
 
-def test_a_gpu_is_asked_at_the_end_of_batches_at_most_once_a_second_and_an_error_leaves_out_one_value(gpu):
-    gpu.watts = [300, RuntimeError('no driver'), 350]
+def test_a_gpu_is_asked_at_most_once_a_second_and_an_error_leaves_out_one_value(watts, monkeypatch):
+    watts += [300, RuntimeError('no driver'), 350]
+    ends = iter((10.0, 10.4, 10.9, 11.5, 13.0))  # of batches
+    monkeypatch.setattr(power.time, 'monotonic', lambda: next(ends))
     monitor = GpuMonitor()
-    monitor.start()
-    gpu.retries += 4
-    for gpu.now in (10.0, 10.4, 10.9, 11.5, 13.0):
+    for _ in range(5):
         monitor.batch_end()
     assert monitor.figures() == {'gpu_power_watts_mean': 325, 'gpu_power_watts_max': 350, 'gpu_sm_clock_mhz_mean': 1755,
                                  'gpu_sm_clock_mhz_max': 1755, 'peak_memory_allocated_gib': 20, 'allocator_retries': 4}
     assert len(monitor.samples['gpu_sm_clock_mhz']) == 3
-    assert not gpu.watts
 
 
-def test_of_a_part_of_a_gpu_no_power_is_told_since_others_use_the_rest(gpu, as_on_a_gpu):
+def test_of_a_part_of_a_gpu_no_power_is_told_since_others_use_the_rest(watts, as_on_a_gpu):
     as_on_a_gpu(name='NVIDIA H100 80GB HBM3 MIG 3g.40gb')
     monitor = GpuMonitor()
     monitor.batch_end()
