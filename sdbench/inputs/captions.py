@@ -7,7 +7,7 @@ import os
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from sdbench.inputs.hub import local_folder
+from sdbench.paths import find_or_download
 
 CAPTION_LENGTH = 77  # tokens: the text encoder's positions
 CLIP_VOCABULARY = 49408  # token ids
@@ -36,7 +36,7 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
 def load_transformers_tokenizer(name: str):
     """The transformers tokenizer in a folder or a hub's repository. Raises ValueError if there is none."""
     from transformers import AutoTokenizer
-    folder = local_folder('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
+    folder = find_or_download('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
     if (folder / 'tokenizer').is_dir():
         folder = folder / 'tokenizer'
     try:

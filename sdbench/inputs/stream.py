@@ -83,7 +83,7 @@ class VerifiedStream(Stream):
 
     def prepare_shard(self, shard: MDSReader) -> int:
         """Make a shard present and verified; returns the bytes that it takes. Raises DataError if it cannot be had."""
-        path = path_of(shard)
+        path = shard_path(shard)
         try:
             fault = fault_of_file(path, shard.raw_data)
             if fault and self.remote is not None:
@@ -97,7 +97,7 @@ class VerifiedStream(Stream):
 
     def _fetch(self, shard: MDSReader) -> str | None:
         """Download a shard to where no other run does, and give it its name if it is good; else what is wrong."""
-        path = Path(path_of(shard))
+        path = Path(shard_path(shard))
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
             file = shard.zip_data or shard.raw_data
@@ -229,7 +229,7 @@ class Shards(NamedTuple):
     def drop(self, number: int) -> None:
         """Remove a shard from the folder, where it is a copy; it can be fetched again."""
         if self.stream.remote is not None:
-            Path(path_of(self.readers[number])).unlink(missing_ok=True)
+            Path(shard_path(self.readers[number])).unlink(missing_ok=True)
 
 
 def open_shards(remote: str, folder: str | None, entries: list[dict]) -> Shards:
@@ -276,8 +276,8 @@ def cache_folder(parent: str | None, index: dict) -> str:
     return str(folder)
 
 
-def path_of(shard: MDSReader) -> str:
-    """Where a shard is read."""
+def shard_path(shard: MDSReader) -> str:
+    """Return the path that a shard is read from."""
     return os.path.join(shard.dirname, shard.raw_data.basename)
 
 
