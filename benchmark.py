@@ -8,6 +8,7 @@ import os
 
 from sdbench.exits import end_with_launcher, one_line_errors
 from sdbench.flags.parser import parse
+from sdbench.flags.threads import sleep_while_waiting
 from sdbench.flags.train import Train
 
 PROGRAM = 'benchmark.py'
@@ -15,11 +16,12 @@ PROGRAM = 'benchmark.py'
 if __name__ == '__main__':
     if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # torch 2.9 has the second as well
         os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'  # or what is freed early leaves holes
+    sleep_while_waiting()
     parse(Train, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import sys
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -48,14 +50,16 @@ from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
 from sdbench.training.initial_weights import load_initial_weights
-from sdbench.training.loggers import build_loggers, run_name
+from sdbench.training.kept import flags_to_keep
+from sdbench.training.loggers import build_loggers
 from sdbench.training.microbatch import find_microbatch
+from sdbench.training.names import name_of_run
 from sdbench.training.optimization import build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import join_ranks, leave_ranks
+from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
-from sdbench.training.safeguard import Safeguard, flags_to_keep
+from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling
 from sdbench.training.signals import StopAtSignal
 
@@ -271,16 +275,20 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     dataset = data.dataloader.dataset
 
     # What is not there, or does not fit, is said before the model is built, which takes a while.
-    held_out = open_held_out(settings, files, dataset.latents)
+    held_out = open_held_out(settings, files, dataset)
     checkpoint = None
     if settings.autoresume:
         checkpoint = newest_checkpoint(settings.save_folder)
+    name = None
+    if settings.tensorboard or settings.wandb_name or settings.wandb_project or settings.sample_prompts:
+        name = on_rank_0(partial(name_of_run, settings, checkpoint))
+    loggers = build_loggers(settings, name)
 
     # The model with its switches, and the weights that it starts from.
     model = build_model(settings, dataset.latents, files=files)
     average = None
     if settings.load_weights and not checkpoint:
-        average = load_initial_weights(settings.load_weights, model)
+        average = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     microbatch = find_microbatch(settings, model, data)
@@ -297,8 +305,8 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup),
             algorithms=algorithms,
             callbacks=callbacks,
-            loggers=build_loggers(settings, is_resumed=checkpoint is not None),
-            run_name=run_name(settings),
+            loggers=loggers,
+            run_name=name,
             progress_bar=False,
             max_duration=settings.max_duration,
             precision=settings.precision,

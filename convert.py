@@ -17,6 +17,7 @@ from sdbench.flags.commands import Convert
 from sdbench.flags.parser import parse
 
 PROGRAM = 'convert.py'
+MOST_TABLES = 3  # that the summary names
 
 if __name__ == '__main__':
     parse(Convert, __doc__)  # a mistake is answered before the imports
@@ -40,7 +41,7 @@ from sdbench.datasets.output import (
     write_index,
 )
 from sdbench.datasets.samples import make_sample
-from sdbench.datasets.sources import find_files, join_neighbours
+from sdbench.datasets.sources import Found, find_files, join_neighbours
 from sdbench.datasets.tables import Columns
 from sdbench.datasets.tars import read_samples
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers, work
@@ -158,34 +159,36 @@ def convert(settings: Convert) -> int:
     if settings.held_out:
         outs.append(held_out_beside(settings.out))
     outputs = [Output(out, 'OUT') for out in outs]
-    files, left_out = find_files(settings.source, outs, settings.captions, columns_of(settings))
-    if not files:
-        found = [f'{line["source"]}: {line["reason"]}' for line in left_out] or ['it holds no tars, Parquet or images']
-        raise ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {found[0]}')
+    found = find_files(settings.source, outs, settings.captions, columns_of(settings))
+    if not found.files:
+        reason = 'it holds no tars, Parquet or images'
+        if found.left_out:
+            reason = f'{found.left_out[0]["source"]}: {found.left_out[0]["reason"]}'
+        raise ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {reason}')
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
              'seed': settings.seed if settings.held_out else None}
     facts |= {f'{which}_column': name for which, name in columns_of(settings)._asdict().items() if name}
     parts = []
-    for of_part in join_neighbours(files, settings.size_limit):
+    for of_part in join_neighbours(found.files, settings.size_limit):
         parts.append(Part(part_name(facts, formats(), [file.identity() for file in of_part]), of_part))
     with contextlib.ExitStack() as stack:
         for number, output in enumerate(outputs):
             made_of = {'program': PROGRAM, 'is_held_out': number == 1, **facts}
             stack.enter_context(output.begun(made_of, settings.source))
-        return convert_and_join(settings, outputs, parts, left_out)
+        return convert_and_join(settings, outputs, parts, found)
 
 
-def convert_and_join(settings: Convert, outputs: list[Output], parts: list[Part], left_out: list[dict]) -> int:
+def convert_and_join(settings: Convert, outputs: list[Output], parts: list[Part], found: Found) -> int:
     """Make the parts that are missing, and a dataset of all of them; returns the exit status."""
     there = [output.parts() for output in outputs]
-    missing = [part for part in parts if not all(found.get(part.name) for found in there)]
+    missing = [part for part in parts if not all(done.get(part.name) for done in there)]
     if missing:
         convert_missing(settings, outputs, parts, missing)
     names = [part.name for part in parts]
     held_out = None
     if settings.held_out:
         held_out = join_parts(outputs[1], names)
-    joined = join_parts(outputs[0], names, left_out)
+    joined = join_parts(outputs[0], names, found.left_out)
     if not joined.samples:
         raise DataError(f'nothing could be converted of SOURCE {" ".join(settings.source)}: '
                         f'{what_was_skipped(joined, held_out, settings)}')
@@ -193,10 +196,12 @@ def convert_and_join(settings: Convert, outputs: list[Output], parts: list[Part]
         write_index(outputs[1], held_out)
     is_new = write_index(outputs[0], joined)
     warn(joined, sorted(there[0].keys() - set(names)), settings)
+    size = f'{joined.bytes / 1e6:,.1f} MB' if joined.bytes >= 1e6 else f'{joined.bytes / 1e3:,.1f} kB'
     if is_new:
-        print_summary(joined, held_out, settings)
+        print(f'converted  {plural(joined.samples, "sample")}, {size} in {plural(len(joined.shards), "shard")}')
     else:
-        print(f'done already: OUT {settings.out} holds {plural(joined.samples, "sample")}, all of this SOURCE')
+        print(f'done already: OUT {settings.out} holds {plural(joined.samples, "sample")} of this SOURCE')
+    print_summary(joined, held_out, found, settings)
     print_next(joined, held_out, settings)
     return 1 if joined.damaged else 0
 
@@ -224,10 +229,13 @@ def warn(joined: Joined, unused: list[str], settings: Convert) -> None:
               f'their files are gone from SOURCE, changed or grouped anew: {names}', file=sys.stderr)
 
 
-def print_summary(joined: Joined, held_out: Joined | None, settings: Convert) -> None:
-    """What was converted, and what was not."""
-    size = f'{joined.bytes / 1e6:,.1f} MB' if joined.bytes >= 1e6 else f'{joined.bytes / 1e3:,.1f} kB'
-    print(f'converted  {plural(joined.samples, "sample")}, {size} in {plural(len(joined.shards), "shard")}')
+def print_summary(joined: Joined, held_out: Joined | None, found: Found, settings: Convert) -> None:
+    """Print where captions come from, what was held out, and what was not converted."""
+    for table, images in found.tables[:MOST_TABLES]:
+        print(f'captions   of {plural(images, "image")} in column {table.column} of {table.path}')
+    if len(found.tables) > MOST_TABLES:
+        images = sum(number for _, number in found.tables[MOST_TABLES:])
+        print(f'captions   of {plural(images, "image")} in {plural(len(found.tables) - MOST_TABLES, "more table")}')
     if held_out and held_out.samples:
         print(f'held out   {plural(held_out.samples, "sample")}, in {held_out_beside(settings.out)}')
     elif held_out:

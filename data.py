@@ -23,7 +23,7 @@ from sdbench.inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_token
 from sdbench.inputs.held_out import HeldOutSamples, collate_held_out
 from sdbench.inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
-from sdbench.inputs.shards import MOMENTS, index_hash, read_index, require_same_origin
+from sdbench.inputs.shards import MOMENTS, hash_of_images, index_hash, read_index, require_same_origin
 from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import ModelFiles
@@ -134,6 +134,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         if index is None:
             index = read_index(remote or local, '--remote' if remote else '--local')
         self.index_hash = index_hash(index)
+        self.images_hash = hash_of_images(index)
         stream = VerifiedStream(index, remote, local, cache_limit, download_retry, download_timeout)
         super().__init__(stream, shuffle=shuffle, predownload=predownload, batch_size=batch_size, **kwargs)
         if transform and self.latents:

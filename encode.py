@@ -11,10 +11,12 @@ again with the same command, encodes only what is missing. OUT/index.json comes 
 from sdbench.exits import one_line_errors
 from sdbench.flags.commands import ENCODING_FLAGS, Encode
 from sdbench.flags.parser import parse
+from sdbench.flags.threads import sleep_while_waiting
 
 PROGRAM = 'encode.py'
 
 if __name__ == '__main__':
+    sleep_while_waiting()
     parse(Encode, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import dataclasses
@@ -42,7 +44,7 @@ from sdbench.datasets.work import LocalWorkers, Part, RayWorkers, work
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.train import TINY_MODEL
 from sdbench.inputs.images import decode_image, normalize_images, stack_images
-from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS, read_image_index
+from sdbench.inputs.shards import IMAGES, LATENT_COLUMNS, MOMENTS, index_hash, read_image_index
 from sdbench.inputs.stream import Shards, is_readable_in_place, open_shards
 from sdbench.measuring.record import append_record, run_metadata
 from sdbench.measuring.reliability import why_unreliable
@@ -374,7 +376,7 @@ def encode(settings: Encode) -> dict | None:
         joined = join_parts(output, [part.name for part in parts])
         if joined.samples == 0:
             raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')
-        write_index(output, joined, latents=origin)
+        write_index(output, joined, latents=origin | {IMAGES: index_hash(index)})
     if not missing:
         print(f'done already: --out {settings.out} holds {plural(joined.samples, "sample")}, all of this --remote')
         print(next_line(joined.samples, settings))

@@ -12,10 +12,12 @@ error says where to get them.
 from sdbench.exits import end_with_launcher, one_line_errors
 from sdbench.flags.commands import EVALUATE_FLAGS, Evaluate
 from sdbench.flags.parser import parse
+from sdbench.flags.threads import sleep_while_waiting
 
 PROGRAM = 'evaluate.py'
 
 if __name__ == '__main__':
+    sleep_while_waiting()
     parse(Evaluate, __doc__)  # a mistake is answered before the imports, which take seconds
 
 import contextlib
@@ -52,6 +54,7 @@ from sdbench.models.loading import hash_of_weights
 from sdbench.models.precisions import AUTOCAST_DTYPES
 from sdbench.paths import number_of_samples
 from sdbench.progress_bar import progress_bar
+from sdbench.training.kept import MODEL, was_trained_on
 from sdbench.training.pipeline import trained_pipeline
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import best_precision, refuse_more_ranks_than_gpus
@@ -99,8 +102,10 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
             raise ValueError(f'MODEL {path} has no VAE to decode with, because it was trained on latents; make a '
                              'pipeline of it by export.py --model_name FOLDER --pretrained, and evaluate that')
         pipeline = trained_pipeline(trained, f'MODEL {path}', pretrained=True)
+        flags = dict(trained.flags)
+        flags.pop(MODEL, None)  # a record names it, and its weights by a hash
         about = {'weights': 'live' if trained.averaged is None else 'averaged', 'trained_batches': trained.batch,
-                 'images_seen': trained.samples, 'training': trained.flags, 'model_name': trained.flags['model_name']}
+                 'images_seen': trained.samples, 'training': flags, 'model_name': flags['model_name']}
     about['model_sha256'] = hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)
     return pipeline, about
 
@@ -267,6 +272,9 @@ def summary(record: dict) -> str:
     lines.append(f'{"guidance":<15} {"FID":>10} {"CLIP score":>12}')
     for score in record['scores']:
         lines.append(f'{score["guidance"]:<15g} {in_words(score["fid"]):>10} {in_words(score["clip_score"]):>12}')
+    if record.get('trained_on_data'):
+        lines.append(f'{"caution":<15} DATA is what the model was trained on: the scores say nothing of other captions '
+                     'and images')
     if record.get('fid_is_biased'):
         lines.append(f'{"caution":<15} FID of {record["samples"]:,} pictures is too high: below {FEWEST_SAMPLES:,} it '
                      'is biased, and compares only with the same number')
@@ -305,7 +313,7 @@ def evaluate(settings: Evaluate) -> dict:
     values = dataclasses.asdict(settings) | about_model | {'image_size': image_size}
     record = run_metadata('evaluate', values, EVALUATE_FLAGS) | about_model | about_judges | drawn | {
         'status': 'complete', 'model': redacted(settings.model), 'data': redacted(settings.data), 'sampler': SAMPLER,
-        'scores': scores}
+        'scores': scores, 'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
     if settings.inception:
         record |= {'resize': f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}',
                    'fid_is_biased': settings.samples < FEWEST_SAMPLES}

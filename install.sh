@@ -29,12 +29,16 @@ pips_index() {
     echo "${PIP_INDEX_URL:-$("$venv/bin/python" -m pip config get global.index-url 2>/dev/null)}"
 }
 
+# An environment that was made of this very lock file is whole, wherever it lies and however old it is.
+cmp -s "$lock" "$venv/installed" 2>/dev/null && exit
+[ ! -L "$venv" ] || fail "$venv is a link to $(readlink "$venv"), where what $lock lists is not installed; remove the link, and an environment is made in its place"
+
 python=$(find_python ${PYTHON:-python3.11 python3.12 python3})
 [ -n "$python" ] || fail "needs Python 3.11 or 3.12 with its modules venv and ensurepip; install one, or name it: make PYTHON=/path/to/python3.11"
 free=$(df -Pk . | awk 'NR == 2 {print int($4 / 1000000)}')
 [ "$free" -ge "$GIGABYTES" ] || fail "needs $GIGABYTES GB of disk in $PWD, which has $free GB; make room, or clone elsewhere"
 
-"$python" -m venv "$venv" || fail "$python cannot make the environment $venv"
+said=$("$python" -m venv "$venv" 2>&1) || fail "$python cannot make the environment $venv ($(echo "$said" | tail -1))"
 uv=$(command -v uv)
 if [ -z "$uv" ]; then
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --retries 1 uv >"$log" 2>&1 ||
@@ -44,7 +48,8 @@ fi
 index=$(pips_index)
 [ -z "$index" ] || export UV_DEFAULT_INDEX="$index"
 echo "installing $lock in $venv"
-"$uv" pip install --quiet --python "$venv/bin/python" --no-deps --require-hashes -r "$lock" >"$log" 2>&1 && exit
+"$uv" pip install --quiet --python "$venv/bin/python" --no-deps --require-hashes -r "$lock" >"$log" 2>&1 && cp "$lock" "$venv/installed" && exit
 echo "uv could not ($(grep -m 1 . "$log")); pip does, which takes minutes"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r "$lock" >"$log" 2>&1 ||
     fail "pip could not install $lock ($(grep ERROR "$log" | tail -1)); all it said is in $log"
+cp "$lock" "$venv/installed"

@@ -26,7 +26,7 @@ from sdbench.flags.train import Train
 from sdbench.forecast.fake_step import trace_step
 from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import UPDATE
-from sdbench.forecast.speed import CONSTANTS, Constants, StepWork, images_per_sec
+from sdbench.forecast.speed import CONSTANTS, TESTED, Constants, Layout, StepWork, images_per_sec
 from sdbench.gpus import CARDS
 from sdbench.models.layers import DIVISORS, NoDivision
 from sdbench.models.loading import SD2_BASE, find_model
@@ -37,7 +37,9 @@ ROOT = Path(__file__).parent.parent
 ORIGINAL = {'precision': 'amp_fp16', 'encoder_precision': 'fp32', 'half_precision_norms': 'no'}
 AMBIGUOUS_CARDS = {'A100-SXM4-40GB or 80GB': 'A100-SXM4-40GB'}  # the card of the same authors' other benchmark
 LOOPED_OPTIMIZER = 'mosaicml/diffusion-benchmark'  # torch 1 updated each weight by kernels of its own
-SHARDED_OPTIMIZER = 'mosaicml/diffusion'  # a share of each weight on each GPU: too little to count
+SHARDED_OPTIMIZER = 'mosaicml/diffusion'  # a share of each weight on each GPU: too little to count, as its exchange is
+UNSTATED_DEVICES = 4  # of milabench's runs on several GPUs, by their speed over that of one
+NO_DEVICES = 'the number of GPUs is not stated'
 START = (0.5, 1.0, 10.0, 1e-5)  # of the fit
 
 
@@ -51,7 +53,7 @@ def read_points() -> pd.DataFrame:
     points['measured'] = points['images_per_sec'] / points['num_devices']
     points['left_out'] = ''
     points.loc[points['device_train_microbatch_size'].isna(), 'left_out'] = 'the microbatch is not stated'
-    points.loc[points['num_devices'].isna(), 'left_out'] = 'the number of GPUs is not stated'
+    points.loc[points['num_devices'].isna(), 'left_out'] = NO_DEVICES
     points.loc[points['by'].str.startswith('mlcommons'), 'left_out'] = 'compiled, which is not counted'
     return points
 
@@ -103,14 +105,19 @@ def work_of(point: pd.Series) -> StepWork:
                  point['half_precision_norms'] == 'yes', point['by'], point['use_ema'] == 'yes')
 
 
+def layout_of(point: pd.Series) -> Layout:
+    devices = int(point['num_devices'])
+    images = int(point['batch_size'] / devices)
+    exchanging = 1 if point['by'] == SHARDED_OPTIMIZER else devices
+    return Layout(int(point['device_train_microbatch_size']), images, exchanging)
+
+
 def predict(points: pd.DataFrame, constants: Constants) -> np.ndarray:
     """Images/s per GPU (points,)."""
     predicted = []
     for _, point in points.iterrows():
         card = CARDS[f'NVIDIA {point["device"]}']
-        images = int(point['batch_size'] / point['num_devices'])
-        microbatch = int(point['device_train_microbatch_size'])
-        predicted.append(images_per_sec(card, work_of(point), microbatch, images, constants))
+        predicted.append(images_per_sec(card, work_of(point), layout_of(point), constants))
     return np.array(predicted)
 
 
@@ -142,6 +149,31 @@ def judge(points: pd.DataFrame) -> tuple[pd.DataFrame, Constants]:
     return points, constants
 
 
+def tested_layouts(points: pd.DataFrame) -> dict[str, list[tuple[int, int]]]:
+    """Return TESTED of sdbench/forecast/speed.py: GPUs and images a step on each, of the points that no other one covers."""
+    tested = {}
+    for device, runs in points.groupby('device'):
+        images = (runs['batch_size'] / runs['num_devices']).astype(int)
+        layouts = sorted(set(zip(runs['num_devices'].astype(int), images, strict=True)))
+        edges = []
+        for devices, fewest in layouts:
+            covered = [other for other in layouts
+                       if other != (devices, fewest) and other[0] >= devices and other[1] <= fewest]
+            if not covered:
+                edges.append((devices, fewest))
+        tested[f'NVIDIA {device}'] = edges
+    return tested
+
+
+def with_devices(points: pd.DataFrame) -> pd.DataFrame:
+    """Return the points whose number of GPUs is not stated, taken for UNSTATED_DEVICES, and each microbatch a step."""
+    points = points[points['left_out'] == NO_DEVICES].copy()
+    points['num_devices'] = UNSTATED_DEVICES
+    points['batch_size'] = UNSTATED_DEVICES * points['device_train_microbatch_size']
+    points['measured'] = points['images_per_sec'] / UNSTATED_DEVICES
+    return points
+
+
 def table(points: pd.DataFrame) -> str:
     columns = {'by': 'source', 'device': 'GPU', 'num_devices': 'GPUs', 'device_train_microbatch_size': 'microbatch',
                'use_ema': 'EMA', 'measured': 'images/s each', 'predicted': 'fitted', 'error': 'error',
@@ -168,12 +200,11 @@ def draw(points: pd.DataFrame, constants: Constants, path: str) -> None:
         first = first[first['use_ema'] == first['use_ema'].iloc[0]]
         sizes = np.geomspace(1, 64, 25)
         whole = first['batch_size'].iloc[0] / first['num_devices'].iloc[0] > 64  # of several microbatches
-        lines = pd.concat([first.iloc[:1]] * len(sizes), ignore_index=True)
+        work = work_of(first.iloc[0])
         speeds = []
         for size in sizes:
-            work = work_of(lines.iloc[0])
-            images = size * (16 if whole else 1)
-            speeds.append(images_per_sec(CARDS[f'NVIDIA {device}'], work, size, images, constants))
+            layout = layout_of(first.iloc[0])._replace(microbatch=size, images=size * (16 if whole else 1))
+            speeds.append(images_per_sec(CARDS[f'NVIDIA {device}'], work, layout, constants))
         over_microbatch.plot(sizes, speeds, color=colors[device], linewidth=1, alpha=0.7)
         over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[by],
                              color=colors[device], label=f'{device}, {by}')
@@ -208,12 +239,20 @@ def main() -> None:
               f'worst {errors.max():.1%}')
     for reason, others in points[points['left_out'] != ''].groupby('left_out'):
         print(f'{len(others)} points are left out: {reason}')
+    unstated = with_devices(points)
+    for (_, point), predicted in zip(unstated.iterrows(), predict(unstated, constants), strict=True):
+        microbatch = int(point['device_train_microbatch_size'])
+        print(f'{point["by"]}, {UNSTATED_DEVICES} {point["device"]} if that is their number, {microbatch} images each: '
+              f'{point["measured"]:.2f} images/s each, the forecast is {predicted:.2f}, '
+              f'{predicted / point["measured"] - 1:+.1%}')
     compiled = points[points['left_out'].str.startswith('compiled')]
     for (_, point), predicted in zip(compiled.iterrows(), predict(compiled, constants), strict=True):
         print(f'{point["source"]}, {point["device"]}: {point["measured"]:.1f} images/s each, '
               f'{point["measured"] / predicted:.2f} times the forecast without compiling, {predicted:.1f}')
     print(constants)
     print('as in the code' if constants == CONSTANTS else f'the code has {CONSTANTS}')
+    tested = tested_layouts(judged)
+    print('tested, as in the code' if tested == TESTED else f'tested: {tested}')
     if len(sys.argv) > 1:
         draw(judged, constants, sys.argv[1])
 

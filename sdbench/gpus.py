@@ -1,4 +1,4 @@
-"""What each GPU is by its maker's documents: peak, memory and multiprocessors. Nothing here needs torch."""
+"""What each GPU is by its maker's documents: peak, memory, multiprocessors and link. Nothing here needs torch."""
 import re
 from typing import NamedTuple
 
@@ -13,6 +13,9 @@ class Card(NamedTuple):
         gib: of its memory that torch finds.
         multiprocessors: that are enabled; None: not NVIDIA's, and so no card that the forecast is fitted to.
         gigahertz: of their clock, at which the peak holds.
+        link_gigabytes_per_sec: that the GPU sends in an exchange of gradients, and receives at the same time, over
+            NVLink where it joins all GPUs of a machine, and else over PCIe. A bridge, which joins two, is not counted.
+            It is what the link carries each way by its document, times NVLINK_SHARE or PCIE_SHARE.
     """
     name: str
     tflops: float
@@ -20,51 +23,61 @@ class Card(NamedTuple):
     gib: float
     multiprocessors: int | None = None
     gigahertz: float | None = None
+    link_gigabytes_per_sec: float | None = None
 
+
+# The share of a link that an all-reduce of large tensors reaches: its "bus bandwidth" over the rate each way. NCCL's
+# authors state 370 of 450 GB/s on 8 H100 by a ring (nccl-tests issue 212); a user saw 200 of 300 on 8 A100 (issue 149).
+NVLINK_SHARE = 0.8
+# By milabench's L40S, whose three speeds on several GPUs are met with 0.5 (docs/planning.md). Others measured 20 of 32
+# GB/s between A100 PCIe (nccl-tests issue 178), and on RTX 5090 28 of 64 among 8 and 35 among 4 (nccl issue 1639).
+PCIE_SHARE = 0.5
+NVLINK_2, NVLINK_3, NVLINK_4, NVLINK_5 = (rate * NVLINK_SHARE for rate in (150, 300, 450, 900))
+PCIE_3, PCIE_4, PCIE_5 = (rate * PCIE_SHARE for rate in (16, 32, 64))  # of 16 lanes
 
 # By torch's exact device name, since another card of the same family has other figures. A card whose documents leave
 # doubt is not here. Where a document gives peaks with sparsity only, these are half of them.
 CARDS = {card.name: card for card in (
     # NVIDIA A100 Tensor Core GPU datasheet
-    Card('NVIDIA A100-SXM4-40GB', 312, 1555, 39.4, 108, 1.41),
-    Card('NVIDIA A100-SXM4-80GB', 312, 2039, 79.2, 108, 1.41),
-    Card('NVIDIA A100-PCIE-40GB', 312, 1555, 39.4, 108, 1.41),
-    Card('NVIDIA A100 80GB PCIe', 312, 1935, 79.2, 108, 1.41),
+    Card('NVIDIA A100-SXM4-40GB', 312, 1555, 39.4, 108, 1.41, NVLINK_3),
+    Card('NVIDIA A100-SXM4-80GB', 312, 2039, 79.2, 108, 1.41, NVLINK_3),
+    Card('NVIDIA A100-PCIE-40GB', 312, 1555, 39.4, 108, 1.41, PCIE_4),
+    Card('NVIDIA A100 80GB PCIe', 312, 1935, 79.2, 108, 1.41, PCIE_4),
     # NVIDIA H100 Tensor Core GPU datasheet: SXM 1,979 with sparsity, PCIe 1,513, NVL 1,671
-    Card('NVIDIA H100 80GB HBM3', 989, 3352, 79.2, 132, 1.83),
-    Card('NVIDIA H100 PCIe', 756, 2039, 79.2, 114, 1.62),
-    Card('NVIDIA H100 NVL', 835, 3938, 93.1, 132, 1.55),
+    Card('NVIDIA H100 80GB HBM3', 989, 3352, 79.2, 132, 1.83, NVLINK_4),
+    Card('NVIDIA H100 PCIe', 756, 2039, 79.2, 114, 1.62, PCIE_5),
+    Card('NVIDIA H100 NVL', 835, 3938, 93.1, 132, 1.55, PCIE_5),
     # NVIDIA H200 Tensor Core GPU datasheet: SXM 1,979 with sparsity, NVL 1,671
-    Card('NVIDIA H200', 989, 4800, 139.8, 132, 1.83),
-    Card('NVIDIA H200 NVL', 835, 4800, 139.8, 132, 1.55),
-    # NVIDIA GH200 Grace Hopper Superchip datasheet: 1,979 with sparsity
-    Card('NVIDIA GH200 480GB', 989, 4000, 94.5, 132, 1.83),
+    Card('NVIDIA H200', 989, 4800, 139.8, 132, 1.83, NVLINK_4),
+    Card('NVIDIA H200 NVL', 835, 4800, 139.8, 132, 1.55, PCIE_5),
+    # NVIDIA GH200 Grace Hopper Superchip datasheet: 1,979 with sparsity. A machine has one; others are behind PCIe
+    Card('NVIDIA GH200 480GB', 989, 4000, 94.5, 132, 1.83, PCIE_5),
     # NVIDIA HGX platform, B200: 36 PFLOP/s with sparsity for 8 GPUs
-    Card('NVIDIA B200', 2250, 8000, 178, 148, 1.86),
+    Card('NVIDIA B200', 2250, 8000, 178, 148, 1.86, NVLINK_5),
     # NVIDIA A10, A30 and A40 datasheets
-    Card('NVIDIA A10', 125, 600, 22.1, 72, 1.70),
-    Card('NVIDIA A30', 165, 933, 23.5, 56, 1.44),
-    Card('NVIDIA A40', 149.7, 696, 44.4, 84, 1.74),
+    Card('NVIDIA A10', 125, 600, 22.1, 72, 1.70, PCIE_4),
+    Card('NVIDIA A30', 165, 933, 23.5, 56, 1.44, PCIE_4),
+    Card('NVIDIA A40', 149.7, 696, 44.4, 84, 1.74, PCIE_4),
     # NVIDIA L4, L40 and L40S datasheets
-    Card('NVIDIA L4', 121, 300, 22.0, 58, 2.04),
-    Card('NVIDIA L40', 181, 864, 44.4, 142, 2.49),
-    Card('NVIDIA L40S', 362, 864, 44.4, 142, 2.52),
+    Card('NVIDIA L4', 121, 300, 22.0, 58, 2.04, PCIE_4),
+    Card('NVIDIA L40', 181, 864, 44.4, 142, 2.49, PCIE_4),
+    Card('NVIDIA L40S', 362, 864, 44.4, 142, 2.52, PCIE_4),
     # NVIDIA Ampere GA102 GPU Architecture whitepaper. GeForce cards accumulate in float32 at half the rate of float16
-    Card('NVIDIA RTX A6000', 154.8, 768, 47.4, 84, 1.80),
-    Card('NVIDIA GeForce RTX 3090', 71, 936, 23.6, 82, 1.70),
+    Card('NVIDIA RTX A6000', 154.8, 768, 47.4, 84, 1.80, PCIE_4),
+    Card('NVIDIA GeForce RTX 3090', 71, 936, 23.6, 82, 1.70, PCIE_4),
     # NVIDIA Ada GPU Architecture whitepaper, and for the professional card NVIDIA RTX 6000 Ada Generation datasheet
-    Card('NVIDIA RTX 6000 Ada Generation', 364.2, 960, 47.4, 142, 2.51),
-    Card('NVIDIA GeForce RTX 4090', 165.2, 1008, 23.5, 128, 2.52),
+    Card('NVIDIA RTX 6000 Ada Generation', 364.2, 960, 47.4, 142, 2.51, PCIE_4),
+    Card('NVIDIA GeForce RTX 4090', 165.2, 1008, 23.5, 128, 2.52, PCIE_4),
     # NVIDIA RTX Blackwell GPU Architecture whitepaper
-    Card('NVIDIA GeForce RTX 5090', 209.5, 1792, 31.4, 170, 2.41),
+    Card('NVIDIA GeForce RTX 5090', 209.5, 1792, 31.4, 170, 2.41, PCIE_5),
     # NVIDIA V100 and V100S datasheets. The pinned torch has kernels for them; torch 2.15's begin with the T4
-    Card('Tesla V100-SXM2-16GB', 125, 900, 15.8, 80, 1.53),
-    Card('Tesla V100-SXM2-32GB', 125, 900, 31.7, 80, 1.53),
-    Card('Tesla V100-PCIE-16GB', 112, 900, 15.8, 80, 1.38),
-    Card('Tesla V100-PCIE-32GB', 112, 900, 31.7, 80, 1.38),
-    Card('Tesla V100S-PCIE-32GB', 130, 1134, 31.7, 80, 1.60),
+    Card('Tesla V100-SXM2-16GB', 125, 900, 15.8, 80, 1.53, NVLINK_2),
+    Card('Tesla V100-SXM2-32GB', 125, 900, 31.7, 80, 1.53, NVLINK_2),
+    Card('Tesla V100-PCIE-16GB', 112, 900, 15.8, 80, 1.38, PCIE_3),
+    Card('Tesla V100-PCIE-32GB', 112, 900, 31.7, 80, 1.38, PCIE_3),
+    Card('Tesla V100S-PCIE-32GB', 130, 1134, 31.7, 80, 1.60, PCIE_3),
     # NVIDIA T4 datasheet
-    Card('Tesla T4', 65, 320, 14.6, 40, 1.59),
+    Card('Tesla T4', 65, 320, 14.6, 40, 1.59, PCIE_3),
     # AMD Instinct MI300X datasheet; torch is that of ROCm, which is not among the pins
     Card('AMD Instinct MI300X', 1307.4, 5300, 191.98),
 )}

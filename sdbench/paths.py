@@ -1,5 +1,6 @@
 """Paths that commands are given, of datasets, of stores and of models. No library is needed but for a download."""
 import os
+import re
 from pathlib import Path
 
 HELD_OUT = '-held-out'  # how the name of a dataset of held-out samples ends
@@ -15,10 +16,12 @@ def number_of_samples(index: dict) -> int:
 def sibling_path(folder: str, name: str) -> str:
     """Return FOLDER-NAME, the path of what belongs to a folder and lies next to it.
 
-    Of a folder in a store only its name is kept, so that the sibling lies in the current folder of this machine.
+    The sibling of a folder in a store is on this machine, below the folders of its whole address: s3/BUCKET/KEY-NAME.
     """
     folder = folder.rstrip('/')
-    return f'{os.path.basename(folder) if is_url(folder) else folder}-{name}'
+    if is_url(folder):
+        folder = re.sub(':/+', '/', folder)
+    return f'{folder}-{name}'
 
 
 def is_url(path: str) -> bool:

@@ -75,8 +75,8 @@ def failed(argv, results, capfd, callbacks=()) -> str:
 
 
 def summary_lines(output: str) -> list[str]:
-    """The lines of a summary, but for the one that a busy machine adds."""
-    return [line for line in output.splitlines() if not line.startswith('slow ')]
+    """The lines of a summary, but for the caution that a busy machine adds."""
+    return [line for line in output.splitlines() if 'waited' not in line]
 
 
 def one_error_line(argv: list, capfd) -> str:
@@ -108,6 +108,11 @@ def assert_equal(one, other) -> None:
 def final_state(folder: str | Path) -> dict:
     """The state in the newest checkpoint of a folder."""
     return load_checkpoint(checkpoints_in(str(folder))[-1])['state']
+
+
+def flags_of(checkpoint: dict) -> dict:
+    """What a checkpoint keeps of its run, to be looked at or changed."""
+    return dict(checkpoint['state']['callbacks'])['Safeguard']['flags']
 
 
 def assert_same_training(one: str | Path, other: str | Path) -> None:

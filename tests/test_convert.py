@@ -107,6 +107,7 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
         'latin.jpg': image, 'latin.txt': 'café'.encode('latin-1'), 'words.txt': b'no picture',
         'two.jpg': image, 'two.png': shaded(1, 'PNG'), 'two.txt': b'which?', 'null.jpg': image,
         'null.json': b'{"caption": null}', 'bomb.jpg': image, 'bomb.json': b'[' * 1_000_000,
+        'thin.png': encoded(picture(0, 4000, 1), 'PNG'), 'thin.txt': b'a line',
         'surrogate.jpg': image, 'surrogate.json': b'{"caption": "\\ud800"}',
         'json.jpg': shaded(7), 'json.json': '{"caption": "caption 7 ü"}'.encode()})
     assert convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out')]) == 0
@@ -114,7 +115,7 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
     expected = {'noise': 'image does not decode', 'cut': 'image does not decode', 'nothing': 'image does not decode',
                 'blank': 'empty caption', 'bare': 'no caption', 'latin': 'caption is not UTF-8', 'words': 'no image',
                 'two': 'more than one image', 'null': 'no caption', 'bomb': 'no caption',
-                'surrogate': 'caption is not UTF-8'}
+                'surrogate': 'caption is not UTF-8', 'thin': 'image is narrower than 8 pixels'}
     assert skipped(tmp_path / 'out') == expected
     printed = capsys.readouterr().out
     assert 'converted  2 samples' in printed
@@ -161,7 +162,8 @@ def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp
     before = times(tmp_path)
     capsys.readouterr()
     assert convert.main([str(tars), str(out)]) == 0
-    assert capsys.readouterr().out.startswith(f'done already: OUT {out} holds {len(ALL_SAMPLES)} samples, all of')
+    said = f'done already: OUT {out} holds {len(ALL_SAMPLES)} samples of this SOURCE\n'
+    assert capsys.readouterr().out.startswith(said)
     assert failing_status(tars, out, '--size_limit', '1kb') == 2
     assert f'OUT {out} was begun with size_limit 67108864, and this command has 1024; give' in error_line(capsys)
     assert failing_status(tmp_path, out) == 2

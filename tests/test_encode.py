@@ -19,7 +19,7 @@ from data import StreamingLAIONDataset, collate, normalize
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
 from sdbench.inputs.captions import build_tokenizer
-from sdbench.inputs.shards import read_index
+from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.training.resolve import resolve_encoding_defaults
 from tests.forked_runs import run_ranks
 from tests.local_s3 import local_s3
@@ -85,6 +85,14 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
     for index in (0, 23):
         posterior = vae.encode(images[index]['image'][None] / 127.5 - 1).latent_dist
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
+
+
+def test_latents_say_of_which_images_they_are_and_are_the_same_dataset_as_if_they_did_not(latents, shards):
+    index = read_index(latents)
+    assert hash_of_images(index) == index_hash(read_index(shards))
+    before = index_hash(index)
+    del index['latents']['images_sha256']  # as an earlier version has written it
+    assert index_hash(index) == hash_of_images(index) == before
 
 
 def test_a_pipeline_of_a_training_on_latents_takes_no_vae_but_that_of_the_encoding(

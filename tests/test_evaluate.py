@@ -16,6 +16,7 @@ from transformers import CLIPModel, CLIPProcessor
 import evaluate
 from benchmark import main as train
 from sdbench.inputs.images import decode_image, resize
+from sdbench.inputs.shards import index_hash, read_index
 from sdbench.models.drawing import load_pipeline
 from sdbench.models.feature_extractors import load_clip
 from tests.forked_runs import run_ranks
@@ -258,7 +259,7 @@ def test_the_record_is_kept_with_what_was_judged_and_by_what(tmp_path, pipeline,
     assert 'not those of published FIDs' in summary
 
 
-def write_checkpoint(path: Path, model: str, with_vae: bool = True) -> None:
+def write_checkpoint(path: Path, model: str, with_vae: bool = True, **flags) -> None:
     """What Composer keeps of a run of the tiny model after 7 batches of 4, with an average that differs."""
     weights = {}
     parts = StableDiffusionPipeline.from_pretrained(model)
@@ -268,7 +269,7 @@ def write_checkpoint(path: Path, model: str, with_vae: bool = True) -> None:
         weights |= {f'{part}.{name}': tensor for name, tensor in getattr(parts, part).state_dict().items()}
     averages = {f'unet.{name}': parameter.detach() + 0.1 for name, parameter in parts.unet.named_parameters()}
     ema = {'ema_started': True, 'ema_weights_active': False, 'ema_model': {'named_parameters_dict': averages}}
-    flags = {'model_name': 'tiny', 'image_size': SIZE, 'batch_size': 4, 'seed': 17, 'tokenizer': model}
+    flags = {'model_name': 'tiny', 'image_size': SIZE, 'batch_size': 4, 'seed': 17, 'tokenizer': model, **flags}
     state = {'model': weights, 'algorithms': [('EMA', ema)], 'callbacks': [('Safeguard', {'flags': flags})],
              'timestamp': {'Timestamp': {'batch': 7, 'sample': 28}}}
     torch.save({'state': state, 'rng': []}, path)
@@ -285,13 +286,16 @@ def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_
         for parameter in network.parameters():
             parameter += 0.1
     network.save_pretrained(unet)
-    write_checkpoint(kept / 'ep0-ba7-rank0.pt', str(pipeline))
+    write_checkpoint(kept / 'ep0-ba7-rank0.pt', str(pipeline), dataset=index_hash(read_index(shards)))
     record = run(kept, shards, tmp_path / 'out', *clip)
+    assert record['trained_on_data']
+    assert 'DATA is what the model was trained on' in capfd.readouterr().out
     assert (record['trained_batches'], record['images_seen'], record['weights']) == (7, 28, 'averaged')
     assert record['training']['batch_size'] == 4
     assert record['model_name'] == 'tiny'
     exported = run(tmp_path / 'averaged', shards, tmp_path / 'exported', *clip)
     assert exported['model_sha256'] == record['model_sha256']
+    assert exported['trained_on_data'] is None
     assert files_of(tmp_path / 'exported') == files_of(tmp_path / 'out')
     write_checkpoint(kept / 'ep0-ba8-rank0.pt', pipeline, with_vae=False)
     assert 'has no VAE to decode with' in refusal(capfd, kept, shards, tmp_path / 'third', *clip)

@@ -12,7 +12,7 @@ import benchmark
 from benchmark import StableDiffusion, main
 from ema import EMA
 from sdbench.inputs.captions import build_tokenizer
-from sdbench.inputs.shards import MOMENTS
+from sdbench.inputs.shards import MOMENTS, index_hash, read_index
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
@@ -158,12 +158,19 @@ def test_latents_are_evaluated_on_latents(moments, tmp_path, results, capfd):
 
 @pytest.mark.parametrize('source, flags, words', [
     (['--remote', 'SHARDS'], ['--eval_remote', 'SHARDS'], 'is what the run trains on'),
+    (['--remote', 'SHARDS'], ['--eval_remote', 'COPY'], 'is what the run trains on'),
+    (['--remote', 'SHARDS'], ['--eval_remote', 'LATENTS'], 'is what the run trains on'),
     (['--use_synth_data'], ['--eval_remote', 'nowhere'], '--eval_remote nowhere holds no index.json'),
     (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'MOMENTS'], 'latents with image_size 64'),
     (['--use_synth_latents'], ['--eval_remote', 'SHARDS'], 'holds images, and the training is on latents'),
 ])
-def test_what_cannot_be_evaluated_is_one_line(source, flags, words, shards, moments, results, capfd):
-    places = {'SHARDS': shards, 'MOMENTS': moments[0]}
+def test_what_cannot_be_evaluated_is_one_line(source, flags, words, shards, moments, tmp_path, results, capfd):
+    copy = shutil.copytree(shards, tmp_path / 'copy')
+    latents = shutil.copytree(moments[0], tmp_path / 'latents')  # as encode.py makes them of these shards
+    index = json.loads((latents / 'index.json').read_text())
+    index['latents']['images_sha256'] = index_hash(read_index(shards))
+    (latents / 'index.json').write_text(json.dumps(index))
+    places = {'SHARDS': shards, 'MOMENTS': moments[0], 'COPY': str(copy), 'LATENTS': str(latents)}
     argv = [places.get(argument, argument) for argument in [*TINY, *source, *flags]]
     line = one_error_line([*argv, '--results', results], capfd)
     assert words in line

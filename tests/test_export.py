@@ -1,6 +1,7 @@
 """A checkpoint becomes a pipeline of diffusers that draws with what was trained, or nothing at all."""
 import os
 import re
+import shutil
 import signal
 
 import numpy as np
@@ -13,6 +14,8 @@ from benchmark import main
 from export import main as export
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.training.checkpoints import load_checkpoint
+from sdbench.training.pipeline import trained_pipeline
+from sdbench.training.trained import read_trained
 from tests.runs import TINY
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
@@ -45,10 +48,19 @@ def exported(tmp_path_factory, checkpoints) -> str:
 
 
 @pytest.fixture(scope='module')
-def exported_latents(tmp_path_factory, latent_checkpoints, model_folder) -> str:
-    """The pipeline of the run on latents, with the VAE and the tokenizer of the model folder."""
+def epsilon_folder(tmp_path_factory, model_folder) -> str:
+    """The model folder, but that it predicts epsilon."""
+    folder = shutil.copytree(model_folder, tmp_path_factory.mktemp('epsilon') / 'model')
+    config = folder / 'scheduler' / 'scheduler_config.json'
+    config.write_text(config.read_text().replace('v_prediction', 'epsilon'))
+    return str(folder)
+
+
+@pytest.fixture(scope='module')
+def exported_latents(tmp_path_factory, latent_checkpoints, epsilon_folder) -> str:
+    """The pipeline of the run on latents, with the VAE of the folder."""
     out = str(tmp_path_factory.mktemp('latents') / 'out')
-    export([latent_checkpoints, out, '--model_name', model_folder, '--pretrained'])
+    export([latent_checkpoints, out, '--model_name', epsilon_folder, '--pretrained'])
     return out
 
 
@@ -96,10 +108,12 @@ def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(che
     assert np.asarray(image).std() > 0
 
 
-def test_the_pipeline_tokenizes_as_training_does(exported, latent_checkpoints, model_folder, tmp_path):
+def test_the_pipeline_tokenizes_as_training_does(exported, latent_checkpoints, exported_latents, model_folder,
+                                                 tmp_path):
+    """Also where the folder of its VAE has another tokenizer, which pads with another token."""
     without_a_folder = str(tmp_path / 'out')
     export([latent_checkpoints, without_a_folder])
-    for out, tokenizer in ((exported, model_folder), (without_a_folder, None)):
+    for out, tokenizer in ((exported, model_folder), (without_a_folder, None), (exported_latents, None)):
         in_pipeline = loaded(out, 'unet', 'vae', 'text_encoder').tokenizer
         for in_training in (build_tokenizer(tokenizer), build_tokenizer(out)):
             for caption in CAPTIONS:
@@ -133,6 +147,18 @@ def test_an_exported_model_is_trained_further(exported, tmp_path):
                    exported, '--load_weights', exported, '--results', str(tmp_path / 'results')])
     assert record['status'] == 'complete'
     assert 0 < record['loss'] < 5
+
+
+def test_a_pipeline_of_another_model_or_tokenizer_than_the_trained_one_is_refused(
+        checkpoints, latent_checkpoints, model_folder, epsilon_folder, tmp_path, capfd):
+    out = tmp_path / 'out'
+    line = refused([checkpoints, out, '--model_name', epsilon_folder], capfd)
+    assert 'prediction_type of its scheduler was "v_prediction", and is "epsilon" now' in line
+    with pytest.raises(ValueError, match='is not the model of'):
+        trained_pipeline(read_trained(checkpoints, 'MODEL'), 'MODEL', epsilon_folder)  # as evaluate.py draws
+    line = refused([latent_checkpoints, out, '--tokenizer', model_folder], capfd)
+    assert f'was trained with another tokenizer than {model_folder}, whose token ids differ' in line
+    assert not out.exists()
 
 
 def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(checkpoints, tmp_path, capfd):

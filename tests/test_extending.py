@@ -1,4 +1,4 @@
-"""docs/extending.md: what it names is there, and a figure that is added as it says is in record, summary and report."""
+"""docs/extending.md: what it names is there, and what is added as it says works to its end."""
 import json
 import re
 import shutil
@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, TINY
+from benchmark import main
+from tests.runs import ROOT, TINY, final_state
 
 PAGE = (ROOT / 'docs/extending.md').read_text()
 CHANGES = re.findall(r'```diff\n--- (\S+)\n (.*)\n((?:\+.*\n)+)```', PAGE)
 
 
-@pytest.fixture
-def copy(tmp_path) -> Path:
+@pytest.fixture(scope='module')
+def copy(tmp_path_factory) -> Path:
     """The program in a folder of its own, changed as the page says."""
-    folder = tmp_path / 'copy'
+    folder = tmp_path_factory.mktemp('extended') / 'copy'
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns('.*', '__pycache__', 'results*', 'pictures'))
     for name, line, added in CHANGES:
         path = folder / name
@@ -34,7 +35,6 @@ def printed(folder: Path, *argv: str) -> str:
 
 @pytest.mark.long
 def test_a_figure_that_is_added_as_the_page_says_is_in_record_summary_and_report(copy, smallest_model):
-    assert len(CHANGES) == 4
     summary = printed(copy, 'benchmark.py', '--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size',
                       '16', '--measure_batches', '20')
     record = json.loads((copy / 'results.jsonl').read_text())
@@ -43,6 +43,24 @@ def test_a_figure_that_is_added_as_the_page_says_is_in_record_summary_and_report
     heading, _, row = printed(copy, 'report.py', 'results.jsonl').strip().splitlines()[-3:]
     column = [cell.strip() for cell in heading.split('|')].index('slowest batch')
     assert float(row.split('|')[column].split()[0]) == pytest.approx(record['batch_seconds_max'], rel=0.05)
+
+
+@pytest.mark.long
+def test_a_flag_of_the_optimizer_that_is_added_as_the_page_says_must_be_the_same_when_a_run_resumes(
+        copy, smallest_model, tmp_path, results):
+    """Also from a checkpoint that was written before the flag was there."""
+    argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '16', '--save_folder',
+            str(tmp_path / 'kept'), '--results', str(results), '--autoresume', '--max_duration']
+    main([*argv, '1ba'])
+    resumed = [sys.executable, 'benchmark.py', *argv, '2ba']
+    refused = subprocess.run([*resumed, '--adam_epsilon', '0.5'], cwd=copy, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert '--adam_epsilon was 1e-08, and is 0.5 now' in refused.stderr
+    printed(copy, *resumed[1:])
+    assert json.loads(results.read_text().splitlines()[-1])['adam_epsilon'] == 1e-8
+    printed(copy, 'benchmark.py', *argv, '1ba', '--adam_epsilon', '0.5', '--save_folder', str(tmp_path / 'other'))
+    [group] = final_state(tmp_path / 'other')['optimizers']['AdamW']['param_groups']
+    assert group['eps'] == 0.5
 
 
 def test_every_file_that_the_page_names_is_there():

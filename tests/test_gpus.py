@@ -70,3 +70,12 @@ def test_cards_of_nvidia_have_what_the_forecast_needs():
         is_nvidias = not card.name.startswith('AMD')
         assert (card.multiprocessors is not None) == is_nvidias, card
         assert (card.gigahertz is not None) == is_nvidias, card
+        assert (card.link_gigabytes_per_sec is not None) == is_nvidias, card
+
+
+def test_boards_of_nvlink_exchange_faster_than_those_of_pcie():
+    slowest = min(CARDS[name].link_gigabytes_per_sec for name in (
+        'Tesla V100-SXM2-16GB', 'NVIDIA A100-SXM4-80GB', 'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA B200'))
+    for card in CARDS.values():
+        if 'PCI' in card.name or 'GeForce' in card.name:
+            assert card.link_gigabytes_per_sec < slowest / 3

@@ -28,7 +28,7 @@ def settings_on(machine: Machine, step: Step) -> Train:
 
 def record_of(step: Step, machine: Machine, **more) -> dict:
     return {'step': step.name, 'step_seconds': 1.0, 'expectation': '', 'stage': 'proof', 'status': 'complete',
-            'machine': [machine.gpus, machine.device, machine.tiny], **more}
+            'machine': [machine.gpus, machine.device, machine.tiny], 'program': proof.program(), **more}
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def started(monkeypatch) -> list[str]:
 
     def run(step, machine, limit):
         names.append(step.name)
-        return [record_of(step, machine)]
+        return [record_of(step, machine)], True
     monkeypatch.setattr(proof, 'run_step', run)
     return names
 
@@ -80,20 +80,38 @@ def test_minutes_leave_out_the_last_steps_and_the_page_names_them(tmp_path, star
     assert f'Not run yet: {second.name}, ' in (tmp_path / 'proof.md').read_text()
 
 
-def test_a_folder_of_another_machine_is_refused(tmp_path, started):
+def test_a_step_that_is_ended_for_want_of_minutes_leaves_no_record_and_is_repeated(tmp_path, monkeypatch, started):
+    first = all_steps(CPU)[0]
+    with monkeypatch.context() as slow:
+        slow.setattr(proof, 'run_step', lambda step, *_: ([record_of(step, CPU, status='failed')], False))
+        prove(tmp_path, CPU, (first.seconds + 1) / 60)
+    assert not (tmp_path / 'records.jsonl').exists()
+    assert f'Not run yet: {first.name}, ' in (tmp_path / 'proof.md').read_text()
+    prove(tmp_path, CPU, None)
+    assert started[0] == first.name
+
+
+def test_a_folder_of_another_machine_commit_or_library_is_refused(tmp_path, monkeypatch, started):
     prove(tmp_path, CPU, None)
     with pytest.raises(ValueError, match='another machine'):
         prove(tmp_path, ONE, None)
+    here = proof.program()
+    for other in ({'commit': 'abc'}, {'torch': '9.9'}):
+        monkeypatch.setattr(proof, 'program', lambda other=other: here | other)
+        [(what, value)] = other.items()
+        with pytest.raises(ValueError, match=f'the proof of {what} .*, and here is {what} {value}; give a new one'):
+            prove(tmp_path, CPU, None)
 
 
 def test_a_step_that_takes_too_long_is_ended_and_says_so():
-    [record] = run_step(Step('identity', 'identity', 1), CPU, limit=0.01)
+    [record], ended_by_itself = run_step(Step('identity', 'identity', 1), CPU, limit=0.01)
+    assert not ended_by_itself
     assert record['status'] == 'failed'
     assert 'no end within' in record['error']
 
 
 def test_a_measurement_that_cannot_be_leaves_the_line_of_its_error():
-    [record] = run_step(Step('wrong', 'measure', 1, ('--use_synth_data', '--image_size', '63')), CPU, limit=300)
+    [record], _ = run_step(Step('wrong', 'measure', 1, ('--use_synth_data', '--image_size', '63')), CPU, limit=300)
     assert 'benchmark.py: error: --image_size 63 is not a multiple of 8' in record['error']
 
 
@@ -118,12 +136,13 @@ def test_smoke_says_both_speeds_and_their_ratio_and_goes_on_where_one_fails(tmp_
     speeds = {'original': 20.0, 'fastest': 65.0}
     results = tmp_path / 'results.jsonl'
 
-    def run(command, cwd):
+    def run(command, cwd, stdout, text):
+        append([{'images_per_sec': 1000.0}], results)  # of another run, at the same time
         name = 'fastest' if '@recipes/fastest.txt' in command else 'original'
         if name not in speeds:
-            return SimpleNamespace(returncode=1)
-        append([{'images_per_sec': speeds[name]}], results)
-        return SimpleNamespace(returncode=0)
+            return SimpleNamespace(returncode=1, stdout='')
+        record = json.dumps({'images_per_sec': speeds[name]})
+        return SimpleNamespace(returncode=0, stdout=f'images/s  {speeds[name]}\n{record}\n')
     monkeypatch.setattr(proof.subprocess, 'run', run)
     monkeypatch.setattr(proof, 'RESULTS', results)
     assert proof.smoke(ONE) == 0
@@ -131,7 +150,9 @@ def test_smoke_says_both_speeds_and_their_ratio_and_goes_on_where_one_fails(tmp_
     del speeds['original']
     assert proof.smoke(ONE) == 1
     assert 'times as fast' not in capfd.readouterr().out
-    assert len(results.read_text().splitlines()) == 3
+    of_others, own = 1000.0, [20.0, 65.0, 65.0]
+    speeds_kept = [json.loads(line)['images_per_sec'] for line in results.read_text().splitlines()]
+    assert [speed for speed in speeds_kept if speed != of_others] == own
 
 
 @pytest.mark.parametrize('speed, far', [(17.8, False), (25.5, False), (13.0, True), (40.0, True)])

@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.figure
@@ -19,6 +17,17 @@ MINIMAL = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_se
 CPU = {'device': 'Xeon', 'device_type': 'cpu', 'num_devices': 1, 'images_per_sec': 8.0}
 LOADER = {'stage': 'loader', 'images_per_sec': None, 'loader_images_per_sec': 32_000.0}
 ENCODE = {'stage': 'encode', 'images_per_sec': 4000, 'bytes_per_image': 50_000}
+FLAGS = {'model_name': 'sd2', 'image_size': 512, 'dataset': '5e1f', 'batch_size': 2048, 'seed': 17,
+         'learning_rate': 1e-4}
+TRAINING = FLAGS | {'dataset': 'streaming', 'images_per_sec': 400.0, 'trained_batches': 2000}
+EVALUATION = {
+    'stage': 'evaluate', 'model': 'kept/ep0-ba1000-rank0.pt', 'data': 'coco.txt', 'samples': 30000, 'steps': 50,
+    'weights': 'averaged', 'trained_batches': 1000, 'images_seen': 2_048_000,
+    'training': FLAGS | {'remote': 's3://bucket'}, 'clip': 'CLIP-ViT-H-14', 'fid_of_published_weights': True,
+    'scores': [{'guidance': 4, 'fid': 70.0, 'clip_score': 15.0}, {'guidance': 1.5, 'fid': 95.5, 'clip_score': 14.0}]}
+LATER = EVALUATION | {'model': 'kept/ep0-ba2000-rank0.pt', 'trained_batches': 2000, 'images_seen': 4_096_000,
+                      'scores': [{'guidance': 1.5, 'fid': 40.0, 'clip_score': 20.0},
+                                 {'guidance': 4, 'fid': 30.0, 'clip_score': 25.0}]}
 
 
 @pytest.fixture
@@ -71,17 +80,13 @@ def columns(table: list[dict[str, str]], *names: str) -> list[tuple[str, ...]]:
 
 # The published table
 
-def test_published_csv_gives_the_published_table(printed):
+def test_published_csv_gives_the_published_table_and_the_originals_program_on_an_h100(printed):
     [table] = tables(printed(PUBLISHED))
     assert columns(table[:6], 'GPUs', 'images/s', 'days', 'cost', 'efficiency', 'notes') == [
         ('8', '128.2', '258.85', '$99,400', '100.0 %', ''), ('16', '254.0', '130.65', '$100,339', '99.1 %', ''),
         ('32', '485.7', '68.32', '$104,946', '94.7 %', ''), ('64', '912.2', '36.38', '$111,757', '88.9 %', ''),
         ('128', '1,618.4', '20.50', '$125,982', '78.9 %', ''),
         ('256', '2,589.4', '12.82', '$157,480', '63.1 %', 'extrapolated by its source')]
-
-
-def test_published_csv_has_the_originals_program_on_an_h100(printed):
-    [table] = tables(printed(PUBLISHED))
     of_h100 = [row for row in table if row['device'] == 'H100 80GB HBM3']
     assert columns(of_h100, 'device_train_microbatch_size', 'images/s') == [('4', '189.3'), ('32', '385.3')]
 
@@ -113,14 +118,11 @@ def test_the_fit_leaves_out_the_row_that_its_source_extrapolated_and_says_how_go
     assert f'worst residual {worst[1]:+.1%} of the images/s, on {worst[0]} GPUs' in text
 
 
-def test_efficiency_is_over_the_fewest_gpus_that_were_measured(printed):
+def test_efficiency_is_over_the_fewest_gpus_that_were_measured_with_the_same_settings(printed, write):
     [table] = tables(printed(PUBLISHED, '--extrapolate', 4))
     assert columns(table, 'GPUs', 'efficiency')[:3] == [('4', '101.2 %'), ('8', '100.0 %'), ('16', '99.1 %')]
-
-
-def test_fewer_than_three_measured_counts_are_not_extrapolated(refused, write):
-    path = write(*({'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 8, 8, 16)))
-    assert 'trainings of one setting on three numbers of GPUs' in refused(path, '--extrapolate', 64)
+    [table] = tables(printed(write({}, {'use_ema': True}, {'use_ema': True, 'num_devices': 16})))
+    assert columns(table, 'use_ema', 'efficiency') == [('', ''), ('yes', '100.0 %'), ('yes', '50.0 %')]
 
 
 def test_several_settings_are_predicted_each_from_its_own_runs(printed, write):
@@ -136,16 +138,12 @@ def test_several_settings_are_predicted_each_from_its_own_runs(printed, write):
 
 # One table of what was measured
 
-@pytest.mark.parametrize('key, one, other', [
-    ('device', 'H100', 'H200'), ('image_size', 256, 512), ('compile', True, 'reduce-overhead'),
-    ('stage', 'encode', 'train'), ('allreduce_precision', 'bf16', None)])
-def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as_a_column(printed, write, key, one,
-                                                                                          other):
+def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as_a_column(printed, write):
     first, second = ({'date': n, 'seed': n, 'command': n} for n in (1, 2))  # which are no settings
-    [table] = tables(printed(write({key: one} | first, {key: other}, {key: one} | second)))
+    [table] = tables(printed(write({'compile': True} | first, {'compile': 'reduce-overhead'},
+                                   {'compile': True} | second)))
     assert not {'date', 'seed', 'command'} & table[0].keys()
-    assert columns(table, key, 'notes') == [(report.words(one), 'median of 2 runs, 800.0 to 800.0'),
-                                            (report.words(other), '')]
+    assert columns(table, 'compile', 'notes') == [('yes', 'median of 2 runs, 800.0 to 800.0'), ('reduce-overhead', '')]
 
 
 def test_versions_and_what_a_training_reads_are_settings(printed, write):
@@ -154,11 +152,6 @@ def test_versions_and_what_a_training_reads_are_settings(printed, write):
     text = printed(write(one, other))
     assert columns(tables(text)[0], 'torch', 'input') == [('2.7.0', 'images'), ('2.11.0', 'latents')]
     assert text.startswith('All rows: stage train, device H200, image_size 512\nVersions: diffusers 0.39.0\n')
-
-
-def test_there_is_no_efficiency_between_runs_on_one_number_of_devices(printed, write):
-    [table] = tables(printed(write({}, {'use_ema': True}, {'use_ema': True, 'num_devices': 16})))
-    assert columns(table, 'use_ema', 'efficiency') == [('', ''), ('yes', '100.0 %'), ('yes', '50.0 %')]
 
 
 def test_gpus_on_fewer_nodes_are_another_row_and_enter_the_fit_alone(printed, write):
@@ -179,22 +172,12 @@ def test_workers_that_the_program_chose_are_one_setting_and_others_are_not(print
     assert 'efficiency' not in table[0]
 
 
-def test_a_cpu_has_days_but_no_gpu_hours_or_dollars(printed, write):
-    [table] = tables(printed(write({}, CPU)))
-    assert columns(table, 'devices', 'GPU-hours', 'cost') == [('8', '7,964', '$15,929'), ('1', '', '')]
-    assert all(row['days'] for row in table)
-
-
 def test_the_model_tiny_has_no_days_unless_they_are_asked_for(printed, write):
     path = write({'model_name': 'tiny'})
     text = printed(path)
     assert 'days' not in tables(text)[0][0]
     assert '--training_images asks for them' in text
-    asked_for = printed(path, '--training_images', 1_000_000)
-    assert tables(asked_for)[0][0]['cost']
-    assert 'asks for them' not in asked_for
-    [_, [plan]] = tables(printed(path, '--phase', '1000@512'))
-    assert plan['days']
+    assert tables(printed(path, '--training_images', 1_000_000))[0][0]['cost']
 
 
 @pytest.mark.parametrize('changes, note', [
@@ -220,13 +203,6 @@ def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
     assert left_out == ['32 x H200, not reliable: speed changed by +50.0%', '16 x H200, not measured at 256 px']
 
 
-def test_nothing_is_worked_out_from_records_in_doubt(refused, write):
-    runs = [{'num_devices': n, 'images_per_sec': 100.0 * n} for n in (8, 16, 32)]
-    runs[2] |= {'drift': 0.5}
-    assert 'reliable trainings' in refused(write(*runs), '--extrapolate', 64)
-    assert 'no number of devices has reliable records' in refused(write({'drift': 0.5}), '--phase', '1@512')
-
-
 def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_of_its_model_and_size(printed, write):
     same = {'use_ema': True, 'cudnn_benchmark': False, 'model_name': 'sd2'}
     runs = [{'compile': False, 'date': '2026-11-20T10:00:00+00:00', 'git_commit': 'a' * 40},
@@ -244,10 +220,11 @@ def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_
     assert 'cudnn_benchmark' not in text
 
 
-def test_loaders_and_encodings_are_rows_with_a_speed_and_no_days(printed, write):
-    [table] = tables(printed(write({'model_name': 'sd2'}, LOADER | {'model_name': 'sd2'}, ENCODE)))
-    assert columns(table, 'stage', 'images/s', 'days', 'cost') == [
-        ('train', '800.0', '41.48', '$15,929'), ('loader', '32,000.0', '', ''), ('encode', '4,000.0', '', '')]
+def test_a_cpu_has_no_gpu_hours_or_dollars_and_loaders_and_encodings_have_no_days(printed, write):
+    [table] = tables(printed(write({}, CPU, LOADER, ENCODE)))
+    assert columns(table, 'stage', 'images/s', 'days', 'GPU-hours', 'cost') == [
+        ('train', '800.0', '41.48', '7,964', '$15,929'), ('train', '8.00', '4,148.15', '', ''),
+        ('loader', '32,000.0', '', '', ''), ('encode', '4,000.0', '', '', '')]
 
 
 # Plans
@@ -274,12 +251,6 @@ def test_a_plan_on_latents_says_that_the_encoding_is_not_in_it(printed, write):
     assert row['notes'] == '1.00 days at 512 px, without encoding the images'
 
 
-@pytest.mark.parametrize('other', [{'num_devices': 16}, {'num_nodes': 2}, {'use_ema': True}])
-def test_a_plan_joins_no_runs_of_different_settings(refused, write, other):
-    assert 'at 256 and 512 px' in refused(write({}, other | {'image_size': 256}), '--phase', '1@256', '--phase',
-                                          '1@512')
-
-
 # Files
 
 @pytest.fixture
@@ -294,28 +265,9 @@ def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed, origi
     printed(original, '--csv', tmp_path / 'table.csv', '--extrapolate', 512, '--phase', '1000000@512')
     rows = list(csv.DictReader((tmp_path / 'table.csv').open()))
     assert [row['status'] for row in rows] == ['measured'] * 5 + ['extrapolated'] * 2 + ['measured'] * 5
-    assert {row['device'] for row in rows} == {'A100-SXM4-40GB'}
     assert float(rows[3]['days']) == 2_867_200_000 / 912.2 / 86_400
     assert float(rows[3]['scaling_efficiency']) == pytest.approx(912.2 / 64 / (128.2 / 8), rel=1e-14)
     assert rows[-1]['stage'] == 'plan'
-    assert 'compile' not in rows[0]
-
-
-@pytest.mark.parametrize('record, reason', [
-    ({'images_per_sec': None}, 'no images_per_sec'), ({'device': ''}, 'no device'), ({'num_devices': 0}, 'num_devices'),
-    ({'images_per_sec': float('nan')}, 'images_per_sec nan'), ({'images_per_sec': '1,618'}, "images_per_sec '1,618'"),
-    ({'stage': 'loader'}, 'no loader_images_per_sec'), ({'stage': 'evaluate', 'scores': [{'guidance': 1}]}, '')])
-def test_a_bad_record_is_named_by_file_and_line(refused, write, record, reason):
-    path = write({}, record)
-    assert f'{path}:2: not a record: {reason}' in refused(path)
-
-
-@pytest.mark.parametrize('name, content, reason', [
-    ('a.jsonl', b'', ': no records'), ('a.jsonl', b'\n\n\x89PNG\xff', ':3: not a record: '),
-    ('a.csv', b'device,num_devices\nx,1,618\n', ':2: not a record: more cells than columns')])
-def test_a_bad_file_is_named(tmp_path, refused, name, content, reason):
-    (tmp_path / name).write_bytes(content)
-    assert f'{tmp_path / name}{reason}' in refused(tmp_path / name)
 
 
 def test_a_csv_of_a_spreadsheet_may_begin_with_a_byte_order_mark(tmp_path, printed):
@@ -323,37 +275,26 @@ def test_a_csv_of_a_spreadsheet_may_begin_with_a_byte_order_mark(tmp_path, print
     assert '800.0' in printed(tmp_path / 'bom.csv')
 
 
-@pytest.mark.parametrize('argv, reason', [
-    (['missing.jsonl'], 'missing.jsonl'), ([PUBLISHED, '--csv', '/missing/table.csv'], '/missing'),
-    ([PUBLISHED, '--figure', 'days.xyz'], '--figure days.xyz does not end in .png'),
-    ([PUBLISHED, '--quality', 'q.png'], '--quality'), ([PUBLISHED, '--csv', PUBLISHED], 'would overwrite the records'),
-    ([PUBLISHED, '--csv', 'results.jsonl'], '--csv results.jsonl does not end in .csv'),
-    ([PUBLISHED, '--extrapolate', '4096'], 'a batch of as many images as GPUs'),
-    ([PUBLISHED, '--phase', 'x@y'], 'x@y is not IMAGES@SIZE'), ([PUBLISHED, '--phase', '10@256'], 'at 256 px')])
-def test_what_cannot_be_done_is_one_line(refused, argv, reason):
-    assert reason in refused(*argv)
+@pytest.mark.parametrize('record, reason', [
+    ({'images_per_sec': None}, 'no images_per_sec'), ({'images_per_sec': '1,618'}, "images_per_sec '1,618'"),
+    ({'stage': 'evaluate', 'scores': [{'guidance': 1}]}, '')])
+def test_a_bad_record_is_named_by_file_and_line(refused, write, record, reason):
+    path = write({}, record)
+    assert f'{path}:2: not a record: {reason}' in refused(path)
 
 
-def test_neither_torch_nor_matplotlib_is_imported_for_a_table():
-    code = ('import report, sys; report.main(sys.argv[1:]); '
-            'assert not {"torch", "matplotlib"} & {*sys.modules}')
-    subprocess.run([sys.executable, '-c', code, PUBLISHED], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+@pytest.mark.parametrize('records, argv, reason', [
+    ([{}, {}, {'num_devices': 16}], ['--extrapolate', '64'], 'trainings of one setting on three numbers of GPUs'),
+    ([{}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}], ['--extrapolate', '64'], 'reliable trainings'),
+    ([{'drift': 0.5}], ['--phase', '1@512'], 'no number of devices has reliable records'),
+    ([{}, {'image_size': 256, 'num_nodes': 2}], ['--phase', '1@256', '--phase', '1@512'], 'at 256 and 512 px'),
+    ([EVALUATION | {'images_seen': None, 'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}],
+     ['--quality', 'quality.png'], 'no evaluation has both scores')])
+def test_what_the_records_do_not_allow_is_refused(refused, write, records, argv, reason):
+    assert reason in refused(write(*records), *argv)
 
 
 # Scores of evaluate.py
-
-FLAGS = {'model_name': 'sd2', 'image_size': 512, 'dataset': '5e1f', 'batch_size': 2048, 'seed': 17,
-         'learning_rate': 1e-4}
-TRAINING = FLAGS | {'dataset': 'streaming', 'images_per_sec': 400.0, 'trained_batches': 2000}
-EVALUATION = {
-    'stage': 'evaluate', 'model': 'kept/ep0-ba1000-rank0.pt', 'data': 'coco.txt', 'samples': 30000, 'steps': 50,
-    'weights': 'averaged', 'trained_batches': 1000, 'images_seen': 2_048_000,
-    'training': FLAGS | {'remote': 's3://bucket'}, 'clip': 'CLIP-ViT-H-14', 'fid_of_published_weights': True,
-    'scores': [{'guidance': 4, 'fid': 70.0, 'clip_score': 15.0}, {'guidance': 1.5, 'fid': 95.5, 'clip_score': 14.0}]}
-LATER = EVALUATION | {'model': 'kept/ep0-ba2000-rank0.pt', 'trained_batches': 2000, 'images_seen': 4_096_000,
-                      'scores': [{'guidance': 1.5, 'fid': 40.0, 'clip_score': 20.0},
-                                 {'guidance': 4, 'fid': 30.0, 'clip_score': 25.0}]}
-
 
 def test_scores_are_a_table_of_their_own_with_the_checkpoints_in_order(printed, write):
     text = printed(write(TRAINING, LATER, EVALUATION))
@@ -363,7 +304,6 @@ def test_scores_are_a_table_of_their_own_with_the_checkpoints_in_order(printed, 
         ('1,000', '1.50', '95.50', '14.00', '2,048,000'), ('1,000', '4.00', '70.00', '15.00', '2,048,000'),
         ('2,000', '1.50', '40.00', '20.00', '4,096,000'), ('2,000', '4.00', '30.00', '25.00', '4,096,000')]
     assert 'All rows: model kept, weights averaged, data coco.txt, samples 30000, ' in text
-    assert len(tables(printed(write(EVALUATION)))) == 1  # without a record of speed
 
 
 def test_gpu_hours_of_a_checkpoint_are_those_of_the_images_seen_at_the_speed_of_its_training(printed, write):
@@ -403,31 +343,25 @@ def texts(axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def labels(axes) -> list[str]:
-    return [label.get_text().replace('\n', ' ') for label in axes.get_yticklabels()]
+def legend(axes) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_several_gpu_counts_show_days_beside_efficiency(drawn, original):
-    figure = drawn(original, '--figure', 'days.png')
-    days, efficiency = figure.axes
+def test_the_picture_of_days_tells_apart_what_was_measured_and_what_was_extrapolated(drawn, original):
+    days, efficiency = drawn(original, '--figure', 'days.png').axes
     assert [bar.get_width() for bar in days.patches][::2] == pytest.approx([258.85, 68.32, 20.50], 1e-3)
-    assert texts(days) == ['258.9', '130.7', '68.32', '36.38', '20.5', '12.82, extrapolated']
-    assert texts(efficiency) == ['100.0%', '99.1%', '94.7%', '88.9%', '78.9%', '63.1%, extrapolated']
-    assert labels(days) == [f'{count} GPUs' for count in IMAGES_PER_SEC]
-    assert days.yaxis_inverted()
     assert [bar.get_facecolor()[3] for bar in days.patches] == [1] * 5 + [0]  # the extrapolated one is hollow
-    assert 'A100-SXM4-40GB' in figure.get_supxlabel()
-    assert '2,867,200,000 images' in days.get_title(loc='left')
+    assert texts(days)[-2:] == ['20.5', '12.82, extrapolated']
+    assert texts(efficiency)[-2:] == ['78.9%', '63.1%, extrapolated']
 
 
-def test_compare_is_a_bar_of_images_per_second_for_each_training_named_by_its_number_and_what_differs(drawn, write):
+def test_compare_is_a_bar_of_images_per_second_for_each_training_and_says_which_failed(drawn, write):
     failed = {'status': 'failed', 'images_per_sec': None, 'error': 'out of memory'}
     path = write({'compile': False}, {'compile': True, 'images_per_sec': 1000.0}, {'compile': True} | failed,
                  {'compile': True, 'drift': 0.5}, ENCODE, LOADER)
     [axes] = drawn(path, '--compare', '--figure', 'ladder.png').axes
     assert [bar.get_width() for bar in axes.patches] == [800, 1000, 0, 800]
     assert texts(axes) == ['800', '1,000', 'failed: out of memory', '800, not reliable']
-    assert labels(axes) == ['run 1: 8 GPUs, compile no', *[f'run {n}: 8 GPUs, compile yes' for n in (2, 3, 4)]]
 
 
 def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images(drawn, write):
@@ -436,33 +370,22 @@ def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images(dr
     assert [list(line.get_ydata()) for line in curve.lines] == [[95.5, 70], [40, 30]]
     assert [list(line.get_ydata()) for line in fid.lines] == [[95.5, 40], [70, 30]]
     assert list(fid.lines[0].get_xdata()) == list(clip.lines[0].get_xdata()) == [2_048_000, 4_096_000]
-    names = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in (curve, fid)]
-    assert names == [['batch 1,000, guidance 1.5, 4', 'batch 2,000, guidance 1.5, 4'], ['guidance 1.5', 'guidance 4']]
+    assert legend(curve) == ['batch 1,000, guidance 1.5, 4', 'batch 2,000, guidance 1.5, 4']
 
 
-@pytest.mark.parametrize('change, name', [
-    ({'data': 'laion.txt'}, 'data'), ({'samples': 10000}, 'samples'), ({'image_size': 256}, 'image_size'),
-    ({'steps': 25}, 'steps'), ({'network': 'other'}, 'network'), ({'inception_sha256': 'b' * 64}, 'inception_sha256')])
+@pytest.mark.parametrize('change, name', [({'samples': 10000}, 'samples'), ({'inception_sha256': 'b'}, 'inception')])
 def test_scores_that_were_made_otherwise_are_lines_of_their_own_which_name_that(drawn, write, change, name):
-    evaluation = EVALUATION | {'network': 'inception', 'inception_sha256': 'a' * 64}
-    curve, fid, _ = drawn(write(evaluation, evaluation | change), '--quality', 'quality.png').axes
+    first = EVALUATION | {'inception_sha256': 'a'}
+    curve, fid, _ = drawn(write(first, first | change), '--quality', 'quality.png').axes
     for axes, lines in ((curve, 2), (fid, 4)):
-        names = [text.get_text() for text in axes.get_legend().get_texts()]
         assert len(axes.lines) == lines
-        assert all(f'{name} ' in text for text in names), names
+        assert all(name in text for text in legend(axes))
 
 
-def test_another_clip_model_is_another_line_where_its_score_is_drawn_alone(drawn, write):
-    curve, fid, clip = drawn(write(EVALUATION, EVALUATION | {'clip': 'other'}), '--quality', 'quality.png').axes
-    assert [len(axes.lines) for axes in (curve, fid, clip)] == [2, 2, 4]
-
-
-def test_the_picture_of_quality_leaves_out_what_nothing_is_known_for(drawn, refused, write):
+def test_the_picture_of_quality_leaves_out_what_nothing_is_known_for(drawn, write):
     only_fid = EVALUATION | {'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}
     [fid] = drawn(write(only_fid), '--quality', 'quality.png').axes
     assert (fid.get_xlabel(), fid.get_ylabel()) == ('images seen', 'FID')
-    path = write(only_fid | {'images_seen': None})
-    assert 'no evaluation has both scores' in refused(path, '--quality', 'quality.png')
 
 
 def test_pictures_are_written_and_named(tmp_path, printed, write):

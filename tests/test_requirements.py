@@ -60,6 +60,16 @@ def test_a_machine_without_a_python_that_fits_is_told_in_one_line(tmp_path):
     assert not (tmp_path / 'venv').exists()
 
 
+def test_a_link_to_an_environment_of_this_very_lock_is_taken_and_one_to_another_is_named(tmp_path):
+    elsewhere = tmp_path / 'elsewhere'
+    elsewhere.mkdir()
+    (tmp_path / 'venv').symlink_to(elsewhere)
+    assert_one_line(installed(tmp_path, '/usr/bin:/bin'), f'is a link to {elsewhere}', 'remove the link')
+    (elsewhere / 'installed').touch()  # of a lock that is empty
+    done = installed(tmp_path, '/usr/bin:/bin')
+    assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
+
+
 @pytest.mark.long
 def test_a_machine_without_a_network_is_told_in_one_line(tmp_path):
     programs = tmp_path / 'bin'

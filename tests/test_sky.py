@@ -8,6 +8,7 @@ import pytest
 import yaml
 from composer.cli import launcher
 
+from benchmarks.proof.__main__ import Machine, smoke_steps
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from tests.runs import ROOT
@@ -28,7 +29,7 @@ def run_on(folder: Path, script: str, rank: int = 0, nodes: int = 1, **envs: str
     for name in ('composer', 'make', 'uv'):
         program = programs / name
         program.write_text(f'#!/bin/sh\n[ {name} = uv ] && echo /uv/python3.11\n'
-                           f'printf "%s\\0" {name} "$@" > {folder}/called-{name}\n')
+                           f'printf "%s\\0" {name} "$@" >> {folder}/called-{name}; echo >> {folder}/called-{name}\n')
         program.chmod(0o755)
     addresses = [f'10.0.0.{node + 1}' for node in range(nodes)]
     sky = {'SKYPILOT_NODE_RANK': str(rank), 'SKYPILOT_NODE_IPS': '\n'.join(addresses),
@@ -37,12 +38,25 @@ def run_on(folder: Path, script: str, rank: int = 0, nodes: int = 1, **envs: str
     return subprocess.run(['bash', '-c', script], cwd=folder, env=environment, text=True, capture_output=True)
 
 
-def called(folder: Path, name: str) -> list[str] | None:
-    """The arguments that a program was called with; None where it was not."""
+def calls(folder: Path, name: str) -> list[list[str]]:
+    """Return the arguments of each call of a program."""
     path = folder / f'called-{name}'
     if not path.exists():
+        return []
+    return [line.split('\0')[1:-1] for line in path.read_text().splitlines()]
+
+
+def called(folder: Path, name: str) -> list[str] | None:
+    """Return the arguments of the only call of a program; None where there was none."""
+    if not calls(folder, name):
         return None
-    return path.read_text().split('\0')[1:-1]
+    [arguments] = calls(folder, name)
+    return arguments
+
+
+def flags_of(arguments: list[str]) -> Train:
+    """Return the settings of a call of the launcher."""
+    return parse(Train, '', arguments[arguments.index('benchmark.py') + 1:])
 
 
 def test_the_file_has_the_keys_that_skypilot_knows():
@@ -69,30 +83,38 @@ def test_setup_makes_the_environment_that_the_gpus_need(tmp_path, capability, lo
     assert f'sh install.sh .venv {lock}' in done.stdout
 
 
-@pytest.mark.parametrize('rank', [0, 1])
-def test_without_a_remote_each_node_measures(tmp_path, rank):
-    done = run_on(tmp_path, TASK['run'], rank, nodes=2)
+def launched(monkeypatch, arguments: list[str]):
+    """Return what the launcher of Composer reads in its arguments."""
+    monkeypatch.setattr(sys, 'argv', ['composer', *arguments])
+    return launcher._parse_args()
+
+
+@pytest.mark.parametrize('rank, nodes', [(0, 1), (1, 2)])
+def test_without_a_remote_the_runs_of_make_smoke_are_over_all_nodes_together(tmp_path, monkeypatch, rank, nodes):
+    done = run_on(tmp_path, TASK['run'], rank, nodes)
     assert done.returncode == 0, done.stderr
-    assert called(tmp_path, 'make') == ['VENV=.venv', 'smoke']
-    assert called(tmp_path, 'composer') is None
+    monkeypatch.chdir(ROOT)
+    runs = calls(tmp_path, 'composer')
+    for arguments, step in zip(runs, smoke_steps(Machine(8 * nodes, 'H100', 79.2, False)), strict=True):
+        assert launched(monkeypatch, arguments).world_size == 8 * nodes
+        assert flags_of(arguments) == parse(Train, '', list(step.flags))
+    ports = {launched(monkeypatch, arguments).master_port for arguments in runs}
+    assert len(ports) == 2  # a node that begins the second must not find the end of the first
 
 
 @pytest.mark.parametrize('rank, nodes', [(0, 1), (0, 2), (1, 2)])
 def test_a_training_is_launched_once_on_each_node_with_its_ranks(tmp_path, monkeypatch, rank, nodes):
     done = run_on(tmp_path, TASK['run'], rank, nodes, **TRAINING)
     assert done.returncode == 0, done.stderr
-    assert called(tmp_path, 'make') is None
-    monkeypatch.setattr(sys, 'argv', ['composer', *called(tmp_path, 'composer')])
-    launched = launcher._parse_args()
-    assert (launched.nproc, launched.world_size) == (8, 8 * nodes)
-    assert (launched.node_rank, launched.base_rank) == (rank, 8 * rank)
-    assert (launched.master_addr, launched.master_port) == ('10.0.0.1', 29500)
+    launch = launched(monkeypatch, called(tmp_path, 'composer'))
+    assert (launch.nproc, launch.world_size) == (8, 8 * nodes)
+    assert (launch.node_rank, launch.base_rank) == (rank, 8 * rank)
+    assert (launch.master_addr, launch.master_port) == ('10.0.0.1', 29500)
 
 
 def test_a_training_goes_on_from_its_bucket_and_prints_its_record(tmp_path):
     run_on(tmp_path, TASK['run'], **TRAINING)
-    arguments = called(tmp_path, 'composer')
-    settings = parse(Train, '', arguments[arguments.index('benchmark.py') + 1:])
+    settings = flags_of(called(tmp_path, 'composer'))
     assert settings.autoresume
     assert settings.remote == TRAINING['REMOTE']
     assert settings.save_folder == TRAINING['SAVE_FOLDER']

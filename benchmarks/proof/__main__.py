@@ -5,11 +5,13 @@
     python -m benchmarks.proof --smoke                       # make smoke: two runs, appended to results.jsonl
 
 Each step is a process of its own with a limit of time, and its result is appended to FOLDER/records.jsonl at once. The
-same command goes on with the steps that have none. At the end FOLDER/proof.md has a table of each part, and FOLDER is
-what to send in. Without a GPU, or with --tiny, the tiny model takes the place of Stable Diffusion 2.
+same command goes on with the steps that have none; another commit or other libraries need another FOLDER. At the end
+FOLDER/proof.md has a table of each part, and FOLDER is what to send in. Without a GPU, or with --tiny, the tiny model
+takes the place of Stable Diffusion 2.
 """
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -18,7 +20,10 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from sdbench.measuring.versions import git_commit, package_versions
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / 'results.jsonl'  # of make smoke
@@ -172,24 +177,35 @@ def find_machine(tiny: bool) -> Machine:
     return Machine(gpus, device, gib, tiny or gpus == 0)
 
 
-def run_step(step: Step, machine: Machine, limit: float) -> list[dict]:
-    """The records of a step; one that says why where it failed, or was ended after `limit` seconds."""
+@cache
+def program() -> dict[str, str | None]:
+    """Return the commit of this program and the versions of its libraries: all records of a FOLDER have the same."""
+    return {'commit': git_commit(), 'python': sys.version.split()[0], **package_versions()}
+
+
+def run_step(step: Step, machine: Machine, limit: float) -> tuple[list[dict], bool]:
+    """Run a step; return its records, and whether it ended by itself within `limit` seconds.
+
+    The last record of a step that failed, or was ended, says why.
+    """
     from sdbench.errors import one_line
     with tempfile.TemporaryDirectory() as name:
         out, log = Path(name, 'records.jsonl'), Path(name, 'log')
-        program = ('-m', 'benchmarks.proof.steps')
-        command = machine.launch(*program) if step.on_all_devices else [sys.executable, *program]
+        script = ('-m', 'benchmarks.proof.steps')
+        command = machine.launch(*script) if step.on_all_devices else [sys.executable, *script]
         environment = {'PYTORCH_CUDA_ALLOC_CONF': 'expandable_segments:True', **os.environ}  # as benchmark.py has it
         start = time.monotonic()
         with open(log, 'w') as file:
             process = subprocess.Popen([*command, step.work, str(out), *step.flags], cwd=ROOT, env=environment,
                                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
             error = ''
+            ended_by_itself = True
             try:
                 status = process.wait(limit)
                 error = f'exit status {status}' if status else ''
             except subprocess.TimeoutExpired:
                 error = f'no end within {limit:.0f} s'
+                ended_by_itself = False
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
@@ -203,8 +219,8 @@ def run_step(step: Step, machine: Machine, limit: float) -> list[dict]:
             records.append({'stage': 'proof', 'status': 'failed', 'error': error[:500],
                             'output': '\n'.join(lines)[-3000:]})
     about = {'step': step.name, 'step_seconds': seconds, 'expectation': step.expectation,
-             'machine': [machine.gpus, machine.device, machine.tiny]}
-    return [about | record for record in records]
+             'machine': [machine.gpus, machine.device, machine.tiny], 'program': program()}
+    return [about | record for record in records], ended_by_itself
 
 
 def append(records: list[dict], path: Path) -> None:
@@ -214,7 +230,10 @@ def append(records: list[dict], path: Path) -> None:
 
 
 def read_records(path: Path, machine: Machine) -> list[dict]:
-    """What an earlier call has appended. Raises ValueError if it was of another machine."""
+    """Return what an earlier call has appended: a page is of one machine, one commit and one set of libraries.
+
+    Raises ValueError if that was of others.
+    """
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     here = [machine.gpus, machine.device, machine.tiny]
     for record in records:
@@ -222,6 +241,11 @@ def read_records(path: Path, machine: Machine) -> list[dict]:
             gpus, device, _ = record['machine']
             raise ValueError(f'FOLDER {path.parent} holds the proof of another machine or model ({gpus} x {device}); '
                              'give a new one')
+        for what, now in program().items():
+            before = record.get('program', {}).get(what)
+            if before != now:
+                raise ValueError(f'FOLDER {path.parent} holds the proof of {what} {before}, and here is {what} {now}; '
+                                 'give a new one')
     return records
 
 
@@ -237,13 +261,14 @@ def prove(folder: Path, machine: Machine, minutes: float | None) -> None:
     try:
         while missing:
             step = missing[0]
-            limit = PATIENCE * step.seconds
-            if minutes is not None:
-                left = 60 * minutes - (time.monotonic() - start)
-                limit = min(limit, left)
-                if left < step.seconds:
-                    break
-            new = run_step(step, machine, limit)
+            patience = PATIENCE * step.seconds
+            left = math.inf if minutes is None else 60 * minutes - (time.monotonic() - start)
+            if left < step.seconds:
+                break
+            new, ended_by_itself = run_step(step, machine, min(patience, left))
+            if not ended_by_itself and left < patience:  # for want of minutes: it is still to be run
+                say(f'{step.name}: ended for want of minutes; the same command repeats it')
+                break
             append(new, path)
             records += new
             missing.pop(0)
@@ -256,18 +281,42 @@ def prove(folder: Path, machine: Machine, minutes: float | None) -> None:
 
 
 def smoke(machine: Machine) -> int:
-    """Run the first steps of speed by benchmark.py itself, and print the ratio of two; 1 if one failed, else 0."""
+    """Run the first steps of speed by benchmark.py itself, and print the ratio of two; return 1 if one failed, else 0.
+
+    Each run hands over its record, which is appended to results.jsonl: other runs write there as well.
+    """
+    from sdbench.errors import DataError
+    from sdbench.measuring.record import append_line  # which takes seconds
     speeds = {}
     steps = smoke_steps(machine)
     for step in steps:
-        command = [*machine.launch('benchmark.py'), *step.flags, '--results', str(RESULTS)]
+        command = [*machine.launch('benchmark.py'), *step.flags]
         print(shlex.join(command), flush=True)
-        if subprocess.run(command, cwd=ROOT).returncode == 0:
-            speeds[step.name] = json.loads(RESULTS.read_text().splitlines()[-1])['images_per_sec']
+        done = subprocess.run([*command, '--results', '-'], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for line in done.stdout.splitlines():
+            record = record_in(line)
+            if record is None:
+                print(line)
+                continue
+            try:
+                append_line(line, str(RESULTS))
+            except DataError:
+                print(line, flush=True)
+                raise
+            print(f'{"record":<15} appended to {RESULTS.name}', flush=True)
+            if done.returncode == 0:
+                speeds[step.name] = record['images_per_sec']
     if len(speeds) == 2:
         print(comparison(speeds, machine.gib))
     print('To try other flags: source .venv/bin/activate, then repeat the command with them')
     return 0 if len(speeds) == len(steps) else 1
+
+
+def record_in(line: str) -> dict | None:
+    """Return the record that a line of benchmark.py is, by --results -; None of another line."""
+    if not line.startswith('{'):
+        return None
+    return json.loads(line)
 
 
 def comparison(speeds: dict[str, float], gib: float) -> str:

@@ -133,13 +133,15 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
     traced = {}
     by_step = {}
     for step, flags in json.loads(runs).items():
-        argv = [*flags, '--dry_run', devices, '--attention', 'sdpa']
+        argv = [*flags, '--dry_run', devices]
         if device == 'CPU':
             argv += ['--precision', 'fp32', '--no-channels_last']
         settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
-        # a trace depends on neither the size of a batch nor what is not counted
+        # a trace depends on neither the size of a batch nor what is not counted: all fused attention is alike
+        attention = 'math' if settings.attention == 'math' else 'sdpa'
         alike = dataclasses.replace(settings, batch_size=1, device_train_microbatch_size='auto', compile=False,
-                                    compile_blocks=None, cudnn_benchmark=False)
+                                    compile_blocks=None, cudnn_benchmark=False, attention=attention,
+                                    allreduce_precision='fp32')
         if alike not in traced:
             traced[alike] = estimate(step, alike, alike.use_synth_latents, benchmark.build_model)
         found = dataclasses.replace(traced[alike], settings=settings)

@@ -3,8 +3,9 @@ import json
 
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import captions_among, is_image
-from sdbench.inputs.images import decode_image
+from sdbench.inputs.images import decode_whole_image
 
+SMALLEST_SIDE = 8  # pixels, of which the VAE makes one latent pixel: a narrower image is less than that
 OTHER_COLUMNS = 'columns'  # stands for a table that is not read, with the reason
 
 
@@ -34,7 +35,9 @@ def make_sample(fields: Fields) -> dict[str, bytes | str]:
     caption = read_caption(fields)
     if not caption.strip():
         raise ValueError('empty caption')
-    decode_image(image)
+    height, width = decode_whole_image(image).shape[1:]
+    if min(height, width) < SMALLEST_SIDE:
+        raise ValueError(f'image is narrower than {SMALLEST_SIDE} pixels: {width} x {height}')
     return {'jpg': image, 'caption': caption}
 
 

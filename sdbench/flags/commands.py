@@ -70,7 +70,8 @@ class Convert(Cluster):
     image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '
                                     'table of captions (default: file_name or filename)', metavar='NAME')
     caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table of captions (default: '
-                                      'text, caption, or the only other one)', metavar='NAME')
+                                      'text or caption; in the table of --captions also the only other one)',
+                                      metavar='NAME')
     num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)',
                                    converter=count)
     size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', converter=shard_size,
@@ -101,7 +102,8 @@ class Export:
                                   'a checkpoint (default: that of the run)')
     pretrained: bool = flag(False, 'take the VAE from --model_name where the checkpoint has none, because the run '
                             'trained on latents')
-    tokenizer: str | None = flag(None, "folder or hub name, for a checkpoint (default: that of the run)")
+    tokenizer: str | None = flag(None, "folder or hub name of the run's tokenizer, where it has moved (default: that "
+                                 "of the run)")
 
     def check(self) -> None:
         if os.path.lexists(self.out):

@@ -27,7 +27,7 @@ Settings = TypeVar('Settings')
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
-         bare: Any = None, needs: str | None = None) -> Any:
+         bare: Any = None, needs: str | None = None, may_change: bool = False) -> Any:
     """A field that is a flag. Its type says what it takes: a bool is on or off (--flag, --no-flag), a Literal one of
     its texts, a tuple one value or several. Of a bool | Literal the value may be left out.
 
@@ -38,8 +38,11 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         metavar: what the value is called in the help.
         bare: the value of the flag alone, where its value may be left out.
         needs: another flag, without which this one does nothing, so that it is refused.
+        may_change: whether a run that resumes may have another value, where the other flags of its group must be the
+            same (`SAME_ON_RESUME` of sdbench/flags/train.py).
     """
-    about = {'help': help, 'converter': converter, 'metavar': metavar, 'bare': bare, 'needs': needs}
+    about = {'help': help, 'converter': converter, 'metavar': metavar, 'bare': bare, 'needs': needs,
+             'may_change': may_change}
     return dataclasses.field(default=default, metadata=about)
 
 

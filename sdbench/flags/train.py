@@ -51,13 +51,16 @@ class SampleFlags:
 @dataclass(frozen=True, kw_only=True)
 class TrainingSamples:
     """data"""
-    cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)')
-    max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', converter=fraction)
+    cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)',
+                                   may_change=True)
+    max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', converter=fraction,
+                                   may_change=True)
     use_synth_data: bool = flag(False, 'train on random images that cost nothing to load')
     use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had made them')
     batch_size: int = flag(BATCH_SIZE, 'images in a step, over all devices', converter=count)
     tokenizer: str | None = flag(None, "folder or hub name (default: that of --model_name where its folder has one, "
-                                 "or else CLIP's own, from the package open_clip_torch)")
+                                 "or else CLIP's own, from the package open_clip_torch)",
+                                 may_change=True)  # its place: the token ids must be the same
     random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn anew in each epoch')
     caption_drop: float = flag(0.0, 'share of the captions that the empty one replaces, such as 0.1, so that images '
                                'can be drawn with classifier-free guidance', converter=fraction)
@@ -76,7 +79,7 @@ class TrainingSamples:
 class Model:
     """model"""
     model_name: str = flag(SD2_BASE, f'tiny, a diffusers folder or a hub name (default: {SD2_BASE}, whose architecture '
-                           'is built in)')
+                           'is built in)', may_change=True)  # its place: the configuration must be the same
     pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name (default: off, '
                             'random weights, which train as fast)')
     image_size: int = flag(512, 'height and width in pixels', converter=count)
@@ -271,9 +274,6 @@ class EvaluationAndDrawing:
                                      'samples)', metavar='DIR')
 
     def check(self) -> None:
-        if self.eval_remote and self.eval_remote == self.remote:
-            raise ValueError(f'--eval_remote {self.eval_remote} is what the run trains on; give it shards of other '
-                             'samples')
         if self.sample_prompts and not os.path.isfile(self.sample_prompts):
             raise ValueError(f'--sample_prompts {self.sample_prompts} is no file; give one with a prompt on each line')
         if self.sample_prompts and not self.pretrained and self.model_name != TINY_MODEL:
@@ -284,8 +284,8 @@ class EvaluationAndDrawing:
 @dataclass(frozen=True, kw_only=True)
 class Logging:
     """logging"""
-    run_name: str | None = flag(None, 'name of the curves, which go on at a resume; W&B continues a run only by a name '
-                                'that is given here (default: by --save_folder, or one that is drawn)', metavar='NAME')
+    run_name: str | None = flag(None, 'how the name of the curves begins, which go on at a resume (default: the '
+                                'last part of --save_folder)', metavar='NAME')
     wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'log to this project of Weights & Biases (default: W&B is not used)')
     tensorboard: str | None = flag(None, 'log to TensorBoard files in this folder', metavar='DIR')
@@ -316,6 +316,10 @@ class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         return self.measure_batches is not None
 
 
+# What is learned follows from the flags of these groups: a resumed run has the same, but for those that may change.
+LEARNING = (TrainingSamples, Model, Seed, Optimizer)
+FIELDS_OF_LEARNING = tuple(field for group in LEARNING for field in fields(group))
+SAME_ON_RESUME = tuple(field for field in FIELDS_OF_LEARNING if not field.metadata['may_change'])
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
 SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))
 LOADER_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed')  # of its record

@@ -17,18 +17,20 @@ from composer.utils import dist
 
 from sdbench.costs import days_to_train, gpu_hours
 from sdbench.errors import plural
-from sdbench.flags.train import Train
+from sdbench.flags.train import SD2_BASE, SWITCHES, Train
 from sdbench.forecast.fake_step import StepMemory, trace_step, updater
 from sdbench.forecast.memory import build_on_meta, lasting_bytes
 from sdbench.forecast.operators import AVERAGE
 from sdbench.forecast.speed import (
-    GPUS_A_NODE,
-    KEPT_PER_DOUBLING,
+    CONSTANTS,
     LARGEST_ERROR,
+    TESTED_SIZE,
+    Constants,
+    Layout,
     StepWork,
     can_forecast,
     images_per_sec,
-    kept_on,
+    is_tested,
     seconds_by_kind,
 )
 from sdbench.gpus import CARDS, Card, cards_named, peak_of
@@ -50,14 +52,21 @@ Each row below the first is the run as given with that one change. Memory is cou
 peak. CUDA, its libraries and its allocator take more: an H200 took 9 to 11 % more than is counted (milabench: 55 GiB at
 32 images, 115.6 at 80). So {UNCOUNTED_SHARE:.0%} is added, and a microbatch is said to fit where that is in the card.
 --compile is not counted; as a rule it needs less."""
-SPEEDS = f"""\
-A forecast, without --compile, from the arithmetic, bytes and kernels of a step. Its constants are fitted to published
-speeds of A100, H100, H200 and L40S; other cards are not tested (docs/planning.md). With each source of them left out in
-turn it was at most {1 + LARGEST_ERROR:.2f} times off, and days and dollars have that range, either way."""
+SPEEDS = """\
+A forecast, without --compile, from the arithmetic, bytes and kernels of a step and the exchange of gradients over the
+card's link. Its constants are fitted to published speeds of Stable Diffusion 2 (docs/planning.md)."""
+RANGE = f"""\
+A range is {1 + LARGEST_ERROR:.2f} times either way: so far off the forecast was at most on published speeds, each with
+constants that were fitted without its source. It stands where such a speed is of the same card, on at least as many
+GPUs, with at most as many images a step on each."""
+NOT_TESTED = """\
+Not tested: no published speed is of this model and image size on this card, on at least as many GPUs with at most as
+many images a step on each; or the run has --compile, --gradient_checkpointing or --attention math."""
 PUBLISHED_RUNS = """\
 Those in published.csv ran the original's program: encoders in float32, channels first, libraries of 2022 and 2023."""
-SCALING = f"""\
-From {GPUS_A_NODE} GPUs on each doubling keeps {KEPT_PER_DOUBLING:.1%} of a GPU's speed, as on the published A100s."""
+GPUS_A_NODE = 8
+NETWORK = """\
+The network between nodes is taken for as fast as the link between the GPUs of a node; a slower one is not counted."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class Estimate:
         lasting: bytes by item that do not depend on the microbatch.
         step: bytes of a step.
         work: of a step.
+        constants: of the forecast.
     """
     title: str
     settings: Train
@@ -78,6 +88,7 @@ class Estimate:
     lasting: dict[str, int]
     step: StepMemory
     work: StepWork
+    constants: Constants = CONSTANTS
 
     @property
     def device_batch_size(self) -> int:
@@ -103,10 +114,22 @@ class Estimate:
             return asked if self.taken(asked) <= card.gib else None
         return self.largest_microbatch(card.gib)
 
+    def layout(self, microbatch: int) -> Layout:
+        """Return how the batch of the run is spread."""
+        return Layout(microbatch, self.device_batch_size, self.settings.dry_run, self.settings.allreduce_precision)
+
     def images_per_sec(self, card: Card, microbatch: int) -> float:
-        """Of all devices together, of a card that can be forecast in this precision."""
-        speed = images_per_sec(card, self.work, microbatch, self.device_batch_size)
-        return speed * self.settings.dry_run * kept_on(self.settings.dry_run)
+        """Return the speed of all devices together, of a card that can be forecast in this precision."""
+        speed = images_per_sec(card, self.work, self.layout(microbatch), self.constants)
+        return speed * self.settings.dry_run
+
+    def is_tested(self, card: Card) -> bool:
+        """Return whether the error of the forecast is known for such a run."""
+        settings = self.settings
+        has_untested_flag = settings.compile or settings.gradient_checkpointing or settings.attention == 'math'
+        if has_untested_flag or settings.image_size != TESTED_SIZE or not is_stable_diffusion_2(self.model):
+            return False
+        return is_tested(card, settings.dry_run, self.device_batch_size)
 
 
 def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
@@ -121,7 +144,11 @@ def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
     """
     if dist.get_global_rank() > 0:
         return {}
+    # what may be refused comes before the trace, which takes a minute
     cards = cards_named(settings.gpu)
+    records, unread = read_json_lines(settings.results)
+    for words in unread:
+        print(words, file=sys.stderr, flush=True)
     sizes = MEMORY_SIZES
     if settings.gpu:
         sizes = {short_name(card): card.gib for card in cards}
@@ -137,9 +164,19 @@ def dry_run(settings: Train, build_model: Callable) -> dict[str, int | None]:
         'an image',
         memory_table(given, sizes).to_string(float_format='{:.2f}'.format),
         f'{memory_sizes_table([given, *others], sizes).to_string()}\n{ACCURACY}',
-        *speeds(given, others, cards)]
+        *speeds(given, others, cards, records)]
     print(*blocks, sep='\n\n')
     return {size: given.largest_microbatch(gib) for size, gib in sizes.items()}
+
+
+def is_stable_diffusion_2(model: ComposerModel) -> bool:
+    """Return whether the UNet is that of Stable Diffusion 2, by its configuration, whatever its image size."""
+    for key, value in find_model(SD2_BASE).configs['unet'].items():
+        if key in ('_class_name', 'sample_size'):
+            continue
+        if json.dumps(model.unet.config.get(key)) != json.dumps(value):  # where a tuple is a list
+            return False
+    return True
 
 
 def is_on_latents(settings: Train) -> bool:
@@ -183,12 +220,13 @@ def estimate(title: str, settings: Train, latents: bool, build_model: Callable,
     model = build_on_meta(settings, find_model(settings.model_name), latents, build_model)  # sizes need no weights
     lasting = lasting_bytes(settings, model, settings.dry_run)
     if traced_before is None:
-        memory, work = trace_step(model, settings.precision, updater(settings.fused_optimizer, settings.use_ema))
+        update = updater(settings.fused_optimizer, settings.use_ema)
+        memory, work = trace_step(model, settings.precision, update, settings.attention)
     elif settings.use_ema != traced_before.settings.use_ema:
         update = {kind: work for kind, work in traced_before.work.update.items() if kind != AVERAGE}
         memory, work = traced_before.step, dataclasses.replace(traced_before.work, update=update)
     else:
-        memory, work = trace_step(model, settings.precision)
+        memory, work = trace_step(model, settings.precision, attention=settings.attention)
         work = dataclasses.replace(work, update=traced_before.work.update)
     return Estimate(title, settings, model, lasting, memory, work)
 
@@ -226,9 +264,9 @@ def memory_sizes_table(estimates: list[Estimate], sizes: dict[str, float]) -> pd
     return table.rename_axis(columns='largest microbatch on')
 
 
-def speeds(given: Estimate, others: list[Estimate], cards: list[Card]) -> list[str]:
-    """Blocks of text: images/s, what the whole training would take, what was measured, where the time goes, and what
-    other flags would change."""
+def speeds(given: Estimate, others: list[Estimate], cards: list[Card], records: list[dict]) -> list[str]:
+    """Return blocks of text: images/s, what the whole training would take, what was measured, where the time goes, and
+    what other flags would change."""
     settings = given.settings
     if not any(peak_of(card.name, settings.precision) for card in cards):
         return [f'No peak is known in {settings.precision}, so nothing is said of speed; try another --precision.']
@@ -238,16 +276,24 @@ def speeds(given: Estimate, others: list[Estimate], cards: list[Card]) -> list[s
     fitting = [card for card in cards if given.microbatch_on(card)]
     if not fitting:
         return ['No card that is known here has the memory for one image of this run; see the table above.']
-    blocks = [f'{speed_table(given, fitting).to_string()}\n{SPEEDS}']
+    sentences = [SPEEDS]
+    if any(given.is_tested(card) for card in fitting):
+        sentences.append(RANGE)
+    if not all(given.is_tested(card) for card in fitting):
+        sentences.append(NOT_TESTED)
     if settings.dry_run > GPUS_A_NODE:
-        blocks.append(SCALING)
+        sentences.append(NETWORK)
+    blocks = ['\n'.join([speed_table(given, fitting).to_string(), *sentences])]
     if settings.training_images:
         price = (f'Days and dollars are for {settings.training_images:,} images at ${settings.dollars_per_gpu_hour:g} '
                  'a GPU-hour, one price for all cards (--dollars_per_gpu_hour).')
         blocks.append(f'{cost_table(given, fitting).to_string()}\n{price}')
-    measured = measured_speeds(settings, fitting)
+    measured = measured_speeds(given, fitting, records)
     if len(measured):
-        blocks.append(f'{measured.to_string(index=False)}\n{PUBLISHED_RUNS}')
+        text = measured.to_string(index=False)
+        if PUBLISHED.name in set(measured['file']):
+            text += f'\n{PUBLISHED_RUNS}'
+        blocks.append(text)
     blocks.append(kinds_table(given, fitting).to_string())
     blocks.append(changes_table(given, others, fitting).to_string())
     return blocks
@@ -265,18 +311,23 @@ def speed_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
 
 
 def cost_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
-    """Days and dollars, each from the fastest to the slowest speed that the error allows."""
+    """Return images/s, days and dollars: from the fastest to the slowest speed that the error allows where that is
+    known, and else of the forecast itself, with the words "not tested"."""
     settings = given.settings
     devices = settings.dry_run
     images = settings.training_images
     rows = {}
     for card in cards:
         speed = given.images_per_sec(card, given.microbatch_on(card))
-        range_of_speeds = [speed * (1 + LARGEST_ERROR), speed / (1 + LARGEST_ERROR)]
-        days = [days_to_train(each, images) for each in range_of_speeds]
-        dollars = [gpu_hours(each, devices, images) * settings.dollars_per_gpu_hour for each in range_of_speeds]
-        rows[card.name] = {'images/s': in_a_range(range_of_speeds[::-1]), 'days': in_a_range(days),
-                           'dollars': in_a_range(dollars)}
+        speeds = [speed]
+        tested = 'not tested'
+        if given.is_tested(card):
+            speeds = [speed * (1 + LARGEST_ERROR), speed / (1 + LARGEST_ERROR)]
+            tested = 'tested'
+        days = [days_to_train(each, images) for each in speeds]
+        dollars = [gpu_hours(each, devices, images) * settings.dollars_per_gpu_hour for each in speeds]
+        rows[card.name] = {'images/s': in_a_range(speeds[::-1]), 'days': in_a_range(days),
+                           'dollars': in_a_range(dollars), '': tested}
     return pd.DataFrame.from_dict(rows, orient='index').rename_axis(columns=at_microbatch(settings))
 
 
@@ -294,7 +345,7 @@ def kinds_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
     columns = {}
     for card in cards:
         microbatch = given.microbatch_on(card)
-        by_kind = seconds_by_kind(card, given.work, microbatch, given.device_batch_size)
+        by_kind = seconds_by_kind(card, given.work, given.layout(microbatch), given.constants)
         seconds = pd.Series(by_kind)
         columns[short_name(card)] = seconds / seconds.sum()
     table = pd.DataFrame(columns)
@@ -304,47 +355,94 @@ def kinds_table(given: Estimate, cards: list[Card]) -> pd.DataFrame:
 
 def changes_table(given: Estimate, others: list[Estimate], cards: list[Card]) -> pd.DataFrame:
     """Images/s with each change, at the microbatch that was asked for, or the largest that fits with the change."""
+    settings = given.settings
     rows = {}
     for card in cards:
         row = {}
         for each in [given, *others]:
             microbatch = each.microbatch_on(card)
             row[each.title] = three_digits(each.images_per_sec(card, microbatch)) if microbatch else 'none'
+        if settings.dry_run > 1 and settings.allreduce_precision == 'fp32':
+            half = dataclasses.replace(given, settings=dataclasses.replace(settings, allreduce_precision='bf16'))
+            row['--allreduce_precision bf16'] = three_digits(half.images_per_sec(card, given.microbatch_on(card)))
         largest = given.largest_microbatch(card.gib)
         if largest != given.microbatch_on(card):
             row['the largest microbatch'] = three_digits(given.images_per_sec(card, largest))
         rows[short_name(card)] = row
-    heading = f'images/s with one change, {at_microbatch(given.settings)}'
+    heading = f'images/s with one change, {at_microbatch(settings)}'
     return pd.DataFrame(rows).fillna('').rename_axis(columns=heading)
 
 
-def measured_speeds(settings: Train, cards: list[Card]) -> pd.DataFrame:
-    """A row for each record at hand of one of these cards at this image size: the published ones and --results."""
-    records = pd.read_csv(PUBLISHED).query('extrapolated == "no"').assign(file=PUBLISHED.name).to_dict('records')
-    if os.path.isfile(settings.results):
-        records += [{'file': settings.results} | record for record in read_json_lines(settings.results)]
+def measured_speeds(given: Estimate, cards: list[Card], records: list[dict]) -> pd.DataFrame:
+    """Return a row for each reliable speed of the same model and input on one of these cards: the published ones and
+    those in `records` of --results. What such a run had otherwise stands as flags in the column `with`.
+    """
+    settings = given.settings
+    found = []
+    if is_stable_diffusion_2(given.model):
+        found += published_records(settings.model_name)
+    found += [{'file': settings.results} | record for record in records]
+    encoders = 'text_in_loop' if given.model.vae is None else 'in_loop'
+    same = {'stage': 'train', 'status': 'complete', 'model_name': settings.model_name, 'encoders': encoders,
+            'image_size': settings.image_size}
     names = {card.name for card in cards}
-    headings = {'device': 'measured on', 'num_devices': 'GPUs', 'device_train_microbatch_size': 'microbatch',
-                'encoders': 'encoders', 'use_ema': 'EMA', 'images_per_sec': 'images/s', 'file': 'file'}
     rows = []
-    for record in records:
-        device = str(record.get('device'))
-        is_of_a_card = device in names or f'NVIDIA {device}' in names
-        is_of_a_training = record.get('stage', 'train') == 'train' and record.get('status', 'complete') == 'complete'
-        is_reliable = is_of_a_training and not why_unreliable(record)
-        if is_of_a_card and is_reliable and record.get('image_size') == settings.image_size:
-            rows.append({heading: record.get(key, '') for key, heading in headings.items()})
+    for record in found:
+        record = {'stage': 'train', 'status': 'complete'} | record
+        is_same = all(record.get(key) == value for key, value in same.items())
+        if is_same and record.get('device') in names and not why_unreliable(record):
+            rows.append({'measured on': record['device'], 'GPUs': record.get('num_devices', ''),
+                         'microbatch': record.get('device_train_microbatch_size', ''),
+                         'images/s': record.get('images_per_sec', ''), 'with': flags_that_differ(record, settings),
+                         'file': record['file']})
     return pd.DataFrame(rows)
 
 
-def read_json_lines(path: str) -> list[dict]:
-    """The records of a file of --results. Raises ValueError if a line is none."""
-    with open(path) as file:
-        lines = file.read().splitlines()
-    try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ValueError(f'--results {path} holds a line that is no record ({error}); name another file') from None
+def published_records(model_name: str) -> list[dict]:
+    """Return the rows of published.csv that were measured, which are all of Stable Diffusion 2, as records of it by
+    this name."""
+    rows = pd.read_csv(PUBLISHED).query('extrapolated == "no"')
+    rows = rows.assign(file=PUBLISHED.name, model_name=model_name, device='NVIDIA ' + rows['device'],
+                       use_ema=rows['use_ema'] == 'yes')
+    return rows.to_dict('records')
+
+
+def flags_that_differ(record: dict, settings: Train) -> str:
+    """Return the flags of a record that bear on speed and are others than those of the run, but for the microbatch."""
+    flags = []
+    for name in ('batch_size', 'use_ema', *SWITCHES):
+        value = record.get(name)
+        if value is None or name == 'device_train_microbatch_size' or value == getattr(settings, name):
+            continue
+        if isinstance(value, bool):
+            flags.append(f'--{name}' if value else f'--no-{name}')
+        else:
+            flags.append(f'--{name} {value}')
+    return ' '.join(flags)
+
+
+def read_json_lines(path: str) -> tuple[list[dict], list[str]]:
+    """Read the records of a file of --results, and say of each line that is none, such as one that a full disk cut,
+    why. A file that is not there has none.
+    """
+    if not os.path.isfile(path):
+        return [], []
+    records = []
+    unread = []
+    lines = Path(path).read_text(errors='replace').split('\n')
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            unread.append(f'{path}:{number} is no record, and is passed over: {error}')
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            unread.append(f'{path}:{number} is no record, and is passed over: not one JSON object')
+    return records, unread
 
 
 def in_a_range(figures: list[float]) -> str:

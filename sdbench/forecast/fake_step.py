@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ema import ShadowModel, compute_ema
 from sdbench.forecast.operators import AVERAGE, EXCHANGE, UPDATE, count_operator
-from sdbench.forecast.speed import StepWork, Work
+from sdbench.forecast.speed import Bucket, StepWork, Work
 from sdbench.models.precisions import AUTOCAST_DTYPES
 from sdbench.training.microbatch import blank_batch
 
@@ -30,6 +30,7 @@ ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
 # Images of the step that is traced, a prime that divides the size of nothing else: a storage whose bytes it divides
 # holds something for each image.
 TRACED_IMAGES = 1009
+BUCKET_BYTES = 25 * 2**20  # that DistributedDataParallel fills before it sends them
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ class StepCounter(TorchDispatchMode):
         self.fixed[operator.kind] += Work(0, of_step, operator.kernels)
         self.per_image[operator.kind] += Work(operator.flops / TRACED_IMAGES, of_images / TRACED_IMAGES, 0)
 
+    def work_so_far(self) -> tuple[Work, Work]:
+        """Return the work of all kinds, whatever the microbatch, and for each image of it."""
+        return sum(self.fixed.values(), Work()), sum(self.per_image.values(), Work())
+
     def notice(self, tensor: torch.Tensor) -> None:
         """Count a storage that is new, until it is freed."""
         storage = tensor.untyped_storage()
@@ -133,17 +138,19 @@ class StepCounter(TorchDispatchMode):
             self.now[0, column] += size
 
 
-def trace_step(outline: ComposerModel, precision: str, prepare_update: Callable | None = None
-               ) -> tuple[StepMemory, StepWork]:
-    """Memory and work of a step, on a GPU in half precision, or in float32 anywhere.
+def trace_step(outline: ComposerModel, precision: str, prepare_update: Callable | None = None,
+               attention: str = 'sdpa') -> tuple[StepMemory, StepWork]:
+    """Return memory and work of a step, on a GPU in half precision, or in float32 anywhere.
 
     Attention is computed by a kernel that keeps no matrix of all queries and keys. A CPU's stands for a GPU's: both
-    keep queries, keys, values, the result and one number a query.
+    keep queries, keys, values, the result and one number a query. With --attention math it is the products and the
+    softmax that they are made of, and the matrix is written, read and kept.
 
     Args:
         outline: the model on the meta device; its tensors become fake ones.
         precision: amp_bf16, amp_fp16 or fp32.
         prepare_update: gives for a model what is called after a step, by kind. None: nothing is.
+        attention: as --attention has it.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
     cpu = torch.device('cpu')
@@ -155,12 +162,19 @@ def trace_step(outline: ComposerModel, precision: str, prepare_update: Callable 
         counter.count_as('activations', tensor)
         return tensor
 
+    arrivals = []  # of each gradient: its bytes, and the work until it was there
+
+    def notice_gradient(weight: torch.Tensor) -> None:
+        counter.count_as('gradients', weight.grad)
+        arrivals.append((weight.nbytes, *counter.work_so_far()))
+
     # forward and backward
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     for weight in trainable:
-        weight.register_post_accumulate_grad_hook(lambda weight: counter.count_as('gradients', weight.grad))
+        weight.register_post_accumulate_grad_hook(notice_gradient)
+    backend = SDPBackend.MATH if attention == 'math' else SDPBackend.FLASH_ATTENTION
     autocast = torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES)
-    with mode, counter, sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.compiler.set_stance('force_eager'):
+    with mode, counter, sdpa_kernel(backend), torch.compiler.set_stance('force_eager'):
         batch = blank_batch(model, TRACED_IMAGES, torch.float32, 'cpu')
         composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
         with norms_in_float32(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -173,9 +187,29 @@ def trace_step(outline: ComposerModel, precision: str, prepare_update: Callable 
     gradients = sum(weight.nbytes for weight in trainable)
     work = StepWork(dict(counter.fixed), dict(counter.per_image),
                     accumulation={EXCHANGE: Work(0, 3 * gradients, len(trainable))},  # read two, write their sum
-                    update=trace_update(model, prepare_update, mode))
+                    update=trace_update(model, prepare_update, mode),
+                    exchange={EXCHANGE: Work(0, 4 * gradients, 2 * len(trainable))},  # read and write, there and back
+                    buckets=fill_buckets(arrivals, *counter.work_so_far()))
     rows = np.array(counter.rows)  # (operators, 2, ITEMS)
     return StepMemory(rows[:, 0], rows[:, 1], gradients), work
+
+
+def fill_buckets(arrivals: list[tuple[int, Work, Work]], fixed: Work, per_image: Work) -> list[Bucket]:
+    """Return the buckets that DistributedDataParallel fills with gradients as they come, and sends one by one.
+
+    Args:
+        arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
+        fixed: all work of a microbatch, whatever its size.
+        per_image: all work of each of its images beside.
+    """
+    buckets = []
+    nbytes = 0
+    for number, (size, fixed_so_far, per_image_so_far) in enumerate(arrivals, start=1):
+        nbytes += size
+        if nbytes >= BUCKET_BYTES or number == len(arrivals):
+            buckets.append(Bucket(nbytes, fixed - fixed_so_far, per_image - per_image_so_far))
+            nbytes = 0
+    return buckets
 
 
 def trace_update(model: ComposerModel, prepare_update: Callable | None, mode: FakeTensorMode) -> dict[str, Work]:

@@ -28,7 +28,7 @@ KIND_BY_NAME = {'mm': PRODUCTS, 'addmm': PRODUCTS, 'bmm': PRODUCTS, 'baddbmm': P
                 'native_group_norm': NORMS, 'native_group_norm_backward': NORMS,
                 'native_layer_norm': NORMS, 'native_layer_norm_backward': NORMS, '_to_copy': CASTS}
 KERNELS_BY_NAME = {'native_group_norm': 2, 'native_group_norm_backward': 4, 'native_layer_norm_backward': 3,
-                   '_scaled_dot_product_flash_attention_for_cpu_backward': 3, 'slice_backward': 2}
+                   '_scaled_dot_product_flash_attention_for_cpu_backward': 3, 'slice_backward': 2, '_safe_softmax': 4}
 # Elements that one kernel of torch's multi-tensor operators takes: 320 blocks of 65,536
 MULTI_TENSOR_ELEMENTS = 320 * 65_536
 
@@ -83,6 +83,9 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
         copied = copies_for_layout([read[0], written[0]], torch.Tensor.is_contiguous)
     elif name == 'native_layer_norm_backward':
         sizes += sizes_of(read[:2])  # of the input, then of weight and bias
+        copied = []
+    elif name == '_safe_softmax':  # looks for rows that are all masked, and writes its result once more with them at 0
+        sizes += sizes_of([read[0], result, result])
         copied = []
     else:
         copied = []

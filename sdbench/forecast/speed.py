@@ -6,10 +6,14 @@ A kernel computes, moves bytes and takes a while to start. Their sum over all ke
 
 where rate is the smaller of BANDWIDTH_SHARE * bandwidth and BYTES_A_CYCLE * multiprocessors * clock. What of it runs at
 the same time is in the constants. benchmarks/forecast.py fits them to published speeds and prints them with their
-error. Links between GPUs are not counted: within a node the exchange runs beside the backward pass.
+error.
+
+Several GPUs exchange their gradients while the last backward pass of a step is still computing others. A ring moves
+2 (n - 1) / n times the bytes of the gradients over the link of each of n GPUs. What of that is left when the backward
+pass is over is added to the step.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sdbench.gpus import Card, peak_of
@@ -31,12 +35,15 @@ class Constants:
     seconds_a_kernel: float
 
 
-CONSTANTS = Constants(peak_share=0.503, bandwidth_share=1.14, bytes_a_cycle=12.6, seconds_a_kernel=13e-6)
+CONSTANTS = Constants(peak_share=0.503, bandwidth_share=1.15, bytes_a_cycle=12.7, seconds_a_kernel=13e-6)
 # The largest error of a published point, either way, when the constants are fitted without its source
-LARGEST_ERROR = 0.21
-# Of the speed of a GPU that is left at twice as many, from 8 on: 128 of the published A100s (published.csv) had 78.9 %
-KEPT_PER_DOUBLING = 0.942
-GPUS_A_NODE = 8
+LARGEST_ERROR = 0.22
+# The fitted points of each card, all of Stable Diffusion 2 at 512 pixels: on how many GPUs, and how many images a step
+# on each. Those are left out that another one has in it, with as many GPUs or more and as few images or less.
+TESTED_SIZE = 512
+TESTED = {'NVIDIA A100-SXM4-40GB': [(128, 16)], 'NVIDIA A100-SXM4-80GB': [(8, 256)],
+          'NVIDIA H100 80GB HBM3': [(1, 1), (8, 256)], 'NVIDIA H200': [(8, 32)], 'NVIDIA L40S': [(1, 1)]}
+WAITING = 'exchange beyond the backward pass'
 
 
 class Work(NamedTuple):
@@ -48,8 +55,48 @@ class Work(NamedTuple):
     def __add__(self, other: 'Work') -> 'Work':
         return Work(*(mine + others for mine, others in zip(self, other, strict=True)))
 
+    def __sub__(self, other: 'Work') -> 'Work':
+        return self + other * -1
+
     def __mul__(self, times: float) -> 'Work':
         return Work(*(mine * times for mine in self))
+
+
+class Layout(NamedTuple):
+    """How a batch is spread over GPUs and microbatches.
+
+    Attributes:
+        microbatch: images that go through the model at once.
+        images: of each GPU in a step; the last microbatch may be smaller.
+        num_devices: GPUs.
+        allreduce_precision: fp32 or bf16, in which they exchange gradients.
+    """
+    microbatch: int
+    images: int
+    num_devices: int = 1
+    allreduce_precision: str = 'fp32'
+
+    @property
+    def microbatches(self) -> int:
+        return math.ceil(self.images / self.microbatch)
+
+    @property
+    def last_microbatch(self) -> int:
+        """Images of the last one."""
+        return self.images - (self.microbatches - 1) * self.microbatch
+
+
+class Bucket(NamedTuple):
+    """Gradients that are sent together.
+
+    Attributes:
+        nbytes: of them in float32.
+        fixed: the work of the backward pass that is left when they are there, whatever the microbatch.
+        per_image: the work that is left for each image of the microbatch beside.
+    """
+    nbytes: int
+    fixed: Work
+    per_image: Work
 
 
 @dataclass(frozen=True)
@@ -61,22 +108,22 @@ class StepWork:
         per_image: of each of its images beside.
         accumulation: of adding a microbatch's gradients to those of an earlier one.
         update: once a step.
+        exchange: once a step where there are several GPUs: of copying gradients to the buckets and back.
+        buckets: in the order in which the backward pass fills them.
     """
     fixed: dict[str, Work]
     per_image: dict[str, Work]
     accumulation: dict[str, Work]
     update: dict[str, Work]
+    exchange: dict[str, Work] = field(default_factory=dict)
+    buckets: list[Bucket] = field(default_factory=list)
 
-    def of_step(self, microbatch: int, images: int) -> dict[str, Work]:
-        """The work of a step by kind, on a device that has so many images of it.
-
-        Args:
-            microbatch: images that go through the model at once.
-            images: of the device in a step; the last microbatch may be smaller.
-        """
-        microbatches = math.ceil(images / microbatch)
-        parts = [(self.fixed, microbatches), (self.per_image, images), (self.accumulation, microbatches - 1),
-                 (self.update, 1)]
+    def of_step(self, layout: Layout) -> dict[str, Work]:
+        """Return the work of a step on one GPU by kind."""
+        parts = [(self.fixed, layout.microbatches), (self.per_image, layout.images),
+                 (self.accumulation, layout.microbatches - 1), (self.update, 1)]
+        if layout.num_devices > 1:
+            parts.append((self.exchange, 1))
         total = {}
         for works, times in parts:
             for kind, work in works.items():
@@ -98,21 +145,40 @@ def seconds_of(card: Card, work: Work, constants: Constants = CONSTANTS) -> floa
             + work.kernels * constants.seconds_a_kernel)
 
 
-def seconds_by_kind(card: Card, step: StepWork, microbatch: int, images: int, constants: Constants = CONSTANTS
-                    ) -> dict[str, float]:
-    """Seconds of a step by kind of operator."""
-    works = step.of_step(microbatch, images)
-    return {kind: seconds_of(card, work, constants) for kind, work in works.items()}
+def seconds_of_waiting(card: Card, step: StepWork, layout: Layout, constants: Constants = CONSTANTS) -> float:
+    """Return the seconds for which a step waits for the exchange of gradients when its last backward pass is over.
+
+    Buckets travel one after the other, each as soon as it is full. So the exchange is over when the backward pass has
+    filled some bucket, and that one and all after it have travelled: the bucket for which this is latest decides.
+    """
+    if layout.num_devices == 1:
+        return 0.0
+    over_link = 2 * (layout.num_devices - 1) / layout.num_devices  # bytes for each byte of gradients, by a ring
+    if layout.allreduce_precision == 'bf16':
+        over_link /= 2
+    waiting = 0.0
+    travelling = 0.0  # seconds of this bucket and all after it
+    for bucket in reversed(step.buckets):
+        travelling += bucket.nbytes * over_link / (card.link_gigabytes_per_sec * 1e9)
+        computing = seconds_of(card, bucket.fixed + bucket.per_image * layout.last_microbatch, constants)
+        waiting = max(waiting, travelling - computing)
+    return waiting
 
 
-def images_per_sec(card: Card, step: StepWork, microbatch: int, images: int, constants: Constants = CONSTANTS
-                   ) -> float:
-    """Of one GPU."""
-    return images / sum(seconds_by_kind(card, step, microbatch, images, constants).values())
+def seconds_by_kind(card: Card, step: StepWork, layout: Layout, constants: Constants = CONSTANTS) -> dict[str, float]:
+    """Return the seconds of a step by kind of operator, and for several GPUs those of WAITING."""
+    seconds = {kind: seconds_of(card, work, constants) for kind, work in step.of_step(layout).items()}
+    if layout.num_devices > 1:
+        seconds[WAITING] = seconds_of_waiting(card, step, layout, constants)
+    return seconds
 
 
-def kept_on(num_devices: int) -> float:
-    """The share of its speed that a GPU keeps among so many: all of it in one node."""
-    nodes = max(1, num_devices / GPUS_A_NODE)
-    doublings = math.log2(nodes)
-    return KEPT_PER_DOUBLING ** doublings
+def images_per_sec(card: Card, step: StepWork, layout: Layout, constants: Constants = CONSTANTS) -> float:
+    """Return the images per second of one GPU."""
+    return layout.images / sum(seconds_by_kind(card, step, layout, constants).values())
+
+
+def is_tested(card: Card, num_devices: int, images: int) -> bool:
+    """Return whether the forecast was compared with a speed on at least as many of these GPUs, with at most as many
+    images a step on each: there the exchange and the update weighed as much as here, or more."""
+    return any(num_devices <= devices and images >= fewest for devices, fewest in TESTED.get(card.name, []))

@@ -1,7 +1,9 @@
 """Captions become 77 token ids each, by CLIP's vocabulary or another tokenizer's."""
 import functools
 import gzip
+import hashlib
 import importlib.util
+import json
 import os
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
@@ -11,6 +13,7 @@ from sdbench.paths import find_or_download
 
 CAPTION_LENGTH = 77  # tokens: the text encoder's positions
 CLIP_VOCABULARY = 49408  # token ids
+WORDS_IN_A_CAPTION = 20  # of those that `hash_of_ids` makes of a vocabulary
 
 
 def build_tokenizer(name: str | None = None) -> Tokenizer:
@@ -45,6 +48,36 @@ def load_transformers_tokenizer(name: str):
     except Exception as error:  # of many kinds, some of which list all models that transformers knows
         raise ValueError(f'--tokenizer {name} holds no tokenizer that loads ({type(error).__name__}); give a folder '
                          'with tokenizer.json or vocab.json and merges.txt') from None
+
+
+def hash_of_tokenizer(name: str | None = None) -> str:
+    """Return a SHA-256 of the token ids that `build_tokenizer(name)` gives, in hex.
+
+    Tokenizers that give the same ids have the same hash, in whichever files and by whichever library they were saved.
+
+    Raises ValueError if there is no tokenizer of that name.
+    """
+    if name is None:
+        return hash_of_clip_tokenizer()
+    return hash_of_ids(build_tokenizer(name))
+
+
+@functools.cache  # the package does not change, as a folder may
+def hash_of_clip_tokenizer() -> str:
+    """Return the hash of CLIP's own tokenizer."""
+    return hash_of_ids(build_tokenizer())
+
+
+def hash_of_ids(tokenizer: Tokenizer) -> str:
+    """Return a SHA-256 of the ids of the empty caption, which is padding, and of captions of all words it knows."""
+    words = []
+    for symbol in sorted(tokenizer.get_vocab()):
+        words.append(symbol.removesuffix('</w>'))  # the mark of a word's end
+    captions = ['']
+    for first in range(0, len(words), WORDS_IN_A_CAPTION):
+        captions.append(' '.join(words[first:first + WORDS_IN_A_CAPTION]))
+    ids = [encoded.ids for encoded in tokenizer.encode_batch(captions)]
+    return hashlib.sha256(json.dumps([captions, ids]).encode()).hexdigest()
 
 
 def pipeline_tokenizer(name: str | None = None):

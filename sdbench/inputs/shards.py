@@ -13,6 +13,7 @@ from sdbench.paths import INDEX
 
 LARGEST_SHARD = 1 << 32  # bytes, which MDS counts in 32 bits
 MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
+IMAGES = 'images_sha256'  # among the facts of latents in their index.json: `index_hash` of the images
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
 LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in it
 
@@ -24,6 +25,8 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     shard lacks a column.
     """
     label = f'{flag} {remote}'
+    if os.path.isfile(remote) or os.path.basename(remote) == INDEX:
+        raise ValueError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
     try:
         index = json.loads(fetch_index(remote))
     except FileNotFoundError:
@@ -60,8 +63,22 @@ def fetch_index(remote: str) -> bytes:
 
 
 def index_hash(index: dict) -> str:
-    """What tells a dataset from the same one made anew: a SHA-256 of all that its index.json says, in hex."""
+    """Return what tells a dataset from the same one made anew: a SHA-256 of what its index.json says, in hex.
+
+    Which images latents were made of does not count: earlier versions did not say it, and encode.py adds it to theirs.
+    """
+    if 'latents' in index:
+        latents = {name: fact for name, fact in index['latents'].items() if name != IMAGES}
+        index = index | {'latents': latents}
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def hash_of_images(index: dict) -> str:
+    """Return the `index_hash` of the images of a dataset; of latents, that of the images that encode.py made them of.
+
+    Latents of earlier versions do not say of which images they are: theirs is their own.
+    """
+    return index.get('latents', {}).get(IMAGES, index_hash(index))
 
 
 def refuse_harmful_entry(shard: dict, label: str) -> None:

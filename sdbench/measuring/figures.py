@@ -45,21 +45,22 @@ FIGURES = {
     'young_half_life': Figure(
         'average', 'still near the weights at the start, for --ema_half_life is {young_half_life}'),
     'caution': Figure('caution', '{caution}'),
-    'busy_cores': Figure('slow', '{busy_cores}'),
     'days': Figure(
         'full training', 'training on {images:,} images would take {days:,.1f} days on {gpus}, {gpu_hours:,.0f} '
         'GPU-hours, ${dollars:,.0f}'),
     'save_folder': Figure('checkpoint', 'in {save_folder}'),
+    'sample_folder': Figure('drawings', 'in {sample_folder}'),
     'export_flags': Figure('next', 'python export.py {save_folder} {pipeline}{export_flags}'),
 }
 
 # The lines of a summary, in their order: of a measurement the speed comes first, of a training what was trained.
 SPEED = ('images_per_sec', 'why_no_speed')
-TRAINED = ('trained_batches', 'whole_epochs', 'resumed_after', 'loss', 'eval_loss', 'ema_start_to_come')
+TRAINED = ('trained_batches', 'whole_epochs', 'resumed_after', 'loss', 'eval_loss', 'sample_folder',
+           'ema_start_to_come')
 OF_A_MEASUREMENT = (*SPEED, 'batch_seconds_median', 'drift', 'data_wait_fraction', 'peak_memory_gib',
                     'tflops_per_sec_per_device', 'mfu', 'joules_per_image', *TRAINED, 'caution',
-                    'busy_cores', 'days')
-OF_A_TRAINING = (*TRAINED, 'young_half_life', 'save_folder', 'export_flags', *SPEED, 'busy_cores')
+                    'days')
+OF_A_TRAINING = (*TRAINED, 'young_half_life', 'save_folder', 'export_flags', *SPEED)
 
 IN_TABLES = tuple(key for key, figure in FIGURES.items() if figure.cell is not None)
 

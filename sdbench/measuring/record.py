@@ -88,12 +88,14 @@ def summary(record: dict, settings: Train) -> str:
 
 def notes(record: dict, settings: Train) -> dict[str, Any]:
     """What a summary says beside the values of the record; None for what would say nothing."""
-    values = dict.fromkeys(('why_no_speed', 'caution', 'on_waiting', 'save_folder', 'export_flags', 'young_half_life',
-                            'ema_start_to_come', 'busy_cores', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
+    values = dict.fromkeys(('why_no_speed', 'caution', 'on_waiting', 'save_folder', 'sample_folder', 'export_flags',
+                            'young_half_life', 'ema_start_to_come', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
     values['whole_epochs'] = record['trained_epochs'] or None
     values['resumed_after'] = record['first_batch'] or None
 
-    # where the checkpoints are, and how they become a pipeline
+    # where the drawings are, and the checkpoints, and how these become a pipeline
+    if settings.sample_prompts and os.path.isdir(settings.sample_folder):
+        values['sample_folder'] = settings.sample_folder
     if record['status'] not in ('failed', 'interrupted'):
         values['save_folder'] = settings.save_folder
         values['pipeline'] = sibling_path(settings.save_folder, 'model') if settings.save_folder else None
@@ -113,8 +115,6 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
         values['why_no_speed'] = 'the run was over before the clock started, so that no batch was measured'
         return values
     values['caution'] = reliability(record)
-    if not torch.cuda.is_available():
-        values['busy_cores'] = busy_cores()
     values['on_waiting'] = ''
     if record['data_wait_fraction'] > MUCH_WAITING_FOR_DATA:
         values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
@@ -132,9 +132,10 @@ def reliability(record: dict) -> str | None:
     """Why these figures should not be trusted yet, and the remedy; None where they can be."""
     if record.get('status') == PROFILED:
         return 'these figures include the cost of the trace, so that no report counts them'
+    busy = None if torch.cuda.is_available() else busy_cores()
     if why_unreliable(record):
-        return f'{why_unreliable(record)}: {remedy(record)}'
-    return None
+        return f'{why_unreliable(record)}: {remedy(record, busy)}'
+    return busy
 
 
 def append_line(line: str, path: str) -> None:

@@ -30,7 +30,7 @@ def why_unreliable(record: dict) -> str:
 
 
 def busy_cores(schedstat: str = '/proc/self/schedstat') -> str | None:
-    """Of a process that waits for a core much of its time, how much, and the remedy; None of another.
+    """Return a caution where this process has waited for a core much of its time, and None where it has not.
 
     Args:
         schedstat: a file of Linux, which says how many nanoseconds a process has run and has waited.
@@ -41,17 +41,16 @@ def busy_cores(schedstat: str = '/proc/self/schedstat') -> str | None:
     share = waited / max(1, ran + waited)
     if share < MUCH_WAITING_FOR_CORES:
         return None
-    waited = f'waited {share:.0%} of the time for a core that others use'
-    if os.environ.get('OMP_NUM_THREADS') == '1':
-        return f'{waited}; fewer programs at once are faster'
-    return f'{waited}; OMP_NUM_THREADS=1 can make it ten times faster'
+    return f'this run waited {share:.0%} of the time for a core; measure again while fewer programs run'
 
 
-def remedy(record: dict) -> str:
-    """What to do about the `why_unreliable` of a record."""
+def remedy(record: dict, busy: str | None = None) -> str:
+    """Return what to do about the `why_unreliable` of a record; `busy` is what `busy_cores` says of its process."""
     least = fewest_batches(record.get('queue_batches') or 0)
     if record['measured_batches'] < least:
         return f'use --measure_batches {least} or more, and where --max_duration is given, a longer one'
+    if busy:
+        return busy
     if record['drift'] > 0:
         return 'the start was slow; use more --warmup_batches'
     return 'the speed has not settled; use more --measure_batches, or a longer --max_duration'

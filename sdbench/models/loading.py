@@ -63,13 +63,6 @@ class ModelFiles:
         blocks = self.configs['vae'].get('block_out_channels', (64,))  # as AutoencoderKL has it
         return image_size // 2 ** (len(blocks) - 1)
 
-    def config_sha256(self) -> str:
-        """A hash of the configuration of all parts, without what the libraries note of themselves in it."""
-        configs = {}
-        for part, config in self.configs.items():
-            configs[part] = {key: value for key, value in config.items() if not key.startswith('_')}
-        return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
-
     @cached_property
     def vae_sha256(self) -> str:
         """A hash of the VAE's weights, 'random' where they are drawn."""

@@ -29,13 +29,14 @@ from torch.utils.serialization import config as loading_config
 from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
+from sdbench.training.kept import DatasetChanged
 from sdbench.training.ranks import on_every_rank, on_rank_0
-from sdbench.training.safeguard import DatasetChanged
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
 UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.unfinished')  # as `atomic_write` calls a checkpoint
 LOCK = '.lock'  # in a --save_folder
+RUN_NAME = 'run-name.txt'  # in a --save_folder; it is there before the first checkpoint
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
 PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own types
     datetime.timedelta, TorchVersion,
@@ -77,7 +78,8 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
 
 def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
     """Lock a --save_folder until `at_the_end` gives it back. Raises ValueError as `locked_save_folder` does."""
-    others = [name for name in names_in(folder) if not os.path.basename(name).startswith('.')]
+    others = [name for name in names_in(folder)
+              if not os.path.basename(name).startswith('.') and os.path.basename(name) != RUN_NAME]
     if others and not autoresume:
         raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
                          'there')

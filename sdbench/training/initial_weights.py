@@ -1,24 +1,31 @@
 """The weights that a training starts from: --load_weights."""
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
 import torch
 from composer import ComposerModel
+from composer.utils import dist
 from diffusers import UNet2DConditionModel
 
 from sdbench.errors import one_line
-from sdbench.models.loading import load_weights
+from sdbench.inputs.captions import hash_of_tokenizer
+from sdbench.models.loading import ModelFiles, load_weights
+from sdbench.training.kept import MODEL, difference_of_models, kept_tokenizer
 from sdbench.training.ranks import on_rank_0
 from sdbench.training.trained import Trained, read_trained
 
 
-def load_initial_weights(path: str, model: ComposerModel) -> dict | None:
+def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tokenizer: str | None = None
+                         ) -> dict | None:
     """Put the weights of --load_weights into the UNet of `model`. The rest of the training is that of a new run.
 
     Args:
         path: as `read_trained` takes it, or a folder of diffusers with a UNet or with a pipeline.
         model: a StableDiffusion.
+        files: of that model.
+        tokenizer: of --tokenizer, in the place of the model's own.
 
     Returns the state of the EMA that the checkpoint holds, for its `load_state_dict`; None if there is none.
 
@@ -27,10 +34,12 @@ def load_initial_weights(path: str, model: ComposerModel) -> dict | None:
     label = f'--load_weights {path}'
     folder = on_rank_0(partial(unet_folder, path))
     if folder is not None:
-        weights, ema = weights_of_folder(folder, model, label), None
+        weights, ema = weights_of_folder(folder, files, label), None
     else:
         trained = read_trained(path, '--load_weights')
+        require_same_model(trained.flags, files.configs, label)
         require_same_encoders(trained, model, label)
+        warn_of_another_tokenizer(trained, tokenizer or files.tokenizer, label)
         weights, ema = trained.live, trained.ema
     try:
         model.unet.load_state_dict(weights)
@@ -47,16 +56,35 @@ def unet_folder(path: str) -> Path | None:
     return None
 
 
-def weights_of_folder(folder: Path, model: ComposerModel, label: str) -> dict[str, torch.Tensor]:
-    """The weights of the UNet in a folder of diffusers. Raises ValueError if it has none, or predicts another thing."""
+def weights_of_folder(folder: Path, files: ModelFiles, label: str) -> dict[str, torch.Tensor]:
+    """Return the weights of the UNet in a folder of diffusers.
+
+    Raises ValueError if it has none, or they were trained as another model than that of `files`.
+    """
     unet = load_weights(UNet2DConditionModel, folder, label)
+    configs = {'unet': dict(unet.config)}
     scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
     if scheduler.is_file():
-        predicts = json.loads(scheduler.read_text()).get('prediction_type', 'epsilon')
-        if predicts != model.prediction_type:
-            raise ValueError(f'{label} predicts {predicts}, and --model_name {model.prediction_type}; give the '
-                             '--model_name that it is of')
+        configs['scheduler'] = json.loads(scheduler.read_text())
+    compared = {part: files.configs[part] for part in configs}
+    require_same_model({MODEL: configs}, compared, label)
     return unet.state_dict()
+
+
+def require_same_model(flags: dict, configs: dict[str, dict], label: str) -> None:
+    """Raise ValueError if weights were trained as another model than that of these configuration files."""
+    difference = difference_of_models(flags, configs)
+    if difference:
+        raise ValueError(f'{label} was trained as another model than that of --model_name ({difference}); give the '
+                         '--model_name that it is of, or, to train it as this one all the same, a copy of the folder '
+                         'unet that export.py writes')
+
+
+def warn_of_another_tokenizer(trained: Trained, name: str | None, label: str) -> None:
+    """Say on rank 0 where the training goes on with other token ids than the weights have learned."""
+    if dist.get_global_rank() == 0 and kept_tokenizer(trained.flags) not in (None, hash_of_tokenizer(name)):
+        print(f'warning: {label} was trained with another tokenizer, whose token ids differ; --tokenizer names the one '
+              'to train with', file=sys.stderr)
 
 
 def require_same_encoders(trained: Trained, model: ComposerModel, label: str) -> None:

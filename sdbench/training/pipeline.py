@@ -8,9 +8,10 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionMod
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import one_line
-from sdbench.inputs.captions import pipeline_tokenizer
+from sdbench.inputs.captions import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
-from sdbench.models.loading import build_vae, find_model
+from sdbench.models.loading import ModelFiles, build_vae, find_model
+from sdbench.training.kept import difference_of_models, kept_tokenizer
 from sdbench.training.trained import Trained
 
 
@@ -32,6 +33,10 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
     if name is None:
         raise ValueError(f'{label} does not say what model it is of; give --model_name of export.py')
     files = find_model(name, pretrained and trained.vae is None)
+    difference = difference_of_models(trained.flags, files.configs)
+    if difference:
+        raise ValueError(f'--model_name {name} is not the model of {label} ({difference}); give the one that was '
+                         'trained, with its configuration as it was')
     encoded_by = trained.flags.get('vae_sha256')  # of a run on latents
     if files.pretrained and encoded_by not in (None, files.vae_sha256):
         raise ValueError(f'--model_name {name} has another VAE than the one that encoded the latents of {label}; give '
@@ -53,8 +58,30 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
     except RuntimeError as error:
         raise ValueError(f'--model_name {name} is not the model of {label} ({one_line(error, 200)}); give the one '
                          'that was trained') from None
-    tokenizer = pipeline_tokenizer(tokenizer or trained.flags.get('tokenizer') or files.tokenizer)
+    tokenizer = pipeline_tokenizer(trained_tokenizer(trained, files, tokenizer, label))
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
+
+
+def trained_tokenizer(trained: Trained, files: ModelFiles, given: str | None, label: str) -> str | None:
+    """Return the name of the tokenizer that a checkpoint was trained with; None: CLIP's own.
+
+    Args:
+        trained: what the checkpoint holds.
+        files: of its model.
+        given: where the tokenizer is now; None: CLIP's own, that of the run's --tokenizer, or that of the model.
+        label: what errors call the checkpoint.
+
+    Raises ValueError if the tokenizer gives other token ids than the one of the training.
+    """
+    expected = kept_tokenizer(trained.flags)
+    if given is None and expected == hash_of_tokenizer():
+        return None
+    name = given or trained.flags.get('tokenizer') or files.tokenizer
+    if expected not in (None, hash_of_tokenizer(name)):
+        raise ValueError(f'{label} was trained with another tokenizer than {name or "that of CLIP"}, whose token ids '
+                         'differ; give the one of the training as --tokenizer of export.py; to draw with another one, '
+                         'put it into the exported pipeline')
+    return name
 
 
 def with_weights(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor]) -> torch.nn.Module:

@@ -2,14 +2,12 @@
 import sys
 import time
 
-import torch
 from composer import Callback
 from composer.core import State
 from composer.utils import dist
 from tqdm import tqdm
 
 from sdbench.measuring.clock import Measurement
-from sdbench.measuring.reliability import busy_cores
 from sdbench.progress_bar import progress_bar
 
 SECONDS_BETWEEN_LINES = 30  # in a log; a run that is shorter leaves only its last line
@@ -35,7 +33,6 @@ class Progress(Callback):
         self.measurement = measurement
         self.bar: tqdm | None = None
         self._total = 0  # batches
-        self._has_warned = False
         self._next_line = 0.0  # when it is due, by the clock
         self._line_time = 0.0  # seconds on batches alone, when the last one was printed
         self._line_batch = 0
@@ -53,7 +50,6 @@ class Progress(Callback):
             self.bar.update()
         elif time.monotonic() >= self._next_line:
             self._print_line(state)
-            self._warn_of_busy_cores()
 
     def fit_end(self, state: State, logger) -> None:
         if self.bar is None and state.timestamp.batch.value > self._line_batch:
@@ -80,15 +76,6 @@ class Progress(Callback):
             where = batches_in_words(state, self._total)
             print(f'{where}: {", ".join(filter(None, parts))}', file=sys.stderr, flush=True)
         self._begin_line(state)
-
-    def _warn_of_busy_cores(self) -> None:
-        """Once, on rank 0 without a GPU."""
-        if self._has_warned or dist.get_global_rank() or torch.cuda.is_available():
-            return
-        reason = busy_cores()
-        if reason:
-            self._has_warned = True
-            print(f'warning: this run has {reason}', file=sys.stderr, flush=True)
 
     def _begin_line(self, state: State) -> None:
         """The next line says what happens from here on."""

@@ -1,7 +1,6 @@
 """What only this machine knows of the flags that were not given, and which flags it cannot serve."""
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -141,9 +140,6 @@ def refuse_half_precision_without_a_gpu(settings: Train) -> None:
 
 def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int) -> None:
     """Raises ValueError, with the flag, its value and the remedy, if a flag would do nothing, or wrong."""
-    if settings.sample_prompts and not settings.autoresume and list(Path(settings.sample_folder).glob('ba*.png')):
-        raise ValueError(f'--sample_folder {settings.sample_folder} already holds drawings of another run; give a new '
-                         'one')
     device_batch_size = settings.batch_size // devices
     if settings.searches_microbatch and not is_for_gpus:
         raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {device_batch_size}')

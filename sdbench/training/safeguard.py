@@ -4,31 +4,16 @@ import torch
 from composer import Callback
 from composer.core import Precision
 from composer.utils import dist
-from torch.utils.data import Dataset
 
-from sdbench.flags.times import TIMES
-from sdbench.flags.train import Train
 from sdbench.inputs.stream import VerifiedDataset
-from sdbench.measuring.record import redacted
-from sdbench.models.loading import ModelFiles
+from sdbench.training.kept import require_same_run
 
-# Among the flags of a checkpoint: the hash of the index of its --remote, and of the configuration of its --model_name.
-# Weights are in the checkpoint, so that shards and models may move to another address.
-DATASET = 'dataset'
-MODEL = 'model'
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
 GRADIENT_NORM = 'l2_norm/grad/global'  # as Composer's OptimizerMonitor calls it
-SAME_ON_RESUME = (MODEL, DATASET, 'pretrained', 'image_size', 'batch_size', 'use_synth_data', 'use_synth_latents',
-                  'use_ema', 'seed', 'tokenizer', 'learning_rate', 'lr_warmup', 'lr_schedule', 'weight_decay',
-                  'snr_gamma', 'clip_grad_norm', 'ema_half_life', 'ema_start', 'caption_drop', 'random_flip')
 
 
 class NonFiniteStep(Exception):
     """The loss of a batch, or a gradient of it, is infinite or not a number."""
-
-
-class DatasetChanged(ValueError):
-    """The dataset of --remote is another than that of the run that is resumed."""
 
 
 def lay_out_as_weights(optimizer: torch.optim.Optimizer) -> None:
@@ -67,7 +52,7 @@ class Safeguard(Callback):
         seed: of the run.
         on_nan: 'stop' ends the run at a loss or gradient that is not finite, 'skip' leaves that step out, up to
             MOST_SKIPS_IN_A_ROW.
-        flags: of `flags_to_keep`; those of SAME_ON_RESUME must be the same when the run resumes.
+        flags: of `flags_to_keep`, which a run that resumes compares with those in the checkpoint.
         clip_grad_norm: what the norm of all gradients of a step is scaled down to, where it is larger; None: it stays.
 
     Logs `l2_norm/grad/global`, the norm of all gradients of a step before they are clipped.
@@ -145,32 +130,5 @@ class Safeguard(Callback):
         return {'flags': self.flags}
 
     def load_state_dict(self, state: dict) -> None:
-        """Raises ValueError if a flag of the run that is resumed had another value, DatasetChanged if the data had."""
-        before = state['flags']
-        for flag in SAME_ON_RESUME:
-            now = self.flags.get(flag)
-            if flag not in before or before[flag] == now:
-                continue
-            if flag == DATASET:
-                raise DatasetChanged(f'the hash of its index was {before[flag]}, and is {now} now')
-            if flag == MODEL:
-                raise ValueError(f'--model_name {self.flags["model_name"]} has another configuration than '
-                                 f'{before["model_name"]} had')
-            remedy = ''
-            if flag in TIMES and before[flag] is not None:  # another --max_duration makes it another number of batches
-                remedy = f'; give --{flag} {before[flag]}'
-            raise ValueError(f'--{flag} was {before[flag]}, and is {now} now{remedy}')
-
-
-def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
-    """What a checkpoint says of its run, without passwords: all of SAME_ON_RESUME, and where data and model were."""
-    flags = {flag: getattr(settings, flag) for flag in SAME_ON_RESUME if flag not in (DATASET, MODEL)}
-    flags['model_name'] = settings.model_name
-    flags[MODEL] = files.config_sha256()
-    flags['remote'] = None
-    if settings.remote:
-        flags['remote'] = redacted(settings.remote)
-        flags[DATASET] = dataset.index_hash
-        if dataset.latents:
-            flags['vae_sha256'] = files.vae_sha256  # of the one that encoded them
-    return flags
+        """Raise ValueError if a flag of the run that is resumed had another value, DatasetChanged if the data had."""
+        require_same_run(state['flags'], self.flags)

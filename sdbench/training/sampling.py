@@ -39,6 +39,12 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
+def refuse_drawings_of_another_run(folder: str) -> None:
+    """Raise ValueError if a folder, in which a run begins to draw, holds drawings: they are another run's."""
+    if list(Path(folder).glob('ba*.png')):
+        raise ValueError(f'--sample_folder {folder} already holds drawings of another run; give a new one')
+
+
 def with_caption(picture: Image.Image, caption: str) -> Image.Image:
     """A picture with as much of its caption below it as three lines take."""
     size = max(8, picture.width // 24)  # of the letters, in pixels

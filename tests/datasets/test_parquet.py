@@ -71,17 +71,37 @@ def test_an_image_may_be_plain_bytes_and_the_columns_have_other_names(tmp_path, 
     assert converted(tmp_path / 'out', path, *flags) == list(zip(IMAGES, CAPTIONS, strict=True))
 
 
-def test_a_path_is_read_beside_the_file_and_nowhere_else(photos, tmp_path):
+def test_a_path_is_read_below_the_file_and_nowhere_else(photos, tmp_path):
     (tmp_path / 'outside.png').write_bytes(IMAGES[0])
-    paths = ['01.png', '../outside.png', str(tmp_path / 'outside.png'), 'missing.png']
-    write_parquet(photos / 'x.parquet', {'image': paths, 'text': CAPTIONS[:4]})
+    paths = ['01.png', '../outside.png', str(tmp_path / 'outside.png'), 'missing.png', None, 'https://x.org/a.png']
+    write_parquet(photos / 'x.parquet', {'image': paths, 'text': CAPTIONS[:6]})
     write_parquet(photos / 'y.parquet', {'image': [struct(None, '02.png')], 'text': ['two']})
     out = tmp_path / 'out'
     assert convert.main([str(photos / 'x.parquet'), str(photos / 'y.parquet'), str(out)]) == 0
     assert read_back(out) == [(IMAGES[1], 'picture 0'), (IMAGES[2], 'two')]
-    assert skipped(out) == {1: 'no image: ../outside.png leads out of the folder',
-                            2: f'no image: {tmp_path}/outside.png leads out of the folder',
-                            3: 'no image: there is no missing.png'}
+    assert skipped(out) == {1: 'no image in the folder of its row: ../outside.png leads out of it',
+                            2: 'a second caption: of ' + str(tmp_path / 'outside.png'),
+                            3: 'no image at the path of a row: there is no missing.png',
+                            4: 'no image in a row: it has None',
+                            5: 'no image but an address (img2dataset makes tars of these): https://x.org/a.png'}
+
+
+def test_an_image_that_a_row_names_is_converted_once_and_when_it_is_there(photos, tmp_path, capsys):
+    (photos / '39.png').rename(tmp_path / '39.png')
+    (photos / '38.txt').unlink()
+    write_parquet(photos / 'x.parquet', {'image': ['00.png', '38.png', '39.png'], 'text': ['one', 'two', 'three']})
+    argv = [str(photos), str(tmp_path / 'out')]
+    expected = ['one', *CAPTIONS[1:38], 'two']
+    for _ in range(2):
+        assert convert.main(argv) == 0
+        assert [caption for _, caption in read_back(tmp_path / 'out')] == expected
+        printed = capsys.readouterr().out
+        assert f'captions   of 2 images in column text of {photos}/x.parquet' in printed
+        assert 'skipped    1 no image, 1 no image at the path of a row; listed in' in printed  # 39.txt is there
+    assert printed.startswith(f'done already: OUT {tmp_path}/out holds 39 samples of this SOURCE\n')
+    (tmp_path / '39.png').rename(photos / '39.png')
+    assert convert.main(argv) == 0
+    assert [caption for _, caption in read_back(tmp_path / 'out')] == [*expected, 'three']
 
 
 @pytest.mark.parametrize('size_limit', [1000, 5000, 10 ** 9])
@@ -155,12 +175,40 @@ def test_a_file_without_the_columns_is_left_out_with_their_names(tmp_path, capsy
     assert '1 no prompt for --caption_column among its columns id, image, text' in error_line(capsys)
 
 
-def test_another_column_is_another_dataset(tmp_path, capsys):
-    write_parquet(tmp_path / 'x.parquet', {'image': IMAGES, 'text': CAPTIONS, 'prompt': CAPTIONS})
-    argv = [tmp_path / 'x.parquet', tmp_path / 'out']
-    assert convert.main([*map(str, argv)]) == 0
-    assert failing_status(*argv, '--caption_column', 'prompt') == 2
-    assert 'was begun with caption_column none, and this command has prompt' in error_line(capsys)
+def test_two_columns_of_one_name_are_named(tmp_path):
+    hub_file(tmp_path / 'in/x.parquet')
+    columns = [pyarrow.array(IMAGES), pyarrow.array(CAPTIONS), pyarrow.array(CAPTIONS)]
+    table = pyarrow.Table.from_arrays(columns, ['image', 'text', 'text'])
+    pyarrow.parquet.write_table(table, tmp_path / 'in/y.parquet')
+    assert convert.main([str(tmp_path / 'in'), str(tmp_path / 'out')]) == 0
+    assert [caption for _, caption in read_back(tmp_path / 'out')] == CAPTIONS
+    assert skipped(tmp_path / 'out') == {None: '2 of its columns are called text'}
+
+
+def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_dataset(tmp_path, monkeypatch, capsys):
+    path = write_parquet(tmp_path / 'x.parquet', {'image': IMAGES, 'text': CAPTIONS, 'caption': CAPTIONS})
+    words = 'x.parquet has the columns caption and text; name one of them with --caption_column'
+    argv = [path, tmp_path / 'out']
+    assert failing_status(*argv) == 2
+    assert words in error_line(capsys)
+    assert convert.main([*map(str, argv), '--caption_column', 'text']) == 0
+    assert failing_status(*argv, '--caption_column', 'caption') == 2
+    assert 'was begun with caption_column text, and this command has caption' in error_line(capsys)
+    with local_s3(monkeypatch) as store:
+        store.put('x.parquet', path.read_bytes())
+        assert failing_status('s3://bucket/x.parquet', tmp_path / 'of store') == 1
+        assert words in error_line(capsys)
+
+
+def test_paths_in_a_store_are_not_read(tmp_path, monkeypatch):
+    write_parquet(tmp_path / 'x.parquet', {'image': ['a.png'], 'text': ['one']})
+    hub_file(tmp_path / 'y.parquet')
+    with local_s3(monkeypatch) as store:
+        for name in 'xy':
+            store.put(f'data/{name}.parquet', (tmp_path / f'{name}.parquet').read_bytes())
+        assert convert.main(['s3://bucket/data', str(tmp_path / 'out')]) == 0
+    assert skipped(tmp_path / 'out') == {
+        None: 'paths instead of images in column image: these are read on this machine alone'}
 
 
 def test_parquet_of_a_store_is_read_over_connections_that_break(tmp_path, monkeypatch):

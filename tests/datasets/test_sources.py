@@ -37,8 +37,8 @@ def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(t
     found = find_files([str(source), str(source / 'b.tar'), f'{source}/./a.tar'])
     assert names_of(found, source) == ['a.jpg', 'a.tar', 'part1/deep/y.tar', 'part1/x.tar']
     assert reasons_of(found, source) == {
-        'part2': f'a second name of {source}/part1', 'loop': f'a second name of {source}',
-        'b.tar': f'a second name of {source}/a.tar', 'b.jpg': f'a second name of {source}/a.jpg',
+        'part2': f'a second name: of {source}/part1', 'loop': f'a second name: of {source}',
+        'b.tar': f'a second name: of {source}/a.tar', 'b.jpg': f'a second name: of {source}/a.jpg',
         'part1/itself': 'no file: a broken link, a pipe, a socket or a device'}
 
 

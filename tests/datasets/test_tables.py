@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import convert
-from sdbench.datasets.tables import Columns, Row, read_captions
+from sdbench.datasets.tables import Columns, Row, read_table
 from tests.samples import shaded
 from tests.test_convert import error_line, failing_status, read_back
 
@@ -32,7 +32,7 @@ def listed(out: Path) -> list[tuple]:
 METADATA = {'metadata.csv': '\ufefffile_name,text\na.jpg,"one, two"\nsub/b.jpg,three\n',
             'metadata.jsonl': '{"file_name": "a.jpg", "text": "one, two"}\n'
                               '{"file_name": "sub/b.jpg", "text": "three"}\n',
-            'captions.csv': 'filename;description\na.jpg;"one, two"\nsub/b.jpg;three\n'}
+            'captions.csv': 'filename;caption\na.jpg;"one, two"\nsub/b.jpg;three\n'}
 
 
 @pytest.mark.parametrize('name', METADATA)
@@ -71,7 +71,8 @@ def test_an_image_without_a_row_and_a_row_without_an_image_are_listed(tmp_path):
     assert captions(tmp_path / 'out') == ['one']
     assert listed(tmp_path / 'out') == [
         ('b.jpg', 'b', 'no caption'), ('c.jpg', 'c', 'empty caption'),
-        ('metadata.csv', 1, 'no image: there is no missing.jpg'), ('metadata.csv', 3, 'a second caption: of a.jpg')]
+        ('metadata.csv', 1, 'no image at the path of a row: there is no missing.jpg'),
+        ('metadata.csv', 3, 'a second caption: of a.jpg')]
 
 
 def test_a_changed_caption_makes_the_part_of_its_image_anew_and_no_other(tmp_path, capsys):
@@ -91,19 +92,81 @@ def test_a_changed_caption_makes_the_part_of_its_image_anew_and_no_other(tmp_pat
 
 @pytest.mark.parametrize('content, words', [
     ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
-    ('file_name,a,b\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, b'),
-    ('file_name,text\ncaf\xe9.jpg,one\n'.encode('latin-1'), 'it is not UTF-8; save it as that')])
-def test_what_is_no_table_of_captions_says_why(tmp_path, capsys, content, words):
+    ('file_name,text,text\na.jpg,1,2\n', '2 of its columns are called text'),
+    ('file_name,a,b\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, b')])
+def test_a_table_without_the_columns_says_so_and_images_have_the_captions_beside_them(tmp_path, capsys, content, words):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
     (folder / 'b.txt').write_text('two')
-    content = content if isinstance(content, bytes) else content.encode()
-    (folder / 'metadata.csv').write_bytes(content)
+    table = folder / 'metadata.csv'
+    table.write_text(content)
     assert convert.main([str(folder), str(tmp_path / 'out')]) == 0
+    assert captions(tmp_path / 'out') == ['two']
     assert listed(tmp_path / 'out')[1] == ('metadata.csv', None, f'no table of captions: {words}')
     capsys.readouterr()
-    table = folder / 'metadata.csv'
     assert failing_status(folder, tmp_path / 'other', '--captions', table) == 2
     assert f'--captions {table} is no table of captions: {words}' in error_line(capsys)
+
+
+@pytest.mark.parametrize('column', ['aesthetic_score', 'label'])
+def test_the_only_other_column_has_the_captions_only_where_a_flag_names_it(tmp_path, capsys, column):
+    folder = photos(tmp_path / 'in', 'a.jpg')
+    (folder / 'a.txt').write_text('a cat')
+    (folder / 'metadata.csv').write_text(f'file_name,{column}\na.jpg,7\n')
+    for number, (flags, caption) in enumerate(((('--captions', f'{folder}/metadata.csv'), '7'),
+                                               (('--caption_column', column), '7'), ((), 'a cat'))):
+        capsys.readouterr()
+        out = tmp_path / f'out {number}'
+        assert convert.main([str(folder), str(out), *flags]) == 0
+        assert captions(out) == [caption]
+        source = f'captions   of 1 image in column {column} of {folder}/metadata.csv\n'
+        assert (source in capsys.readouterr().out) == (caption == '7')
+
+
+def test_of_two_columns_that_may_hold_the_captions_a_flag_names_one(tmp_path, capsys):
+    folder = photos(tmp_path / 'in', 'a.jpg')
+    (folder / 'metadata.csv').write_text('file_name,caption,text\na.jpg,one,two\n')
+    assert failing_status(folder, tmp_path / 'out') == 2
+    assert f'{folder}/metadata.csv has the columns caption and text; name one of them with --caption_column' in (
+        error_line(capsys))
+    assert convert.main([str(folder), str(tmp_path / 'out'), '--caption_column', 'caption']) == 0
+    assert captions(tmp_path / 'out') == ['one']
+
+
+@pytest.mark.parametrize('where', ['annotations', 'labels'])  # before images/ and behind it
+def test_a_table_decides_wherever_it_lies(tmp_path, where):
+    folder = photos(tmp_path / 'in', 'images/x.jpg')
+    (folder / 'images/x.txt').write_text('old')
+    (folder / where).mkdir()
+    (folder / where / 'captions.csv').write_text('file_name,text\n../images/x.jpg,new\n')
+    assert convert.main([str(folder), str(tmp_path / 'out')]) == 0
+    assert captions(tmp_path / 'out') == ['new']
+
+
+def test_a_row_has_as_many_cells_as_the_header_or_is_listed(tmp_path):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg')
+    (folder / 'metadata.csv').write_text('\nfile_name,text\na.jpg,a cat, asleep\nb.jpg\n\nc.jpg,"a cat, awake"\n,x\n')
+    assert convert.main([str(folder), str(tmp_path / 'out')]) == 0
+    assert captions(tmp_path / 'out') == ['a cat, awake']
+    reason = "no row as long as the header: it has {} cells instead of 2; a cell with ',' in it stands in quotes"
+    assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
+        ('metadata.csv', 0, reason.format(3)), ('metadata.csv', 1, reason.format(1)),
+        ('metadata.csv', 3, 'no image in a row: it has no file_name')]
+
+
+@pytest.mark.parametrize('content, words', [
+    ('file_name,text\na.jpg,"one\nb.jpg,two\n', 'cannot be read up to line 3 (unexpected end of data)'),
+    ('file_name,text\na.jpg,"one" two\n', 'cannot be read up to line 2'),
+    ('file_name,text\ncaf\xe9.jpg,one\n'.encode('latin-1'), 'is not UTF-8; save it as that')])
+@pytest.mark.parametrize('flags', [(), ('--captions',)])
+def test_a_table_of_captions_that_cannot_be_read_to_its_end_is_refused(tmp_path, capsys, content, words, flags):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
+    (folder / 'b.txt').write_text('beside')
+    content = content if isinstance(content, bytes) else content.encode()
+    table = folder / 'metadata.csv'
+    table.write_bytes(content)
+    assert failing_status(folder, tmp_path / 'out', *(value for flag in flags for value in (flag, table))) == 2
+    assert f'the table {table} {words}' in error_line(capsys)
+    assert not (tmp_path / 'out').exists()
 
 
 def test_a_table_that_is_not_there_is_named(tmp_path, capsys):
@@ -115,17 +178,12 @@ def test_a_table_that_is_not_there_is_named(tmp_path, capsys):
 def test_a_line_that_is_no_object_is_named_by_its_number(tmp_path, line):
     table = tmp_path / 'x.jsonl'
     table.write_text(f'{{"file_name": "a.jpg", "text": "one"}}\n{line}\n')
-    with pytest.raises(ValueError, match='^row 1 cannot be read'):
-        read_captions(str(table), Columns())
+    with pytest.raises(ValueError, match='^row 1 of the table .* cannot be read'):
+        read_table(str(table), Columns())
 
 
 def test_a_caption_that_is_no_text_is_an_empty_one(tmp_path):
     values = [None, 3, ['one', 'two']]
     lines = [json.dumps({'file_name': 'a.jpg', 'text': value}) for value in values]
     (tmp_path / 'x.jsonl').write_text('\n'.join(lines))
-    assert [row.caption for row in read_captions(str(tmp_path / 'x.jsonl'), Columns())] == ['', '', '']
-
-
-def test_the_only_other_column_holds_the_captions(tmp_path):
-    (tmp_path / 'x.csv').write_text('file_name,prompt\na.jpg,one\n')
-    assert read_captions(str(tmp_path / 'x.csv'), Columns()) == [Row(0, 'a.jpg', 'one')]
+    assert read_table(str(tmp_path / 'x.jsonl'), Columns()).rows == [Row(number, 'a.jpg', '') for number in range(3)]

@@ -35,13 +35,6 @@ def test_a_short_run_is_saved_judged_and_drawn_four_times(length, interval):
     assert settings.sample_interval is None
 
 
-@pytest.mark.parametrize('start', ['1dur', '2ep', '10ba', '11ba'])
-def test_an_average_that_would_not_start_before_the_end_is_refused(start):
-    settings = settings_of('--use_synth_data', '--use_ema', '--max_duration', '2ep', '--ema_start', start)
-    with pytest.raises(ValueError, match=f'--ema_start {start} is not before the end of the run, --max_duration 2ep'):
-        times_in_batches(settings, batches_per_epoch=5)
-
-
 @pytest.mark.parametrize('half_life, young', [('10ba', True), ('9ba', False), ('1ep', False), (None, False)])
 def test_an_average_is_young_until_four_half_lives_have_passed(half_life, young):
     assert is_young(half_life, batches=39) is young

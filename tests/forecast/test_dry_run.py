@@ -1,18 +1,21 @@
 """--dry_run: what it says against what was published and measured, and that it needs nothing but the flags."""
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
 import pytest
+from composer import ComposerModel
 
 import benchmark
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.forecast.dry_run import MEMORY_SIZES, Estimate, estimate, measured_speeds
-from sdbench.forecast.memory import lasting_bytes
+from sdbench.forecast.dry_run import MEMORY_SIZES, Estimate, cost_table, estimate, measured_speeds
+from sdbench.forecast.memory import build_on_meta, lasting_bytes
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.gpus import CARDS, cards_named
 from sdbench.measuring.power import GIB
+from sdbench.models.loading import find_model
 from tests.runs import one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
@@ -90,17 +93,57 @@ def test_it_says_the_memory_of_each_microbatch_and_the_largest_that_fits(printed
         assert figures(lines, switches, 'largest microbatch on')[:4] == ['8'] * 4
 
 
-def test_days_and_dollars_have_the_range_of_the_error(printed):
+def test_days_and_dollars_of_an_untested_run_are_one_figure_and_say_so(printed):
     lines, _, _ = printed
     speed = number(figures(lines, A100, 'images/s on 8 GPUs, by microbatch')[-1])
-    slow, _, fast, shortest, _, longest, least, _, most = map(
-        lambda word: word if word == 'to' else number(word), figures(lines, A100, 'at the largest microbatch'))
-    assert slow == pytest.approx(speed / (1 + LARGEST_ERROR), rel=0.01)
-    assert fast == pytest.approx(speed * (1 + LARGEST_ERROR), rel=0.01)
-    assert shortest == pytest.approx(1000 / fast, rel=0.01)
-    assert longest == pytest.approx(1000 / slow, rel=0.01)
-    assert least == pytest.approx(shortest * 8 * 24 * 2, rel=0.01)
-    assert most == pytest.approx(longest * 8 * 24 * 2, rel=0.01)
+    given, days, dollars, *words = figures(lines, A100, 'at the largest microbatch')
+    assert number(given) == speed
+    assert number(days) == pytest.approx(1000 / speed, rel=0.01)
+    assert number(dollars) == pytest.approx(number(days) * 8 * 24 * 2, rel=0.01)
+    assert words == ['not', 'tested']
+    assert not any(line.startswith('A range is') for line in lines)
+
+
+@functools.cache
+def outline(model_name: str, latents: bool) -> ComposerModel:
+    settings = settings_of('--dry_run', '--model_name', model_name)
+    return build_on_meta(settings, find_model(model_name), latents, benchmark.build_model)
+
+
+def untraced(*flags: str) -> Estimate:
+    settings = settings_of('--dry_run', *flags)
+    return Estimate('', settings, outline(settings.model_name, settings.use_synth_latents), {}, None, None)
+
+
+def test_days_and_dollars_have_the_range_of_the_error_where_it_is_tested(monkeypatch):
+    monkeypatch.setattr(Estimate, 'microbatch_on', lambda self, card: 32)
+    monkeypatch.setattr(Estimate, 'images_per_sec', lambda self, card, microbatch: 100.0)
+    run = untraced('8', '--training_images', '86400000')
+    row = cost_table(run, [CARDS['NVIDIA H100 80GB HBM3']]).iloc[0]
+    slow, fast = map(number, row['images/s'].split(' to '))
+    shortest, longest = map(number, row['days'].split(' to '))
+    least, most = map(number, row['dollars'].split(' to '))
+    assert (slow, fast) == pytest.approx((100 / (1 + LARGEST_ERROR), 100 * (1 + LARGEST_ERROR)), rel=0.01)
+    assert (shortest, longest) == pytest.approx((1000 / fast, 1000 / slow), rel=0.01)
+    assert (least, most) == pytest.approx((shortest * 8 * 24 * 2, longest * 8 * 24 * 2), rel=0.01)
+
+
+@pytest.mark.parametrize('card, flags, tested', [
+    ('NVIDIA H100 80GB HBM3', ['8'], True),
+    ('NVIDIA H100 80GB HBM3', ['1', '--batch_size', '4'], True),
+    ('NVIDIA A100-SXM4-40GB', ['64'], True),
+    ('NVIDIA H100 80GB HBM3', ['8', '--batch_size', '64'], False),      # 8 images a step on each
+    ('NVIDIA A100-SXM4-40GB', ['64', '--batch_size', '64'], False),
+    ('NVIDIA H100 80GB HBM3', ['16'], False),                           # GPUs
+    ('NVIDIA L40S', ['4', '--batch_size', '64'], False),
+    ('NVIDIA GeForce RTX 4090', ['8', '--batch_size', '16'], False),    # a card
+    ('NVIDIA H100 80GB HBM3', ['8', '--image_size', '256'], False),
+    ('NVIDIA H100 80GB HBM3', ['8', '--compile'], False),
+    ('NVIDIA H100 80GB HBM3', ['8', '--attention', 'math'], False),
+    ('NVIDIA H100 80GB HBM3', ['8', '--model_name', 'tiny'], False),
+])
+def test_a_range_is_given_only_inside_of_what_was_tested(card, flags, tested):
+    assert untraced(*flags).is_tested(CARDS[card]) is tested
 
 
 def test_the_shares_of_the_time_by_kind_of_operator_are_all_of_it(printed):
@@ -119,15 +162,41 @@ def test_latents_are_said_to_be_faster(printed):
     assert latents > given
 
 
-def test_what_was_measured_on_the_same_card_stands_beside_the_forecast(tmp_path):
-    results = tmp_path / 'results.jsonl'
-    record = {'device': 'NVIDIA H100 80GB HBM3', 'num_devices': 2, 'image_size': 512, 'images_per_sec': 99.5}
-    others = [record | {'device': 'NVIDIA L4'}, record | {'image_size': 256}, record | {'status': 'failed'},
-              record | {'stage': 'encode'}, record | {'measured_batches': 3}]
-    results.write_text('\n'.join(json.dumps(each) for each in [record, *others]))
-    measured = measured_speeds(settings_of('--dry_run', '--results', results), [CARDS['NVIDIA H100 80GB HBM3']])
+H100 = CARDS['NVIDIA H100 80GB HBM3']
+
+
+def test_what_was_measured_of_the_same_model_and_input_stands_beside_the_forecast():
+    run = untraced('2')
+    record = {'device': H100.name, 'num_devices': 2, 'image_size': 512, 'model_name': run.settings.model_name,
+              'encoders': 'in_loop', 'device_train_microbatch_size': 16, 'batch_size': 64, 'channels_last': True,
+              'use_ema': True, 'compile': 'default', 'images_per_sec': 99.5}
+    others = [record | changes for changes in (
+        {'model_name': 'tiny'}, {'encoders': 'text_in_loop'}, {'device': 'NVIDIA L4'}, {'image_size': 256},
+        {'status': 'failed'}, {'stage': 'encode'}, {'measured_batches': 3})]
+    measured = measured_speeds(run, [H100], [*others, record, {'device': H100.name, 'images_per_sec': 400}])
     assert list(measured['images/s']) == [189.28, 385.31, 99.5]
-    assert set(measured['file']) == {'published.csv', str(results)}
+    assert list(measured['microbatch']) == [4, 32, 16]
+    assert list(measured['with']) == ['--use_ema', '--use_ema', '--batch_size 64 --use_ema --compile default']
+    assert list(measured['file']) == ['published.csv', 'published.csv', 'results.jsonl']
+
+
+def test_published_speeds_stand_under_no_other_model_and_no_other_input():
+    assert measured_speeds(untraced('8', '--model_name', 'tiny'), [H100], []).empty
+    assert measured_speeds(untraced('8', '--use_synth_latents'), [H100], []).empty
+
+
+def test_lines_that_are_no_record_are_named_and_the_forecast_goes_on(smallest_model, tmp_path, capfd):
+    results = tmp_path / 'results.jsonl'
+    record = {'device': H100.name, 'image_size': 32, 'model_name': smallest_model, 'encoders': 'in_loop',
+              'images_per_sec': 1234.5}
+    results.write_text('{"device": "NVIDIA H1\n5\n' + json.dumps(record))
+    benchmark.main(['--dry_run', '1', *TINY, '--model_name', smallest_model, '--image_size', '32', '--gpu', 'H100',
+                    '--results', str(results)])
+    said = capfd.readouterr()
+    assert '1234.5' in said.out
+    before, _, _ = said.err.partition('counting memory and work of a step')
+    for number in (1, 2):
+        assert f'{results}:{number} is no record, and is passed over: ' in before
 
 
 def test_without_a_name_every_card_whose_peak_is_known_is_forecast(smallest_model, capfd):

@@ -20,7 +20,7 @@ TINY = ['--dry_run', '--model_name', 'tiny', '--image_size', '128', '--batch_siz
 def calculated(*flags: str) -> StepMemory:
     settings = settings_of(*TINY, *flags)
     model = build_on_meta(settings, find_model('tiny'), False, benchmark.build_model)
-    memory, _ = trace_step(model, settings.precision)
+    memory, _ = trace_step(model, settings.precision, attention=settings.attention)
     return memory
 
 
@@ -33,7 +33,8 @@ def peak_of_real_tensors(*flags: str) -> int:
     dtype = AUTOCAST_DTYPES.get(settings.precision)
     tracker = MemTracker()
     tracker.track_external(model)
-    with norms_in_float32(), sdpa_kernel(SDPBackend.FLASH_ATTENTION), tracker:
+    backend = SDPBackend.MATH if settings.attention == 'math' else SDPBackend.FLASH_ATTENTION
+    with norms_in_float32(), sdpa_kernel(backend), tracker:
         batch = blank_batch(model, IMAGES, torch.float32, 'cpu')
         composers_copy = copy.deepcopy(batch)
         with torch.autocast('cpu', dtype, enabled=dtype is not None):
@@ -45,7 +46,8 @@ def peak_of_real_tensors(*flags: str) -> int:
 
 
 @pytest.mark.parametrize('flags, tolerance', [
-    ([], 0.001), (['--half_precision_norms'], 0.001), (['--gradient_checkpointing'], 0.05),
+    ([], 0.001), (['--half_precision_norms'], 0.001), (['--attention', 'math'], 0.001),
+    (['--gradient_checkpointing'], 0.05),
     pytest.param(['--precision', 'fp32'], 0.001, marks=pytest.mark.long)], ids=str)
 def test_the_peak_is_that_of_real_tensors(flags, tolerance):
     calculation = sum(calculated(*flags).peak(IMAGES, accumulated=False).values())

@@ -1,9 +1,9 @@
 """The forecast: its arithmetic, what it counts of an operator, and that its constants are those of the fit."""
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import benchmark
 from benchmarks import forecast
@@ -12,19 +12,24 @@ from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import ATTENTION, AVERAGE, CONVOLUTIONS, NORMS, POINTWISE, PRODUCTS, UPDATE
 from sdbench.forecast.speed import (
     CONSTANTS,
-    KEPT_PER_DOUBLING,
     LARGEST_ERROR,
+    TESTED,
+    WAITING,
+    Bucket,
     Constants,
+    Layout,
     StepWork,
     Work,
-    kept_on,
+    seconds_by_kind,
     seconds_of,
+    seconds_of_waiting,
 )
 from sdbench.gpus import Card
 from sdbench.models.loading import find_model
-from tests.runs import ROOT, settings_of
+from tests.runs import settings_of
 
-CARD = Card('round', tflops=100, gigabytes_per_sec=1000, gib=80, multiprocessors=100, gigahertz=1)
+CARD = Card('round', tflops=100, gigabytes_per_sec=1000, gib=80, multiprocessors=100, gigahertz=1,
+            link_gigabytes_per_sec=10)
 ROUND = Constants(peak_share=0.5, bandwidth_share=1, bytes_a_cycle=20, seconds_a_kernel=1e-5)
 
 
@@ -39,7 +44,7 @@ def counted(call) -> StepCounter:
 def work_of_tiny(*flags: str, latents: bool = False, update=None) -> StepWork:
     settings = settings_of('--dry_run', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', *flags)
     model = build_on_meta(settings, find_model('tiny'), latents, benchmark.build_model)
-    _, work = trace_step(model, settings.precision, update)
+    _, work = trace_step(model, settings.precision, update, settings.attention)
     return work
 
 
@@ -60,16 +65,51 @@ def test_multiprocessors_bound_the_bytes_of_a_card_with_fast_memory():
 
 def test_a_step_is_its_microbatches_their_sums_and_one_update():
     step = StepWork({'a': Work(0, 5, 1)}, {'a': Work(2, 3, 0)}, {'b': Work(0, 7, 1)}, {'c': Work(0, 11, 1)})
-    assert step.of_step(microbatch=4, images=12) == {'a': Work(24, 3 * 5 + 12 * 3, 3), 'b': Work(0, 14, 2),
-                                                     'c': Work(0, 11, 1)}
+    assert step.of_step(Layout(microbatch=4, images=12)) == {'a': Work(24, 3 * 5 + 12 * 3, 3), 'b': Work(0, 14, 2),
+                                                             'c': Work(0, 11, 1)}
 
 
-def test_a_gpu_loses_nothing_within_a_node_and_among_128_what_the_published_ones_lost():
-    published = pd.read_csv(ROOT / 'published.csv').query('device == "A100-SXM4-40GB"').set_index('num_devices')
-    each = published['images_per_sec'] / published.index
-    assert kept_on(8) == 1
-    assert kept_on(128) == pytest.approx(each[128] / each[8], abs=0.002)
-    assert kept_on(16) == KEPT_PER_DOUBLING
+# seconds of the backward pass that are left when each of three buckets of 10 GB is there: so long is an image's
+LEFT = (0.9, 0.5, 0.0)
+
+
+def step_of_buckets() -> StepWork:
+    buckets = [Bucket(10**10, Work(), Work(nbytes=seconds * 1e12)) for seconds in LEFT]
+    return StepWork({}, {'a': Work(nbytes=2e12)}, {}, {}, exchange={'b': Work(nbytes=1e11)}, buckets=buckets)
+
+
+def waiting_by_the_clock(images: int, seconds_a_bucket: float) -> float:
+    """The end of an exchange that sends bucket after bucket, beyond the end of the backward pass."""
+    backward = images * LEFT[0]
+    now = 0.0
+    for left in LEFT:
+        now = max(now, backward - images * left) + seconds_a_bucket
+    return now - backward
+
+
+@pytest.mark.parametrize('devices, over_link', [(2, 1.0), (4, 1.5), (8, 1.75)])
+@pytest.mark.parametrize('precision, share', [('fp32', 1), ('bf16', 0.5)])
+@pytest.mark.parametrize('images', [1, 4])
+def test_a_step_waits_for_what_is_left_of_the_exchange_after_the_last_backward_pass(devices, over_link, precision,
+                                                                                    share, images):
+    layout = Layout(microbatch=8, images=24 + images, num_devices=devices, allreduce_precision=precision)
+    expected = waiting_by_the_clock(images, over_link * share * 10e9 / 10e9)
+    assert seconds_of_waiting(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(expected)
+    assert seconds_by_kind(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(
+        {'a': 2 * layout.images, 'b': 0.1, WAITING: expected})
+
+
+def test_one_gpu_exchanges_nothing():
+    assert seconds_by_kind(CARD, step_of_buckets(), Layout(1, 1), ROUND) == {'a': 2}
+
+
+def test_buckets_hold_every_gradient_and_leave_ever_less_to_compute():
+    model = benchmark.StableDiffusion('tiny', 64)
+    work = work_of_tiny()
+    assert sum(bucket.nbytes for bucket in work.buckets) == sum(weight.nbytes for weight in model.unet.parameters())
+    left = [bucket.fixed.nbytes + bucket.per_image.nbytes for bucket in work.buckets]
+    assert left == sorted(left, reverse=True)
+    assert left[-1] < 0.1 * (total(work.fixed) + total(work.per_image)).nbytes  # the first layers' come last
 
 
 # What is counted of an operator
@@ -111,6 +151,17 @@ def test_a_group_norm_in_channels_last_copies_what_it_reads_and_writes(memory_fo
     assert work.nbytes == pytest.approx(4 * image.numel() * (3 + 2 * copies), rel=0.1)  # and few statistics
 
 
+def test_attention_math_writes_and_reads_its_matrix():
+    queries = torch.zeros(1, 2, 64, 8)
+    matrix = 4 * 2 * 64 * 64
+    with sdpa_kernel(SDPBackend.MATH):
+        work = total(counted(lambda: torch.nn.functional.scaled_dot_product_attention(queries, queries, queries)).fixed)
+    # it is written by a product, read and written twice by the softmax, read to look for masked rows, read by a product
+    assert work.nbytes == pytest.approx(7 * matrix, rel=0.15)  # and queries, keys and values
+    fused, math = (total(work_of_tiny(*flags).per_image).nbytes for flags in ([], ['--attention', 'math']))
+    assert math > 1.02 * fused
+
+
 def test_arithmetic_of_a_step_is_that_of_the_model_and_attention():
     work = work_of_tiny()
     model = benchmark.StableDiffusion('tiny', 64)
@@ -143,6 +194,18 @@ def test_at_least_thirty_points_of_five_cards_are_fitted_and_each_other_has_its_
     assert len(points) == 46
     assert len(fitted) >= 30
     assert fitted['device'].nunique() == 5
+
+
+def test_what_is_tested_are_the_points_that_are_fitted():
+    points = forecast.read_points()
+    assert forecast.tested_layouts(points[points['left_out'] == '']) == TESTED
+
+
+@pytest.mark.long
+def test_speeds_of_several_gpus_over_pcie_and_nvlink_are_met_although_their_number_is_not_stated():
+    points = forecast.with_devices(forecast.read_points())
+    assert sorted(set(points['device'])) == ['H100 80GB HBM3', 'L40S']
+    assert forecast.predict(points, CONSTANTS) == pytest.approx(points['measured'].to_numpy(), rel=0.1)
 
 
 @pytest.mark.long

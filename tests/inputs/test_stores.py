@@ -10,7 +10,7 @@ import obstore
 import pytest
 
 from sdbench.inputs import stores
-from sdbench.inputs.stores import FIRST_RETRIES, RETRIES, open_store, reach, store_error
+from sdbench.inputs.stores import FIRST_RETRIES, RETRIES, open_file, open_store, reach, store_error
 from tests.local_s3 import local_s3
 
 SECRET = 'c2VjcmV0LWtleQ=='
@@ -27,15 +27,6 @@ def no_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(tmp_path / 'credentials'))
     monkeypatch.setenv('AWS_CONFIG_FILE', str(tmp_path / 'config'))
     stores.client.cache_clear()
-
-
-@pytest.mark.parametrize('address, words', [
-    ('oci://b/a', 'S3_ENDPOINT_URL'), ('s3://', 'names no bucket; write s3://BUCKET'),
-    ('azure://account.blob.core.windows.net', 'names no bucket')])
-def test_what_cannot_be_opened_is_refused_in_one_line(address, words):
-    with pytest.raises(ValueError, match=f'^OUT {address}.*{words}') as error:
-        open_store(address, 'OUT')
-    assert '\n' not in str(error.value)
 
 
 def test_a_profile_that_is_not_there_is_named(monkeypatch):
@@ -74,17 +65,21 @@ def test_without_credentials_requests_are_not_signed(monkeypatch):
         assert 'Authorization' not in headers
 
 
-def test_google_is_read_with_hmac_keys_or_unsigned(monkeypatch):
+def test_google_is_read_and_written_with_hmac_keys_or_read_unsigned(monkeypatch):
     store, _ = open_store('gs://bucket/a', 'SOURCE')
     assert store.config['skip_signature'] == 'true'
     stores.client.cache_clear()
     monkeypatch.setenv('GCS_KEY', 'GOOG1')
     monkeypatch.setenv('GCS_SECRET', SECRET)
-    store, key = open_store('gs://bucket/a/b', 'OUT')
-    assert key == 'a/b'
-    assert isinstance(store, obstore.store.S3Store)
-    assert store.config['endpoint_url_s3'] == 'https://storage.googleapis.com'
-    assert store.config['access_key_id'] == 'GOOG1'
+    with local_s3(monkeypatch) as server:  # Google takes these keys where it answers as S3 does
+        monkeypatch.setattr(stores, 'GOOGLE_S3', os.environ['S3_ENDPOINT_URL'])
+        monkeypatch.setattr(stores, 'TIMEOUTS', stores.TIMEOUTS | {'allow_http': True})
+        monkeypatch.delenv('AWS_ACCESS_KEY_ID')
+        store, key = open_store('gs://bucket/a/b', 'OUT')
+        obstore.put(store, key, b'1', mode='create')
+        assert open_file('gs://bucket/a/b').read() == b'1'
+        assert server.objects == {'a/b': b'1'}
+        assert all('Credential=GOOG1/' in headers['Authorization'] for _, headers in server.requests)
 
 
 def test_azure_takes_account_container_and_key_as_streaming_reads_them(monkeypatch):
@@ -118,15 +113,6 @@ def test_errors_of_a_store_are_one_line_without_secrets(monkeypatch):
     assert 'error sending request' in error_of(0, '')
 
 
-@pytest.fixture
-def silent_server(monkeypatch):
-    """A listener that answers nothing, which the environment names."""
-    listener = socket.create_server(('127.0.0.1', 0))
-    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://127.0.0.1:{listener.getsockname()[1]}')
-    with listener:
-        yield listener
-
-
 @pytest.mark.parametrize('endpoint, words', [
     ('http://127.0.0.1:1', 'the connection is refused'), ('http://no-such-host.invalid', 'its host is not known')])
 def test_a_store_that_is_not_there_is_given_up_soon(monkeypatch, endpoint, words):
@@ -138,17 +124,9 @@ def test_a_store_that_is_not_there_is_given_up_soon(monkeypatch, endpoint, words
     assert FIRST_RETRIES['retry_timeout'] <= timedelta(seconds=5)
 
 
-@pytest.mark.parametrize('refusal', [(404, 'NoSuchKey'), (403, 'AccessDenied')])
-def test_a_store_is_reached_whatever_it_answers(monkeypatch, refusal):
-    with local_s3(monkeypatch) as server:
-        server.refusals = [refusal]
-        reach('s3://bucket/a', 'OUT')
-        assert len(server.requests) == 1
-
-
-def test_ctrl_c_is_heard_while_a_silent_store_is_waited_for(monkeypatch, silent_server):
-    monkeypatch.setenv('AWS_ACCESS_KEY_ID', 'a')
-    monkeypatch.setenv('AWS_SECRET_ACCESS_KEY', SECRET)
+def test_ctrl_c_is_heard_while_a_silent_store_is_waited_for(monkeypatch):
+    listener = socket.create_server(('127.0.0.1', 0))
+    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://127.0.0.1:{listener.getsockname()[1]}')
     ended = []
 
     def head(*args, ask=obstore.head) -> None:
@@ -158,7 +136,7 @@ def test_ctrl_c_is_heard_while_a_silent_store_is_waited_for(monkeypatch, silent_
             ended.append(args)
 
     def interrupt_at_first() -> None:
-        with silent_server.accept()[0]:
+        with listener.accept()[0]:  # which gets no answer
             os.kill(os.getpid(), signal.SIGINT)
             is_over.wait()
     is_over = threading.Event()
@@ -171,4 +149,5 @@ def test_ctrl_c_is_heard_while_a_silent_store_is_waited_for(monkeypatch, silent_
         assert not ended
     finally:
         is_over.set()
+        listener.close()
         signal.signal(signal.SIGINT, before)

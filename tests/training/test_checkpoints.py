@@ -13,6 +13,8 @@ from composer import Callback, ComposerModel, Trainer
 from torch.utils.data import DataLoader
 
 from benchmark import main
+from export import main as export
+from sdbench.inputs.captions import build_tokenizer
 from sdbench.training.checkpoints import (
     AtomicCheckpointSaver,
     atomic_write,
@@ -22,8 +24,9 @@ from sdbench.training.checkpoints import (
     newest_checkpoint,
     resuming,
 )
+from sdbench.training.kept import hash_of_configs
 from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
-from tests.runs import TINY, assert_same_training, error_line, failed, final_state, one_error_line
+from tests.runs import TINY, assert_same_training, error_line, failed, final_state, flags_of, one_error_line
 from tests.samples import Hostile, good, write_shards
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
@@ -373,8 +376,35 @@ def test_shards_and_a_model_may_have_moved_when_a_run_resumes(shards, smallest_m
     there = [*argv, '--remote', str(moved), '--model_name', str(model), '--max_duration', '3ba']
     assert main(there)['first_batch'] == 2
     config = model / 'scheduler' / 'scheduler_config.json'
-    config.write_text(config.read_text().replace('epsilon', 'v_prediction'))
-    assert f'--model_name {model} has another configuration' in one_error_line([*there, '--max_duration', '4ba'], capfd)
+    content = config.read_text()
+    config.write_text(content.replace('epsilon', 'v_prediction'))
+    line = one_error_line([*there, '--max_duration', '4ba'], capfd)
+    assert f'--model_name {model} has another configuration: prediction_type of its scheduler was "epsilon"' in line
+    config.write_text(json.dumps(json.loads(content) | {'_diffusers_version': '9', 'trained_betas': None}))  # the same
+    assert main([*there, '--max_duration', '4ba'])['first_batch'] == 3
+
+
+@pytest.mark.parametrize('version', ['this one', 'an earlier one'])
+def test_a_run_goes_on_and_is_exported_with_the_token_ids_that_it_was_trained_with(
+        shards, smallest_model, model_folder, tmp_path, results, capfd, version):
+    """A checkpoint of an earlier version has the hash of its model and no tokenizer, which then is CLIP's own."""
+    model = shutil.copytree(smallest_model, tmp_path / 'model')
+    kept = tmp_path / 'kept'
+    argv = [*TINY, '--image_size', '16', '--num_workers', '0', '--save_folder', str(kept), '--autoresume', '--results',
+            str(results), '--remote', shards, '--model_name', str(model), '--max_duration']
+    main([*argv, '1ba'])
+    if version == 'an earlier one':
+        [path] = checkpoints_in(str(kept))
+        checkpoint = load_checkpoint(path)
+        del flags_of(checkpoint)['tokenizer_sha256'], flags_of(checkpoint)['images_sha256']
+        flags_of(checkpoint)['model'] = hash_of_configs(flags_of(checkpoint)['model'])
+        torch.save(checkpoint, f'{path}.changed')
+        os.replace(f'{path}.changed', path)
+    shutil.copytree(Path(model_folder, 'tokenizer'), model / 'tokenizer')  # of another padding
+    assert f'the tokenizer of {model} gives other token ids' in one_error_line([*argv, '2ba'], capfd)
+    export([str(kept), str(tmp_path / 'out')])
+    assert build_tokenizer(str(tmp_path / 'out')).encode('a cat').ids == build_tokenizer().encode('a cat').ids
+    assert main([*argv, '2ba', '--tokenizer', str(tmp_path / 'out')])['first_batch'] == 1
 
 
 def test_a_run_on_a_cpu_goes_on_on_a_gpu_in_another_memory_format(tmp_path, smallest_model, results, monkeypatch):

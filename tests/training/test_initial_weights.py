@@ -9,10 +9,11 @@ import torch
 from composer import Callback
 
 from benchmark import StableDiffusion, main
+from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.initial_weights import load_initial_weights
 from tests.forked_runs import RUN, run, traced
-from tests.runs import TINY, assert_equal, assert_same_training, one_error_line
+from tests.runs import TINY, assert_equal, assert_same_training, flags_of, one_error_line
 from tests.samples import Hostile, good, write_shards
 
 
@@ -105,7 +106,7 @@ def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_p
     for place in (*of_checkpoints, str(tmp_path / 'alone'), str(tmp_path / 'pipeline')):
         for weight in model.unet.parameters():
             torch.nn.init.zeros_(weight)
-        found = load_initial_weights(place, model)
+        found = load_initial_weights(place, model, find_model('tiny'))
         for name, weight in model.unet.state_dict().items():
             assert torch.equal(weight, expected[f'unet.{name}']), place
         if place in of_checkpoints:
@@ -127,6 +128,12 @@ def bad_places(first_phase: Path, folder: Path, model_folder: str) -> dict[str, 
     checkpoint['state']['model'] |= {'unet.conv_in.bias': bias, 'unet.foreign': bias}
     torch.save(checkpoint, folder / 'more.pt')
     fresh_model().unet.save_pretrained(folder / 'pickled', safe_serialization=False)
+    fresh_model().unet.save_pretrained(folder / 'heads')
+    config = folder / 'heads' / 'config.json'
+    config.write_text(json.dumps(json.loads(config.read_text()) | {'attention_head_dim': [4, 4]}))
+    checkpoint['state']['model'].pop('unet.foreign')
+    flags_of(checkpoint)['model']['scheduler']['prediction_type'] = 'v_prediction'
+    torch.save(checkpoint, folder / 'v.pt')
     return {str(folder / 'nowhere'): ['is not there'], str(folder / 'empty'): ['holds no whole checkpoint'],
             str(folder / 'hostile.pt'): ['could run code'],
             str(folder / 'other.pt'): ['is no checkpoint of a training'],
@@ -134,13 +141,15 @@ def bad_places(first_phase: Path, folder: Path, model_folder: str) -> dict[str, 
             str(folder / 'less.pt'): ['another UNet', 'conv_in.bias'],
             str(folder / 'more.pt'): ['another UNet', 'foreign'],
             str(folder / 'pickled'): ['holds no UNet'],
-            model_folder: ['predicts v_prediction', 'epsilon']}
+            str(folder / 'heads'): ['attention_head_dim of its unet was [4, 4], and is [2, 4] now'],
+            str(folder / 'v.pt'): ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now', 'copy'],
+            model_folder: ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now']}
 
 
 def test_what_does_not_fit_is_one_line(first_phase, tmp_path, model_folder):
     for place, words in bad_places(first_phase, tmp_path, model_folder).items():
         with pytest.raises(ValueError) as error:
-            load_initial_weights(place, fresh_model())
+            load_initial_weights(place, fresh_model(), find_model('tiny'))
         line = str(error.value)
         assert line.startswith(f'--load_weights {place}'), line
         assert all(word in line for word in words), line

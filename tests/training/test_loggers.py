@@ -1,8 +1,15 @@
 """The curves of a run, in TensorBoard's files and at Weights & Biases, by Composer's own loggers."""
 
+from pathlib import Path
+
+import pytest
+
 from benchmark import main
-from sdbench.training.loggers import build_loggers, run_name
+from sdbench.training.checkpoints import RUN_NAME
+from sdbench.training.loggers import build_loggers
+from sdbench.training.names import name_of_run
 from tests.forked_runs import run_program
+from tests.privileges import without_privileges
 from tests.runs import TINY, settings_of
 from tests.samples import encoded, picture, write_shards
 
@@ -37,18 +44,59 @@ def test_a_run_that_resumes_goes_on_with_its_curves(tmp_path, results):
     for duration in ('2ba', '4ba'):
         main([*argv, duration])
     [folder] = board.iterdir()
-    assert folder.name.endswith('a-run')
+    assert folder.name.startswith('a-run-')
     losses = EventAccumulator(str(folder)).Reload().Scalars('loss/train/total')
     assert [loss.step for loss in losses] == [0, 1, 2, 3]
 
 
-def test_a_name_that_is_given_names_the_curves_and_goes_on_at_wandb_only_where_the_run_does():
-    settings = settings_of('--use_synth_data', '--run_name', 'my run', '--wandb_project', 'project')
-    assert run_name(settings) == 'my-run'
-    [fresh] = build_loggers(settings, is_resumed=False)
-    [resumed] = build_loggers(settings, is_resumed=True)
-    assert (fresh._init_kwargs['id'], fresh._init_kwargs['resume']) == ('my-run', 'never')
-    assert (resumed._init_kwargs['id'], resumed._init_kwargs['resume']) == ('my-run', 'allow')
+def named(*flags: str, checkpoint: str | None = None) -> str | None:
+    return name_of_run(settings_of('--use_synth_data', *map(str, flags)), checkpoint)
+
+
+def test_two_runs_never_share_a_name_and_one_keeps_its_own(tmp_path, monkeypatch):
+    """Also where both save into a folder of the same name, and curves are never hidden."""
+    for project in ('cats', 'dogs'):
+        (tmp_path / project / 'checkpoints').mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / 'cats')
+    cats = named('--save_folder', 'checkpoints')
+    monkeypatch.chdir(tmp_path / 'dogs')
+    dogs = named('--save_folder', '../dogs/checkpoints')
+    assert cats != dogs
+    assert cats.startswith('checkpoints-') and dogs.startswith('checkpoints-')
+    assert named('--save_folder', tmp_path / 'cats/checkpoints') == cats
+    Path('checkpoints').rename('elsewhere')
+    assert named('--save_folder', 'elsewhere') == dogs
+    assert named('--save_folder', 'elsewhere', '--run_name', '../my run').startswith('my-run-')
+    assert named() is None
+
+
+def test_a_name_that_is_kept_in_a_store_is_found_again(s3):
+    name = named('--save_folder', 's3://bucket/cats/run1')
+    assert name.startswith('run1-')
+    assert named('--save_folder', 's3://bucket/cats/run1') == name
+    assert named('--save_folder', 's3://bucket/dogs/run1') != name
+
+
+def test_a_file_that_holds_no_name_is_refused_with_its_path(tmp_path):
+    (tmp_path / RUN_NAME).write_text('../elsewhere')
+    with pytest.raises(ValueError, match=f'{tmp_path}: {RUN_NAME} holds no name of a run; remove it'):
+        named('--save_folder', tmp_path)
+
+
+def test_a_run_that_was_lost_before_its_first_checkpoint_goes_on_at_wandb_by_the_same_command(tmp_path):
+    settings = settings_of('--use_synth_data', '--run_name', 'my run', '--wandb_project', 'project', '--save_folder',
+                           str(tmp_path))
+    for _ in range(2):
+        [logger] = build_loggers(settings, name_of_run(settings, None))
+        assert logger._init_kwargs['id'] == (tmp_path / RUN_NAME).read_text().strip()
+        assert logger._init_kwargs['resume'] == 'allow'
+
+
+def test_a_folder_for_curves_that_cannot_be_written_to_is_named_with_its_flag(tmp_path):
+    settings = settings_of('--use_synth_data', '--tensorboard', str(tmp_path / 'closed'))
+    (tmp_path / 'closed').mkdir(mode=0o500)
+    with pytest.raises(ValueError, match=f'--tensorboard {tmp_path}/closed cannot be written to .Permission denied'):
+        without_privileges(build_loggers, settings, 'run-1')
 
 
 def main_and_teardown(argv: list[str]) -> None:

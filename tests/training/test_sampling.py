@@ -1,5 +1,6 @@
 """What a run draws is what diffusers' own pipeline draws, and the run trains as if it had drawn nothing."""
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,33 @@ def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder,
     assert 'holds no prompt' in one_error_line([*flags, nothing], capfd)
     (tmp_path / 'ba7.png').touch()
     assert 'drawings of another run' in one_error_line([*flags, prompts], capfd)
+
+
+def test_a_run_that_begins_anew_leaves_the_drawings_of_the_one_before_it(tmp_path, smallest_model, prompts, few_steps,
+                                                                         capfd):
+    kept_in = tmp_path / 'kept'
+    argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--pretrained', '--image_size', '32',
+            '--max_duration', '1ba', '--sample_prompts', prompts, '--results', str(tmp_path / 'results'),
+            '--save_folder', str(kept_in), '--autoresume']
+    main(argv)
+    assert f'drawings        in {kept_in}-samples\n' in capfd.readouterr().out
+    [drawn] = Path(f'{kept_in}-samples').iterdir()
+    before = drawn.stat().st_mtime_ns
+    for checkpoint in kept_in.glob('*.pt'):  # as if it had been lost before its first: it is the same run
+        checkpoint.unlink()
+    main(argv)
+    assert drawn.stat().st_mtime_ns > before
+    shutil.rmtree(kept_in)
+    before = drawn.stat().st_mtime_ns
+    for _ in range(2):
+        assert 'already holds drawings of another run; give a new one' in one_error_line(argv, capfd)
+    assert drawn.stat().st_mtime_ns == before
+
+
+def test_the_drawings_of_two_runs_in_a_store_lie_in_two_folders():
+    cats, dogs = (settings_of('--use_synth_data', '--save_folder', f's3://bucket/{name}/run1').sample_folder
+                  for name in ('cats', 'dogs'))
+    assert (cats, dogs) == ('s3/bucket/cats/run1-samples', 's3/bucket/dogs/run1-samples')
 
 
 def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, smallest_model, prompts, capfd,

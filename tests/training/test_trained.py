@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from sdbench.models.loading import find_model
 from sdbench.training.initial_weights import load_initial_weights
 from sdbench.training.pipeline import trained_pipeline
 from sdbench.training.trained import read_trained
@@ -42,7 +43,7 @@ def test_a_training_that_starts_from_such_a_checkpoint_has_its_weights_and_its_a
     checkpoints, expected = trained_by_composer
     torch.manual_seed(3)  # of the random encoders, which have to be the same
     model = composers_average.StableDiffusion(smallest_model, image_size=16)
-    state = load_initial_weights(str(checkpoints), model)
+    state = load_initial_weights(str(checkpoints), model, find_model(smallest_model))
     average = state['ema_model']['named_parameters_dict']['unet.conv_in.bias']
     torch.testing.assert_close(model.unet.conv_in.bias.detach(), expected['live'], atol=0, rtol=0)
     torch.testing.assert_close(average, expected['averaged'], atol=1e-7, rtol=1e-5)

@@ -1,0 +1,109 @@
+"""What a command cannot do is refused in one line, which names the flag, its value and the remedy.
+
+A row is a command, its flags and the words that its line must hold. It is run in a folder that has `shards` (24
+samples), `prompts.txt` (one caption), `records.csv` (a record with a comma too many) and `notes` (a folder with a file
+of the user's). Refusals that need more than that stand where what they need is made.
+"""
+import importlib
+import re
+import shlex
+import shutil
+
+import pytest
+
+from tests.runs import ROOT
+
+TINY = '--model_name tiny --image_size 64 --batch_size 4'
+SYNTHETIC = f'--use_synth_data {TINY}'
+
+ROWS = [
+    # The command line itself
+    ('benchmark.py', '--use_synth_data --bach_size 4', '--bach_size is no flag; did you mean --batch_size?'),
+    ('benchmark.py', '--use_synth_data --lr 1', '--lr is no flag; did you mean --learning_rate?'),
+    ('benchmark.py', '--use_synth_data --epochs 1', '--epochs is no flag; did you mean --max_duration?'),
+    ('benchmark.py', '--use_synth_data --batch 4', '--batch is no flag'),  # an abbreviation is none
+    ('benchmark.py', '--use_synth_data --use_ema=true', '--use_ema=true: this flag takes no value; give --use_ema or'),
+    ('benchmark.py', '--use_synth_data --precision half', "--precision: invalid choice: 'half'"),
+    ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read'),
+    ('convert.py', 'photos', 'required: OUT'),
+    ('convert.py', "'' out", 'SOURCE is empty; a variable of the shell may not be set'),
+    ('export.py', 'a b c', 'c is no flag; see --help'),
+
+    # A training
+    ('benchmark.py', '', 'give one of --remote, --use_synth_data and --use_synth_latents'),
+    ('benchmark.py', '--use_synth_data --remote x', 'give only one of --remote, --use_synth_data'),
+    ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
+     'does not divide the 6 images that a device gets of --batch_size 6; use 3'),
+    ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size 100 is not a multiple of 8; use 96'),
+    ('benchmark.py', f'{SYNTHETIC} --learning_rate 0', '--learning_rate: 0 is not a number above 0'),
+    ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),
+    ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
+    ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
+    ('benchmark.py', f'{SYNTHETIC} --autoresume', '--autoresume needs --save_folder'),
+    ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
+    ('benchmark.py', f'{SYNTHETIC} --sample_prompts nowhere', '--sample_prompts nowhere is no file'),
+    ('benchmark.py', f'{SYNTHETIC} --dry_run --loader_only', '--loader_only has no training for --dry_run'),
+    ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes is no file that can be written'),
+    ('benchmark.py', f'{SYNTHETIC} --device_train_microbatch_size auto', '--device_train_microbatch_size auto needs a '
+     'GPU; give a number, such as 4'),
+    ('benchmark.py', f'{SYNTHETIC} --precision amp_fp16', '--precision amp_fp16 needs a GPU, and this machine has '
+     'none; give --precision fp32'),
+    ('benchmark.py', f'{SYNTHETIC} --compile reduce-overhead --device_train_microbatch_size 2',
+     'use --device_train_microbatch_size 4'),
+    ('benchmark.py', f'{SYNTHETIC} --model_name nobody/nothing', '--model_name nobody/nothing is no folder here, and '
+     'the hub has no such repository or cannot be reached; check the name and the network'),
+    ('benchmark.py', f'{SYNTHETIC} --use_ema --max_duration 9ba --ema_start 9ba',
+     '--ema_start 9ba is not before the end of the run, --max_duration 9ba'),
+
+    # Data
+    ('benchmark.py', f'--remote nowhere {TINY}', '--remote nowhere holds no index.json, so no whole MDS dataset; '),
+    ('benchmark.py', f'--remote notes {TINY}', '--remote notes holds no index.json, so no whole MDS dataset; '),
+    ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
+    ('benchmark.py', f'--remote shards {TINY} --cache_limit 1mb', '--cache_limit has no cache to bound'),
+    ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: of stores, s3://, gs:// and azure:// can be used; use '
+     'an S3-compatible address with S3_ENDPOINT_URL'),
+    ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),
+    ('convert.py', 'notes azure://me.blob.core.windows.net', 'names no bucket'),
+
+    # Reports
+    ('report.py', 'missing.jsonl', 'missing.jsonl'),
+    ('report.py', 'records.csv', 'records.csv:2: not a record: more cells than columns'),
+    ('report.py', 'published.csv --csv /missing/table.csv', '/missing'),
+    ('report.py', 'published.csv --csv published.csv', 'would overwrite the records'),
+    ('report.py', 'published.csv --csv results.jsonl', '--csv results.jsonl does not end in .csv'),
+    ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
+    ('report.py', 'published.csv --quality q.png', '--quality'),
+    ('report.py', 'published.csv --extrapolate 4096', 'a batch of as many images as GPUs'),
+    ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
+    ('report.py', 'published.csv --phase 10@256', 'at 256 px'),
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, shards):
+    """The folder of the rows, in which the test runs."""
+    (tmp_path / 'shards').symlink_to(shards)
+    (tmp_path / 'prompts.txt').write_text('a cat\n')
+    (tmp_path / 'records.csv').write_text('device,num_devices\nx,1,618\n')
+    (tmp_path / 'notes').mkdir()
+    (tmp_path / 'notes/mine.txt').write_text('mine')
+    shutil.copy(ROOT / 'published.csv', tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize('command, flags, words', ROWS)
+def test_what_cannot_be_is_one_line_that_names_the_flag_its_value_and_the_remedy(command, flags, words, folder, capfd):
+    program = importlib.import_module(command.removesuffix('.py'))
+    before = sorted(folder.rglob('*'))
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        program.main(shlex.split(flags))
+    output, errors = capfd.readouterr()
+    line = re.sub('^(building|reaching) .*\n', '', errors)  # as a command says what it is about to do
+    assert exit.value.code in (1, 2)
+    assert output == ''
+    assert line.startswith(f'{command}: error: ')
+    assert line.count('\n') == 1
+    assert words in line
+    assert sorted(folder.rglob('*')) == before  # nothing was begun
