@@ -104,7 +104,7 @@ def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies
 
 
 def is_too_large(error: RuntimeError, size: int) -> bool:
-    """Tell whether an error is one that fewer images than `size` may avoid: out of memory, or an index out of 32 bits."""
+    """Tell whether fewer images than `size` may avoid an error: memory ran out, or an index passes 32 bits."""
     return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
