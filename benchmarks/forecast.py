@@ -150,7 +150,7 @@ def judge(points: pd.DataFrame) -> tuple[pd.DataFrame, Constants]:
 
 
 def tested_layouts(points: pd.DataFrame) -> dict[str, list[tuple[int, int]]]:
-    """Return TESTED of sdbench/forecast/speed.py: GPUs and images a step on each, of the points that no other one covers."""
+    """Return TESTED of forecast/speed.py: GPUs and images a step on each, of the points that no other one covers."""
     tested = {}
     for device, runs in points.groupby('device'):
         images = (runs['batch_size'] / runs['num_devices']).astype(int)
