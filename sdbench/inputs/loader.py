@@ -50,7 +50,7 @@ class TimedIteration:
             finally:
                 self._seconds_waited += time.perf_counter() - start
             self._batches_taken += 1
-            yield batch
+            yield batch  # the training's own time, which is not counted
             start = time.perf_counter()
 
     def seconds_waited(self) -> float:

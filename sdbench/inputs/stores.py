@@ -51,7 +51,7 @@ def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
                          'use an S3-compatible address with S3_ENDPOINT_URL')
     bucket, _, key = rest.partition('/')
     account = None
-    if scheme == 'azure':
+    if scheme == 'azure':  # rest is HOST/CONTAINER/KEY
         account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
         bucket, _, key = key.lstrip('/').partition('/')
     if not bucket:
@@ -84,7 +84,7 @@ def reach(address: str, flag: str) -> None:
     Raises ValueError within ten seconds if its host is not known or refuses the connection, and DataError if it is
     silent for longer than RETRIES.
     """
-    for is_first in (True, False):
+    for is_first in (True, False):  # a short try tells a wrong address soon, a long one waits for a silent store
         store, key = open_store(address, flag, is_first)
         try:
             interruptible(functools.partial(obstore.head, store, f'{key}/{CLAIM}'.strip('/')))

@@ -59,6 +59,7 @@ class VerifiedStream(Stream):
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
                  download_retry: int = DOWNLOADS, download_timeout: float = 120):
+        # where the shards are, and where they are read: in place, then without a remote, or from a cache
         if remote is None:
             remote, local = local, None
         if local is None and is_readable_in_place(remote, index['shards']):
@@ -103,14 +104,14 @@ class VerifiedStream(Stream):
         path = Path(shard_path(shard))
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
-            file = shard.zip_data or shard.raw_data
+            file = shard.zip_data or shard.raw_data  # as it is stored
             fetched = Path(folder, 'shard')
             self._download(os.path.join(self.remote, file.basename), str(fetched))
             if shard.zip_data:
                 fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
             fault = fault_of_file(fetched, shard.raw_data)
             if fault is None:
-                os.replace(fetched, path)
+                os.replace(fetched, path)  # at once: no other process reads half a shard
             return fault
 
     def _download(self, remote: str, local: str) -> None:
