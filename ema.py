@@ -1,7 +1,7 @@
 """Exponential moving average (EMA) of the weights with one shadow copy and no other model-sized memory.
 
-It is used as Composer's own algorithm is, and loads what that one has saved. `export.py` takes the averaged UNet to
-diffusers; in a program of your own, `get_ema_model` gives a model that shares memory with the averages:
+It is used like Composer's own algorithm, and loads its checkpoints. `export.py` exports the averaged UNet to diffusers.
+In a program of your own, `get_ema_model` returns a model that shares memory with the averages:
 
     ema.get_ema_model(trainer.state.model).unet.save_pretrained('averaged/unet')
 """
@@ -16,12 +16,12 @@ DDP_PREFIX = 'module.'  # of the names in what Composer saves on several devices
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DistributedDataParallel's wrapper, or the model itself."""
+    """Return the model inside DistributedDataParallel's wrapper, or the model itself."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def require_same_names(averages: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError if a name or a shape is in one of the two and not in the other."""
+    """Raise ValueError if averages and live weights differ in a name or a shape."""
     different = {(name, tensor.shape) for name, tensor in averages.items()} ^ \
                 {(name, tensor.shape) for name, tensor in live.items()}
     if different:
@@ -30,13 +30,14 @@ def require_same_names(averages: dict[str, torch.Tensor], live: dict[str, torch.
 
 
 class ShadowModel(composers.EMAParameters):
-    """A copy of a model's trainable parameters and of its buffers, by name, as Composer's own. Frozen parameters never
-    move, so they need no average. `transfer_ema_params(model)` puts the copy into a model.
+    """A copy of a model's trainable parameters and buffers by name, like Composer's EMAParameters.
+
+    Frozen parameters never change, so they need no average. `transfer_ema_params(model)` copies it into a model.
 
     Args:
         model: gives names, devices, memory formats and, without `state`, the values.
-        state: values from a checkpoint, as `EMA.state_dict` has them in `ema_model`. Buffers that it lacks start as the
-            model's.
+        state: values from a checkpoint, as `EMA.state_dict` has them in `ema_model`. Buffers that it lacks are copied
+            from the model.
 
     Raises ValueError if the values are of another model.
     """
@@ -52,7 +53,10 @@ class ShadowModel(composers.EMAParameters):
 
 
 def pair_by_name(ema_model: torch.nn.Module | ShadowModel, model: torch.nn.Module) -> tuple[list, list]:
-    """The averages, and in the same order the tensors of `model` that they are of. Raises ValueError if they differ."""
+    """Return the averages and, in the same order, the tensors of `model` that they average.
+
+    Raises ValueError if names or shapes differ.
+    """
     model = unwrapped(model)
     live = dict(model.named_parameters())
     if isinstance(ema_model, torch.nn.Module):
@@ -70,7 +74,7 @@ def compute_ema(model: torch.nn.Module, ema_model: torch.nn.Module | ShadowModel
 
     Args:
         model: with the latest weights.
-        ema_model: a module of the same structure, or the shadow of the same model.
+        ema_model: with the averages: a module of the same structure, or a ShadowModel.
         smoothing: share of the old average that is kept, from 0 (copy the weights) to 1 (keep the average).
     """
     move_averages(*pair_by_name(ema_model, model), smoothing)
@@ -78,7 +82,7 @@ def compute_ema(model: torch.nn.Module, ema_model: torch.nn.Module | ShadowModel
 
 @torch.no_grad()
 def move_averages(averages: list[torch.Tensor], weights: list[torch.Tensor], smoothing: float) -> None:
-    """Move each average towards the weight at its place, in place, as `compute_ema` does."""
+    """Move each average in place towards the weight at the same position, as `compute_ema` does."""
     floating_averages = []
     floating_weights = []
     for average, weight in zip(averages, weights, strict=True):
@@ -86,7 +90,7 @@ def move_averages(averages: list[torch.Tensor], weights: list[torch.Tensor], smo
             floating_averages.append(average)
             floating_weights.append(weight)
         else:
-            average.copy_(weight)  # whole numbers, such as positions, have no average
+            average.copy_(weight)  # integers, such as position ids, have no average
     if floating_averages:
         # fused over all tensors, without temporaries
         torch._foreach_lerp_(floating_averages, floating_weights, 1 - smoothing)
@@ -95,18 +99,20 @@ def move_averages(averages: list[torch.Tensor], weights: list[torch.Tensor], smo
 class EMA(composers.EMA):
     """Trains on the live weights, evaluates and predicts on their exponential moving average.
 
-    Arguments, state and updates are those of Composer's EMA. That one needs `update_interval` beside `smoothing`,
-    predicts on the live weights, saves the averages in their place, and needs more memory for an update.
+    Arguments, state and updates are those of Composer's EMA, with these differences: `smoothing` needs no
+    `update_interval`, predictions use the averages, the live weights are saved as the model's, and an update needs less
+    memory.
 
     Args:
-        half_life: time after which today's weights count half, in batches ('1000ba') or epochs ('2ep').
+        half_life: time after which today's weights count half in the average, in batches ('1000ba') or epochs ('2ep').
             Default: '1000ba', unless `smoothing` is given.
         smoothing: share of the average that an update keeps, between 0 and 1; instead of `half_life`, and not
             adjusted for `update_interval`.
-        ema_start: training before the average starts, as a copy of the weights: a share ('0.5dur'), batches or epochs.
+        ema_start: time at which the average starts as a copy of the weights: a share of the training ('0.5dur'),
+            batches or epochs.
         update_interval: time between updates, in the units of `half_life`. Default: 1 of them.
 
-    Raises ValueError if both of the first two are given, or a time has the wrong unit.
+    Raises ValueError if both `half_life` and `smoothing` are given, or a time has the wrong unit.
     """
 
     def __init__(self, half_life: str | None = None, smoothing: float | None = None, ema_start: str = '0.0dur',
@@ -123,10 +129,10 @@ class EMA(composers.EMA):
         return f'EMA(smoothing={self.smoothing}, ema_start={self.ema_start}, update_interval={self.update_interval})'
 
     def match(self, event: Event, state: State) -> bool:
-        """Whether `apply` has something to do.
+        """Tell whether `apply` has something to do at an event.
 
-        As in Composer, the average starts here: at the first batch (or epoch) from `ema_start` on it is a copy of the
-        weights, so that random ones are never averaged in. Updates follow at whole intervals.
+        As in Composer, this also starts the average: at the end of the first batch (or epoch) from `ema_start` on, it
+        becomes a copy of the weights, so that random ones are never averaged in. Updates follow at whole intervals.
         """
         if event == self.update_event:
             if not self.ema_started and self._should_start(state):
@@ -152,9 +158,10 @@ class EMA(composers.EMA):
             self._swap(state.model)
 
     def get_ema_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """A model that shares memory with the averages, and with `model` what is not averaged. `model` is not touched.
+        """Return a model that shares memory with the averages, and shares with `model` what is not averaged.
 
-        Raises ValueError if no update was made yet, or the averages are swapped into `model` for an evaluation.
+        `model` does not change. Raises ValueError before the first update, and while the averages are swapped into
+        `model` for an evaluation.
         """
         if not self.ema_started or self.ema_weights_active:
             raise ValueError('there is no average beside the model: call this after the first EMA update, '
@@ -168,14 +175,16 @@ class EMA(composers.EMA):
         return copy.deepcopy(unwrapped(model), memo=shared)
 
     def _ensure_shadow(self, model: torch.nn.Module) -> None:
-        """Make the shadow, of the model or of what was loaded, on the model's device and by its names."""
+        """Make the shadow, with the values of a loaded checkpoint or else of the model, on the model's device."""
         if not isinstance(self.ema_model, ShadowModel):
             self.ema_model = ShadowModel(model, vars(self.ema_model) if self.ema_started else None)
             self._pairs = None
 
     def _paired(self, model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The averages, and in the same order the tensors of `model` that they are of. To find them takes as long as
-        to move them, so that they are kept from batch to batch."""
+        """Return `pair_by_name` of the averages and `model`.
+
+        The pairs are kept from batch to batch: pairing takes as long as an update.
+        """
         self._ensure_shadow(model)
         if self._pairs is None or self._pairs[0] is not model:
             self._pairs = (model, *pair_by_name(self.ema_model, model))
@@ -183,7 +192,7 @@ class EMA(composers.EMA):
         return averages, weights
 
     def _swap(self, model: torch.nn.Module) -> None:
-        """Exchange the averages with the live weights by their storage: nothing is copied."""
+        """Swap the averages and the live weights by exchanging their storage, without a copy."""
         for average, live in zip(*pair_by_name(self.ema_model, model), strict=True):
             average.data, live.data = live.data, average.data
         self.ema_weights_active = not self.ema_weights_active

@@ -119,8 +119,8 @@ def keys_of_batches(shards: Shards, batch_size: int) -> Iterator[tuple[int, rang
                 yield shard, range(start, min(start + batch_size, len(reader)))
 
 
-class Progress(NamedTuple):
-    """How far a process is."""
+class Snapshot(NamedTuple):
+    """What a process has encoded at a moment."""
     batches: int
     images: int
     seconds: float  # of the clock
@@ -144,7 +144,7 @@ class Encoder:
         files = find_model(settings.model_name, settings.pretrained)
         self.vae = self.build_vae(files)
         self.latent_size = files.latent_size(settings.image_size)
-        self.now = Progress(0, 0, time.perf_counter())
+        self.now = Snapshot(0, 0, time.perf_counter())
         self.warm = self.now  # where the measurement begins
 
     def build_vae(self, files: ModelFiles) -> AutoencoderKL:
@@ -213,7 +213,7 @@ class Encoder:
         """Note that a batch has ended. What is measured begins behind the warm-up, and has a batch at least."""
         if self.now.batches <= self.settings.warmup_batches:
             self.warm = self.now
-        self.now = Progress(self.now.batches + 1, self.now.images + images, time.perf_counter())
+        self.now = Snapshot(self.now.batches + 1, self.now.images + images, time.perf_counter())
 
     def figures(self) -> dict:
         """What is known of this process's speed so far: `measured` images in `measured_batches` and in `seconds`, after

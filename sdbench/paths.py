@@ -1,6 +1,7 @@
-"""Paths of datasets, by their names alone. It needs no library."""
+"""Paths that commands are given, of datasets, of stores and of models. No library is needed but for a download."""
 import os
 import re
+from pathlib import Path
 
 HELD_OUT = '-held-out'  # how the name of a dataset of held-out samples ends
 INDEX = 'index.json'  # of a dataset, which is whole once it is there
@@ -8,13 +9,14 @@ CLAIM = 'claim.json'  # says what is being made in a folder, and is there before
 
 
 def number_of_samples(index: dict) -> int:
-    """Of a dataset, by its index.json."""
+    """Count the samples of a dataset by its index.json."""
     return sum(shard['samples'] for shard in index['shards'])
 
 
-def beside(folder: str, name: str) -> str:
-    """Return FOLDER-NAME, for what belongs to a folder. For one in a store it is on this machine, below the folders of
-    its whole address: s3/BUCKET/KEY-NAME.
+def sibling_path(folder: str, name: str) -> str:
+    """Return FOLDER-NAME, the path of what belongs to a folder and lies next to it.
+
+    The sibling of a folder in a store is on this machine, below the folders of its whole address: s3/BUCKET/KEY-NAME.
     """
     folder = folder.rstrip('/')
     if is_url(folder):
@@ -23,5 +25,25 @@ def beside(folder: str, name: str) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is a URL in a store, of a kind that can be read or not; what exists as a path is not."""
+    """Tell whether a path is a URL of a store, even of an unsupported one. A path that exists here is none."""
     return ('://' in path or path.startswith('dbfs:')) and not os.path.exists(path)
+
+
+def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
+    """Return the folder `name` if it exists; else download that repository of the Hugging Face hub, once.
+
+    Args:
+        flag: what errors call the name.
+        name: a folder of this machine, or a repository such as stabilityai/stable-diffusion-2-base.
+        patterns: which files of the repository are downloaded.
+
+    Raises ValueError if there is neither.
+    """
+    if os.path.isdir(name):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception:  # wrong names, missing repositories, no network, no access
+        raise ValueError(f'{flag} {name} is no folder here, and the hub has no such repository or cannot be reached; '
+                         'check the name and the network') from None

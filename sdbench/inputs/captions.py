@@ -1,4 +1,4 @@
-"""Captions become 77 token ids each, by CLIP's vocabulary or another tokenizer's."""
+"""Tokenize captions into 77 token ids each, with CLIP's vocabulary or another tokenizer's."""
 import functools
 import gzip
 import hashlib
@@ -9,7 +9,7 @@ import os
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from sdbench.inputs.hub import local_folder
+from sdbench.paths import find_or_download
 
 CAPTION_LENGTH = 77  # tokens: the text encoder's positions
 CLIP_VOCABULARY = 49408  # token ids
@@ -17,11 +17,13 @@ WORDS_IN_A_CAPTION = 20  # of those that `hash_of_ids` makes of a vocabulary
 
 
 def build_tokenizer(name: str | None = None) -> Tokenizer:
-    """A tokenizer that pads and cuts captions to 77 tokens: `encode_batch(captions)`.
+    """Build a tokenizer that pads or cuts each caption to 77 tokens: `encode_batch(captions)`.
 
     Args:
         name: folder or hub name of a tokenizer or of a diffusers model; None is CLIP's own
             vocabulary as open_clip packages it, padded with id 0 like Stable Diffusion 2.
+
+    Raises ValueError if there is no tokenizer of that name.
     """
     os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # the workers are the parallelism
     if name is None:
@@ -37,11 +39,11 @@ def build_tokenizer(name: str | None = None) -> Tokenizer:
 
 
 def load_transformers_tokenizer(name: str):
-    """The transformers tokenizer in a folder or a hub's repository. Raises ValueError if there is none."""
+    """Load the transformers tokenizer of a folder or of a hub repository. Raises ValueError if there is none."""
     from transformers import AutoTokenizer
-    folder = local_folder('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
+    folder = find_or_download('--tokenizer', name, ['*.json', '*.txt', 'tokenizer/*'])
     if (folder / 'tokenizer').is_dir():
-        folder = folder / 'tokenizer'
+        folder = folder / 'tokenizer'  # of a diffusers model
     try:
         return AutoTokenizer.from_pretrained(folder, split_special_tokens=True,
                                              trust_remote_code=False)  # else it may ask on the terminal
@@ -81,12 +83,12 @@ def hash_of_ids(tokenizer: Tokenizer) -> str:
 
 
 def pipeline_tokenizer(name: str | None = None):
-    """The tokenizer of `build_tokenizer` as a transformers tokenizer, which gives a diffusers pipeline the same ids.
+    """Build a transformers tokenizer that gives a diffusers pipeline the ids of `build_tokenizer`.
 
-    transformers makes what pads a special token, and unless it is told to split these, takes each "!" in a caption of
-    Stable Diffusion 2 for one.
+    In transformers the padding token "!" of Stable Diffusion 2 is a special token. Without `split_special_tokens` each
+    "!" in a caption would become padding.
 
-    Raises ValueError if there is none of that name.
+    Raises ValueError if there is no tokenizer of that name.
     """
     if name is not None:
         tokenizer = load_transformers_tokenizer(name)
@@ -98,11 +100,12 @@ def pipeline_tokenizer(name: str | None = None):
 
 
 def clip_tokenizer() -> Tokenizer:
-    """CLIP's byte-pair encoding (Radford et al. 2021) from the vocabulary in the open_clip_torch package.
+    """Build CLIP's byte-pair encoding (Radford et al. 2021) from the vocabulary in the open_clip_torch package.
 
-    "!" pads but is not a special token: in a caption it is the word 256, as the text encoder was trained. Nor is
-    "<|endoftext|>", where someone has written it into a caption.
+    "!" is the padding token, but no special token: in a caption it is the word 256, as the text encoder was trained.
+    "<|endoftext|>" is no special token either where a caption contains it.
     """
+    # the vocabulary: bytes, bytes that end a word, merged pairs in their order, and two special tokens
     merges = clip_merges()
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())  # one for each byte
     last_symbols = [symbol + '</w>' for symbol in symbols]
@@ -111,11 +114,15 @@ def clip_tokenizer() -> Tokenizer:
     vocabulary = {word: index for index, word in enumerate(symbols + last_symbols + merged + special)}
     tokenizer = Tokenizer(BPE(vocabulary, list(merges), continuing_subword_prefix='', end_of_word_suffix='</w>',
                               unk_token=special[1]))
+
+    # text to words, and words to bytes
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r'\s+'), ' '), normalizers.Lowercase()])
     words_and_marks = Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(words_and_marks, 'removed', invert=True), pre_tokenizers.ByteLevel(False)])
+
+    # start and end tokens around each caption
     start, end = ((token, vocabulary[token]) for token in special)
     tokenizer.post_processor = processors.RobertaProcessing(end, start, add_prefix_space=False, trim_offsets=False)
     return tokenizer
@@ -123,7 +130,7 @@ def clip_tokenizer() -> Tokenizer:
 
 @functools.cache  # a run that is evaluated makes two tokenizers
 def clip_merges() -> tuple[tuple[str, str], ...]:
-    """The pairs of symbols that CLIP's vocabulary merges, in their order."""
+    """Read the pairs of symbols that CLIP's vocabulary merges, in order of priority."""
     package = importlib.util.find_spec('open_clip')  # finds the file without the 3 s of importing open_clip
     path = os.path.join(package.submodule_search_locations[0], 'bpe_simple_vocab_16e6.txt.gz')
     with gzip.open(path, 'rt', encoding='utf-8') as file:

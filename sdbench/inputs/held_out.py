@@ -1,4 +1,4 @@
-"""Samples that are held out for an evaluation: each with the noise and the timestep that it has every time."""
+"""Samples that are held out for an evaluation, each with a noise and a timestep that never change."""
 from collections.abc import Callable
 
 import numpy as np
@@ -10,15 +10,16 @@ TIMESTEP = 'timestep'  # int64 (B,)
 
 
 class HeldOutSamples(Dataset):
-    """The samples of shards by their number, a stand-in for each bad one, with draws that depend on nothing else.
+    """The samples of a dataset by index, each with a noise and a timestep that depend on its index and the seed alone.
 
-    The loss on them is then the same on any number of ranks, in microbatches of any size, at any time of a training.
+    So the loss on them is the same on any number of ranks, in microbatches of any size, at any time of a training. A
+    sample that does not decode is replaced by another.
 
     Args:
         samples: a StreamingLAIONDataset.
         latent_size: height and width of the latents that are trained on.
         num_timesteps: of the noise schedule.
-        seed: of the draws.
+        seed: of the noise and of the timesteps.
     """
 
     def __init__(self, samples, latent_size: int, num_timesteps: int, seed: int):
@@ -31,7 +32,7 @@ class HeldOutSamples(Dataset):
         return self.samples.num_samples
 
     def __getitem__(self, index: int) -> dict:
-        """The sample, `noise` float32 (8, H/8, W/8) and `timestep` int64 ()."""
+        """Return a sample with its `noise`, float32 (8, H/8, W/8), and its `timestep`, int64 ()."""
         seeds = np.random.SeedSequence((self.seed, index))
         generator = torch.Generator().manual_seed(int(seeds.generate_state(1)[0]))
         side = self.latent_size
@@ -41,6 +42,6 @@ class HeldOutSamples(Dataset):
 
 
 def collate_held_out(samples: list[dict], collate: Callable[[list[dict]], dict]) -> dict:
-    """A batch as `collate` makes it of the samples, with their `noise` and `timestep`."""
+    """Collate samples with `collate`, and stack their `noise` (B, 8, H/8, W/8) and `timestep` (B,)."""
     draws = {name: torch.stack([sample[name] for sample in samples]) for name in (NOISE, TIMESTEP)}
     return collate(samples) | draws

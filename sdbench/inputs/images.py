@@ -1,4 +1,4 @@
-"""Image files become tensors: decoded safely, upright, cut to their centre square."""
+"""Decode image files safely into tensors: upright, in RGB, cropped to their centre square."""
 import contextlib
 import functools
 import io
@@ -21,7 +21,7 @@ FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
 
 @functools.cache
 def formats() -> tuple[str, ...]:
-    """The formats that are decoded, as Pillow calls them; HEIC, as iPhones take it, where pillow-heif is installed."""
+    """Return the formats that are decoded, by Pillow's names: FORMATS, and HEIF where pillow-heif is installed."""
     with contextlib.suppress(ImportError):
         from pillow_heif import register_heif_opener
         register_heif_opener()
@@ -30,13 +30,13 @@ def formats() -> tuple[str, ...]:
 
 
 def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
-    """The centre square of an image of any of FORMATS, uint8 (3, H, H), upright and in RGB.
+    """Decode the centre square of an image in one of `formats()`: uint8 (3, H, H), upright and in RGB.
 
     Args:
         data: the encoded image. Raises ValueError if it does not decode.
         image_size: a larger square is reduced to this many pixels a side (antialiased); None leaves the size.
     """
-    image = decode_whole_image(data, image_size)
+    image = decode_whole_image(data, image_size)  # (3, H, W)
     height, width = image.shape[-2:]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
@@ -47,7 +47,7 @@ def decode_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
 
 
 def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tensor:
-    """All of an image of any of FORMATS, uint8 (3, H, W), upright and in RGB; what is transparent is put on white.
+    """Decode an image in one of `formats()`: uint8 (3, H, W), upright and in RGB, transparent parts on white.
 
     Args:
         data: the encoded image. Raises ValueError if it does not decode, or has so many pixels that Pillow warns, and
@@ -56,14 +56,14 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # of palettes
+            warnings.simplefilter('ignore')  # such as Pillow's of palettes
             warnings.simplefilter('error', Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=formats()) as image:
                 return decode_pixels(image, data, image_size)
     except UnidentifiedImageError:
         raise ValueError('image does not decode: not a known format') from None
     except MemoryError:
-        raise  # which says nothing of the image
+        raise  # the image may be good
     except Exception as error:  # damaged bytes make Pillow raise nearly anything
         if isinstance(error, RuntimeError) and is_out_of_memory(error):  # of torch's own decoder
             raise MemoryError(str(error)) from None
@@ -71,7 +71,7 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
 
 
 def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> torch.Tensor:
-    """Pixels of an opened image, uint8 (3, H, W): torchvision's decoder for plain JPEGs, Pillow for the rest."""
+    """Decode an opened image into uint8 (3, H, W), with torchvision where it is a plain JPEG, else with Pillow."""
     much_larger = image_size is not None and min(image.size) >= 2 * image_size
     if image.format == 'JPEG' and image.mode in ('L', 'RGB') and not much_larger:
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -79,9 +79,11 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     if much_larger:
         image.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
     image.load()  # which turns a TIFF upright
+
+    # upright, 8 bits, on white, RGB
     turn_upright(image)
     if image.mode[0] in DEEP_MODES:
-        image = eight_bits(image)
+        image = to_eight_bits(image)
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
@@ -89,12 +91,12 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)  # (3, H, W)
 
 
-def eight_bits(image: Image.Image) -> Image.Image:
-    """A grey image of more than 8 bits as one of 8, where Pillow's own conversion would be white from 255 on.
+def to_eight_bits(image: Image.Image) -> Image.Image:
+    """Scale a grey image of more than 8 bits to 8 bits. Pillow's own conversion would make 255 and more white.
 
-    Whole numbers have 16 bits, as PNG, PPM and JPEG 2000 say and nearly every TIFF; 31 where one is larger. So a dark
-    image stays dark. Of floats, which have no depth, those up to 1 are brightness, and others have the fewest of
-    FLOAT_BITS that hold the largest.
+    Integers are taken as 16 bits, the depth of PNG, PPM, JPEG 2000 and nearly every TIFF, and as 31 bits if a value is
+    larger. The scale is that of the depth, not of the brightest pixel, so that a dark image stays dark. Floats up to 1
+    are taken as brightness, and larger ones as integers of the fewest of FLOAT_BITS that hold the largest value.
     """
     values = np.nan_to_num(np.asarray(image, np.float64), posinf=0, neginf=0)  # (H, W)
     largest = values.max()
@@ -108,22 +110,22 @@ def eight_bits(image: Image.Image) -> Image.Image:
 
 
 def turn_upright(image: Image.Image) -> None:
-    """Turn an image in place as the camera that took it says; where that cannot be read, it is upright already."""
+    """Rotate an image in place by its EXIF orientation. An image whose EXIF cannot be read stays as it is."""
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except MemoryError:
         raise
-    except Exception:  # of odd EXIF, which Pillow writes anew once it has turned the image
+    except Exception:  # of odd EXIF, which Pillow rewrites after it has rotated the image
         return
 
 
 def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:
-    """uint8 (3, H, H) to (3, image_size, image_size), bilinear and antialiased."""
+    """Resize uint8 (3, H, H) to (3, image_size, image_size), bilinear and antialiased."""
     return F.interpolate(image[None], size=(image_size, image_size), mode='bilinear', antialias=True)[0]
 
 
 def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
-    """uint8 (B, 3, H, H): H is the stored size where all agree; mixed sizes are brought to `image_size`."""
+    """Stack images into uint8 (B, 3, H, H). H is their size if all have the same; else all become `image_size`."""
     if len({image.shape for image in images}) > 1:
         images = [resize(image, image_size) for image in images]
     # decoders lay pixels out as (H, W, 3): copying them in that order is 6 times as fast as turning them here
@@ -131,13 +133,13 @@ def stack_images(images: list[torch.Tensor], image_size: int) -> torch.Tensor:
 
 
 def normalize_images(images: torch.Tensor, image_size: int | None = None) -> torch.Tensor:
-    """Images (B, 3, H, H) to float32 (B, 3, image_size, image_size) in [-1, 1], on their device.
+    """Convert images (B, 3, H, H) to floats (B, 3, image_size, image_size) in [-1, 1], on their device.
 
     Args:
-        images: uint8, or floats that are in [-1, 1] already.
-        image_size: in pixels; None keeps their size.
+        images: uint8, which become float32, or floats that are in [-1, 1] already, which keep their type.
+        image_size: height and width in pixels; None keeps their size.
 
-    Raises ValueError if they are other whole numbers, so that nothing says what is black and what is white.
+    Raises ValueError if they are other integers, whose range is not known.
     """
     is_bytes = images.dtype == torch.uint8
     if is_bytes:

@@ -1,4 +1,4 @@
-"""Loaders that say how long a batch was waited for, and how many batches lie ready."""
+"""Data loaders that measure how long the training waits for batches, and how many batches are ready."""
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import RawArray
@@ -6,25 +6,25 @@ from multiprocessing import RawArray
 from streaming import StreamingDataLoader
 from torch.utils.data import DataLoader, get_worker_info
 
-BATCHES_PER_WORKER = 2  # that each process of a loader prepares ahead: torch's own default
+BATCHES_PER_WORKER = 2  # that each worker prepares ahead: torch's default prefetch_factor
 
 
 def queued_batches(num_workers: int) -> int:
-    """Batches that a loader prepares ahead of the training."""
+    """Return how many batches a loader of so many workers prepares ahead of the training."""
     return num_workers * BATCHES_PER_WORKER
 
 
 class CountedCollate:
-    """A collate function that counts, in the processes of a loader, the batches it has made.
+    """A collate function that counts the batches that each worker of a loader has made.
 
     Args:
         collate: makes a batch of a list of samples.
-        num_workers: processes of the loader.
+        num_workers: worker processes of the loader.
     """
 
     def __init__(self, collate: Callable[[list], dict], num_workers: int):
         self.collate = collate
-        self.made = RawArray('q', max(1, num_workers))  # one slot each: a lock could die with its process
+        self.made = RawArray('q', max(1, num_workers))  # a slot for each: a killed worker could hold a lock forever
 
     def __call__(self, samples: list) -> dict:
         batch = self.collate(samples)
@@ -35,7 +35,7 @@ class CountedCollate:
 
 
 class TimedIteration:
-    """Mixed into a DataLoader: the clock of its `next`, without what Composer does between its events around it."""
+    """A mixin that times the `next` of a DataLoader alone, without what Composer does around it."""
     _seconds_waited = 0.0
     _batches_taken = 0
 
@@ -50,23 +50,23 @@ class TimedIteration:
             finally:
                 self._seconds_waited += time.perf_counter() - start
             self._batches_taken += 1
-            yield batch
+            yield batch  # the training's own time, which is not counted
             start = time.perf_counter()
 
     def seconds_waited(self) -> float:
-        """Seconds spent waiting for batches since this was last asked."""
+        """Return the seconds spent waiting for batches since the last call."""
         seconds = self._seconds_waited
         self._seconds_waited = 0.0
         return seconds
 
     @property
     def queue_length(self) -> int:
-        """Batches that it prepares ahead."""
+        """Number of batches that the workers prepare ahead."""
         return queued_batches(self.num_workers)
 
     @property
     def ready_batches(self) -> int:
-        """Batches that lie ready to be taken; 0 where each is made when it is asked for."""
+        """Number of batches that are ready to be taken; 0 without workers."""
         if self.num_workers == 0:
             return 0
         return sum(self.collate_fn.made) - self._batches_taken

@@ -1,4 +1,4 @@
-"""Object stores: which addresses they have, a client of obstore for each, and its errors in one line.
+"""Object stores: their addresses, a client of obstore for each, and its errors in one line.
 
     s3://BUCKET/KEY      at S3_ENDPOINT_URL where that is set; credentials of all kinds that boto3 finds, or none
     gs://BUCKET/KEY      GCS_KEY and GCS_SECRET (HMAC keys), else Google's default credentials, or none
@@ -29,8 +29,8 @@ from sdbench.paths import CLAIM, is_url
 
 AZURE_HOST = 'blob.core.windows.net'
 GOOGLE_S3 = 'https://storage.googleapis.com'  # which takes HMAC keys
-PIECE_BYTES = 8 << 20  # that a request of StoredFile asks for
-BUFFER_BYTES = 1 << 20
+PIECE_BYTES = 8 << 20  # of a request of StoredFile
+BUFFER_BYTES = 1 << 20  # of a file that is read
 # A server that is away for a minute is waited for; one that is gone ends the run after two to four.
 RETRIES = {'max_retries': 1000, 'retry_timeout': timedelta(minutes=2),
            'backoff': {'init_backoff': timedelta(milliseconds=100), 'max_backoff': timedelta(seconds=10), 'base': 2}}
@@ -41,7 +41,7 @@ TIMEOUTS = {'connect_timeout': timedelta(seconds=20), 'timeout': timedelta(secon
 
 
 def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
-    """The scheme, the account (of Azure), the bucket or container, and the key, without a / at its ends.
+    """Split an address into scheme, account (of Azure, else None), bucket or container, and key without outer slashes.
 
     Raises ValueError if there is no client for such an address, or it names no bucket.
     """
@@ -51,7 +51,7 @@ def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
                          'use an S3-compatible address with S3_ENDPOINT_URL')
     bucket, _, key = rest.partition('/')
     account = None
-    if scheme == 'azure':
+    if scheme == 'azure':  # rest is HOST/CONTAINER/KEY
         account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
         bucket, _, key = key.lstrip('/').partition('/')
     if not bucket:
@@ -61,12 +61,12 @@ def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
 
 
 def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectStore, str]:
-    """A client for an address, and the key in its bucket.
+    """Return a client for an address, and the key in its bucket.
 
     Args:
-        address: one of those above.
+        address: s3://, gs:// or azure://, as the module's docstring lists them.
         flag: what errors call it.
-        is_first: the client gives up early.
+        is_first: whether requests give up early, as FIRST_RETRIES says.
 
     Raises ValueError if such a store cannot be reached, no bucket is named, or a profile is missing.
     """
@@ -79,12 +79,12 @@ def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectS
 
 
 def reach(address: str, flag: str) -> None:
-    """Wait until a store answers, whatever it says. Ctrl-C ends that.
+    """Wait until a store answers, even with an error. Ctrl-C ends the wait.
 
     Raises ValueError within ten seconds if its host is not known or refuses the connection, and DataError if it is
     silent for longer than RETRIES.
     """
-    for is_first in (True, False):
+    for is_first in (True, False):  # a short try tells a wrong address soon, a long one waits for a silent store
         store, key = open_store(address, flag, is_first)
         try:
             interruptible(functools.partial(obstore.head, store, f'{key}/{CLAIM}'.strip('/')))
@@ -102,7 +102,7 @@ def reach(address: str, flag: str) -> None:
 
 
 def interruptible(call: Callable[[], Any]) -> Any:
-    """What a call of obstore returns. Ctrl-C is heard meanwhile, and not by obstore itself."""
+    """Make a call of obstore in a thread, and return its result. So Ctrl-C reaches Python, and not obstore."""
     answer = Future()
 
     def run() -> None:
@@ -116,7 +116,7 @@ def interruptible(call: Callable[[], Any]) -> Any:
 
 @functools.cache
 def client(scheme: str, account: str | None, bucket: str, endpoint: str | None, is_first: bool) -> ObjectStore:
-    """obstore's client for a bucket; `endpoint` is that of an S3 server beside Amazon's."""
+    """Make obstore's client for a bucket. `endpoint` is the URL of an S3 server that is not Amazon's, or None."""
     retries = FIRST_RETRIES if is_first else RETRIES
     if scheme == 'azure':
         return azure_client(account, bucket, retries)
@@ -126,19 +126,25 @@ def client(scheme: str, account: str | None, bucket: str, endpoint: str | None, 
 
 
 def s3_client(bucket: str, endpoint: str | None, retries: dict) -> S3Store:
-    """With the endpoint, the region, the profile and the credentials that boto3 finds."""
+    """Make a client with the endpoint, region, profile and credentials that boto3 finds."""
     import boto3
     from obstore.auth.boto3 import Boto3CredentialProvider
+
+    # endpoint and region
     session = boto3.session.Session()
     boto3_client = session.client('s3', endpoint_url=endpoint)
     endpoint = boto3_client.meta.endpoint_url  # which may also come from a profile
     settings = {'region': boto3_client.meta.region_name or 'us-east-1'}
     if '.amazonaws.com' not in endpoint:
         settings['aws_endpoint_url_s3'] = endpoint  # which goes before all that obstore itself finds
+
+    # credentials: of any kind, or none for a public bucket
     if session.get_credentials() is None:
         settings['skip_signature'] = True
     else:
         settings['credential_provider'] = Boto3CredentialProvider(session)
+
+    # connection: plain HTTP only where the endpoint asks for it, and a certificate authority of one's own
     options = {**TIMEOUTS, 'allow_http': endpoint.startswith('http://')}
     if os.environ.get('AWS_CA_BUNDLE'):
         with open(os.environ['AWS_CA_BUNDLE'], 'rb') as file:
@@ -147,7 +153,7 @@ def s3_client(bucket: str, endpoint: str | None, retries: dict) -> S3Store:
 
 
 def google_client(bucket: str, retries: dict) -> ObjectStore:
-    """With the HMAC keys of the environment, else with Google's default credentials, else without any."""
+    """Make a client with the HMAC keys of the environment, else Google's default credentials, else without any."""
     options = {'client_options': TIMEOUTS, 'retry_config': retries}
     if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ:
         return S3Store(bucket, region='auto', access_key_id=os.environ['GCS_KEY'],
@@ -162,7 +168,7 @@ def google_client(bucket: str, retries: dict) -> ObjectStore:
 
 
 def azure_client(account: str, container: str, retries: dict) -> AzureStore:
-    """With the key of the environment, else with Azure's default credentials."""
+    """Make a client with the key of the environment, else with Azure's default credentials."""
     options = {'account_name': account, 'client_options': TIMEOUTS, 'retry_config': retries}
     if 'AZURE_ACCOUNT_ACCESS_KEY' in os.environ:
         return AzureStore(container, account_key=os.environ['AZURE_ACCOUNT_ACCESS_KEY'], **options)
@@ -171,7 +177,7 @@ def azure_client(account: str, container: str, retries: dict) -> AzureStore:
 
 
 def store_error(error: BaseException, label: str) -> str:
-    """What an error of obstore says of a folder or file, in one line, without what may be secret."""
+    """Say in one line why a folder or file (`label`) of a store failed, without what may be secret."""
     text = short_text(error)
     if 'NoSuchBucket' in text or 'ContainerNotFound' in text:
         return f'{label}: there is no such bucket; check its name and S3_ENDPOINT_URL'
@@ -181,8 +187,10 @@ def store_error(error: BaseException, label: str) -> str:
 
 
 def short_text(error: BaseException) -> str:
-    """What an error says: of obstore's its last cause, without Rust's account of it, XML and addresses, which may hold
-    passwords."""
+    """Return the last cause that an error of obstore names, in one line.
+
+    Rust's debug output, XML and URLs are left out: URLs may hold passwords.
+    """
     text = str(error).partition('\n\nDebug source:')[0]
     text = re.sub(r'<[^>]*>', ' ', text)
     text = re.sub(r'^.* - ', '', text, flags=re.DOTALL)
@@ -191,14 +199,14 @@ def short_text(error: BaseException) -> str:
 
 
 def open_file(path: str) -> io.BufferedReader:
-    """A file of this machine, or of a store by its address. Reading one of a store raises DataError where it fails."""
+    """Open a file of this machine, or of a store by its address, whose reading raises DataError if it fails."""
     return io.BufferedReader(StoredFile(path) if is_url(path) else open(path, 'rb', buffering=0), BUFFER_BYTES)
 
 
 class StoredFile(io.RawIOBase):
-    """An object as a file for one who reads it from start to end.
+    """An object of a store as a file, best read from start to end.
 
-    Opening and reading raise DataError where that cannot be done.
+    Raises DataError if opening or reading fails.
     """
 
     def __init__(self, address: str):

@@ -1,8 +1,9 @@
-"""The shards of a dataset, each compared with index.json before it is read: for a training, VerifiedDataset; for
-programs that take whole shards, `open_shards`.
+"""Stream the shards of a dataset, each compared with index.json before it is read.
 
-Where Streaming 0.13.0 is made to do otherwise, a docstring says what goes wrong without it, and names the test that
-shows it. When Streaming mends one of these, its part here can be deleted.
+A training uses VerifiedDataset; programs that read whole shards use `open_shards`.
+
+Where Streaming 0.13.0 is overridden, a docstring says what goes wrong without the override, and names the test that
+shows it. When Streaming fixes one of these, its override can be deleted.
 """
 import contextlib
 import json
@@ -40,22 +41,25 @@ NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are m
 
 
 class VerifiedStream(Stream):
-    """Shards that are what index.json says. Those of a folder are read where they are, and nothing is written there;
-    of compressed ones and of a store there are copies in a cache.
+    """Shards whose size and hashes are those of index.json.
+
+    Uncompressed shards of a folder are read in place, and nothing is written there. Compressed ones, and those of a
+    store, are copied into a cache.
 
     Args:
         index: the index.json of the dataset.
         remote: folder or object store with the shards; None: they are in `local`.
-        local: folder in which the cache has a folder of its own. None: see `cache_folder`.
-        cache_limit: bytes of the copies, or a text such as 500gb: the oldest are dropped.
+        local: folder in which the cache makes a folder of its own. None: see `cache_folder`.
+        cache_limit: bytes of the cache, or a text such as 500gb, above which the oldest copies are dropped.
         download_retry: tries of a download.
         download_timeout: seconds for a download.
 
-    Raises ValueError if `cache_limit` is no size, or there is no cache that it could bound.
+    Raises ValueError if `cache_limit` is no size, or if there is no cache that it could limit.
     """
 
     def __init__(self, index: dict, remote: str | None, local: str | None, cache_limit: int | str | None = None,
                  download_retry: int = DOWNLOADS, download_timeout: float = 120):
+        # where the shards are, and where they are read: in place, then without a remote, or from a cache
         if remote is None:
             remote, local = local, None
         if local is None and is_readable_in_place(remote, index['shards']):
@@ -70,20 +74,20 @@ class VerifiedStream(Stream):
                              'or leave the limit out')
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: np.ndarray) -> None:
-        """Say of no shard that it is there (int64, 0 bytes), so that each is prepared before its first sample.
+        """Report no shard as present, so that each is verified before its first sample is read.
 
-        Without this: Streaming reads whatever lies in the place of a shard.
+        Without this: Streaming reads whatever file has the name of a shard.
         Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.
         """
         if self.remote is None:
             return
         if self.cache_limit and sum(shard.raw_data.bytes for shard in shards) > self.cache_limit:
             for shard in shards:
-                shard.evict()  # else what an earlier run has left would lie beside what this one counts
+                shard.evict()  # else copies of an earlier run would take space that this one does not count
 
     def prepare_shard(self, shard: MDSReader) -> int:
-        """Make a shard present and verified; returns the bytes that it takes. Raises DataError if it cannot be had."""
-        path = path_of(shard)
+        """Verify a shard, and download it if need be; return its bytes. Raises DataError if it cannot be had."""
+        path = shard_path(shard)
         try:
             fault = fault_of_file(path, shard.raw_data)
             if fault and self.remote is not None:
@@ -96,24 +100,24 @@ class VerifiedStream(Stream):
         return shard.raw_data.bytes
 
     def _fetch(self, shard: MDSReader) -> str | None:
-        """Download a shard to where no other run does, and give it its name if it is good; else what is wrong."""
-        path = Path(path_of(shard))
+        """Download a shard into a folder of this process, and rename it if it is good; else return what is wrong."""
+        path = Path(shard_path(shard))
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='fetched-', dir=os.path.abspath(self.local)) as folder:
-            file = shard.zip_data or shard.raw_data
+            file = shard.zip_data or shard.raw_data  # as it is stored
             fetched = Path(folder, 'shard')
             self._download(os.path.join(self.remote, file.basename), str(fetched))
             if shard.zip_data:
                 fetched.write_bytes(decompress(shard.compression, fetched.read_bytes()))
             fault = fault_of_file(fetched, shard.raw_data)
             if fault is None:
-                os.replace(fetched, path)
+                os.replace(fetched, path)  # at once: no other process reads half a shard
             return fault
 
     def _download(self, remote: str, local: str) -> None:
-        """Download a file, in several tries where another may help.
+        """Download a file, with retries only of errors that may pass.
 
-        Without this: Streaming waits as long for a shard that is not there.
+        Without this: Streaming retries for minutes to download a shard that does not exist.
         Test: test_a_shard_that_is_not_there_is_not_waited_for.
         """
         def download() -> Exception | None:
@@ -129,19 +133,18 @@ class VerifiedStream(Stream):
 
 
 def is_final(error: Exception) -> bool:
-    """Whether an error of a download is the same however often that is tried."""
+    """Tell whether an error of a download is permanent, so that a retry cannot help."""
     response = getattr(error, 'response', None) or {}  # of boto3
     code = response.get('Error', {}).get('Code')
     return isinstance(error, (FileNotFoundError, PermissionError)) or code in FINAL_CODES or disk_is_full(error)
 
 
 class VerifiedDataset(StreamingDataset):
-    """Streaming's dataset, whose samples come from the shards of its index alone, and whose epochs end whole or with
-    the reason.
+    """Streaming's dataset, which reads verified shards only, and whose epochs never end early without an error.
 
     Args:
         stream: of its shards.
-        kwargs: for StreamingDataset.
+        kwargs: of StreamingDataset.
     """
     failure = None  # the exception of a background thread
 
@@ -150,9 +153,11 @@ class VerifiedDataset(StreamingDataset):
             super().__init__(streams=[stream], cache_limit=stream.cache_limit, **kwargs)
 
     def get_item(self, sample_id: int, retry: int = 7) -> dict:
-        """A sample by its number, of a shard that was compared with index.json. Raises DataError if it cannot be had.
+        """Return a sample by its index, from a shard that was compared with index.json.
 
-        Without this: a sample that is asked for by its number comes from a shard that nobody has looked at.
+        Raises DataError if its shard cannot be had.
+
+        Without this: a sample that is read by its index comes from a shard that was not verified.
         Test: test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index.
         """
         if self.failure is not None:
@@ -163,22 +168,22 @@ class VerifiedDataset(StreamingDataset):
         return super().get_item(sample_id, retry)
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Make a shard present and verified; where that fails, let those who wait for it fail as well.
+        """Verify a shard, and download it if need be; if that fails, let the processes that wait for it fail too.
 
-        Without this: they wait for that shard for ever.
+        Without this: they wait for that shard forever.
         Test: test_a_shard_that_one_reader_could_not_have_fails_for_those_who_wait_for_it_too.
         """
         try:
             super().prepare_shard(shard_id, blocking)
         except Exception:
-            self._shard_states[shard_id] = _ShardState.REMOTE  # so that they try, and fail
+            self._shard_states[shard_id] = _ShardState.REMOTE  # so that the others try as well, and fail
             self._cache_filelock.release(force=True)
             raise
 
     def on_exception(self, future) -> None:
-        """Keep why a background thread failed, for `get_item` to raise at the next sample.
+        """Keep the exception of a background thread, which `get_item` raises at the next sample.
 
-        Without this: the epoch ends early and quietly, and a short run looks whole.
+        Without this: the epoch ends early without an error, and a run that was cut short looks complete.
         Test: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason.
         """
         if future.exception():
@@ -186,10 +191,10 @@ class VerifiedDataset(StreamingDataset):
             self._iterator.on_exit()  # for the thread that failed
 
     def _ready_thread(self, it) -> None:
-        """Let samples be taken as soon as they are wanted: `get_item` waits for their shard.
+        """Mark all samples as ready at once, because `get_item` itself waits for their shard.
 
-        Without this: a shard that cannot be had, or that was dropped for a small --cache_limit before it was read (of
-        12 shards at once, where Streaming asks for 4), is waited for, for ever.
+        Without this: an epoch waits forever for a shard that cannot be had, or that was dropped for a small
+        --cache_limit before it was read (of 12 shards at once, where Streaming asks for 4).
         Tests: test_an_epoch_whose_shard_cannot_be_had_ends_with_the_reason,
         test_a_small_cache_serves_the_whole_dataset.
         """
@@ -201,9 +206,9 @@ class VerifiedDataset(StreamingDataset):
         it.on_exit()
 
     def resume_at(self, epoch: int, sample_in_epoch: int) -> None:
-        """Go on at a sample of an epoch, counted over all ranks, when iterated next.
+        """Let the next iteration begin at a sample of an epoch, counted over all ranks.
 
-        Without this: a checkpoint at an epoch's end holds the epoch that is over, and a resume repeats its order.
+        Without this: a checkpoint at the end of an epoch holds that epoch, and a resume repeats its order.
         Test: test_a_run_killed_again_and_again_equals_one_that_never_was[streamed-1ep-1].
         """
         state = self.state_dict(sample_in_epoch, from_beginning=True)
@@ -212,32 +217,33 @@ class VerifiedDataset(StreamingDataset):
 
 
 class Shards(NamedTuple):
-    """Some shards of a dataset, each verified when it is fetched. See `open_shards`."""
+    """Shards of a dataset, each verified when it is fetched. Made by `open_shards`."""
     stream: VerifiedStream
     readers: list[MDSReader]
 
     def fetch(self, number: int) -> MDSReader:
-        """The reader of one of these shards, which is present and verified from now on.
+        """Verify a shard, and download it if need be; return its reader.
 
-        `len(reader)` is its number of samples, and `reader[0]` the first, a dict of columns. Raises DataError if it
-        cannot be had.
+        `len(reader)` is its number of samples, and `reader[0]` the first, a dict of columns.
+
+        Raises DataError if the shard cannot be had.
         """
         reader = self.readers[number]
         self.stream.prepare_shard(reader)
         return reader
 
     def drop(self, number: int) -> None:
-        """Remove a shard from the folder, where it is a copy; it can be fetched again."""
+        """Delete the copy of a shard, which can be fetched again. A shard that is read in place stays."""
         if self.stream.remote is not None:
-            Path(path_of(self.readers[number])).unlink(missing_ok=True)
+            Path(shard_path(self.readers[number])).unlink(missing_ok=True)
 
 
 def open_shards(remote: str, folder: str | None, entries: list[dict]) -> Shards:
-    """Some shards of `remote`, for any number of processes on any machines.
+    """Open some shards of `remote`, which any number of processes on any machines may do at once.
 
     Args:
         remote: folder or object store with the shards.
-        folder: for the copies; None: `remote` is read in place.
+        folder: for the copies. None: `remote` is read in place if it can be, else see `cache_folder`.
         entries: of these shards in the index.json of `remote`.
     """
     stream = VerifiedStream({'version': 2, 'shards': entries}, remote, folder)
@@ -245,21 +251,23 @@ def open_shards(remote: str, folder: str | None, entries: list[dict]) -> Shards:
 
 
 def is_readable_in_place(remote: str, entries: list[dict]) -> bool:
-    """Whether shards can be read where they are: in a folder, and not compressed."""
+    """Tell whether shards can be read without a copy: they are in a folder, and not compressed."""
     return os.path.isdir(remote) and not any(entry['zip_data'] for entry in entries)
 
 
 def cache_folder(parent: str | None, index: dict) -> str:
-    """The folder for copies of a dataset's shards, made where it is not there yet, with a copy of the index.json.
+    """Return the folder for copies of a dataset's shards; make it, with a copy of the index.json, if it is missing.
 
-    Its name comes from the index, so that a dataset that was made anew never meets the copies of the old one.
+    Its name is a hash of the index, so that a dataset that was rebuilt never meets the copies of the old one.
 
     Args:
-        parent: folder that it lies in; None: one of this user alone in the folder for temporary files.
+        parent: folder to make it in. None: mds-cache-UID in the folder for temporary files, which only this user can
+            write to.
         index: the index.json of the dataset.
 
-    Raises ValueError if others can write to that one.
+    Raises ValueError if `parent` is None and other users can write to that folder.
     """
+    # a parent that no other user can put shards into
     if parent is None:
         parent = os.path.join(tempfile.gettempdir(), f'mds-cache-{os.getuid()}')
         Path(parent).mkdir(mode=0o700, exist_ok=True)
@@ -267,6 +275,8 @@ def cache_folder(parent: str | None, index: dict) -> str:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise ValueError(f'{parent}, for copies of shards, is not a folder that only you can write to; '
                              'give --local a folder, or set TMPDIR')
+
+    # the folder of this dataset, whose index.json is renamed into place so that none reads half of it
     folder = Path(parent, index_hash(index)[:16])
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / INDEX).exists():
@@ -276,15 +286,15 @@ def cache_folder(parent: str | None, index: dict) -> str:
     return str(folder)
 
 
-def path_of(shard: MDSReader) -> str:
-    """Where a shard is read."""
+def shard_path(shard: MDSReader) -> str:
+    """Return the path that a shard is read from."""
     return os.path.join(shard.dirname, shard.raw_data.basename)
 
 
 def fault_of_file(path: str | Path, expected: FileInfo) -> str | None:
-    """What is wrong with a file, by its size and hashes in index.json; None if nothing is."""
+    """Compare a file with its size and hashes in index.json; return what is wrong, or None."""
     try:
-        size = os.stat(path).st_size  # before it is opened: a pipe would be waited for
+        size = os.stat(path).st_size  # before it is opened: opening a pipe would block
     except FileNotFoundError:
         return 'is not there'
     if size != expected.bytes:
@@ -297,10 +307,10 @@ def fault_of_file(path: str | Path, expected: FileInfo) -> str | None:
 
 @contextlib.contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """A dataset that is opened within this has shared memory of its own.
+    """Give a dataset that is opened in this context shared memory with a random name, which no other run has.
 
-    Without this: runs that start at once give their memory the same names (`File exists`), and ranks find different
-    ones where another run starts meanwhile.
+    Without this: runs that start at once choose the same names (`File exists`), and the ranks of a run choose different
+    ones if another run starts meanwhile.
     Test: test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
     """
     find_number = streaming.base.dataset.get_shm_prefix
@@ -312,8 +322,10 @@ def own_shared_memory() -> Iterator[None]:
 
 
 def draw_number(streams_local: list[str], streams_remote: list[str | None], world: World) -> tuple[int, SharedMemory]:
-    """A random number for this node's ranks, and the shared memory of that name; `own_shared_memory` calls it in the
-    place of Streaming's `get_shm_prefix`."""
+    """Draw a number that this node's ranks share; return it, and the shared memory that is named after it.
+
+    It takes the place of Streaming's `get_shm_prefix` within `own_shared_memory`.
+    """
     numbers = dist.all_gather_object(secrets.choice(NUMBERS))
     number = numbers[dist.get_global_rank() - dist.get_local_rank()]  # that of the node's first rank
     return number, SharedMemory(f'{number:06}_{LOCALS}', size=4)

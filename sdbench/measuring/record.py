@@ -24,7 +24,7 @@ from sdbench.measuring.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_l
 from sdbench.measuring.reliability import busy_cores, remedy, why_unreliable
 from sdbench.measuring.tracing import PROFILED
 from sdbench.measuring.versions import git_commit, package_versions
-from sdbench.paths import beside
+from sdbench.paths import sibling_path
 
 UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
 MUCH_WAITING_FOR_DATA = 0.05
@@ -98,7 +98,7 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
         values['sample_folder'] = settings.sample_folder
     if record['status'] not in ('failed', 'interrupted'):
         values['save_folder'] = settings.save_folder
-        values['pipeline'] = beside(settings.save_folder, 'model') if settings.save_folder else None
+        values['pipeline'] = sibling_path(settings.save_folder, 'model') if settings.save_folder else None
     values['export_flags'] = ''
     trained = record['trained_batches']
     if settings.ema_start and trained < to_batches(settings.ema_start):

@@ -13,8 +13,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
-from sdbench.inputs.hub import local_folder
 from sdbench.models.precisions import DTYPES
+from sdbench.paths import find_or_download
 
 # These folders hold no weights: random ones train as fast.
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
@@ -83,7 +83,7 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
         patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()] + ['tokenizer/*']
         if pretrained:
             patterns += WEIGHT_FILES
-        folder = local_folder('--model_name', name, patterns)
+        folder = find_or_download('--model_name', name, patterns)
     configs = {}
     for part, file in CONFIG_FILES.items():
         try:

@@ -1,4 +1,4 @@
-"""What is changed by chance in a batch: captions that are left out, images that are mirrored."""
+"""Random augmentation of batches: captions are dropped, and images mirrored."""
 import numpy as np
 import torch
 from composer.core import Algorithm, Event, State
@@ -8,16 +8,16 @@ from sdbench.inputs.images import FLIP
 
 
 class RandomBatchTransform(Algorithm):
-    """Changes a share of the samples of each batch.
+    """Changes a random share of the samples of each batch.
 
-    Which ones depends on the seed, the number of the batch and the place in it, over all ranks, so that a run that is
-    resumed changes the same, and each epoch others. The noise of the batch stays what it was.
+    The choice depends on the seed, the number of the batch, and the position in the batch over all ranks. So a resumed
+    run makes the same choice, and each epoch another. The noise of the batch does not change.
 
     Args:
-        probability: of the samples, 0 to 1.
+        probability: that a sample is changed, 0 to 1.
         seed: of the run.
     """
-    stream: int  # of random numbers, beside that of the noise
+    stream: int  # of random numbers, apart from that of the noise
 
     def __init__(self, probability: float, seed: int):
         self.probability = probability
@@ -30,7 +30,7 @@ class RandomBatchTransform(Algorithm):
         return event == Event.BATCH_START
 
     def chosen(self, state: State) -> torch.Tensor:
-        """Which samples of this rank's part of the batch are changed, bool (B,)."""
+        """Choose the samples to change of this rank's share of the batch: bool (B,)."""
         device_batch = len(state.batch['caption'])
         seeds = np.random.SeedSequence((self.seed, state.timestamp.batch.value), spawn_key=(self.stream,))
         drawn = np.random.default_rng(seeds).random(device_batch * dist.get_world_size())  # of all ranks
@@ -39,14 +39,14 @@ class RandomBatchTransform(Algorithm):
 
 
 class CaptionDrop(RandomBatchTransform):
-    """Puts the empty caption in the place of a share of the captions, as classifier-free guidance needs it.
+    """Replaces a random share of the captions by the empty one, for classifier-free guidance.
 
-    The model so learns to draw without a caption as well (Ho and Salimans 2022).
+    So the model also learns to draw without a caption (Ho and Salimans 2022).
 
     Args:
-        probability: of the captions, 0 to 1.
+        probability: that a caption is replaced, 0 to 1.
         seed: of the run.
-        empty_caption: int64 (77,), the token ids of no words.
+        empty_caption: int64 (77,), the token ids of the empty caption.
     """
     stream = 1
 
@@ -55,14 +55,14 @@ class CaptionDrop(RandomBatchTransform):
         self.empty_caption = empty_caption
 
     def apply(self, event: Event, state: State, logger) -> None:
-        captions = state.batch['caption']  # (B, 77); a synthetic batch is one for all steps, so it is not written to
+        captions = state.batch['caption']  # (B, 77); not changed in place: synthetic data is one batch for all steps
         drop = self.chosen(state).to(captions.device)  # (B,)
         empty_caption = self.empty_caption.to(captions.device)
         state.batch = {**state.batch, 'caption': torch.where(drop[:, None], empty_caption, captions)}
 
 
 class RandomFlip(RandomBatchTransform):
-    """Says of each image, with a chance of one half, that it is to be mirrored; `data.normalize` does it on the device.
+    """Chooses the images to mirror, each with probability 0.5; `data.normalize` mirrors them on the device.
 
     Args:
         seed: of the run.

@@ -1,7 +1,7 @@
-"""How many images fit into a device's memory at once, found by trying before the run, without Composer's Trainer.
+"""Find the largest microbatch that fits into a device's memory, by trials before the run.
 
-Composer's own search, 'auto', works within the run: where memory runs out in a backward pass, DDP is left in the middle
-of its exchange of gradients, and every microbatch of a run that searches is synchronised. Here each try stands alone.
+Composer's own search, 'auto', works within the run: if memory runs out in a backward pass, DDP is left in the middle of
+its all-reduce, and a run that searches synchronizes the ranks at every microbatch. Here each trial stands alone.
 """
 import gc
 import re
@@ -18,15 +18,15 @@ from sdbench.forecast.memory import ADAM_MOMENTS
 from sdbench.inputs.captions import CAPTION_LENGTH
 from sdbench.inputs.shards import MOMENTS
 
-SPARE_SHARE = 1 / 32  # of a GPU's memory: a long run cuts it up a little differently, and NCCL's channels take some
+SPARE_SHARE = 1 / 32  # of a GPU's memory, kept free for the fragmentation of a long run and for NCCL's channels
 
-# What CUDA's libraries say where their handles and workspaces find no memory, and kernels that cannot count so many
-# elements; not of one image, where there is room for all of it
+# Errors of CUDA's libraries that find no memory for handles and workspaces, and of kernels whose 32-bit indices do not
+# reach that many elements. For a single image they have another cause, and are raised.
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
 def find_microbatch(settings: Train, model: ComposerModel, data: DataSpec) -> int:
-    """Images that go through the model at once: as asked for, or found. Raises ValueError if not even one fits."""
+    """Return the images of a microbatch: as the flags say, or by trials. Raises ValueError if not even one fits."""
     if not settings.searches_microbatch:
         return settings.device_train_microbatch_size
     device_batch_size = settings.batch_size // dist.get_world_size()
@@ -38,7 +38,7 @@ def find_microbatch(settings: Train, model: ComposerModel, data: DataSpec) -> in
 
 
 def sizes_to_try(device_batch_size: int) -> list[int]:
-    """The powers of two that divide a device's share of the batch, the smallest first."""
+    """List the powers of two that divide a device's share of the batch, the smallest first."""
     sizes = [1]
     while device_batch_size % (2 * sizes[-1]) == 0:
         sizes.append(2 * sizes[-1])
@@ -47,15 +47,15 @@ def sizes_to_try(device_batch_size: int) -> list[int]:
 
 def largest_microbatch(model: ComposerModel, data: DataSpec, device_batch_size: int, precision: str,
                        use_ema: bool) -> int:
-    """The largest of `sizes_to_try` that trains within the memory of every rank.
+    """Find the largest of `sizes_to_try` that trains within the memory of every rank.
 
-    One image comes first, which makes the handles and workspaces of CUDA's libraries while there is room. Each size is
-    tried on all ranks at once, so that none waits for another. A try is what the first two batches of the run do,
-    beside everything that it holds. The weights stay as they are, and there is no optimizer yet.
+    The first trial is of one image, so that CUDA's libraries make their handles and workspaces while there is room. All
+    ranks try a size at once, so that none waits for another. A trial does what the first two batches of the run do,
+    with the memory occupied that the run will occupy. It changes no weights, and needs no optimizer.
 
     Args:
-        model: with its switches; it is moved to its device. A compiled part runs uncompiled: compiling takes minutes
-            for each size, and as a rule a compiled model needs less memory.
+        model: with its switches; it is moved to its device. Compiled parts run uncompiled: compiling takes minutes for
+            each size, and a compiled model usually needs less memory.
         data: what the run will train on.
         device_batch_size: images of a batch on each device.
         precision: amp_bf16, amp_fp16 or fp32.
@@ -78,16 +78,16 @@ def largest_microbatch(model: ComposerModel, data: DataSpec, device_batch_size: 
 
 
 def on_all_ranks(mine: bool) -> bool:
-    """Whether it is so on every rank."""
+    """Tell whether `mine` is true on every rank."""
     agreed = torch.tensor(int(mine), device=get_device()._device)
     dist.all_reduce(agreed, 'MIN')
     return bool(agreed.item())
 
 
 def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:
-    """Whether `size` images at once can be trained on this rank, beside so many copies of the weights.
+    """Tell whether a microbatch of `size` images fits on this rank, next to `copies` copies of the weights.
 
-    Nothing that the try needed is left in memory.
+    It frees all memory that the trial took.
     """
     try:
         train_twice(model, data, size, precision, copies)
@@ -96,7 +96,7 @@ def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies
         if not is_too_large(error, size):
             raise
         return False
-    finally:  # the error is gone here, and with its traceback the tensors that it held
+    finally:  # after the error and its traceback, which hold tensors, are gone
         model.zero_grad(set_to_none=True)
         gc.collect()  # a library's error can hold its traceback in a cycle
         if torch.cuda.is_available():
@@ -104,34 +104,39 @@ def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies
 
 
 def is_too_large(error: RuntimeError, size: int) -> bool:
-    """Whether less than a try's `size` images might do: memory ran out, or a kernel cannot count so many elements."""
+    """Tell whether fewer images than `size` may avoid an error: memory ran out, or an index passes 32 bits."""
     return is_out_of_memory(error) or (size > 1 and re.search(TOO_LARGE, str(error)) is not None)
 
 
 def train_twice(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> None:
-    """Two batches of `size` images, beside what a run holds. Raises RuntimeError if they are too many.
+    """Run forward and backward for two batches of `size` images, with the memory occupied that a run occupies.
 
-    Adam's moments come between them, as in a run: they go where the activations of the first have left room, and the
-    activations of the second have to find theirs beside them.
+    Adam's moments are allocated between the two, as in a run: they take space that the activations of the first batch
+    have freed, and those of the second must fit around them.
+
+    Raises RuntimeError if memory runs out.
     """
+    # gradients, copies of the weights, and what is kept free
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    beside = []
+    occupied = []
     for parameter in trainable:
-        parameter.grad = torch.zeros_like(parameter)  # all but the first microbatch of a batch find them there
-        beside += [torch.empty_like(parameter) for _ in range(copies)]
+        parameter.grad = torch.zeros_like(parameter)  # as all but the first microbatch of a batch have them
+        occupied += [torch.empty_like(parameter) for _ in range(copies)]
     if torch.cuda.is_available():
         spare = int(torch.cuda.mem_get_info()[1] * SPARE_SHARE)
-        beside.append(torch.empty(spare, dtype=torch.uint8, device='cuda'))
+        occupied.append(torch.empty(spare, dtype=torch.uint8, device='cuda'))
+
+    # the first batch, Adam's moments, the second batch
     forward_and_backward(model, data, size, precision)
-    beside += [torch.empty_like(parameter) for parameter in trainable for _ in range(ADAM_MOMENTS)]
+    occupied += [torch.empty_like(parameter) for parameter in trainable for _ in range(ADAM_MOMENTS)]
     forward_and_backward(model, data, size, precision)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # a kernel's own error comes late
-    del beside
+    del occupied
 
 
 def forward_and_backward(model: ComposerModel, data: DataSpec, size: int, precision: str) -> None:
-    """As Composer's Trainer does it."""
+    """Run forward and backward for one blank microbatch, as Composer's Trainer does."""
     microbatch = data.microbatch_transforms(blank_batch(model, size, torch.uint8, get_device()._device))
     with get_precision_context(precision):
         outputs = model.train()(microbatch)
@@ -140,7 +145,7 @@ def forward_and_backward(model: ComposerModel, data: DataSpec, size: int, precis
 
 
 def blank_batch(model: ComposerModel, size: int, image_type: torch.dtype, device: str) -> dict[str, torch.Tensor]:
-    """Samples as large as the model takes them: `image` (B, 3, H, H) or `moments`, and `caption` (B, 77)."""
+    """Make a batch of zeros: `image` (B, 3, H, H) or `moments` (B, 8, H/8, H/8), and `caption` int64 (B, 77)."""
     batch = {'caption': torch.zeros(size, CAPTION_LENGTH, dtype=torch.long, device=device)}
     if model.vae is None:
         batch[MOMENTS] = torch.zeros(size, 8, model.latent_size, model.latent_size, dtype=torch.half, device=device)

@@ -1,4 +1,4 @@
-"""The learning rate over time, and what each image weighs in the loss."""
+"""Build the schedule of the learning rate, and weigh the losses of a batch."""
 import torch
 from composer import optim
 
@@ -10,11 +10,11 @@ SCHEDULES = {  # without a warm-up, and after one
 
 
 def build_schedule(name: str, warmup: str | None) -> optim.ComposerScheduler:
-    """The learning rate over time, as a share of --learning_rate: a warm-up or none, then to the end.
+    """Build the schedule of the learning rate, as multiples of --learning_rate.
 
     Args:
         name: one of SCHEDULES.
-        warmup: a time, such as 10000ba.
+        warmup: time of the linear warm-up, such as 10000ba; None or empty: there is none.
     """
     plain, with_warmup = SCHEDULES[name]
     if warmup:
@@ -23,11 +23,11 @@ def build_schedule(name: str, warmup: str | None) -> optim.ComposerScheduler:
 
 
 def min_snr_weights(alphas_cumprod: torch.Tensor, gamma: float, prediction_type: str) -> torch.Tensor:
-    """What each image weighs in the loss by Min-SNR (Hang et al. 2023), as in diffusers' training scripts: float (B,).
+    """Return the Min-SNR loss weight of each image (Hang et al. 2023), as in diffusers' training scripts: float (B,).
 
     Args:
         alphas_cumprod: float (B,), of the timesteps of the images.
-        gamma: the signal-to-noise ratio (SNR) from which on an image weighs less.
+        gamma: the signal-to-noise ratio (SNR) above which an image weighs less.
         prediction_type: epsilon or v_prediction.
     """
     snr = alphas_cumprod / (1 - alphas_cumprod)

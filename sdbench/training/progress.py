@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a plain line now and then in a log."""
+"""Show the progress of a run: as a bar on a terminal, as a plain line now and then in a log."""
 import sys
 import time
 
@@ -14,26 +14,25 @@ SECONDS_BETWEEN_LINES = 30  # in a log; a run that is shorter leaves only its la
 
 
 def batches_in_words(state: State, total: int) -> str:
-    """Such as 'batch 120 of 2000'."""
+    """Return text such as 'batch 120 of 2000'."""
     return f'batch {state.timestamp.batch.value} of {total}'
 
 
 class Progress(Callback):
-    """Shows on rank 0 how far the whole training is, its loss, its speed and the time that is left.
+    """Shows on rank 0 the progress of the whole training: batches, loss, speed and the time that is left.
 
-    Composer's own bar counts the batches of an epoch, and in a log, where there is no terminal, it writes a line for
-    each batch. The speed in a log is that of the batches, without checkpoints, evaluations and drawing, as in the
-    record.
+    Composer's own bar counts the batches of an epoch only, and in a log it writes a line for each batch. The speed in a
+    log leaves out checkpoints, evaluations and drawing, as the record does.
 
     Args:
-        measurement: of the run, which knows how long these took; it comes before this among the callbacks.
+        measurement: of the run, which times what the speed leaves out. It must come earlier among the callbacks.
     """
 
     def __init__(self, measurement: Measurement):
         self.measurement = measurement
         self.bar: tqdm | None = None
         self._total = 0  # batches
-        self._next_line = 0.0  # when it is due, by the clock
+        self._next_line = 0.0  # time.monotonic() when it is due
         self._line_time = 0.0  # seconds on batches alone, when the last one was printed
         self._line_batch = 0
         self._line_sample = 0
@@ -57,17 +56,20 @@ class Progress(Callback):
         self.stop()
 
     def stop(self) -> None:
-        """Leave the bar's line, so that what is printed next stands in one of its own."""
+        """Close the bar, so that what is printed next begins a new line."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
 
     def _print_line(self, state: State) -> None:
-        """On rank 0: batch, loss, speed and time left."""
+        """Print batch, loss, speed and time left on rank 0."""
+        # since the last line
         batch = state.timestamp.batch.value
         seconds = self._training_time() - self._line_time
         batches_per_second = (batch - self._line_batch) / seconds
         images = state.timestamp.sample.value - self._line_sample
+
+        # the line
         parts = [self._loss(state), f'{images / seconds:.4g} images/s']
         if batch < state.max_duration.value:  # which a signal brings forward to this batch
             seconds_left = (self._total - batch) / batches_per_second
@@ -78,19 +80,20 @@ class Progress(Callback):
         self._begin_line(state)
 
     def _begin_line(self, state: State) -> None:
-        """The next line says what happens from here on."""
+        """Begin the interval that the next line is about."""
         self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
         self._line_time = self._training_time()
         self._line_batch = state.timestamp.batch.value
         self._line_sample = state.timestamp.sample.value
 
     def _training_time(self) -> float:
-        """Seconds that this process has spent on batches until now, from some moment before its first."""
+        """Return seconds on batches until now, from an arbitrary start; only differences have a meaning."""
         return time.monotonic() - self.measurement.seconds_excluded
 
     @staticmethod
     def _loss(state: State) -> str:
-        loss = state.total_loss_dict.get('loss/train/total')  # none of a step that was left out
+        """Return text such as 'loss 0.123', or '' if the batch was skipped."""
+        loss = state.total_loss_dict.get('loss/train/total')
         if loss is None:
             return ''
         return f'loss {float(loss):.3f}'

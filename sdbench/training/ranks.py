@@ -1,4 +1,4 @@
-"""The processes of a run: how they meet, share a host's cores, and agree."""
+"""Start, synchronize and end the ranks of a run."""
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,13 @@ from sdbench.errors import one_line
 
 
 def join_ranks(device, timeout: int) -> None:
-    """Meet all ranks, if there are several, and share the host's cores. Raises ValueError if some did not come.
+    """Start the process group, if there are several ranks, and divide the host's cores among them.
 
     Args:
-        device: of Composer, that this rank trains on.
-        timeout: in seconds, in which they meet, and in which each is waited for in whatever they do together.
+        device: Composer's device that this rank trains on.
+        timeout: seconds to wait for all ranks, now and in each collective operation.
+
+    Raises ValueError if not all ranks came within `timeout`.
     """
     if dist.get_world_size() == 1:
         return
@@ -31,29 +33,30 @@ def join_ranks(device, timeout: int) -> None:
 
 
 def leave_ranks() -> None:
-    """At the end of a program that completed on several GPUs: torch warns of a process that ends without.
+    """Destroy the process group of a run that completed on several GPUs; torch warns if a process ends without.
 
-    Gloo's group stays. Up to torch 2.7 its end holds Python's lock while it waits for a thread, which may wait for that
-    lock to drop the last tensor that was gathered: https://github.com/pytorch/pytorch/pull/154976
+    Gloo's group is not destroyed. Up to torch 2.7 that can deadlock: it holds Python's GIL while it waits for a thread,
+    which may wait for the GIL to free the last tensor that was gathered
+    (https://github.com/pytorch/pytorch/pull/154976).
     """
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'nccl':
         torch.distributed.destroy_process_group()
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """What `function()` returns on rank 0, for all ranks.
+    """Call a function on rank 0 alone, and return its result on all ranks.
 
-    Raises ValueError on all, so that none is left waiting, if it raises that or OSError.
+    Raises ValueError on all ranks, so that none waits for another, if the function raises ValueError or OSError.
     """
-    def only_there() -> Any:
+    def on_this_rank() -> Any:
         return function() if dist.get_global_rank() == 0 else None
-    return on_every_rank(only_there)[0]
+    return on_every_rank(on_this_rank)[0]
 
 
 def on_every_rank(function: Callable[[], Any]) -> list[Any]:
-    """What `function()` returns on each rank, for all ranks.
+    """Call a function on each rank, and return the results of all ranks, in their order.
 
-    Raises ValueError on all, so that none is left waiting, if it raises that or OSError on one.
+    Raises ValueError on all ranks, so that none waits for another, if the function raises ValueError or OSError on one.
     """
     value = None
     message = None

@@ -13,7 +13,7 @@ from sdbench.flags.train import ENCODER_PRECISIONS, TINY_MODEL, Train, number_of
 from sdbench.inputs.loader import queued_batches
 from sdbench.inputs.shards import read_index
 from sdbench.measuring.reliability import fewest_batches
-from sdbench.paths import beside, number_of_samples
+from sdbench.paths import number_of_samples, sibling_path
 
 MOST_WORKERS = 8
 FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
@@ -37,7 +37,7 @@ def resolve_defaults(settings: Train) -> Train:
         'num_workers': default_workers(dist.get_local_world_size()) if settings.remote else 0,
         'num_workers_by_default': settings.num_workers is None,
         'ema_half_life': '1000ba' if settings.use_ema else None,
-        'sample_folder': beside(settings.save_folder, 'samples') if settings.save_folder else 'samples',
+        'sample_folder': sibling_path(settings.save_folder, 'samples') if settings.save_folder else 'samples',
         'training_images': images_of_training(settings),
     })
     settings = with_defaults(settings, {'encoder_precision': ENCODER_PRECISIONS[settings.precision]})

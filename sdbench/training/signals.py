@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a training after a batch, with a checkpoint and a record."""
+"""End a training at Ctrl-C or SIGTERM after its batch, with a checkpoint and a record."""
 import os
 import signal
 
@@ -13,14 +13,14 @@ ENDING = b'\na signal came: the run ends with this batch; a launcher waits 30 se
 
 
 class StopAtSignal(Callback):
-    """Ends the training when the batch ends in which SIGINT or SIGTERM comes to a rank, on all ranks together.
+    """Ends the training on all ranks at the end of the batch in which SIGINT or SIGTERM comes to one of them.
 
-    It comes before the callbacks that save, and is a context that a training is built, run and recorded in: from the
-    first batch to the end of the context it answers the signals. A second Ctrl-C ends the process at once. A second
-    SIGTERM does not, because a cluster and the launcher both send one.
+    It must come before the callbacks that save. It is also a context manager, around all that is to be finished after a
+    signal: it handles signals from the start of the training until the context ends. A second Ctrl-C ends the process
+    at once. A second SIGTERM does not, because a cluster and the launcher both send one.
 
     Attributes:
-        interrupted: whether the training was ended so.
+        interrupted: whether a signal ended the training.
     """
 
     def __init__(self):
@@ -39,7 +39,7 @@ class StopAtSignal(Callback):
         self._handlers_before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def _note(self, number: int, frame) -> None:
-        """The signals' handler."""
+        """Handle a signal: note it, and let the next Ctrl-C end the process."""
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
         if not self._has_come and dist.get_global_rank() == 0:
