@@ -42,7 +42,6 @@ from torch.utils.data import DataLoader, Dataset
 from sdbench.datasets.output import SKIPPED, Output, PartWriter, join_parts, part_name, training_command, write_index
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers, work
 from sdbench.errors import DataError, plural, redacted
-from sdbench.flags.train import TINY_MODEL
 from sdbench.inputs.images import decode_image, normalize_images, stack_images
 from sdbench.inputs.shards import IMAGES, LATENT_COLUMNS, MOMENTS, index_hash, read_image_index
 from sdbench.inputs.stream import Shards, is_readable_in_place, open_shards
@@ -364,9 +363,8 @@ def encode(settings: Encode) -> dict | None:
     facts = {'encoder_precision': settings.encoder_precision, **origin}
     if not settings.pretrained:
         facts |= {'model_name': whole_name(settings.model_name), 'seed': settings.seed}  # which random weights
-        if settings.model_name != TINY_MODEL:
-            print(f'{PROGRAM}: warning: without --pretrained the VAE is random, so that no model can draw from these '
-                  'latents; give --model_name FOLDER --pretrained', file=sys.stderr)
+        print(f'{PROGRAM}: warning: without --pretrained the VAE is random, so that no model can draw from these '
+              'latents; give --model_name FOLDER --pretrained', file=sys.stderr)
     parts = parts_of(index['shards'], facts)
     with output.begun({'program': PROGRAM, **facts}, [settings.remote]):
         there = output.parts()

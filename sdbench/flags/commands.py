@@ -7,16 +7,7 @@ from typing import Literal
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
 from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
-from sdbench.flags.train import (
-    Encoders,
-    Model,
-    Results,
-    SampleFlags,
-    Seed,
-    Warmup,
-    check_image_size,
-    refuse_weights_of_tiny,
-)
+from sdbench.flags.train import Encoders, Model, Results, SampleFlags, Seed, Warmup, check_image_size
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
@@ -108,7 +99,6 @@ class Export:
     def check(self) -> None:
         if os.path.lexists(self.out):
             raise ValueError(f'OUT {self.out} already exists; give a new folder')
-        refuse_weights_of_tiny(self.model_name, self.pretrained)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,20 +80,12 @@ class Model:
     """model"""
     model_name: str = flag(SD2_BASE, f'tiny, a diffusers folder or a hub name (default: {SD2_BASE}, whose architecture '
                            'is built in)', may_change=True)  # its place: the configuration must be the same
-    pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name (default: off, '
-                            'random weights, which train as fast)')
+    pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name; tiny has those '
+                            'of a VAE (default: off, random weights, which train as fast)')
     image_size: int = flag(512, 'height and width in pixels', converter=count)
 
     def check(self) -> None:
         check_image_size(self.image_size)
-        refuse_weights_of_tiny(self.model_name, self.pretrained)
-
-
-def refuse_weights_of_tiny(model_name: str | None, pretrained: bool) -> None:
-    """Raises ValueError if they are asked for."""
-    if model_name == TINY_MODEL and pretrained:
-        raise ValueError('--model_name tiny has no weights; leave out --pretrained, or give --no-pretrained after '
-                         'a recipe that has it, or name a diffusers folder')
 
 
 def check_image_size(pixels: int) -> None:
@@ -266,7 +258,7 @@ class EvaluationAndDrawing:
                                      converter=time_in('ba ep'), metavar='TIME', needs='eval_remote')
     sample_prompts: str | None = flag(
         None, 'draw each prompt of this file, one a line, with the averaged weights where there are any, 50 steps and '
-        'guidance 7.5; needs --pretrained, but for the model tiny, whose pictures are noise', metavar='FILE')
+        'guidance 7.5; needs --pretrained', metavar='FILE')
     sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba, or a quarter of a shorter '
                                        'run); the end of the run is also drawn',
                                        converter=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
@@ -276,7 +268,7 @@ class EvaluationAndDrawing:
     def check(self) -> None:
         if self.sample_prompts and not os.path.isfile(self.sample_prompts):
             raise ValueError(f'--sample_prompts {self.sample_prompts} is no file; give one with a prompt on each line')
-        if self.sample_prompts and not self.pretrained and self.model_name != TINY_MODEL:
+        if self.sample_prompts and not self.pretrained:
             raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
                              '--pretrained it is random; give --model_name FOLDER --pretrained')
 

@@ -10,7 +10,7 @@ from composer.utils import dist
 
 from sdbench.errors import DataError, plural
 from sdbench.flags.times import is_young, to_batches
-from sdbench.flags.train import SD2_BASE, TINY_COMMAND, TINY_MODEL, Train
+from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import Measurement, figures, whole_epochs
 from sdbench.measuring.power import gather_gpu_figures
 from sdbench.measuring.record import UNMEASURED, append_record, redacted, summary, training_settings
@@ -69,7 +69,7 @@ def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
     if is_new and settings.save_folder and settings.use_ema and is_young(settings.ema_half_life, batches):
         print(f'warning: after {batches} batches the average will still be near the weights at the start; give '
               f'--ema_half_life {max(1, batches // 10)}ba', file=sys.stderr)
-    if settings.save_folder and not settings.pretrained and settings.model_name != TINY_MODEL:
+    if settings.save_folder and not settings.pretrained:
         print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw; '
               'give --model_name FOLDER --pretrained', file=sys.stderr)
 
