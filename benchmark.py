@@ -350,13 +350,13 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
     """Run the benchmark, with more callbacks for Composer's Trainer if there are any; returns its record.
 
-    With --dry_run it returns the largest microbatch for each card or size of card instead.
+    With --dry_run it returns the records of the forecasts instead.
     """
     end_with_launcher()
     with one_line_errors(PROGRAM):
         # The flags, and what this machine says of those that were not given.
         settings = resolve_defaults(parse(Train, __doc__, argv, PROGRAM))
-        if settings.dry_run is not None:
+        if settings.dry_run:
             return dry_run(settings, build_model)
 
         # All ranks meet, and train for as long as rank 0.

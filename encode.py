@@ -387,7 +387,7 @@ def encode(settings: Encode) -> dict | None:
     }
     flops_per_image = flops_of_latents(files.configs['vae'], settings.image_size)
     record = encoding_record(settings, figures, devices, stored, flops_per_image)
-    return append_record(record, summary(record, settings), settings.results)
+    return append_record(record, summary(record, settings), settings.results_file)
 
 
 def main(argv: list[str] | None = None) -> dict | None:

@@ -317,7 +317,7 @@ def evaluate(settings: Evaluate) -> dict:
     if settings.inception:
         record |= {'resize': f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}',
                    'fid_is_biased': settings.samples < FEWEST_SAMPLES}
-    return append_record(record, summary(record), settings.results)
+    return append_record(record, summary(record), settings.results_file)
 
 
 def main(argv: list[str] | None = None) -> dict:

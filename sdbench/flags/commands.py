@@ -5,9 +5,19 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
-from sdbench.flags.train import Encoders, Model, Results, SampleFlags, Seed, Warmup, check_image_size
+from sdbench.flags.train import (
+    PRICES_HELP,
+    Encoders,
+    Model,
+    Results,
+    SampleFlags,
+    Seed,
+    Warmup,
+    check_image_size,
+    price,
+)
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
@@ -153,8 +163,9 @@ class Report:
     records: tuple[str, ...] = positional('files of JSON lines, or of CSV where the name ends in .csv')
     training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES}, those '
                                        'of Stable Diffusion 2; for the model tiny no days are shown)', converter=count)
-    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price of one GPU for an hour, in dollars',
-                                       converter=positive)
+    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
+    days: float | None = flag(None, 'say also how many images each speed trains on in so many days',
+                              converter=positive)
     extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)',
                                         converter=count, metavar='GPUS')
     compare: bool = flag(False, 'a row for each training, numbered, with its speed over that of the first one of the '

@@ -27,7 +27,7 @@ Settings = TypeVar('Settings')
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
-         bare: Any = None, needs: str | None = None, may_change: bool = False) -> Any:
+         bare: Any = None, needs: str | tuple[str, ...] | None = None, may_change: bool = False) -> Any:
     """A field that is a flag. Its type says what it takes: a bool is on or off (--flag, --no-flag), a Literal one of
     its texts, a tuple one value or several. Of a bool | Literal the value may be left out.
 
@@ -37,7 +37,8 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         converter: turns the text into the value, or raises argparse.ArgumentTypeError; None: the field's type does.
         metavar: what the value is called in the help.
         bare: the value of the flag alone, where its value may be left out.
-        needs: another flag, without which this one does nothing, so that it is refused.
+        needs: another flag, without which this one does nothing, so that it is refused; or several, one of which is
+            enough.
         may_change: whether a run that resumes may have another value, where the other flags of its group must be the
             same (`SAME_ON_RESUME` of sdbench/flags/train.py).
     """
@@ -89,10 +90,12 @@ def check(settings: Any) -> None:
     """Raise ValueError for a flag without the one that it needs, and for what `check` of the groups refuses."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        needed = field.metadata.get('needs')
-        if needed and is_given(value) and not is_given(getattr(settings, needed)):
+        needed = field.metadata.get('needs') or ()
+        if isinstance(needed, str):
+            needed = (needed,)
+        if needed and is_given(value) and not any(is_given(getattr(settings, name)) for name in needed):
             given = f'--{field.name}' if value is True else f'--{field.name} {value}'
-            raise ValueError(f'{given} needs --{needed}; give both, or leave it out')
+            raise ValueError(f'{given} needs --{needed[0]}; give both, or leave it out')
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):
             group.check(settings)

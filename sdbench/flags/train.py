@@ -1,9 +1,10 @@
 """The flags of benchmark.py, each in one place, and what of them cannot be. Nothing here needs torch."""
+import argparse
 import os
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.flags.parser import amount, count, flag, fraction, positive, seed, whole_number
 from sdbench.flags.times import time_in
 from sdbench.gpus import cards_named
@@ -17,6 +18,22 @@ TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny
 def microbatch(text: str) -> int | Literal['auto']:
     """Convert a number of images that go through the model at once, or auto."""
     return text if text == 'auto' else count(text)
+
+
+def price(text: str) -> tuple[str | None, float]:
+    """Convert a price in dollars, such as 2.5, or NAME=PRICE for GPUs of that name, such as H100=2.5."""
+    name, is_named, dollars = text.rpartition('=')
+    if not is_named:
+        return None, amount(text)
+    try:
+        cards_named(name, '--dollars_per_gpu_hour')
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name, amount(dollars)
+
+
+PRICES_HELP = (f'price of one GPU for an hour, in dollars, or several, such as H100=2.5 H200=3.2 '
+               f'(default: {DOLLARS_PER_GPU_HOUR}, for every GPU)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +69,7 @@ class TrainingSamples:
 
     def check(self) -> None:
         given = [bool(self.remote), self.use_synth_data, self.use_synth_latents]
-        if not any(given) and not self.local and self.dry_run is None:
+        if not any(given) and not self.local and not self.dry_run:
             raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
         if sum(given) > 1:
             raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
@@ -148,21 +165,28 @@ class Warmup:
 class Results:
     heading = 'measurement'
 
-    results: str = flag('results.jsonl', 'file that the record is appended to, or - to print it as the last line of '
-                        'standard output instead', metavar='FILE')
+    results: str | None = flag(None, 'file that the record is appended to, or - to print it as the last line of '
+                               'standard output instead (default: results.jsonl; a forecast is kept only in a file '
+                               'that is named)', metavar='FILE')
+
+    @property
+    def results_file(self) -> str:
+        """Return where the record of a run goes."""
+        return self.results or 'results.jsonl'
 
     def check(self) -> None:
-        """Raises ValueError if nothing can be appended there: it is said before the run, not after it."""
-        if self.results == '-':
+        """Raise ValueError if nothing can be appended there: it is said before the run, not after it."""
+        path = self.results_file
+        if path == '-':
             return
-        if os.path.isdir(self.results):
+        if os.path.isdir(path):
             can_be_written = False
-        elif os.path.exists(self.results):
-            can_be_written = os.access(self.results, os.W_OK)
+        elif os.path.exists(path):
+            can_be_written = os.access(path, os.W_OK)
         else:
-            can_be_written = os.access(os.path.dirname(os.path.abspath(self.results)), os.W_OK)
+            can_be_written = os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)
         if not can_be_written:
-            raise ValueError(f'--results {self.results} is no file that can be written; name another, or - to print')
+            raise ValueError(f'--results {path} is no file that can be written; name another, or - to print')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +198,8 @@ class MeasurementFlags:
         "with streamed data five times the loader's queue if that is more)", converter=count)
     dry_run: int | None = flag(
         None, 'train nothing: say, without a GPU, which microbatch fits on which card, and how fast so many GPUs could '
-        'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS', bare=0)
+        'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS',
+        bare=int(os.environ.get('WORLD_SIZE', 1)))
     gpu: str | None = flag(None, 'the card, by its name in records or a part of it, such as A100-40GB (default: all '
                            'that are known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
@@ -182,7 +207,7 @@ class MeasurementFlags:
                                'TensorBoard; no report counts such a run', metavar='DIR')
 
     def check(self) -> None:
-        if self.loader_only and (self.profile or self.dry_run is not None):
+        if self.loader_only and (self.profile or self.dry_run):
             raise ValueError('--loader_only has no training for --dry_run or --profile; leave it out')
         cards_named(self.gpu)
 
@@ -208,12 +233,12 @@ class Training:
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
     save_interval: str | None = flag(
         None, 'time between checkpoints (default: 1000ba, or a quarter of a shorter run); one is also saved at the end '
-        'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'), metavar='TIME', needs='save_folder')
+        'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'), metavar='TIME', needs=('save_folder', 'dry_run'))
     save_num_checkpoints_to_keep: int | None = flag(
         None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
-        'store keeps all', converter=count, metavar='N', needs='save_folder')
+        'store keeps all', converter=count, metavar='N', needs=('save_folder', 'dry_run'))
     autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
-                            needs='save_folder')
+                            needs=('save_folder', 'dry_run'))
     dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one of them compiles, saves '
                              'or draws', converter=count)
 
@@ -250,13 +275,13 @@ class EvaluationAndDrawing:
                                    'is calculated with the same noise and timesteps each time', metavar='PATH')
     eval_interval: str | None = flag(None, 'time between evaluations (default: 1000ba, or a quarter of a shorter '
                                      'run); there is also one at the end',
-                                     converter=time_in('ba ep'), metavar='TIME', needs='eval_remote')
+                                     converter=time_in('ba ep'), metavar='TIME', needs=('eval_remote', 'dry_run'))
     sample_prompts: str | None = flag(
         None, 'draw each prompt of this file, one a line, with the averaged weights where there are any, 50 steps and '
         'guidance 7.5; needs --pretrained', metavar='FILE')
     sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba, or a quarter of a shorter '
                                        'run); the end of the run is also drawn',
-                                       converter=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
+                                       converter=time_in('ba ep'), metavar='TIME', needs=('sample_prompts', 'dry_run'))
     sample_folder: str | None = flag(None, 'folder for the drawings, a PNG each time (default: SAVE_FOLDER-samples, or '
                                      'samples)', metavar='DIR')
 
@@ -287,7 +312,7 @@ class Cost:
                                        'those of Stable Diffusion 2, or with --dry_run those of --max_duration; for '
                                        'the model tiny no cost is shown)',
                                        converter=count)
-    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price in dollars, for the cost', converter=amount)
+    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
 
 
 @dataclass(frozen=True, kw_only=True)

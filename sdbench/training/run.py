@@ -144,7 +144,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         if record['status'] != 'failed':
             log_record(trainer.logger, record)
             trainer.close()
-        append_record(record, text, settings.results)
+        append_record(record, text, settings.results_file)
     except Exception as error:
         raise RunFailed(redacted(reason(error, ''))) from None
     if record['status'] == 'interrupted':
