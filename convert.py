@@ -154,9 +154,11 @@ def nothing_found(found: Found, settings: Convert) -> ValueError:
 
 def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> DataError:
     """Return the error of a SOURCE of which no sample is in OUT."""
-    reason = what_was_skipped(joined, settings)
     if held_out.samples:
         reason = f'--held_out {settings.held_out} takes all of {plural(held_out.samples, "sample")}'
+    else:
+        first = joined.first_skipped
+        reason = f'{what_was_skipped(joined, settings)}; the first is {first["source"]}: {first["reason"]}'
     return DataError(f'nothing could be converted of SOURCE {" ".join(settings.source)}: {reason}')
 
 

@@ -4,7 +4,7 @@
     composer benchmark.py --remote s3://my-bucket/photos-512 --use_ema --model_name FOLDER --pretrained
 
 Each image shard becomes shards of its own, with the mean and the log variance of each image's latents (float16, so that
-training draws a latent anew each time) and the caption. Every GPU of this machine works, or with --ray every GPU of a
+training draws another latent each time) and the caption. Every GPU of this machine works, or with --ray every GPU of a
 Ray cluster. What cannot be encoded is left out and listed in OUT/skipped.jsonl. A run that was stopped, when started
 again with the same command, encodes only what is missing. OUT/index.json comes last.
 """

@@ -61,6 +61,7 @@ class Joined:
     samples_of: dict[str, int] = field(default_factory=dict)  # each part
     bytes: int = 0  # of the shards
     skipped: Counter = field(default_factory=Counter)  # what was left out, by kind of reason
+    first_skipped: dict | None = None  # the first line of it
     damaged: list[dict] = field(default_factory=list)  # the lines of files that could not be read to their end
     whole_files: set[str] = field(default_factory=set)  # lines of whole files: each piece of a file has the same
 
@@ -81,6 +82,8 @@ class Joined:
                 continue
             if line['key'] is None:
                 self.whole_files.add(text)
+            if not self.skipped:
+                self.first_skipped = line
             file.write(f'{text}\n'.encode())
             self.skipped[line['reason'].partition(':')[0]] += 1
             if line['reason'].startswith(DAMAGED):

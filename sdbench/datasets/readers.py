@@ -211,7 +211,8 @@ def image_bytes(value: Any) -> bytes | Unread:
         return value
     if value is None:
         return Unread('the row has none')
-    return Unread(f'the row has {value!r:.50} instead of its bytes (a table of paths is for --captions)')
+    return Unread(f'the row has {value!r:.50} instead of its bytes (--captions reads tables of paths, '
+                  'and img2dataset makes tars of addresses)')
 
 
 def caption_bytes(scalar: Any) -> bytes | Unread:

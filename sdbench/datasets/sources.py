@@ -31,7 +31,7 @@ from sdbench.paths import is_url
 IMAGES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2', '.ppm')
 HEIF = ('.heic', '.heif')  # read where pillow-heif is installed
 CAPTIONS = ('.txt', '.json')  # the first that is there is taken
-BESIDE_TARS = ('.parquet', '_stats.json')  # what img2dataset writes for 00000.tar: 00000.parquet, 00000_stats.json
+IMG2DATASET_FILES = ('.parquet', '_stats.json')  # what it writes for 00000.tar: 00000.parquet, 00000_stats.json
 
 
 class File(NamedTuple):
@@ -263,7 +263,7 @@ class Search:
                 self.leave_out(path, 'no file: a broken link, a pipe, a socket or a device')
             elif name.startswith('.') and path not in self.sources:
                 self.leave_out(path, 'hidden')
-            elif is_beside_tar(name, folder.present) or entry.real_path in tables.read:
+            elif is_of_img2dataset(name, folder.present) or entry.real_path in tables.read:
                 continue
             elif suffix.lower() == '.tar' or is_parquet(name):
                 if self.is_new(path, entry.real_path):
@@ -381,9 +381,9 @@ def is_parquet(name: str) -> bool:
     return split_name(name)[1].lower() == '.parquet'
 
 
-def is_beside_tar(name: str, present: Set[str]) -> bool:
+def is_of_img2dataset(name: str, present: Set[str]) -> bool:
     """Return whether img2dataset writes a file of this name for one of the tars that are present."""
-    return any(name.endswith(end) and f'{name.removesuffix(end)}.tar' in present for end in BESIDE_TARS)
+    return any(name.endswith(end) and f'{name.removesuffix(end)}.tar' in present for end in IMG2DATASET_FILES)
 
 
 def is_hidden(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Work is a function of some parts, called in processes of this machine or as tasks of a Ray cluster.
+"""Call a function with some parts at a time, in processes of this machine or as tasks of a Ray cluster.
 
 A process or a machine that is lost costs what it was at: that is given to another, and machines that join a cluster
 later get work as well.
@@ -183,8 +183,8 @@ class RayWorkers:
     Args:
         do: as for LocalWorkers. Where each task has a GPU, its number is 0: it sees no other.
         address: of the cluster, as `ray.init` takes it.
-        on_gpus: whether each task has a GPU. It is a process of its own then, since one that went on would keep its
-            GPU's memory beside the next.
+        on_gpus: whether each task has a GPU. Each then is a process of its own, since a process that went on would keep
+            memory of the GPU that the next task has.
 
     Raises ValueError if there is no cluster at that address.
     """

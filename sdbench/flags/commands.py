@@ -64,7 +64,7 @@ class Convert(Cluster):
         '--eval_remote of benchmark.py', converter=fraction, metavar='SHARE')
     seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
                      converter=seed)
-    captions: str | None = flag(None, 'a table of captions: CSV, JSON lines (.jsonl) or Parquet; paths of images in it are '
+    captions: str | None = flag(None, 'a table of captions: CSV, JSON lines (.jsonl) or Parquet, with paths of images '
                                 'relative to its folder (default: captions.csv, metadata.csv, metadata.jsonl and '
                                 'metadata.parquet in the folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '

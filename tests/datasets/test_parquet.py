@@ -95,7 +95,8 @@ def test_a_bad_row_is_listed_with_its_number(tmp_path):
         1: 'no caption: it is not UTF-8', 2: 'image does not decode: not a known format',
         3: 'no image: the row has none', 4: 'no image: the row has none', 5: 'no caption: the row has None',
         6: 'empty caption',
-        7: "no image: the row has '05.png' instead of its bytes (a table of paths is for --captions)"}
+        7: "no image: the row has '05.png' instead of its bytes (--captions reads tables of paths, "
+           'and img2dataset makes tars of addresses)'}
 
 
 def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tmp_path, capsys):
@@ -122,7 +123,8 @@ def test_a_file_without_the_columns_is_left_out_with_their_names(tmp_path, capsy
     write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
     out = tmp_path / 'out'
     assert failing_status(tmp_path / 'in', out) == 1
-    assert '1 no image for --image_column among its columns url, text; listed in' in error_line(capsys)
+    assert f'; the first is {tmp_path}/in/urls.parquet: no image for --image_column among its columns url, text' in (
+        error_line(capsys))
     hub_file(tmp_path / 'in/x.parquet')
     assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
     assert [caption for _, caption in read_back(out)] == CAPTIONS
