@@ -85,7 +85,6 @@ class StableDiffusion(ComposerModel):
                  snr_gamma: float | None = None):
         super().__init__()
         self.snr_gamma = snr_gamma
-        self.loss_weights: torch.Tensor | None = None  # float32 (B,), of the images of the newest forward
         self.image_size = image_size
         files = files or find_model(model_name, pretrained)
         self.latent_size = files.latent_size(image_size)
@@ -112,9 +111,12 @@ class StableDiffusion(ComposerModel):
         return self
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device: `caption` int64 (B, 77)
-        and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments` float16 (B, 8, H/8, W/8). In an
-        evaluation the batch brings its draws along: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
+        """Return prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device.
+
+        Args:
+            batch: `caption` int64 (B, 77), and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments`
+                float16 (B, 8, H/8, W/8). An evaluation brings its draws along: `noise` float32 (B, 8, H/8, W/8) and
+                `timestep` int64 (B,). In training both are drawn here, and `timestep` is added to the batch.
 
         Raises ValueError if the images are whole numbers of another type.
         """
@@ -125,10 +127,8 @@ class StableDiffusion(ComposerModel):
         else:
             noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)
             timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)  # (B,)
+            batch[TIMESTEP] = timesteps  # `loss` weights the images by them
         noised = self.scheduler.add_noise(latents, noise, timesteps)  # (B, 4, H/8, W/8)
-        if self.snr_gamma is not None:  # kept here: `loss` is given no timesteps
-            self.loss_weights = min_snr_weights(self.scheduler.alphas_cumprod[timesteps], self.snr_gamma,
-                                                self.prediction_type)
         prediction = self.unet(noised, timesteps, text).sample  # (B, 4, H/8, W/8)
         if self.prediction_type == 'epsilon':
             return prediction, noise
@@ -159,12 +159,16 @@ class StableDiffusion(ComposerModel):
         return torch.autocast(device, enabled=wanted)
 
     def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Mean squared error, in float32, of what `forward` has just returned; with `snr_gamma` weighted by image."""
+        """Return the mean squared error, in float32, of what `forward` returned for this batch.
+
+        With `snr_gamma` each image is weighted by the `timestep` of the batch.
+        """
         prediction, target = outputs
         if self.snr_gamma is None:
             return F.mse_loss(prediction.float(), target)
         errors = F.mse_loss(prediction.float(), target, reduction='none').mean(dim=(1, 2, 3))  # (B,)
-        return (self.loss_weights * errors).mean()
+        alphas_cumprod = self.scheduler.alphas_cumprod[batch[TIMESTEP]]  # (B,)
+        return (min_snr_weights(alphas_cumprod, self.snr_gamma, self.prediction_type) * errors).mean()
 
     def get_metrics(self, is_train: bool) -> dict:
         """What an evaluation measures; training needs nothing but its loss."""
@@ -337,7 +341,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
         model, trainer = build_training(settings, files, data, stop, callbacks)
         if is_over(trainer.state):
             sys.exit(0)
-        outcome = fit(trainer)
+        outcome = fit(trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)
         return record

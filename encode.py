@@ -39,7 +39,6 @@ from sdbench.datasets.job import (
 from sdbench.datasets.output import SKIPPED, Output, part_name
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
-from sdbench.flags.train import TINY_MODEL
 from sdbench.inputs.shards import IMAGES, index_hash, read_image_index
 from sdbench.measuring.record import append_record, run_metadata
 from sdbench.measuring.reliability import why_unreliable
@@ -71,7 +70,8 @@ def encode(settings: Encode) -> dict | None:
     facts = {'encoder_precision': settings.encoder_precision, **origin}
     if not settings.pretrained:
         facts |= {'model_name': absolute_if_folder(settings.model_name), 'seed': settings.seed}  # of random weights
-        warn_of_random_weights(settings)
+        print(f'{PROGRAM}: warning: without --pretrained the VAE is random, so that no model can draw from these '
+              'latents; give --model_name FOLDER --pretrained', file=sys.stderr)
     parts = list_parts(index['shards'], facts)
 
     with output.begun({'program': PROGRAM, **facts}, [settings.remote]):
@@ -100,13 +100,6 @@ def encode(settings: Encode) -> dict | None:
     flops_per_image = flops_of_latents(files.configs['vae'], settings.image_size)
     record = encoding_record(settings, figures, devices, stored, flops_per_image)
     return append_record(record, f'{record_lines(record)}{last_lines(joined, settings)}', settings.results)
-
-
-def warn_of_random_weights(settings: Encode) -> None:
-    """Warn that no model can draw from latents of a random VAE; the tiny model has no other."""
-    if settings.model_name != TINY_MODEL:
-        print(f'{PROGRAM}: warning: without --pretrained the VAE is random, so that no model can draw from these '
-              'latents; give --model_name FOLDER --pretrained', file=sys.stderr)
 
 
 def list_parts(shards: list[dict], facts: dict) -> list[Part]:

@@ -51,7 +51,7 @@ def tokenizer_of_letters() -> CLIPTokenizerFast:
 
 def save_clip(folder: Path) -> str:
     """A CLIP model of one layer, with its processor, as transformers saves them."""
-    torch.manual_seed(3)
+    torch.manual_seed(7)
     sizes = {'hidden_size': 32, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
     tokenizer = tokenizer_of_letters()
     text = CLIPTextConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)

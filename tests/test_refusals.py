@@ -42,6 +42,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --autoresume', '--autoresume needs --save_folder'),
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
     ('benchmark.py', f'{SYNTHETIC} --sample_prompts nowhere', '--sample_prompts nowhere is no file'),
+    ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts prompts.txt needs a VAE that can'),
     ('benchmark.py', f'{SYNTHETIC} --dry_run --loader_only', '--loader_only has no training for --dry_run'),
     ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes is no file that can be written'),
     ('benchmark.py', f'{SYNTHETIC} --device_train_microbatch_size auto', '--device_train_microbatch_size auto needs a '

@@ -7,13 +7,15 @@ from functools import partial
 import pytest
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
+from torchvision.transforms.functional import to_tensor
 from transformers import AutoTokenizer, CLIPTextModel
 
 from benchmark import StableDiffusion, build_data
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.models.drawing import load_pipeline
-from sdbench.models.loading import SD2_BASE, find_model
+from sdbench.models.loading import SD2_BASE, VAE_WEIGHTS, build_text_encoder, build_vae, find_model
 from tests.runs import TINY, settings_of
 
 
@@ -57,6 +59,43 @@ def test_a_model_folder_gives_its_architecture_weights_and_tokenizer(shards, sam
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.text_encoder.state_dict().items())
     saved = UNet2DConditionModel.from_pretrained(model_folder, subfolder='unet')
     assert not torch.equal(saved.conv_in.weight, model.unet.conv_in.weight)  # the UNet starts from scratch
+
+
+def drawn_picture() -> torch.Tensor:
+    """A sun over a house on a meadow, from 0 to 1, (1, 3, 64, 64)."""
+    picture = Image.new('RGB', (64, 64), (170, 210, 250))
+    pen = ImageDraw.Draw(picture)
+    pen.rectangle((0, 44, 64, 64), (90, 160, 70))
+    pen.ellipse((42, 4, 58, 20), (255, 210, 60))
+    pen.rectangle((12, 28, 36, 52), (200, 60, 50))
+    pen.polygon([(8, 28), (24, 12), (40, 28)], (90, 60, 50))
+    return to_tensor(picture)[None]
+
+
+def test_the_vae_of_tiny_reconstructs_a_picture_by_the_weights_of_its_file_and_random_ones_do_not():
+    files = find_model('tiny', pretrained=True)
+    vae = build_vae(files, 'fp32')
+    saved = load_file(files.folder / VAE_WEIGHTS)
+    assert all(torch.equal(saved[name].float(), tensor) for name, tensor in vae.state_dict().items())
+    assert (files.folder / VAE_WEIGHTS).stat().st_size < 2e6
+    picture = drawn_picture()
+    psnr = {}
+    for pretrained in (True, False):
+        vae = build_vae(find_model('tiny', pretrained), 'fp32')
+        latents = vae.encode(picture * 2 - 1).latent_dist.mean
+        decoded = vae.decode(latents).sample / 2 + 0.5
+        psnr[pretrained] = -10 * torch.log10((decoded.clamp(0, 1) - picture).square().mean()).item()
+    assert psnr[True] > 17 > 12 > psnr[False], psnr
+
+
+def test_tiny_has_the_same_pretrained_text_encoder_whatever_was_drawn_before():
+    torch.manual_seed(1)
+    one = build_text_encoder(find_model('tiny', pretrained=True), 'fp32').state_dict()
+    drawn = torch.randn(1)
+    other = StableDiffusion('tiny', 64, pretrained=True).text_encoder.state_dict()
+    assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
+    torch.manual_seed(1)
+    assert torch.equal(torch.randn(1), drawn)  # and nothing of the run's own numbers is taken for it
 
 
 def test_code_in_a_model_folder_is_not_run(tmp_path, model_folder):

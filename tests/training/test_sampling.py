@@ -145,15 +145,14 @@ def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompt
     assert record['sampling_seconds'] > 0
 
 
-def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, model_folder, prompts, results, capfd):
+def test_what_cannot_be_drawn_is_one_line_before_the_run(tmp_path, prompts, results, capfd):
     nothing = tmp_path / 'nothing'
     nothing.write_text(' \n\n')
     flags = ['--use_synth_data', *TINY, '--results', results, '--sample_folder', tmp_path, '--sample_prompts']
-    not_tiny = [*flags, prompts, '--model_name', model_folder]
-    assert 'give --model_name FOLDER --pretrained' in one_error_line(not_tiny, capfd)
-    assert 'holds no prompt' in one_error_line([*flags, nothing], capfd)
+    assert 'give --model_name FOLDER --pretrained' in one_error_line([*flags, prompts], capfd)
+    assert 'holds no prompt' in one_error_line([*flags, nothing, '--pretrained'], capfd)
     (tmp_path / 'ba7.png').touch()
-    assert 'drawings of another run' in one_error_line([*flags, prompts], capfd)
+    assert 'drawings of another run' in one_error_line([*flags, prompts, '--pretrained'], capfd)
 
 
 def test_a_run_that_begins_anew_leaves_the_drawings_of_the_one_before_it(tmp_path, smallest_model, prompts, few_steps,

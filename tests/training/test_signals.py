@@ -38,9 +38,9 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     the length of the run, an evaluation and a drawing would come at its end."""
     held_out = write_shards(tmp_path / 'held', [good(100 + index) for index in range(4)])
     (tmp_path / 'prompts').write_text('a cat')
-    argv = ['--remote', shards, '--use_ema', *TINY, '--num_workers', '1', '--max_duration', '7ba', '--lr_schedule',
-            'cosine', '--eval_remote', held_out, '--eval_interval', '1000ba', '--save_interval', '1000ba', '--results',
-            str(results)]
+    argv = ['--remote', shards, '--use_ema', *TINY, '--pretrained', '--num_workers', '1', '--max_duration', '7ba',
+            '--lr_schedule', 'cosine', '--eval_remote', held_out, '--eval_interval', '1000ba', '--save_interval',
+            '1000ba', '--results', str(results)]
     main([*argv, '--save_folder', str(tmp_path / 'whole')])
     stopped = [*argv, '--save_folder', str(tmp_path / 'stopped'), '--autoresume', '--sample_prompts',
                str(tmp_path / 'prompts'), '--sample_interval', '1000ba', '--sample_folder', str(tmp_path / 'drawn')]
