@@ -80,7 +80,7 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
     photos = tmp_path / 'photos'
     (photos / 'deep/er').mkdir(parents=True)
     (photos / 'a.v2.JPG').write_bytes(shaded(1))
-    (photos / 'a.v2.txt').write_bytes(b'\xef\xbb\xbfcaption 1\r\n')  # as a Windows editor saves it
+    (photos / 'a.v2.TXT').write_bytes(b'\xef\xbb\xbfcaption 1\r\n')  # as a Windows editor saves it
     (photos / 'deep/er/b.jpeg').write_bytes(shaded(2))
     (photos / 'deep/er/b.json').write_text('{"caption": "caption 2"}')
     (photos / 'lonely.webp').write_bytes(shaded(3, 'WEBP'))

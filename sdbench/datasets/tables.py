@@ -60,7 +60,7 @@ def find_column(path: str, names: Sequence[str], wanted: Sequence[str], flag: st
         raise ValueError(f'the table {path} has the columns {" and ".join(sorted(set(found)))}; name one of them with '
                          f'{flag}')
     if len(found) > 1:
-        raise NoSuchColumn(f'{len(found)} of its columns are called {found[0]}')
+        raise NoSuchColumn(f'several columns of one name: {len(found)} are called {found[0]}')
     return found[0]
 
 

@@ -119,28 +119,20 @@ def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tm
     assert not set(of_garbled) & set(CAPTIONS[10:20])
 
 
-def test_a_file_without_the_columns_is_left_out_with_their_names(tmp_path, capsys):
-    write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
+def test_a_file_without_the_columns_or_with_two_of_one_name_is_left_out_and_says_so(tmp_path, capsys):
+    path = write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
     out = tmp_path / 'out'
     assert failing_status(tmp_path / 'in', out) == 1
-    assert f'; the first is {tmp_path}/in/urls.parquet: no image for --image_column among its columns url, text' in (
-        error_line(capsys))
-    hub_file(tmp_path / 'in/x.parquet')
-    assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
-    assert [caption for _, caption in read_back(out)] == CAPTIONS
-    capsys.readouterr()
-    assert failing_status(tmp_path / 'in', tmp_path / 'other', '--caption_column', 'prompt') == 1
-    assert '1 no prompt for --caption_column among its columns id, image, text' in error_line(capsys)
-
-
-def test_two_columns_of_one_name_are_named(tmp_path):
+    lacks = 'no image for --image_column among its columns url, text'
+    assert f'; the first is {path}: {lacks}' in error_line(capsys)
     hub_file(tmp_path / 'in/x.parquet')
     columns = [pyarrow.array(IMAGES), pyarrow.array(CAPTIONS), pyarrow.array(CAPTIONS)]
     table = pyarrow.Table.from_arrays(columns, ['image', 'text', 'text'])
     pyarrow.parquet.write_table(table, tmp_path / 'in/y.parquet')
-    assert convert.main([str(tmp_path / 'in'), str(tmp_path / 'out')]) == 0
-    assert [caption for _, caption in read_back(tmp_path / 'out')] == CAPTIONS
-    assert skipped(tmp_path / 'out') == {None: '2 of its columns are called text'}
+    assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
+    assert [caption for _, caption in read_back(out)] == CAPTIONS
+    lines = map(json.loads, (out / 'skipped.jsonl').read_text().splitlines())
+    assert [line['reason'] for line in lines] == [lacks, 'several columns of one name: 2 are called text']
 
 
 def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_dataset(tmp_path, capsys):

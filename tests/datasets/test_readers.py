@@ -118,9 +118,3 @@ def test_an_image_that_there_is_no_memory_for_is_no_bad_one(monkeypatch, error):
     image = sample_files('x', 1)['x.jpg']
     with pytest.raises(MemoryError):
         make_sample({'.jpg': image, '.txt': b'a'})
-
-
-def test_the_case_of_a_captions_suffix_does_not_matter(tmp_path):
-    write_tar(tmp_path / 'x.tar', {'A.JPG': sample_files('x', 1)['x.jpg'], 'A.TXT': b'a cat'})
-    [(_, fields)] = read_file(tmp_path / 'x.tar')
-    assert make_sample(fields)['caption'] == 'a cat'

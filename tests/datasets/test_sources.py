@@ -100,7 +100,7 @@ def test_a_new_file_changes_the_parts_around_it_alone():
 def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
     with local_s3(monkeypatch) as store:
         for key in ('tars/0.tar', 'tars/deep/[1] #?%41.tar', 'tars/.tmp/2.tar', 'tars/3.jpg', 'tars/x.tar.gz',
-                    'tars.tar'):
+                    'tars.tar', 'tars/0.parquet', 'tars/0_stats.json'):
             store.put(key, b'1')
         found = find_files(['s3://bucket/tars/'])
         assert [(file.name, file.size) for file in found.files] == [
@@ -151,16 +151,3 @@ def test_what_was_changed_is_another_part_also_at_the_same_size(tmp_path, monkey
             before = after
         store.put('tars/0.tar', b'2')
         assert sum(one != other for one, other in zip(before, identities(), strict=True)) == 1
-
-
-def test_what_img2dataset_writes_beside_tars_is_not_listed_in_a_store_either(tmp_path, monkeypatch):
-    names = ('00000.tar', '00000.parquet', '00000_stats.json', '00001.parquet')
-    make(tmp_path / 'tars', *names)
-    with local_s3(monkeypatch) as store:
-        for name in names:
-            store.put(f'tars/{name}', b'1')
-        for place in (f'{tmp_path}/tars', 's3://bucket/tars', 's3://bucket/tars/*'):
-            found = find_files([place])
-            names_found = [file.name.rpartition('/')[2] for file in found.files]
-            assert names_found == ['00000.tar', '00001.parquet'], place
-            assert not found.left_out, place

@@ -108,7 +108,7 @@ def test_a_row_of_a_table_in_parquet_is_converted_once_and_when_its_image_is_the
 
 @pytest.mark.parametrize('content, words', [
     ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
-    ('file_name,text,text\na.jpg,1,2\n', '2 of its columns are called text'),
+    ('file_name,text,text\na.jpg,1,2\n', 'several columns of one name: 2 are called text'),
     ('file_name,a,b\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, b')])
 def test_a_table_without_the_columns_says_so_and_images_have_the_captions_beside_them(tmp_path, capsys, content, words):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
