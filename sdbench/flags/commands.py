@@ -67,9 +67,9 @@ class Convert(Cluster):
         '--eval_remote of benchmark.py', converter=fraction, metavar='SHARE')
     seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
                      converter=seed)
-    captions: str | None = flag(None, 'a CSV, or JSON lines (.jsonl), with the captions of images, whose paths are '
-                                'relative to its folder (default: captions.csv, metadata.csv and '
-                                'metadata.jsonl in the folders of SOURCE)', metavar='FILE')
+    captions: str | None = flag(None, 'a table of captions: CSV, JSON lines (.jsonl) or Parquet, with paths of images '
+                                'relative to its folder (default: captions.csv, metadata.csv, metadata.jsonl and '
+                                'metadata.parquet in the folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '
                                     'table of captions (default: file_name or filename)', metavar='NAME')
     caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table of captions (default: '
