@@ -330,7 +330,7 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
         command += ['--use_ema', '--ema_half_life', '1ep', '--max_duration', '10ep']
     else:
         batch_size = min(16, power_of_two(samples))
-        if pretrained:
+        if pretrained and model_name != 'tiny':  # which has no trained UNet
             command += ['--load_weights', model_name, '--learning_rate', '1e-5']
         command += ['--max_duration', '2000ba']
     if batch_size != BATCH_SIZE:
