@@ -52,7 +52,7 @@ def run_cells(argv: list[str]) -> None:
 
 
 def lines_shown(cell: dict) -> list[str]:
-    """Return what a cell prints without the numbers, times, names and places that differ from run to run.
+    """Return the sorted lines that a cell prints, without the numbers, names and places that differ from run to run.
 
     Lines of progress and rows of tables are left out: how many there are, and which columns, follows from the speed.
     """
@@ -65,7 +65,7 @@ def lines_shown(cell: dict) -> list[str]:
         line = re.sub(r'(device|on \d+ x) [^,]+', r'\1 CPU', line)
         line = re.sub(r'git_commit \S+', 'git_commit', line)
         lines.append(re.sub(r'\d[\d.,e-]*', '#', line))
-    return lines
+    return sorted(lines)  # `run_forked` has the standard error after the standard output
 
 
 def figures_shown(cell: dict) -> int:
