@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from sdbench.datasets.output import DAMAGED, SKIPPED, Output
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers, work
 from sdbench.errors import DataError, plural
-from sdbench.flags.train import BATCH_SIZE
+from sdbench.flags.train import BATCH_SIZE, TINY_MODEL
 from sdbench.paths import INDEX
 from sdbench.progress_bar import progress_bar
 
@@ -157,7 +157,7 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
         command += ['--use_ema', '--ema_half_life', '1ep', '--max_duration', '10ep']
     else:
         batch_size = min(16, power_of_two(samples))
-        if pretrained:
+        if pretrained and model_name != TINY_MODEL:  # which has no trained UNet
             command += ['--load_weights', model_name, '--learning_rate', '1e-5']
         command += ['--max_duration', '2000ba']
     if batch_size != BATCH_SIZE:
