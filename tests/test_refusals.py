@@ -69,6 +69,15 @@ ROWS = [
     ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),
     ('convert.py', 'notes azure://me.blob.core.windows.net', 'names no bucket'),
 
+    # Evaluations
+    ('evaluate.py', 'notes shards --out out', 'give --inception for FID, --clip for the CLIP score, or both; for a '
+     'trial, whose scores mean nothing, --random_networks'),
+    ('evaluate.py', 'notes shards --out out --random_networks --clip notes', '--random_networks stands for both'),
+    ('evaluate.py', 'notes shards --out s3://b/out --random_networks', 'give --out, a folder of this machine'),
+    ('evaluate.py', 'notes shards --out out --random_networks --steps 30', 'would not begin at pure noise'),
+    ('evaluate.py', 'notes shards --out out --random_networks --steps 1000', 'would not begin at pure noise'),
+    ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is no folder; fetch one: hf download'),
+
     # Reports
     ('report.py', 'missing.jsonl', 'missing.jsonl'),
     ('report.py', 'records.csv', 'records.csv:2: not a record: more cells than columns'),
