@@ -207,7 +207,7 @@ def build_model(settings: Train, latents: bool, device: torch.device | None = No
 def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Optimizer:
     """AdamW over the UNet alone: the frozen encoders need no optimizer."""
     return torch.optim.AdamW(model.unet.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay,
-                             fused=settings.fused_optimizer)
+                             betas=settings.adam_betas, fused=settings.fused_optimizer)
 
 
 def build_algorithms(settings: Train, files: ModelFiles | None = None,
@@ -306,7 +306,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             train_dataloader=data,
             eval_dataloader=build_evaluator(settings, files, held_out, microbatch),
             optimizers=build_optimizer(model, settings),
-            schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup),
+            schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup, settings.lr_final),
             algorithms=algorithms,
             callbacks=callbacks,
             loggers=loggers,

@@ -1,13 +1,14 @@
 """What a training is worth: draw thousands of captions, and score the pictures by FID and CLIP score.
 
-    python evaluate.py checkpoints photos-mds-held-out --out judged --inception WEIGHTS.pth --clip CLIP
-    composer evaluate.py my-model coco-mds --guidance 1.5 3 5 8 --out judged-too --inception WEIGHTS.pth --clip CLIP
+    python evaluate.py checkpoints photos-mds-held-out --out pictures --inception WEIGHTS.pth --clip CLIP
+    composer evaluate.py my-model coco-mds --guidance 1.5 3 5 8 --out pictures-too --inception WEIGHTS.pth --clip CLIP
+    python evaluate.py checkpoints photos-mds-held-out --out trial --random_networks --samples 8
 
 MODEL is a checkpoint of benchmark.py, the newest of a folder or an object store, or a pipeline folder of diffusers, as
 export.py writes them; DATA is shards of images with captions, as convert.py writes them. Launched as benchmark.py is,
 it draws on one GPU (python) or on several (composer, torchrun). The same command draws the same pictures; one that was
 stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
-error says where to get them.
+error says where to get them. --random_networks tries all of it without them; its scores mean nothing.
 """
 from sdbench.exits import end_with_launcher, one_line_errors
 from sdbench.flags.commands import EVALUATE_FLAGS, Evaluate
@@ -49,7 +50,16 @@ from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, read_image_index
 from sdbench.measuring.record import append_record, run_metadata
 from sdbench.models.drawing import SAMPLER, decode, load_pipeline, seeded
-from sdbench.models.feature_extractors import NETWORK, PUBLISHED_SHA256, RESIZE, load_clip, load_inception
+from sdbench.models.feature_extractors import (
+    NETWORK,
+    PUBLISHED_SHA256,
+    RESIZE,
+    clip_score,
+    load_clip,
+    load_inception,
+    random_clip,
+    random_inception,
+)
 from sdbench.models.loading import hash_of_weights
 from sdbench.models.precisions import AUTOCAST_DTYPES
 from sdbench.paths import number_of_samples
@@ -66,36 +76,46 @@ FEWEST_SAMPLES = 10_000  # with fewer, FID is biased upwards by much
 SECONDS_FOR_THE_SLOWEST = 6 * 60 * 60  # a process waits so long for another that draws
 
 
-def load_judges(settings: Evaluate, device: torch.device) -> tuple[dict[str, Metric], dict]:
-    """The metrics that are asked for, by the names of their scores, and what the record says of their networks.
+def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Metric], dict]:
+    """Load the metrics that are asked for, by the names of their scores; also return what the record says of them.
 
     Raises ValueError if --inception or --clip is something else.
     """
-    judges = {}
     about = {'inception_sha256': None, 'clip_sha256': None, 'clip': None}
+    inception = None
+    clip = None
+    if settings.random_networks:
+        inception = random_inception()
+        clip = clip_score(*random_clip())
     if settings.inception:
-        judges['fid'] = FrechetInceptionDistance(load_inception(settings.inception), reset_real_features=False)
+        inception = load_inception(settings.inception)
         about['inception_sha256'] = hashlib.sha256(Path(settings.inception).read_bytes()).hexdigest()
         about['network'] = NETWORK
         about['fid_of_published_weights'] = about['inception_sha256'].startswith(PUBLISHED_SHA256)
     if settings.clip:
-        judges['clip_score'] = load_clip(settings.clip)
-        about['clip_sha256'] = hash_of_weights(judges['clip_score'].model)
+        clip = load_clip(settings.clip)
+        about['clip_sha256'] = hash_of_weights(clip.model)
         about['clip'] = os.path.basename(os.path.abspath(settings.clip))
-    for metric in judges.values():
-        metric.to(device)
-    return judges, about
+
+    metrics = {}
+    if inception is not None:
+        metrics['fid'] = FrechetInceptionDistance(inception, reset_real_features=False).to(device)
+    if clip is not None:
+        metrics['clip_score'] = clip.to(device)
+    return metrics, about
 
 
 def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
-    """The pipeline of MODEL, on the CPU in float32, and what the record says of it.
+    """Load the pipeline of MODEL, on the CPU in float32; also return what the record says of it.
 
     Raises ValueError if there is none, or it cannot draw.
     """
     about = {'weights': None, 'trained_batches': None, 'images_seen': None, 'training': None}
+    # a pipeline folder of diffusers
     if os.path.isfile(os.path.join(path, PIPELINE_INDEX)):
         pipeline = load_pipeline(path, f'MODEL {path}')
         about['model_name'] = redacted(path)
+    # or a checkpoint
     else:
         trained = read_trained(path, 'MODEL')
         if trained.vae is None and not trained.flags.get('pretrained'):
@@ -111,12 +131,15 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
 
 
 def sources_of_pictures(pipeline: StableDiffusionPipeline) -> dict:
-    """What pictures depend on beside the weights: the tokenizer's hash, and what the scheduler is set to."""
+    """Return what pictures depend on beside the weights: the tokenizer's hash, and what the scheduler is set to."""
+    # the tokenizer
     tokenizer = json.loads(pipeline.tokenizer.backend_tokenizer.to_str())
     for changing in ('truncation', 'padding'):  # each call sets them
         tokenizer.pop(changing)
     padding = [pipeline.tokenizer.pad_token_id, pipeline.tokenizer.model_max_length]
     content = json.dumps([tokenizer, padding], sort_keys=True)
+
+    # the scheduler
     scheduler = {}
     for key, value in pipeline.scheduler.config.items():
         if not key.startswith('_'):  # such as the version of diffusers
@@ -125,7 +148,7 @@ def sources_of_pictures(pipeline: StableDiffusionPipeline) -> dict:
 
 
 def read_data(settings: Evaluate) -> dict:
-    """The index.json of DATA. Raises ValueError if it holds no images with captions, or too few."""
+    """Read the index.json of DATA. Raises ValueError if it holds no images with captions, or too few."""
     index = read_image_index(settings.data, 'DATA')
     number = number_of_samples(index)
     if number < settings.samples:
@@ -134,8 +157,8 @@ def read_data(settings: Evaluate) -> dict:
     return index
 
 
-def shown(steps: Iterable, doing: str, total: int) -> Iterable:
-    """The steps, with a bar for those of the first process."""
+def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
+    """Yield the steps, while the first rank shows a bar."""
     with progress_bar(total, ' steps', doing=doing, hidden=dist.get_global_rank() > 0) as bar:
         for step in steps:
             yield step
@@ -143,7 +166,7 @@ def shown(steps: Iterable, doing: str, total: int) -> Iterable:
 
 
 def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None) -> list[str]:
-    """The captions of DATA. `fid`, if it is asked for, has then seen its images: each process an equal number of them.
+    """Read the captions of DATA, and show its images to `fid`, unless that is None. Each rank reads an equal share.
 
     Raises DataError if an image does not decode, or a caption is empty.
     """
@@ -151,9 +174,9 @@ def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetI
     first = settings.samples * rank // ranks
     stop = settings.samples * (rank + 1) // ranks
     captions = []
-    images = []
+    images = []  # of the next batch of `fid`
     dataset = StreamingLAIONDataset(settings.data, image_size=image_size, index=index, batch_size=1)
-    for number in shown(range(first, stop), 'reading DATA', stop - first):
+    for number in with_progress(range(first, stop), 'reading DATA', stop - first):
         try:
             sample = dataset.sample(number)
         except ValueError as error:
@@ -165,24 +188,30 @@ def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetI
         if len(images) == settings.batch_size or number == stop - 1:
             fid.update(torch.stack(images).to(fid.device), real=True)
             images.clear()
-    return [caption for of_rank in dist.all_gather_object(captions) for caption in of_rank]
+    all_captions = []
+    for captions_of_rank in dist.all_gather_object(captions):
+        all_captions += captions_of_rank
+    return all_captions
 
 
 def path_of(settings: Evaluate, guidance: float, number: int) -> Path:
-    """The file of a picture."""
+    """Return the file of a picture."""
     return Path(settings.out, f'guidance-{guidance}', f'{number:06}.png')
 
 
 def samples_of_rank(settings: Evaluate) -> range:
-    """The numbers of those that this process draws and judges."""
+    """Return the numbers of the samples that this rank draws and scores."""
     return range(dist.get_global_rank(), settings.samples, dist.get_world_size())
 
 
 def missing_batches(settings: Evaluate) -> list[tuple[float, list[int]]]:
-    """What this process has still to draw, in batches: their guidance scale, and the numbers of their samples."""
+    """Return what this rank has still to draw, in batches: a guidance scale, and the numbers of samples."""
     batches = []
     for guidance in settings.guidance:
-        numbers = [number for number in samples_of_rank(settings) if not path_of(settings, guidance, number).exists()]
+        numbers = []
+        for number in samples_of_rank(settings):
+            if not path_of(settings, guidance, number).exists():
+                numbers.append(number)
         for start in range(0, len(numbers), settings.batch_size):
             batches.append((guidance, numbers[start:start + settings.batch_size]))
     return batches
@@ -190,12 +219,13 @@ def missing_batches(settings: Evaluate) -> list[tuple[float, list[int]]]:
 
 def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions: list[str], image_size: int
                  ) -> dict[str, float | None]:
-    """Draw the pictures that are not there yet; returns how many, and the speed of that, its first batches included."""
+    """Draw the pictures that are not there yet; return how many, and the speed of that, its first batches included."""
+    # Each picture from the noise of its number. While one batch is drawn, the pictures of the one before are saved.
     batches = missing_batches(settings)
     start = time.perf_counter()
-    saved = []  # pictures of the batch before, while this one is drawn
+    saved = []  # of the batch before
     with ThreadPoolExecutor() as savers:  # to compress a picture takes long
-        for guidance, numbers in shown(batches, 'drawing', len(batches)):
+        for guidance, numbers in with_progress(batches, 'drawing', len(batches)):
             drawing = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
                                width=image_size, num_inference_steps=settings.steps, output_type='latent',
                                generator=seeded(settings.seed * SEEDS_APART + number for number in numbers))
@@ -204,19 +234,20 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
             list(saved)  # waits for them, and raises what went wrong
             saved = savers.map(save_picture, pictures, paths)
         list(saved)
-    mine = (sum(len(numbers) for _, numbers in batches), time.perf_counter() - start)
-    drawn, seconds = zip(*dist.all_gather_object(mine), strict=True)
+
+    # The speed of all ranks together is that of the slowest.
+    number_drawn = sum(len(numbers) for _, numbers in batches)
+    drawn, seconds = zip(*dist.all_gather_object((number_drawn, time.perf_counter() - start)), strict=True)
     rate = None
     rate_of_each = None
     if sum(drawn) > 0:
         rate = sum(drawn) / max(seconds)
         rate_of_each = rate / dist.get_world_size()
-    return {'samples_drawn': sum(drawn), 'images_per_sec': rate,
-            'images_per_sec_per_device': rate_of_each}
+    return {'samples_drawn': sum(drawn), 'images_per_sec': rate, 'images_per_sec_per_device': rate_of_each}
 
 
 def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.device) -> None:
-    """Move a pipeline, whose UNet then computes in `precision`, and all else in float32."""
+    """Move a pipeline to a device, and let its UNet compute in `precision`, all else in float32."""
     pipeline.to(device)
     if device.type == 'cuda':  # whose convolutions are faster so
         pipeline.unet.to(memory_format=torch.channels_last)
@@ -227,31 +258,34 @@ def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.d
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
-    """Write a PNG, which appears whole."""
+    """Write a PNG, which appears whole or not at all."""
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_suffix('.tmp')
     picture.save(unfinished, 'PNG', compress_level=1)
     unfinished.replace(path)
 
 
-def scores_at(settings: Evaluate, guidance: float, captions: list[str], judges: dict[str, Metric]) -> dict:
-    """The scores of all pictures of a guidance scale; None where one is not asked for.
+def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics: dict[str, Metric]) -> dict:
+    """Return the scores of all pictures of a guidance scale; None where one is not asked for.
 
     Raises ValueError if one is not finite.
     """
+    # this rank's pictures, batch by batch
     numbers = samples_of_rank(settings)
     starts = range(0, len(numbers), settings.batch_size)
-    for start in shown(starts, f'judging at guidance {guidance:g}', len(starts)):
+    for start in with_progress(starts, f'scoring at guidance {guidance:g}', len(starts)):
         batch = numbers[start:start + settings.batch_size]
         pictures = [pil_to_tensor(Image.open(path_of(settings, guidance, number))) for number in batch]
-        for name, metric in judges.items():
+        for name, metric in metrics.items():
             images = torch.stack(pictures).to(metric.device)  # uint8 (B, 3, H, W)
             if name == 'fid':
                 metric.update(images, real=False)
             else:
                 metric.update(list(images), [captions[number] for number in batch])
+
+    # the scores, of all ranks
     scores = {'guidance': guidance, 'fid': None, 'clip_score': None}
-    for name, metric in judges.items():
+    for name, metric in metrics.items():
         score = metric.compute().item()
         if not math.isfinite(score):
             raise ValueError(f'the {name} at guidance {guidance:g} is {score}: the weights of its network are damaged')
@@ -261,7 +295,7 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], judges: 
 
 
 def summary(record: dict) -> str:
-    """The record for people: a row for each guidance scale."""
+    """Write the record for people: what drew, a row of scores for each guidance scale, and cautions."""
     lines = []
     if record['images_per_sec']:
         lines.append(f'{"drawn":<15} {record["samples_drawn"]:,} pictures, {record["images_per_sec"]:.4g} images/s')
@@ -269,59 +303,90 @@ def summary(record: dict) -> str:
     if record['trained_batches'] is not None:
         age = f', {record["weights"]} weights after {record["trained_batches"]:,} batches'
     lines.append(f'{"model":<15} {record["model"]}{age}')
+
+    # the scores
     lines.append(f'{"guidance":<15} {"FID":>10} {"CLIP score":>12}')
-    for score in record['scores']:
+    for score in record.get('random_scores', record['scores']):
         lines.append(f'{score["guidance"]:<15g} {in_words(score["fid"]):>10} {in_words(score["clip_score"]):>12}')
+
+    # what they do not say
+    cautions = []
+    if 'random_scores' in record:
+        cautions.append('the scores mean nothing: the networks that made them have random weights (--random_networks)')
     if record.get('trained_on_data'):
-        lines.append(f'{"caution":<15} DATA is what the model was trained on: the scores say nothing of other captions '
-                     'and images')
+        cautions.append('DATA is what the model was trained on: the scores say nothing of other captions and images')
     if record.get('fid_is_biased'):
-        lines.append(f'{"caution":<15} FID of {record["samples"]:,} pictures is too high: below {FEWEST_SAMPLES:,} it '
-                     'is biased, and compares only with the same number')
+        cautions.append(f'FID of {record["samples"]:,} pictures is too high: below {FEWEST_SAMPLES:,} it is biased, '
+                        'and compares only with the same number')
     if record.get('fid_of_published_weights') is False:
-        lines.append(f'{"caution":<15} the weights of --inception are not those of published FIDs')
+        cautions.append('the weights of --inception are not those of published FIDs')
+    lines += [f'{"caution":<15} {caution}' for caution in cautions]
     return '\n'.join(lines)
 
 
 def in_words(score: float | None) -> str:
+    """Write a score; nothing where there is none."""
     return '' if score is None else f'{score:,.2f}'
 
 
+def record_of(settings: Evaluate, scores: list[dict], image_size: int, about: dict) -> dict:
+    """Return the record. Scores of random networks have a key of their own, so that nobody takes them for scores.
+
+    Args:
+        settings: of this command.
+        scores: one for each guidance scale.
+        image_size: of the pictures.
+        about: the model, the networks and the drawing, as the record has them.
+    """
+    values = dataclasses.asdict(settings) | about | {'image_size': image_size}
+    record = run_metadata('evaluate', values, EVALUATE_FLAGS) | about | {
+        'status': 'complete', 'model': redacted(settings.model), 'data': redacted(settings.data), 'sampler': SAMPLER,
+        'scores': scores}
+    if settings.random_networks:
+        no_scores = {'fid': None, 'clip_score': None}
+        record['scores'] = [{'guidance': guidance} | no_scores for guidance in settings.guidance]
+        record['random_scores'] = scores
+    if settings.inception:
+        record['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
+        record['fid_is_biased'] = settings.samples < FEWEST_SAMPLES
+    return record
+
+
 def evaluate(settings: Evaluate) -> dict:
-    """Draw what is missing, and judge it; returns the record."""
+    """Draw the pictures that are missing, score all of them, and keep the record; return it."""
+    # The ranks, each of which draws and scores some of the samples.
     refuse_more_ranks_than_gpus()
     if settings.samples < dist.get_world_size():
         raise ValueError(f'--samples {settings.samples} is fewer than the {dist.get_world_size()} ranks, each of which '
-                         'draws and judges some; give more samples, or use fewer ranks')
+                         'draws and scores some; give more samples, or use fewer ranks')
     join_ranks(get_device(None), SECONDS_FOR_THE_SLOWEST)
     device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')
-    judges, about_judges = load_judges(settings, device)
+
+    # The networks that score, the model that draws, and what it draws.
+    metrics, about_metrics = load_metrics(settings, device)
     pipeline, about_model = load_model(settings.model)
     image_size = settings.image_size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor
     index = on_rank_0(partial(read_data, settings))
+
+    # The pictures and their scores, while no other run works in --out.
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
                'image_size': image_size, 'steps': settings.steps, 'seed': settings.seed,
                'precision': settings.precision, **sources_of_pictures(pipeline)}
     with contextlib.ExitStack() as stack:
         begun = Output(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))
-        captions = read_samples(settings, index, image_size, judges.get('fid'))
+        captions = read_samples(settings, index, image_size, metrics.get('fid'))
         to_device(pipeline, settings.precision, device)
         drawn = draw_missing(settings, pipeline, captions, image_size)
-        scores = [scores_at(settings, guidance, captions, judges) for guidance in settings.guidance]
+        scores = [scores_at(settings, guidance, captions, metrics) for guidance in settings.guidance]
 
-    values = dataclasses.asdict(settings) | about_model | {'image_size': image_size}
-    record = run_metadata('evaluate', values, EVALUATE_FLAGS) | about_model | about_judges | drawn | {
-        'status': 'complete', 'model': redacted(settings.model), 'data': redacted(settings.data), 'sampler': SAMPLER,
-        'scores': scores, 'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
-    if settings.inception:
-        record |= {'resize': f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}',
-                   'fid_is_biased': settings.samples < FEWEST_SAMPLES}
+    trained_on_data = {'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
+    record = record_of(settings, scores, image_size, about_model | about_metrics | drawn | trained_on_data)
     return append_record(record, summary(record), settings.results_file)
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Evaluate; returns the record."""
+    """Read the flags, and evaluate; return the record."""
     end_with_launcher()
     settings = parse(Evaluate, __doc__, argv, PROGRAM)
     for library in (diffusers, transformers):

@@ -19,6 +19,7 @@ if __name__ == '__main__':
 
 import contextlib
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ def warn_of_young_average(flags: Export, trained: Trained) -> None:
 
 
 def summary(flags: Export, trained: Trained) -> str:
-    """What was written, and how to draw from it."""
+    """Say what was written, how to draw from it, and how to score what it draws."""
     weights = 'averaged'
     if flags.live:
         weights = 'live'
@@ -73,7 +74,9 @@ def summary(flags: Export, trained: Trained) -> str:
         weights = 'live (there is no average)'
     age = f' after {plural(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
     return (f'{flags.out} holds the pipeline{age}, with the {weights} weights\n'
-            f"draw: StableDiffusionPipeline.from_pretrained('{flags.out}')('a photo of a cat').images[0]")
+            f"draw: StableDiffusionPipeline.from_pretrained('{flags.out}')('a photo of a cat').images[0]\n"
+            f'score: python evaluate.py {shlex.quote(flags.out)} DATA --out {shlex.quote(flags.out + "-pictures")} '
+            '--inception inception.pth --clip clip')
 
 
 def export(flags: Export) -> None:

@@ -38,6 +38,9 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --learning_rate 0', '--learning_rate: 0 is not a number above 0'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
+    ('benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 does nothing with --lr_schedule constant'),
+    ('benchmark.py', f'{SYNTHETIC} --adam_betas 0.9 1', '--adam_betas: 1 is not a number from 0 to below 1'),
+    ('benchmark.py', f'{SYNTHETIC} --adam_betas 0.9', '--adam_betas: expected 2 arguments'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
     ('benchmark.py', f'{SYNTHETIC} --autoresume', '--autoresume needs --save_folder'),
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
@@ -71,6 +74,15 @@ ROWS = [
     ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),
     ('convert.py', 'notes out --held_out 1000', '--held_out: 1000'),
     ('convert.py', 'notes azure://me.blob.core.windows.net', 'names no bucket'),
+
+    # Evaluations
+    ('evaluate.py', 'notes shards --out out', 'give --inception for FID, --clip for the CLIP score, or both; for a '
+     'trial, whose scores mean nothing, --random_networks'),
+    ('evaluate.py', 'notes shards --out out --random_networks --clip notes', '--random_networks stands for both'),
+    ('evaluate.py', 'notes shards --out s3://b/out --random_networks', 'give --out, a folder of this machine'),
+    ('evaluate.py', 'notes shards --out out --random_networks --steps 30', 'would not begin at pure noise'),
+    ('evaluate.py', 'notes shards --out out --random_networks --steps 1000', 'would not begin at pure noise'),
+    ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is no folder; fetch one: hf download'),
 
     # Reports
     ('report.py', 'missing.jsonl', 'missing.jsonl'),

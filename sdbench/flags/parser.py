@@ -29,7 +29,8 @@ Settings = TypeVar('Settings')
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
          bare: Any = None, needs: str | tuple[str, ...] | None = None, may_change: bool = False) -> Any:
     """A field that is a flag. Its type says what it takes: a bool is on or off (--flag, --no-flag), a Literal one of
-    its texts, a tuple one value or several. Of a bool | Literal the value may be left out.
+    its texts, tuple[int, ...] one whole number or several, tuple[int, int] two. Of a bool | Literal the value may be
+    left out.
 
     Args:
         default: its value where it is not given; None: see `help`.
@@ -160,8 +161,12 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     # a value, or several, of the field's type
     converter = next(one for one in types_of_value if one is not bool)
     if get_origin(converter) is tuple:
-        converter = get_args(converter)[0]
-        options |= {'nargs': '+', 'action': 'extend'}
+        types_of_items = get_args(converter)
+        converter = types_of_items[0]
+        if types_of_items[-1] is ...:
+            options |= {'nargs': '+', 'action': 'extend'}
+        else:
+            options['nargs'] = len(types_of_items)
     if about['converter'] is not None:
         converter = about['converter']
     elif get_origin(converter) is Literal:
@@ -251,4 +256,5 @@ whole_number = number(int, 0, sys.maxsize, 'a whole number')
 amount = number(float, 0, sys.float_info.max, 'an amount')
 positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
 fraction = number(float, 0, 1, 'a share between 0 and 1')
+below_1 = number(float, 0, math.nextafter(1, 0), 'a number from 0 to below 1')
 seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # NumPy takes 32 bits, with the rank on top

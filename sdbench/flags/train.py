@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
-from sdbench.flags.parser import amount, count, flag, fraction, positive, seed, whole_number
+from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
 from sdbench.flags.times import time_in
 from sdbench.gpus import cards_named
 
@@ -257,7 +257,12 @@ class Optimizer:
     lr_schedule: Literal['constant', 'cosine', 'linear'] = flag(
         'constant', 'how the learning rate goes on after the warm-up: it stays, or falls to 0 at the end of '
         '--max_duration along a cosine or a line')
+    lr_final: float = flag(0.0, 'share of the learning rate to which cosine and linear fall instead of 0, such as 0.1',
+                           converter=fraction, metavar='SHARE')
     weight_decay: float = flag(0.001, 'of AdamW', converter=amount)
+    adam_betas: tuple[float, float] = flag(
+        (0.9, 0.999), "of AdamW: how much of the gradients' average, and of that of their squares, each step keeps "
+        '(default: 0.9 0.999)', converter=below_1, metavar='BETA')
     clip_grad_norm: float | None = flag(None, 'scale the gradients of a step down to this norm where it is larger',
                                         converter=positive, metavar='NORM')
     use_ema: bool = flag(False, 'keep an exponential moving average of the UNet')
@@ -265,6 +270,11 @@ class Optimizer:
                                      '1000ba)', converter=time_in('ba ep'), metavar='TIME', needs='use_ema')
     ema_start: str | None = flag(None, 'training before the average starts, such as 5000ba or 0.5dur, half of it',
                                  converter=time_in('ba ep dur'), metavar='TIME', needs='use_ema')
+
+    def check(self) -> None:
+        if self.lr_final and self.lr_schedule == 'constant':
+            raise ValueError(f'--lr_final {self.lr_final} does nothing with --lr_schedule constant; give --lr_schedule '
+                             'cosine or linear')
 
 
 @dataclass(frozen=True, kw_only=True)

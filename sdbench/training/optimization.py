@@ -9,17 +9,19 @@ SCHEDULES = {  # without a warm-up, and after one
 }
 
 
-def build_schedule(name: str, warmup: str | None) -> optim.ComposerScheduler:
+def build_schedule(name: str, warmup: str | None, final: float = 0.0) -> optim.ComposerScheduler:
     """Build the schedule of the learning rate, as multiples of --learning_rate.
 
     Args:
         name: one of SCHEDULES.
         warmup: time of the linear warm-up, such as 10000ba; None or empty: there is none.
+        final: the multiple at which cosine and linear end.
     """
     plain, with_warmup = SCHEDULES[name]
+    end = {'alpha_f': final} if final else {}  # constant has no end
     if warmup:
-        return with_warmup(warmup)
-    return plain()
+        return with_warmup(warmup, **end)
+    return plain(**end)
 
 
 def min_snr_weights(alphas_cumprod: torch.Tensor, gamma: float, prediction_type: str) -> torch.Tensor:

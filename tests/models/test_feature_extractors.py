@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sdbench.models.feature_extractors import load_clip, load_inception
-from tests.judges import save_clip
 from tests.samples import Hostile
+from tests.scoring_models import save_clip
 
 
 @pytest.mark.parametrize('content', [None, b'', b'a cat\na dog\n', b'<!DOCTYPE html><html>not found</html>',

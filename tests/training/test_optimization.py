@@ -16,7 +16,7 @@ from sdbench.training.optimization import min_snr_weights
 from tests.runs import TINY, settings_of
 
 FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4ba', '--use_ema', '--ema_half_life',
-         '3ba', '--ema_start', '2ba', '--clip_grad_norm', '0.25', '--snr_gamma', '5.0']
+         '3ba', '--ema_start', '2ba', '--clip_grad_norm', '0.25', '--snr_gamma', '5.0', '--adam_betas', '0.8', '0.95']
 
 
 class Witness(Callback):
@@ -48,10 +48,10 @@ def run(tmp_path_factory):
 
 def test_the_flags_are_in_the_record_and_in_the_checkpoint(run):
     expected = {'learning_rate': 3e-4, 'weight_decay': 0.02, 'lr_warmup': '4ba', 'ema_half_life': '3ba',
-                'ema_start': '2ba', 'clip_grad_norm': 0.25, 'snr_gamma': 5.0}
+                'ema_start': '2ba', 'clip_grad_norm': 0.25, 'snr_gamma': 5.0, 'adam_betas': (0.8, 0.95)}
     assert {flag: run.record[flag] for flag in expected} == expected
     [group] = run.state['optimizers']['AdamW']['param_groups']
-    assert (group['initial_lr'], group['weight_decay']) == (3e-4, 0.02)
+    assert (group['initial_lr'], group['weight_decay'], group['betas']) == (3e-4, 0.02, (0.8, 0.95))
     flags = dict(run.state['callbacks'])['Safeguard']['flags']
     assert {flag: flags[flag] for flag in expected} == expected
 
@@ -68,8 +68,12 @@ def test_the_learning_rate_rises_to_its_value_and_stays(run):
     ('constant', [1, 1, 1, 1, 1]), ('linear', [1, 0.75, 0.5, 0.25, 0]),
     ('cosine', [1, 0.5 + 0.5 ** 1.5, 0.5, 0.5 - 0.5 ** 1.5, 0])])
 @pytest.mark.parametrize('warmup', [0, 4])
-def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule, shares, warmup):
-    rate = benchmark.build_schedule(schedule, f'{warmup}ba' if warmup else None)
+@pytest.mark.parametrize('final', [0.0, 0.1])
+def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule, shares, warmup, final):
+    if schedule == 'constant':
+        final = 0.0  # it has none
+    shares = [final + (1 - final) * share for share in shares]
+    rate = benchmark.build_schedule(schedule, f'{warmup}ba' if warmup else None, final)
     state = SimpleNamespace(max_duration=Time.from_batch(warmup + 8), timestamp=Timestamp())
 
     def rate_at(batch: int) -> float:
@@ -170,4 +174,5 @@ def test_without_the_flags_all_is_as_in_the_original():
     model = benchmark.StableDiffusion('tiny', 64)
     [group] = benchmark.build_optimizer(model, settings).param_groups
     assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)
+    assert group['betas'] == (0.9, 0.999)
     assert isinstance(benchmark.build_schedule('constant', None), ConstantScheduler)
