@@ -49,19 +49,17 @@ from sdbench.models.switches import apply_switches, process_switches, switch_cal
 from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
-from sdbench.training.initial_weights import load_initial_weights
 from sdbench.training.kept import flags_to_keep
-from sdbench.training.loggers import build_loggers
+from sdbench.training.loggers import build_loggers, name_of_run
 from sdbench.training.microbatch import find_microbatch
-from sdbench.training.names import name_of_run
 from sdbench.training.optimization import build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
+from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling
-from sdbench.training.signals import StopAtSignal
+from sdbench.training.weights import load_initial_weights
 
 
 class StableDiffusion(ComposerModel):

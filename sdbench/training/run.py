@@ -21,8 +21,8 @@ from sdbench.training.evaluation import Evaluations
 from sdbench.training.failures import reason
 from sdbench.training.loggers import log_record
 from sdbench.training.progress import Progress, batches_in_words
+from sdbench.training.ranks import StopAtSignal
 from sdbench.training.safeguard import Safeguard
-from sdbench.training.signals import StopAtSignal
 
 # what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')

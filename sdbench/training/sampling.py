@@ -25,7 +25,7 @@ from sdbench.measuring.clock import Measurement
 from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from sdbench.models.loading import ModelFiles, build_vae
 from sdbench.training.checkpoints import atomic_write
-from sdbench.training.signals import StopAtSignal
+from sdbench.training.ranks import StopAtSignal
 
 CAPTION_LINES = 3  # below a picture
 
