@@ -339,7 +339,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
         model, trainer = build_training(settings, files, data, stop, callbacks)
         if is_over(trainer.state):
             sys.exit(0)
-        outcome = fit(trainer)
+        outcome = fit(trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)
         return record

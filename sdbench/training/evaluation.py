@@ -41,8 +41,8 @@ class Evaluations(Callback):
         if dist.get_global_rank() == 0:
             tqdm.write(f'batch {self.batch}: loss {loss:.4g} on the held-out samples', file=sys.stderr)  # over the bar
 
-    def figures(self) -> dict:
-        """The record's part."""
+    def figures(self, all_ranks: bool) -> dict:
+        """Return the record's figures of evaluations, which all ranks know."""
         return {'evaluations': self.count, 'eval_loss': self.loss, 'eval_batch': self.batch}
 
 
