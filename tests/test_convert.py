@@ -128,7 +128,7 @@ def test_bad_arguments_are_one_line(tars, tmp_path, capsys):
     for status, words, *argv in (
             (2, 'missing does not exist', tmp_path / 'missing', out),
             (2, f'OUT {tars} already holds something', tars, tars),
-            (2, 'cannot be made (File exists)', tars, tars / '00000.tar'),
+            (2, 'cannot be written to (File exists)', tars, tars / '00000.tar'),
             (2, 'OUT nowhere://bucket/out', tars, 'nowhere://bucket/out'),
             (2, '--size_limit', tars, out, '--size_limit', '4gb'),
             (2, '--held_out', tars, out, '--held_out', '1000')):

@@ -13,9 +13,10 @@ from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandB
 from composer.utils import maybe_create_object_store_from_uri, parse_uri
 
 from sdbench.errors import one_line
+from sdbench.files import atomic_write
 from sdbench.flags.train import Train
 from sdbench.paths import is_url
-from sdbench.training.checkpoints import RUN_NAME, atomic_write, names_in
+from sdbench.training.checkpoints import RUN_NAME, names_in
 from sdbench.training.ranks import on_rank_0
 from sdbench.training.sampling import refuse_drawings_of_another_run
 

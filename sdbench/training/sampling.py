@@ -20,11 +20,11 @@ from tqdm import tqdm
 from data import build_fitting_tokenizer
 from ema import EMA
 from sdbench.errors import one_line
+from sdbench.files import atomic_write
 from sdbench.flags.train import Train
 from sdbench.measuring.clock import Measurement
 from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from sdbench.models.loading import ModelFiles, build_vae
-from sdbench.training.checkpoints import atomic_write
 from sdbench.training.ranks import StopAtSignal
 
 CAPTION_LINES = 3  # below a picture
