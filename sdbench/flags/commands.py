@@ -17,7 +17,7 @@ LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
 
 def shard_size(text: str) -> int:
-    """A converter: a size such as 64mb, that shards can have, in bytes."""
+    """Convert a size such as 64mb, that shards can have, to bytes."""
     match = re.fullmatch('([0-9]{1,9})(kb|mb|gb)', text.lower())
     size = int(match[1]) * BYTES[match[2]] if match else 0
     if 0 < size <= LARGEST_LIMIT:
@@ -26,7 +26,7 @@ def shard_size(text: str) -> int:
 
 
 def phase(text: str) -> tuple[int, str]:
-    """A converter: the images of a phase, and the size of a side in pixels, that IMAGES@SIZE stands for."""
+    """Convert IMAGES@SIZE: the images of a phase, and the size of a side in pixels."""
     match = re.fullmatch('([1-9][0-9]*)@([1-9][0-9]*)', text)
     if match is None:
         raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
@@ -35,7 +35,8 @@ def phase(text: str) -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """work"""
+    heading = 'work'
+
     ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'work on the machines of this Ray cluster, such as auto '
                            '(default: RAY_ADDRESS of the environment; without it, on this machine)', metavar='ADDRESS')
 
@@ -46,7 +47,8 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(Cluster):
-    """conversion"""
+    heading = 'conversion'
+
     source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; or tars or '
                                          'Parquet files in an object store (s3://bucket/tars/)')
     out: str = positional('new folder, or an address in an object store (s3://, gs://, azure://)')
@@ -71,7 +73,8 @@ class Convert(Cluster):
 
 @dataclass(frozen=True, kw_only=True)
 class Encode(SampleFlags, Model, Encoders, Warmup, Results, Seed, Cluster):
-    """latents"""
+    heading = 'latents'
+
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
     batch_size: int = flag(32, 'images at once on each device', converter=count)
     cpu: bool = flag(False, 'work on the CPUs of the Ray cluster (default: off, on its GPUs, which are waited for)',
@@ -84,7 +87,8 @@ class Encode(SampleFlags, Model, Encoders, Warmup, Results, Seed, Cluster):
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """export"""
+    heading = 'export'
+
     checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
     out: str = positional('new folder for the pipeline')
     live: bool = flag(False, 'the live weights of the UNet in a checkpoint (default: off, the averaged ones, where the '
@@ -103,7 +107,8 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Results):
-    """drawing and judging"""
+    heading = 'drawing and judging'
+
     model: str = positional('a checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
                             'folder of diffusers, such as export.py writes')
     data: str = positional('MDS shards of images with captions, a folder or an object store')
@@ -143,7 +148,8 @@ class Evaluate(Results):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """report"""
+    heading = 'report'
+
     records: tuple[str, ...] = positional('files of JSON lines, or of CSV where the name ends in .csv')
     training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES}, those '
                                        'of Stable Diffusion 2; for the model tiny no days are shown)', converter=count)

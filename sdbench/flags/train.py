@@ -1,44 +1,28 @@
 """The flags of benchmark.py, each in one place, and what of them cannot be. Nothing here needs torch."""
-import argparse
 import os
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
 from sdbench.flags.parser import amount, count, flag, fraction, positive, seed, whole_number
+from sdbench.flags.times import time_in
 from sdbench.gpus import cards_named
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
 TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
-TIME = '([1-9][0-9]{0,14}(?=ba|ep)|(0?[.][0-9]+|1)(?=dur))(?P<unit>ba|ep|dur)'  # batches, epochs, a share of the run
-EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
-
-
-def time_in(units: str) -> Callable[[str], str]:
-    """A converter: a time such as 5000ba in one of `units`, as the text that Composer takes."""
-    allowed = units.split()
-    examples = ' or '.join(EXAMPLES[unit] for unit in allowed)
-
-    def parse(text: str) -> str:
-        match = re.fullmatch(TIME, text)
-        if match is None or match['unit'] not in allowed:
-            raise argparse.ArgumentTypeError(f'{text} is not a time such as {examples}')
-        return text
-    return parse
 
 
 def microbatch(text: str) -> int | Literal['auto']:
-    """A converter: how many images go through the model at once, or auto."""
+    """Convert a number of images that go through the model at once, or auto."""
     return text if text == 'auto' else count(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFlags:
-    """data"""
+    heading = 'data'
+
     remote: str | None = flag(None, 'MDS shards, a folder or an object store: images and captions as convert.py writes '
                               'them, or for a training latents as encode.py does')
     local: str | None = flag(None, 'folder that caches the shards (default: one for each remote; a remote that is a '
@@ -50,7 +34,8 @@ class SampleFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSamples:
-    """data"""
+    heading = 'data'
+
     cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)',
                                    may_change=True)
     max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', converter=fraction,
@@ -77,7 +62,8 @@ class TrainingSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """model"""
+    heading = 'model'
+
     model_name: str = flag(SD2_BASE, f'tiny, a diffusers folder or a hub name (default: {SD2_BASE}, whose architecture '
                            'is built in)', may_change=True)  # its place: the configuration must be the same
     pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name; tiny has those '
@@ -89,14 +75,15 @@ class Model:
 
 
 def check_image_size(pixels: int) -> None:
-    """Raises ValueError if the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
+    """Raise ValueError if the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
     if pixels % 8:
         raise ValueError(f'--image_size {pixels} is not a multiple of 8; use {pixels // 8 * 8 or 8}')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoders:
-    """speed"""
+    heading = 'speed'
+
     encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
         None, 'of the frozen encoders; in training, fp32 holds their weights in float32 and computes in --precision '
         '(default: the half precision of --precision)')
@@ -107,7 +94,8 @@ class Encoders:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """speed"""
+    heading = 'speed'
+
     device_train_microbatch_size: int | Literal['auto'] | None = flag(
         None, "images that go through the model at once, or auto, the most that fit (default: auto; on a CPU the "
         "device's share of the batch)", converter=microbatch, metavar='N')
@@ -132,12 +120,12 @@ class Speed:
 
 
 def number_of_devices(settings: 'Train') -> int:
-    """How many devices share the batch: those of this run, or those that --dry_run speaks of."""
+    """Return how many devices share the batch: those of this run, or those that --dry_run speaks of."""
     return settings.dry_run or int(os.environ.get('WORLD_SIZE', 1))
 
 
 def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> None:
-    """Raises ValueError if the batch does not divide over the devices, or a device's share into microbatches."""
+    """Raise ValueError if the batch does not divide over the devices, or a device's share into microbatches."""
     if batch_size % devices:
         divisible = batch_size // devices * devices or devices
         raise ValueError(f'--batch_size {batch_size} does not divide over {devices} devices; use {divisible}')
@@ -151,13 +139,15 @@ def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
-    """measurement"""
+    heading = 'measurement'
+
     warmup_batches: int = flag(3, 'batches before the clock starts', converter=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """measurement"""
+    heading = 'measurement'
+
     results: str = flag('results.jsonl', 'file that the record is appended to, or - to print it as the last line of '
                         'standard output instead', metavar='FILE')
 
@@ -177,7 +167,8 @@ class Results:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementFlags:
-    """measurement"""
+    heading = 'measurement'
+
     measure_batches: int | None = flag(
         None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
         "with streamed data five times the loader's queue if that is more)", converter=count)
@@ -198,13 +189,15 @@ class MeasurementFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class Seed:
-    """training and checkpoints"""
+    heading = 'training and checkpoints'
+
     seed: int = flag(17, 'of weights, noise and shuffle', converter=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """training and checkpoints"""
+    heading = 'training and checkpoints'
+
     max_duration: str | None = flag(None, 'length of the run, such as 5000ba or 2ep (default: warm-up and measured '
                                     'batches)', converter=time_in('ba ep'), metavar='TIME')
     load_weights: str | None = flag(
@@ -227,7 +220,8 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """loss, optimizer and average"""
+    heading = 'loss, optimizer and average'
+
     snr_gamma: float | None = flag(
         None, 'weight the loss of each image by the signal-to-noise ratio (SNR) of its timestep, as Min-SNR does: '
         'min(SNR, GAMMA) / SNR for epsilon, min(SNR, GAMMA) / (SNR + 1) for v_prediction; its authors took 5.0',
@@ -250,7 +244,8 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationAndDrawing:
-    """evaluation and drawing"""
+    heading = 'evaluation and drawing'
+
     eval_remote: str | None = flag(None, 'MDS shards that are held out, a folder or an object store: the loss on them '
                                    'is calculated with the same noise and timesteps each time', metavar='PATH')
     eval_interval: str | None = flag(None, 'time between evaluations (default: 1000ba, or a quarter of a shorter '
@@ -275,7 +270,8 @@ class EvaluationAndDrawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Logging:
-    """logging"""
+    heading = 'logging'
+
     run_name: str | None = flag(None, 'how the name of the curves begins, which go on at a resume (default: the '
                                 'last part of --save_folder)', metavar='NAME')
     wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
@@ -285,7 +281,8 @@ class Logging:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """cost"""
+    heading = 'cost'
+
     training_images: int | None = flag(None, f'images of the whole training, for its cost (default: {TRAINING_IMAGES}, '
                                        'those of Stable Diffusion 2, or with --dry_run those of --max_duration; for '
                                        'the model tiny no cost is shown)',
@@ -304,7 +301,7 @@ class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
 
     @property
     def measures(self) -> bool:
-        """Whether a measurement was asked for: without --max_duration, or by --measure_batches."""
+        """Return whether a measurement was asked for: without --max_duration, or by --measure_batches."""
         return self.measure_batches is not None
 
 
