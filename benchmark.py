@@ -33,7 +33,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
-from data import build_data, build_fitting_tokenizer, normalize
+from data import build_data, build_held_out_data, normalize, open_held_out
 from ema import EMA
 from sdbench.flags.times import times_in_batches
 from sdbench.forecast.dry_run import dry_run
@@ -44,24 +44,29 @@ from sdbench.measuring.record import measure_loader, training_settings
 from sdbench.measuring.tracing import build_profiler
 from sdbench.models.flops import flops_of_an_image, peak_tflops
 from sdbench.models.latents import draw_latents, vae_moments
-from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
+from sdbench.models.loading import (
+    SD2_BASE,
+    ModelFiles,
+    build_fitting_tokenizer,
+    build_text_encoder,
+    build_vae,
+    find_model,
+)
 from sdbench.models.switches import apply_switches, process_switches, switch_callbacks
 from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
-from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
-from sdbench.training.initial_weights import load_initial_weights
+from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator
 from sdbench.training.kept import flags_to_keep
-from sdbench.training.loggers import build_loggers
+from sdbench.training.loggers import build_loggers, name_of_run
 from sdbench.training.microbatch import find_microbatch
-from sdbench.training.names import name_of_run
 from sdbench.training.optimization import build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
+from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling
-from sdbench.training.signals import StopAtSignal
+from sdbench.training.weights import load_initial_weights
 
 
 class StableDiffusion(ComposerModel):
@@ -296,6 +301,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     microbatch = find_microbatch(settings, model, data)
+    held_out_data = build_held_out_data(settings, files, held_out, microbatch)
 
     # What changes a batch or the average, what watches the run, and the training itself.
     algorithms = build_algorithms(settings, files, average)
@@ -304,7 +310,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
         trainer = Trainer(
             model=model,
             train_dataloader=data,
-            eval_dataloader=build_evaluator(settings, files, held_out, microbatch),
+            eval_dataloader=build_evaluator(settings, held_out_data, microbatch),
             optimizers=build_optimizer(model, settings),
             schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup, settings.lr_final),
             algorithms=algorithms,

@@ -26,8 +26,8 @@ from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataL
 from sdbench.inputs.shards import MOMENTS, hash_of_images, index_hash, read_index, require_same_origin
 from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from sdbench.models.latents import origin_of_latents
-from sdbench.models.loading import ModelFiles
-from sdbench.paths import number_of_samples
+from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
+from sdbench.paths import INDEX, number_of_samples
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 MOST_STAND_INS = 1000  # samples that may be bad in a row
@@ -323,19 +323,6 @@ def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, num_workers:
                     microbatch_transforms=partial(normalize, image_size=image_size))
 
 
-def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
-    """Build the tokenizer of --tokenizer, or else of the model: models pad with different tokens.
-
-    Raises ValueError if there is none that loads, or if the text encoder lacks its tokens.
-    """
-    name = name or files.tokenizer
-    tokenizer = build_tokenizer(name)
-    if tokenizer.get_vocab_size() > files.vocab_size:
-        raise ValueError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '
-                         f'{files.vocab_size} of the text encoder of --model_name {files.name}')
-    return tokenizer
-
-
 def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     """Build the loader of --remote, which holds images or latents, or of synthetic data.
 
@@ -364,3 +351,41 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
                                     cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True,
                                     shuffle_seed=seed)
     return build_loader(dataset, device_batch, settings.num_workers, tokenizer, settings.max_bad_samples)
+
+
+def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:
+    """Return the samples of --eval_remote; None without the flag.
+
+    Raises ValueError if they do not fit the model, or are those that the run trains on.
+
+    Args:
+        settings: of the run.
+        files: of the model.
+        trained_on: the dataset of the training; where it holds latents, the model has no VAE.
+    """
+    remote = settings.eval_remote
+    if not remote:
+        return None
+    flag = '--eval_remote'
+    index = read_index(remote, flag)
+    if 'latents' in index:
+        require_same_origin(remote, index, origin_of_latents(files, settings.image_size), flag)
+    elif trained_on.latents:
+        raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
+    if settings.remote and hash_of_images(index) == trained_on.images_hash:
+        raise ValueError(f'{flag} {remote} is what the run trains on, --remote {settings.remote} by its {INDEX}; give '
+                         'it shards of other samples')
+    if number_of_samples(index) == 0:
+        raise ValueError(f'{flag} {remote} holds no samples')
+    images = StreamingLAIONDataset(remote, image_size=settings.image_size, index=index, batch_size=1)
+    timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
+    return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed)
+
+
+def build_held_out_data(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None,
+                        microbatch: int) -> DataSpec | None:
+    """Build the loader of the samples of --eval_remote, `microbatch` at a time; None without samples."""
+    if held_out is None:
+        return None
+    tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
+    return build_held_out_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)

@@ -65,10 +65,9 @@ from sdbench.models.precisions import AUTOCAST_DTYPES
 from sdbench.paths import number_of_samples
 from sdbench.progress_bar import progress_bar
 from sdbench.training.kept import MODEL, was_trained_on
-from sdbench.training.pipeline import trained_pipeline
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import best_precision, refuse_more_ranks_than_gpus
-from sdbench.training.trained import read_trained
+from sdbench.training.weights import read_trained, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed

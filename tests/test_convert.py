@@ -119,7 +119,8 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
 
 def test_an_out_that_holds_something_or_is_a_file_is_refused(tars, tmp_path, capsys):
     before = times(tmp_path)
-    for out, words in ((tars, f'OUT {tars} already holds something'), (tars / '00000.tar', 'made (File exists)')):
+    for out, words in ((tars, f'OUT {tars} already holds something'),
+                       (tars / '00000.tar', 'cannot be written to (File exists)')):
         assert failing_status(tars, out) == 2
         assert words in error_line(capsys)
     assert times(tmp_path) == before

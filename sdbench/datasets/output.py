@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 import obstore
-from filelock import FileLock, Timeout
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
 from sdbench.errors import DataError, redacted
+from sdbench.files import locked
 from sdbench.inputs.stores import open_store, reach, store_error
 from sdbench.paths import CLAIM, INDEX, is_url
 
@@ -77,25 +77,16 @@ class Output:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        try:
-            os.makedirs(self.out, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f'{self.label} cannot be made ({error.strerror}); give another') from None
-        with self._reaching():
-            names = {*os.listdir(self.out)} - {LOCK}
-            if names and CLAIM not in names:
-                raise ValueError(f'{self.label} already holds something; give a new folder')
-            path = Path(self.out, LOCK)
-            lock = FileLock(path, thread_local=False)
+        """Hold the folder's lock, and remove its file at the end. Raises ValueError if the folder is somebody's."""
+        path = Path(self.out, LOCK)
+        with locked(path, self.label):
             try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                raise ValueError(f'{self.label} is in use by another run; wait until that has ended') from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            lock.release()
+                names = {*os.listdir(self.out)} - {LOCK}
+                if names and CLAIM not in names:
+                    raise ValueError(f'{self.label} already holds something; give a new folder')
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     def _claim(self, settings: dict) -> None:
         """Write in OUT what it is made of. Raises ValueError if it is made of something else."""

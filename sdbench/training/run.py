@@ -19,7 +19,7 @@ from sdbench.models.loading import UNET_WEIGHTS
 from sdbench.training.failures import reason
 from sdbench.training.loggers import log_record
 from sdbench.training.progress import Progress, batches_in_words
-from sdbench.training.signals import StopAtSignal
+from sdbench.training.ranks import StopAtSignal
 
 # what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
