@@ -58,10 +58,11 @@ report: $(VENV)/installed  ## The table and the figure of the published benchmar
 	mkdir -p $(OUTPUT)
 	python report.py published.csv --figure $(OUTPUT)/days.png
 
-figures: $(VENV)/installed  ## The pictures of the documentation anew.
+figures: $(VENV)/installed  ## The pictures of the documentation anew, and what its notebook prints and draws.
 	python -m benchmarks.learn $(FIGURES)/learned.png
 	python -m benchmarks.forecast $(FIGURES)/forecast.png
 	python report.py published.csv --figure $(FIGURES)/days.png
+	python -m benchmarks.notebook docs/walk.ipynb
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Write both lock files anew from the requirements.

@@ -33,7 +33,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
-from data import build_data, build_fitting_tokenizer, normalize
+from data import build_data, build_held_out_data, normalize, open_held_out
 from ema import EMA
 from sdbench.flags.times import times_in_batches
 from sdbench.forecast.dry_run import dry_run
@@ -44,24 +44,29 @@ from sdbench.measuring.record import measure_loader, training_settings
 from sdbench.measuring.tracing import build_profiler
 from sdbench.models.flops import flops_of_an_image, peak_tflops
 from sdbench.models.latents import draw_latents, vae_moments
-from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
+from sdbench.models.loading import (
+    SD2_BASE,
+    ModelFiles,
+    build_fitting_tokenizer,
+    build_text_encoder,
+    build_vae,
+    find_model,
+)
 from sdbench.models.switches import apply_switches, process_switches, switch_callbacks
 from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
-from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator, open_held_out
-from sdbench.training.initial_weights import load_initial_weights
+from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator
 from sdbench.training.kept import flags_to_keep
-from sdbench.training.loggers import build_loggers
+from sdbench.training.loggers import build_loggers, name_of_run
 from sdbench.training.microbatch import find_microbatch
-from sdbench.training.names import name_of_run
 from sdbench.training.optimization import build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
+from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling
-from sdbench.training.signals import StopAtSignal
+from sdbench.training.weights import load_initial_weights
 
 
 class StableDiffusion(ComposerModel):
@@ -85,7 +90,6 @@ class StableDiffusion(ComposerModel):
                  snr_gamma: float | None = None):
         super().__init__()
         self.snr_gamma = snr_gamma
-        self.loss_weights: torch.Tensor | None = None  # float32 (B,), of the images of the newest forward
         self.image_size = image_size
         files = files or find_model(model_name, pretrained)
         self.latent_size = files.latent_size(image_size)
@@ -112,9 +116,12 @@ class StableDiffusion(ComposerModel):
         return self
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device: `caption` int64 (B, 77)
-        and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments` float16 (B, 8, H/8, W/8). In an
-        evaluation the batch brings its draws along: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
+        """Return prediction and target, each float (B, 4, H/8, W/8), of a batch on the model's device.
+
+        Args:
+            batch: `caption` int64 (B, 77), and `image` float (B, 3, H, W) in [-1, 1] or uint8, or the VAE's `moments`
+                float16 (B, 8, H/8, W/8). An evaluation brings its draws along: `noise` float32 (B, 8, H/8, W/8) and
+                `timestep` int64 (B,). In training both are drawn here, and `timestep` is added to the batch.
 
         Raises ValueError if the images are whole numbers of another type.
         """
@@ -125,10 +132,8 @@ class StableDiffusion(ComposerModel):
         else:
             noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)
             timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)  # (B,)
+            batch[TIMESTEP] = timesteps  # `loss` weights the images by them
         noised = self.scheduler.add_noise(latents, noise, timesteps)  # (B, 4, H/8, W/8)
-        if self.snr_gamma is not None:  # kept here: `loss` is given no timesteps
-            self.loss_weights = min_snr_weights(self.scheduler.alphas_cumprod[timesteps], self.snr_gamma,
-                                                self.prediction_type)
         prediction = self.unet(noised, timesteps, text).sample  # (B, 4, H/8, W/8)
         if self.prediction_type == 'epsilon':
             return prediction, noise
@@ -159,12 +164,16 @@ class StableDiffusion(ComposerModel):
         return torch.autocast(device, enabled=wanted)
 
     def loss(self, outputs: tuple[torch.Tensor, torch.Tensor], batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Mean squared error, in float32, of what `forward` has just returned; with `snr_gamma` weighted by image."""
+        """Return the mean squared error, in float32, of what `forward` returned for this batch.
+
+        With `snr_gamma` each image is weighted by the `timestep` of the batch.
+        """
         prediction, target = outputs
         if self.snr_gamma is None:
             return F.mse_loss(prediction.float(), target)
         errors = F.mse_loss(prediction.float(), target, reduction='none').mean(dim=(1, 2, 3))  # (B,)
-        return (self.loss_weights * errors).mean()
+        alphas_cumprod = self.scheduler.alphas_cumprod[batch[TIMESTEP]]  # (B,)
+        return (min_snr_weights(alphas_cumprod, self.snr_gamma, self.prediction_type) * errors).mean()
 
     def get_metrics(self, is_train: bool) -> dict:
         """What an evaluation measures; training needs nothing but its loss."""
@@ -292,6 +301,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     microbatch = find_microbatch(settings, model, data)
+    held_out_data = build_held_out_data(settings, files, held_out, microbatch)
 
     # What changes a batch or the average, what watches the run, and the training itself.
     algorithms = build_algorithms(settings, files, average)
@@ -300,7 +310,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
         trainer = Trainer(
             model=model,
             train_dataloader=data,
-            eval_dataloader=build_evaluator(settings, files, held_out, microbatch),
+            eval_dataloader=build_evaluator(settings, held_out_data, microbatch),
             optimizers=build_optimizer(model, settings),
             schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup, settings.lr_final),
             algorithms=algorithms,
@@ -337,7 +347,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
         model, trainer = build_training(settings, files, data, stop, callbacks)
         if is_over(trainer.state):
             sys.exit(0)
-        outcome = fit(trainer)
+        outcome = fit(trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)
         return record
@@ -346,13 +356,13 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
     """Run the benchmark, with more callbacks for Composer's Trainer if there are any; returns its record.
 
-    With --dry_run it returns the largest microbatch for each card or size of card instead.
+    With --dry_run it returns the records of the forecasts instead.
     """
     end_with_launcher()
     with one_line_errors(PROGRAM):
         # The flags, and what this machine says of those that were not given.
         settings = resolve_defaults(parse(Train, __doc__, argv, PROGRAM))
-        if settings.dry_run is not None:
+        if settings.dry_run:
             return dry_run(settings, build_model)
 
         # All ranks meet, and train for as long as rank 0.

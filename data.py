@@ -26,16 +26,15 @@ from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataL
 from sdbench.inputs.shards import MOMENTS, hash_of_images, index_hash, read_index, require_same_origin
 from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from sdbench.models.latents import origin_of_latents
-from sdbench.models.loading import ModelFiles
-from sdbench.paths import number_of_samples
+from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
+from sdbench.paths import INDEX, number_of_samples
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 MOST_STAND_INS = 1000  # samples that may be bad in a row
 
 
 class SyntheticImageCaptionDataset(Dataset):
-    """Random images or latents with captions, drawn once: with `collate` every batch is the same tensors, so that it
-    costs nothing.
+    """Random images or latents with captions, drawn once: `collate` gives the same tensors for every batch, at no cost.
 
     Args:
         image_size: height and width of the images, in pixels.
@@ -43,7 +42,7 @@ class SyntheticImageCaptionDataset(Dataset):
         num_samples: length of an epoch, over all ranks.
         vocab_size: token ids are drawn from 0 to vocab_size - 1.
         seed: of the draw; give each rank its own.
-        latent_size: give the VAE's `moments` float16 (8, L, L) of this height and width in the place of images.
+        latent_size: height and width L of latents, to give the VAE's `moments` float16 (8, L, L) instead of images.
     """
 
     def __init__(self, image_size: int = 512, caption_length: int = CAPTION_LENGTH, num_samples: int = 100_000, *,
@@ -67,11 +66,11 @@ class SyntheticImageCaptionDataset(Dataset):
         return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """A sample: `image` uint8 (3, H, H) or `moments`, and `caption` int64 (77,)."""
+        """Return a sample: `image` uint8 (3, H, H) or `moments`, and `caption` int64 (77,)."""
         return {name: tensor[index % DIFFERENT_SAMPLES] for name, tensor in self.samples.items()}
 
     def collate(self, samples: list[dict]) -> dict[str, torch.Tensor]:
-        """The one batch of so many samples: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
+        """Return the batch of as many samples: `image` uint8 (B, 3, H, H) or `moments`, and `caption` int64 (B, 77)."""
         if self.batch is None or len(self.batch['caption']) != len(samples):
             self.batch = self.draw(len(samples))
             if torch.cuda.is_available():  # once: DataLoader(pin_memory=True) would copy every batch
@@ -79,7 +78,7 @@ class SyntheticImageCaptionDataset(Dataset):
         return dict(self.batch)
 
     def draw(self, number: int) -> dict[str, torch.Tensor]:
-        """A batch of `number` samples, the same each time."""
+        """Draw a batch of `number` samples, the same each time."""
         generator = torch.Generator().manual_seed(self.seed)
         if self.latents:
             moments = torch.randn(number, 8, self.latent_size, self.latent_size, generator=generator)
@@ -146,7 +145,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         return MOMENTS in self.shards[0].column_names
 
     def __getitem__(self, index: int) -> dict:
-        """Sample `index`, or where it is bad the next good one, with tensors for torch's own collate function.
+        """Return sample `index`, or where it is bad the next good one, with tensors for torch's own collate function.
 
         `image` uint8 (3, H, H), or what the transform makes, or `moments` float16 (8, H/8, H/8), and `caption` int64
         (77,). After `give_captions_as_text` it is that of `good_sample`.
@@ -163,11 +162,11 @@ class StreamingLAIONDataset(VerifiedDataset):
         return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption']).ids)}
 
     def give_captions_as_text(self) -> None:
-        """From here on captions are text, which a loader tokenizes batch by batch."""
+        """Give captions as text from here on, which a loader tokenizes batch by batch."""
         self._gives_text = True
 
     def good_sample(self, index: int) -> dict:
-        """Sample `index` or the next good one, its caption as text; in `bad`, (index, reason) of each that was passed.
+        """Return sample `index` or the next good one, its caption as text; `bad` has (index, reason) of others.
 
         Raises DataError if a shard cannot be had, or MOST_STAND_INS samples in a row are bad.
         """
@@ -181,7 +180,7 @@ class StreamingLAIONDataset(VerifiedDataset):
         raise DataError(f'{len(bad):,} samples in a row are bad, the first, {bad[0][0]}: {bad[0][1]}')
 
     def sample(self, index: int) -> dict:
-        """`image` uint8 (3, H, H) or `moments` float16 (8, H/8, H/8), and `caption`.
+        """Return `image` uint8 (3, H, H) or `moments` float16 (8, H/8, H/8), and `caption`.
 
         Raises ValueError if the sample is bad, and DataError if its shard cannot be had or is not what index.json says.
         """
@@ -205,13 +204,14 @@ class StreamingLAIONDataset(VerifiedDataset):
 
 
 def bad_sample_line(index: int, reason: str) -> str:
+    """Return the line that names a bad sample."""
     return f'bad sample {index} is left out: {reason}'
 
 
 class BadSamples:
     """Names each bad sample once, and ends the run where too many are bad.
 
-    Of few samples chance makes a larger share bad: three standard deviations more are let pass.
+    By chance more than the limit can be bad among few samples: up to three standard deviations more are accepted.
 
     Args:
         limit: the share of samples that may be bad.
@@ -223,7 +223,7 @@ class BadSamples:
         self.found: set[int] = set()  # the bad ones
 
     def __call__(self, batch: dict) -> dict:
-        """The batch without its `bad_samples`. Raises DataError if too many are bad."""
+        """Return the batch without its `bad_samples`. Raises DataError if too many are bad."""
         self.read += len(batch['caption'])
         for index, reason in batch.pop('bad_samples', ()):
             if index not in self.found:
@@ -237,7 +237,7 @@ class BadSamples:
 
 
 def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
-    """One batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`."""
+    """Return a batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`."""
     if MOMENTS in samples[0]:
         batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
     else:
@@ -251,10 +251,10 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
 
 
 def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> dict[str, torch.Tensor]:
-    """Images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1], on their device.
+    """Bring images as stored, uint8 (B, 3, H, H), to float32 (B, 3, image_size, image_size) in [-1, 1].
 
     Without `image_size` they keep their size. Images that are floats are in [-1, 1] already, and stay so. Those that
-    the batch's `flip` bool (B,) names are mirrored. Moments stay as they are.
+    the batch's `flip` bool (B,) names are mirrored. Moments stay as they are. All stay on their device.
 
     Raises ValueError if the images are whole numbers of another type, so that nothing says what is black and what is
     white.
@@ -269,13 +269,13 @@ def normalize(batch: dict[str, torch.Tensor], image_size: int | None = None) -> 
 
 
 def leave_process_group(worker: int) -> None:
-    """So that a signal to all processes of a run, as Ctrl-C and `timeout` send it, ends no loader before the run."""
+    """Move a loader process into its own process group, so that Ctrl-C reaches the run before its loaders."""
     os.setpgrp()
 
 
 def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None,
                  max_bad_samples: float = 0.01) -> DataSpec:
-    """The loader of either dataset for Composer's Trainer; every batch is whole.
+    """Build the loader of either dataset for Composer's Trainer; every batch is whole.
 
     Args:
         dataset: a SyntheticImageCaptionDataset or a StreamingLAIONDataset.
@@ -284,7 +284,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
         tokenizer: for the streamed dataset's captions, which it gives as text from here on.
         max_bad_samples: the share that may be bad before the run ends.
 
-    Raises ValueError if the streamed dataset has a transform, where images are scaled on the device here.
+    Raises ValueError if the streamed dataset has a transform, since this loader scales images on the device.
     """
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
@@ -305,7 +305,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
 
 def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, num_workers: int, tokenizer: Tokenizer,
                           max_bad_samples: float = 0.01) -> DataSpec:
-    """The loader of an evaluation: every sample once, in one order, shared out to the ranks; the last batch is smaller.
+    """Build the loader of an evaluation: every sample once, in order, shared by the ranks; the last batch is smaller.
 
     Args:
         dataset: of the samples.
@@ -323,21 +323,8 @@ def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, num_workers:
                     microbatch_transforms=partial(normalize, image_size=image_size))
 
 
-def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
-    """The tokenizer of --tokenizer, or else of the model: models pad with different tokens.
-
-    Raises ValueError if there is none that loads, or if the text encoder lacks its tokens.
-    """
-    name = name or files.tokenizer
-    tokenizer = build_tokenizer(name)
-    if tokenizer.get_vocab_size() > files.vocab_size:
-        raise ValueError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '
-                         f'{files.vocab_size} of the text encoder of --model_name {files.name}')
-    return tokenizer
-
-
 def build_data(settings: Train, files: ModelFiles) -> DataSpec:
-    """The loader of --remote, which holds images or latents, or of synthetic data.
+    """Build the loader of --remote, which holds images or latents, or of synthetic data.
 
     Raises ValueError if the remote or the tokenizer is not there or does not fit the model.
     """
@@ -364,3 +351,41 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
                                     cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True,
                                     shuffle_seed=seed)
     return build_loader(dataset, device_batch, settings.num_workers, tokenizer, settings.max_bad_samples)
+
+
+def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:
+    """Return the samples of --eval_remote; None without the flag.
+
+    Raises ValueError if they do not fit the model, or are those that the run trains on.
+
+    Args:
+        settings: of the run.
+        files: of the model.
+        trained_on: the dataset of the training; where it holds latents, the model has no VAE.
+    """
+    remote = settings.eval_remote
+    if not remote:
+        return None
+    flag = '--eval_remote'
+    index = read_index(remote, flag)
+    if 'latents' in index:
+        require_same_origin(remote, index, origin_of_latents(files, settings.image_size), flag)
+    elif trained_on.latents:
+        raise ValueError(f'{flag} {remote} holds images, and the training is on latents, without a VAE; encode it, too')
+    if settings.remote and hash_of_images(index) == trained_on.images_hash:
+        raise ValueError(f'{flag} {remote} is what the run trains on, --remote {settings.remote} by its {INDEX}; give '
+                         'it shards of other samples')
+    if number_of_samples(index) == 0:
+        raise ValueError(f'{flag} {remote} holds no samples')
+    images = StreamingLAIONDataset(remote, image_size=settings.image_size, index=index, batch_size=1)
+    timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
+    return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed)
+
+
+def build_held_out_data(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None,
+                        microbatch: int) -> DataSpec | None:
+    """Build the loader of the samples of --eval_remote, `microbatch` at a time; None without samples."""
+    if held_out is None:
+        return None
+    tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
+    return build_held_out_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)

@@ -65,10 +65,9 @@ from sdbench.models.precisions import AUTOCAST_DTYPES
 from sdbench.paths import number_of_samples
 from sdbench.progress_bar import progress_bar
 from sdbench.training.kept import MODEL, was_trained_on
-from sdbench.training.pipeline import trained_pipeline
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import best_precision, refuse_more_ranks_than_gpus
-from sdbench.training.trained import read_trained
+from sdbench.training.weights import read_trained, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
@@ -382,7 +381,7 @@ def evaluate(settings: Evaluate) -> dict:
 
     trained_on_data = {'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
     record = record_of(settings, scores, image_size, about_model | about_metrics | drawn | trained_on_data)
-    return append_record(record, summary(record), settings.results)
+    return append_record(record, summary(record), settings.results_file)
 
 
 def main(argv: list[str] | None = None) -> dict:

@@ -28,8 +28,7 @@ from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from sdbench.errors import plural
-from sdbench.training.pipeline import trained_pipeline
-from sdbench.training.trained import Trained, read_trained
+from sdbench.training.weights import Trained, read_trained, trained_pipeline
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
     python report.py published.csv --extrapolate 512 1024 --figure days.png --csv table.csv
     python report.py results.jsonl --phase 1126400000@256 --phase 1740800000@512  # as SD2 base was really trained
     python report.py results.jsonl --compare           # a row for each training, and its speed over the first's
+    python report.py results.jsonl --days 3 --dollars_per_gpu_hour H100=2.5 H200=3.2  # what three days buy
     python report.py results.jsonl --quality quality.png # scores of evaluate.py, over guidance and over the training
 
 A record is a line of JSON as benchmark.py, encode.py or evaluate.py writes it, or a row of a CSV file with the same
@@ -31,13 +32,13 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from sdbench.costs import TRAINING_IMAGES, days_to_train, gpu_hours
+from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, gpu_hours, price_of
 from sdbench.errors import plural
 from sdbench.flags.train import SWITCHES
 from sdbench.measuring.figures import FIGURES, IN_TABLES, Figure
 from sdbench.measuring.reliability import why_unreliable
 from sdbench.measuring.versions import PACKAGES
-from sdbench.report.pictures import CONDITIONS, EXTRAPOLATED, JUDGES, MEASURED, draw_quality, draw_speeds
+from sdbench.report.pictures import CONDITIONS, EXTRAPOLATED, FORECAST, JUDGES, MEASURED, draw_quality, draw_speeds
 
 HASHES = ['inception_sha256', 'clip_sha256']  # shown by their beginning
 VERSIONS = ['python', 'cuda', *PACKAGES]
@@ -47,7 +48,7 @@ SETTINGS = ['stage', 'device', 'image_size', 'model_name', 'input', 'dataset', '
 EVALUATED = [*CONDITIONS, *JUDGES['fid'], *JUDGES['clip_score']]
 # What a row's figures are; any other status is that of a run without figures to rely on, such as failed.
 DOUBTED = 'not reliable'
-WITH_FIGURES = [MEASURED, EXTRAPOLATED]
+WITH_FIGURES = [MEASURED, EXTRAPOLATED, FORECAST]
 INPUTS = {'in_loop': 'images', 'text_in_loop': 'latents'}  # of a training, by the encoders in its loop
 NUMBERS = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
            'loader_images_per_sec')
@@ -67,6 +68,7 @@ COLUMNS = {
     'days': Figure('days', cell='{}', decimals=2),
     'gpu_hours': Figure('GPU-hours', cell='{}', decimals=0),
     'cost_usd': Figure('cost', cell='${}', decimals=0),
+    'images_in_days': Figure('images in --days', cell='{}', decimals=0),
 }
 UNKNOWN = dict.fromkeys(IN_TABLES, math.nan)  # the figures of a row that was not measured
 FOR_US = ['record', 'setting', 'label', 'on_cpu']  # columns that are not for the CSV file
@@ -199,13 +201,14 @@ def rows_of(record: dict) -> list[dict]:
 def speed_row(record: dict) -> dict:
     """What the table needs of a record of speed: settings are text, '' where it does not state one.
 
-    Its `status` is MEASURED, EXTRAPOLATED by its source, DOUBTED, or that of a run that is not complete. Raises
-    ValueError if a number that is needed is missing or not positive.
+    Its `status` is MEASURED, EXTRAPOLATED by its source, FORECAST, DOUBTED, or that of a run that is not complete.
+
+    Raises ValueError if a number that is needed is missing or not positive.
     """
     record = {'stage': 'train', 'status': 'complete', 'extrapolated': False} | record | record.get('versions', {})
     speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
     needed = ['device', 'num_devices', 'image_size']
-    if record['status'] == 'complete':
+    if record['status'] in ('complete', FORECAST):
         needed.append(speed)
     missing = [key for key in needed if key not in record]
     if missing:
@@ -237,6 +240,11 @@ def speed_row(record: dict) -> dict:
 def status_and_notes(record: dict) -> tuple[str, str]:
     """What the speed of a record is, and what the table says of that."""
     status = words(record['status'])
+    if status == FORECAST:
+        if record.get('images_per_sec_least') is None:
+            return FORECAST, 'forecast, not tested'
+        least, most = record['images_per_sec_least'], record['images_per_sec_most']
+        return FORECAST, f'forecast: {least:,.0f} to {most:,.0f} images/s'
     if status != 'complete':
         reason = f'{status}: {words(record.get("error"))}'
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
@@ -307,6 +315,9 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
         has_days &= rows['model_name'] != 'tiny'
         sentences.append(TINY_NOTE)
     days = days_to_train(rows['images_per_sec'], settings.training_images or TRAINING_IMAGES).where(has_days)
+    if settings.days is not None:
+        rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
+        sentences.append(f'The last column is how many images {settings.days:g} days buy.')
     return with_costs(rows, days, settings.dollars_per_gpu_hour), sentences
 
 
@@ -324,16 +335,19 @@ def medians(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([*merged, rows[~is_measured]])
 
 
-def with_costs(rows: pd.DataFrame, days: pd.Series, dollars_per_gpu_hour: float) -> pd.DataFrame:
-    """The rows with their days and, where they are those of GPUs, GPU-hours and dollars."""
+def with_costs(rows: pd.DataFrame, days: pd.Series, prices: Prices) -> pd.DataFrame:
+    """Return the rows with their days and, where they are those of GPUs, GPU-hours and dollars."""
     hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
-    return rows.assign(days=days, gpu_hours=hours, cost_usd=hours * dollars_per_gpu_hour)
+    dollars = rows['device'].map(lambda device: price_of(device, prices))
+    return rows.assign(days=days, gpu_hours=hours, cost_usd=hours * dollars)
 
 
 def over_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
-    """A figure of the rows that have figures over that of the first that was measured in the same group."""
-    measured = rows[key].where(rows['status'] == MEASURED)
-    bases = measured.groupby([rows[name] for name in group]).transform('first')
+    """Return a figure of the rows over that of the first that was measured in the same group, or else forecast."""
+    groups = [rows[name] for name in group]
+    bases = rows[key].where(rows['status'] == MEASURED).groupby(groups).transform('first')
+    forecasts = rows[key].where(rows['status'] == FORECAST).groupby(groups).transform('first')
+    bases = bases.fillna(forecasts)
     return rows[key].where(rows['status'].isin(WITH_FIGURES)) / bases
 
 
@@ -387,17 +401,18 @@ def fit_step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> tuple[f
 
 
 def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """A row for each setting and number of devices that was measured at the size of every phase of --phase; and what
-    else was trained, each with the reason why it has none.
+    """Return a row for each setting and number of devices that was measured, or forecast, at the size of every phase of
+    --phase; and what else was trained, each with the reason why it has none.
 
     A phase takes the speed of the fastest run of its size, whatever the microbatch. Raises ValueError if there is none.
     """
     trained = records[records['stage'] == 'train']
     left_out = []
-    for _, row in trained[trained['status'] != MEASURED].iterrows():
+    planned = trained['status'].isin([MEASURED, FORECAST])
+    for _, row in trained[~planned].iterrows():
         left_out.append(f'{row["num_devices"]} x {row["device"]}, {row["notes"]}')
-    trained = trained[trained['status'] == MEASURED]
-    keys = [key for key in SETTINGS if key not in ('image_size', 'device_train_microbatch_size')]
+    trained = trained[planned]
+    keys = ['status', *(key for key in SETTINGS if key not in ('image_size', 'device_train_microbatch_size'))]
     sizes = [size for _, size in settings.phase]
     plans = []
     for _, runs in trained.groupby([*keys, 'num_devices', 'num_nodes'], sort=False):
@@ -411,6 +426,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, l
             continue
         days = [days_to_train(speeds[size], images) for images, size in settings.phase]
         notes = [f'{printed("days", some)} days at {size} px' for some, size in zip(days, sizes, strict=True)]
+        if runs['status'].iloc[0] == FORECAST:
+            notes.insert(0, 'forecast')
         if runs['input'].iloc[0] == 'latents':
             notes.append('without encoding the images')
         plan = runs.iloc[[0]].assign(stage='plan', image_size=', then '.join(sizes),
@@ -422,25 +439,35 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, l
     return pd.concat(plans).sort_values('num_devices', kind='stable'), left_out
 
 
-def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, dollars_per_gpu_hour: float) -> pd.DataFrame:
+def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, prices: Prices) -> pd.DataFrame:
     """A row for each guidance scale of each evaluation, checkpoints in order, and what the training until then took."""
     trainings = [record for record in records.get('record', ()) if record['stage'] == 'train']
     rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
-    hours = pd.Series([hours_until(record, trainings) for record in rows['record']])
-    return rows.assign(gpu_hours=hours, cost_usd=hours * dollars_per_gpu_hour)
+    hours = []
+    dollars = []
+    for record in rows['record']:
+        training = training_of(record, trainings)
+        if training is None:
+            hours.append(math.nan)
+            dollars.append(math.nan)
+        else:
+            hours.append(gpu_hours(training['images_per_sec'], training['num_devices'], record['images_seen']))
+            dollars.append(hours[-1] * price_of(training['device'], prices))
+    return rows.assign(gpu_hours=hours, cost_usd=dollars)
 
 
-def hours_until(evaluation: dict, trainings: list[dict]) -> float:
-    """GPU-hours of the training until an evaluation, by the speed of the last record of a training with the same flags
-    that was as long; NaN where there is none, or it was on a CPU."""
+def training_of(evaluation: dict, trainings: list[dict]) -> dict | None:
+    """Return the last record of a training with the flags of an evaluation's that was as long; None where there is
+    none, or it was on a CPU.
+    """
     flags = evaluation.get('training', {})
     for training in reversed(trainings):
         has_hours = 'images_per_sec' in training and training.get('device_type') != 'cpu'
         in_both = (flags.keys() & training.keys()) - {'dataset'}  # of a checkpoint it is the hash of an index
         is_same = 'batch_size' in in_both and all(flags[key] == training[key] for key in in_both)
         if has_hours and is_same and training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf):
-            return gpu_hours(training['images_per_sec'], training['num_devices'], evaluation['images_seen'])
-    return math.nan
+            return training
+    return None
 
 
 def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:

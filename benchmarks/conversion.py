@@ -3,7 +3,7 @@
     python -m benchmarks.conversion [ROUNDS]     # about a minute a round
 
 Both convert the same tars of 256 px JPEGs, in turn, and decode each image to see that it is whole. The loop is one
-process, which lists nothing that is left out and begins anew when it is stopped. The start of convert.py counts. The
+process, which lists nothing that is left out and starts over when it is stopped. The start of convert.py counts. The
 ratio comes last.
 """
 import io
@@ -32,7 +32,7 @@ PICTURES = 50  # that differ
 
 
 def write_tars(folder: Path) -> None:
-    """Tars as img2dataset writes them."""
+    """Write tars as img2dataset does."""
     random = np.random.default_rng(0)
     pictures = [photograph(random) for _ in range(PICTURES)]
     folder.mkdir()
@@ -46,7 +46,7 @@ def write_tars(folder: Path) -> None:
 
 
 def plain_loop(tars: Path, out: Path) -> None:
-    """As anybody writes it first."""
+    """Convert as one would write it first."""
     with MDSWriter(out=str(out), columns=MDS_COLUMNS, hashes=['xxh64']) as writer:
         for path in sorted(tars.iterdir()):
             sample = {}
@@ -59,11 +59,13 @@ def plain_loop(tars: Path, out: Path) -> None:
 
 
 def convert(tars: Path, out: Path) -> None:
+    """Run convert.py."""
     command = [sys.executable, str(ROOT / 'convert.py'), str(tars), str(out), '--num_workers', str(os.cpu_count())]
     subprocess.run(command, check=True, capture_output=True)
 
 
 def images_per_sec(way: Callable[[Path, Path], None], folder: Path) -> float:
+    """Time one way of converting."""
     start = time.perf_counter()
     way(folder / 'tars', folder / 'out')
     seconds = time.perf_counter() - start
@@ -77,9 +79,9 @@ def main() -> None:
         folder = Path(name)
         write_tars(folder / 'tars')
         speeds = [(images_per_sec(plain_loop, folder), images_per_sec(convert, folder)) for _ in range(rounds)]
-    plain, here = (statistics.median(column) for column in zip(*speeds, strict=True))
-    print(f'a plain loop {plain:,.0f} images/s   here {here:,.0f} images/s on {os.cpu_count()} cores')
-    print(f'conversion ratio {here / plain:.2f}')
+    plain, ours = (statistics.median(column) for column in zip(*speeds, strict=True))
+    print(f'a plain loop {plain:,.0f} images/s   convert.py {ours:,.0f} images/s on {os.cpu_count()} cores')
+    print(f'conversion ratio {ours / plain:.2f}')
 
 
 if __name__ == '__main__':

@@ -32,7 +32,8 @@ from PIL import Image, ImageOps
 
 from benchmark import StableDiffusion
 from export import main as export
-from sdbench.datasets.output import Output, PartWriter, join_parts, write_index
+from sdbench.datasets.job import join_parts, write_index
+from sdbench.datasets.output import Output, PartWriter
 from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import BUILT_IN, find_model

@@ -31,7 +31,7 @@ NUM_SAMPLES = 512
 
 
 class OriginalDataset(StreamingDataset):
-    """As mosaicml/diffusion-benchmark reads a sample."""
+    """Samples as mosaicml/diffusion-benchmark reads them."""
 
     def __init__(self, local: str, tokenizer: CLIPTokenizer):
         super().__init__(local=local, batch_size=BATCH_SIZE)
@@ -46,7 +46,7 @@ class OriginalDataset(StreamingDataset):
 
 
 def write_photographs(folder: str, num_samples: int = NUM_SAMPLES) -> None:
-    """Shards of photographs with captions of 14 words; of many samples each picture comes several times."""
+    """Write shards of photographs with captions of 14 words; of many samples each picture comes several times."""
     random = np.random.default_rng(0)
     pictures = [photograph(random) for _ in range(min(num_samples, NUM_SAMPLES))]
     words = 'a photo of the old red house by sea with two dogs and their small boat under grey sky'.split()
@@ -57,6 +57,7 @@ def write_photographs(folder: str, num_samples: int = NUM_SAMPLES) -> None:
 
 
 def images_per_sec(loader) -> float:
+    """Time one epoch of a loader."""
     start = time.perf_counter()
     images = sum(len(batch['image']) for batch in loader)
     return images / (time.perf_counter() - start)
@@ -75,7 +76,7 @@ def main() -> None:
                             build_tokenizer()).dataloader
         speeds = [(images_per_sec(original), images_per_sec(ours)) for _ in range(5)]
     their_median, our_median = (statistics.median(column) for column in zip(*speeds, strict=True))
-    print(f'the original\'s way {their_median:.0f} images/s   here {our_median:.0f} images/s')
+    print(f'the original\'s way {their_median:.0f} images/s   ours {our_median:.0f} images/s')
     print(f'loader ratio {our_median / their_median:.1f}')
 
 

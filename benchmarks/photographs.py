@@ -1,4 +1,4 @@
-"""JPEGs that cost as much to decode as photographs do."""
+"""Make JPEGs that cost as much to decode as photographs do."""
 import io
 
 import numpy as np
@@ -8,7 +8,7 @@ SIDE = 256  # pixels
 
 
 def photograph(random: np.random.Generator) -> bytes:
-    """A JPEG of about 20 KB with the detail of a photograph: noise at every scale, the coarser the stronger."""
+    """Return a JPEG of about 20 KB with the detail of a photograph: noise at every scale, the coarser the stronger."""
     picture = np.zeros((SIDE, SIDE, 3))
     for size in (4, 16, 64, 256):
         noise = Image.fromarray(random.integers(0, 256, (size, size, 3), dtype=np.uint8))

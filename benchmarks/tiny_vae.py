@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('emojis', type=Path, help='folder of PNGs')
     parser.add_argument('figure', type=Path, help='PNG of held-out pictures, before and after')
-    parser.add_argument('--batches', type=int, default=12000)
+    parser.add_argument('--batches', type=int, default=3000)
     parser.add_argument('--out', type=Path, default=BUILT_IN['tiny'] / VAE_WEIGHTS, help='file for the weights')
     args = parser.parse_args()
     emojis, held_out = read_emojis(args.emojis)

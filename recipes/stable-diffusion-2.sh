@@ -41,15 +41,15 @@ phase_2="@recipes/phase-2.txt --image_size $SIZE_2 --max_duration ${STEPS_2}ba -
 if [ "${1:-}" = plan ]; then
     forecasts=$(mktemp)
     trap 'rm -f "$forecasts"' EXIT
-    plan="--dry_run $GPUS ${GPU:+--gpu $GPU} --results $forecasts"
+    plan="--dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name $MODEL} --no-pretrained --results $forecasts"
     data=--use_synth_data
     if [ -n "$LATENTS" ]; then
         data=--use_synth_latents
-        python encode.py --image_size "$SIZE_1" $plan
-        python encode.py --image_size "$SIZE_2" $plan
+        python encode.py --image_size "$SIZE_1" $plan > /dev/null
+        python encode.py --image_size "$SIZE_2" $plan > /dev/null
     fi
-    python benchmark.py $phase_1 $data $PHASE_FLAGS $plan
-    python benchmark.py $phase_2 $data $PHASE_FLAGS $plan
+    python benchmark.py $phase_1 $data $PHASE_FLAGS $plan > /dev/null    # its summary says more; the report has the costs
+    python benchmark.py $phase_2 $data $PHASE_FLAGS $plan > /dev/null
     python report.py "$forecasts" --phase "$((STEPS_1 * BATCH_SIZE))@$SIZE_1" --phase "$((STEPS_2 * BATCH_SIZE))@$SIZE_2"
     exit
 fi

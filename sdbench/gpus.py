@@ -84,7 +84,10 @@ CARDS = {card.name: card for card in (
 
 
 def peak_of(device_name: str, precision: str) -> float | None:
-    """Dense TFLOP/s of a GPU in 'bf16', 'fp16', 'amp_bf16' or 'amp_fp16'; None where it is not known, or in fp32."""
+    """Return the dense TFLOP/s of a GPU in 'bf16', 'fp16', 'amp_bf16' or 'amp_fp16'.
+
+    None where it is not known, or in fp32.
+    """
     half = precision.removeprefix('amp_')
     if half == 'fp32' or half == 'bf16' and device_name.startswith('Tesla'):  # the V100 and the T4 have no bf16
         return None
@@ -93,15 +96,18 @@ def peak_of(device_name: str, precision: str) -> float | None:
     return CARDS[device_name].tflops
 
 
-def cards_named(name: str | None) -> list[Card]:
-    """The cards whose names have all words of `name`, whatever its capitals, spaces and hyphens; None: all cards.
-
-    Raises ValueError if there is none.
-    """
-    found = list(CARDS.values())
-    for word in re.findall('[A-Z0-9]+', (name or '').upper()):
+def has_words(device_name: str, words: str) -> bool:
+    """Return whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens."""
+    for word in re.findall('[A-Z0-9]+', words.upper()):
         pattern = rf'\b{"[ -]?".join(word)}\b'  # RTX4090 for RTX 4090, but not A10 for A100
-        found = [card for card in found if re.search(pattern, card.name.upper())]
+        if not re.search(pattern, device_name.upper()):
+            return False
+    return True
+
+
+def cards_named(words: str | None, flag: str = '--gpu') -> list[Card]:
+    """Return the cards whose names have all of some words; None: all cards. Raises ValueError if there is none."""
+    found = [card for card in CARDS.values() if has_words(card.name, words or '')]
     if not found:
-        raise ValueError(f'--gpu {name} is no GPU that is known here; give one of {", ".join(CARDS)}')
+        raise ValueError(f'{flag} {words} is no GPU that is known here; give one of {", ".join(CARDS)}')
     return found

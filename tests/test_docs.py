@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -187,6 +188,7 @@ def folder(tmp_path, monkeypatch):
         (photos / f'{number}.jpg').write_bytes(encoded(picture(number)))
         (photos / f'{number}.txt').write_text(f'picture {number}')
     names = [f'{number}.jpg' for number in range(32)]
+    shutil.copytree(photos, tmp_path / 'package/img/google/64')  # as the package of emojis has its pictures
     (photos / 'captions.csv').write_text('\n'.join(['file_name,text', *(f'{name},a cat' for name in names)]))
     rows = [f'../photos/{name},a cat' for name in names]
     (tmp_path / 'elsewhere').mkdir()

@@ -16,6 +16,7 @@ import encode
 import export
 from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
+from sdbench.datasets.encoder import Encoder, ImageShard
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
 from sdbench.inputs.captions import build_tokenizer
@@ -180,7 +181,7 @@ def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, cap
     assert 'encoded         8 images, ' in out
     assert 'stored          8 images, 1,0' in out
     assert 'too few to rely on its images/s' in out
-    assert f'2 bad samples; listed in {tmp_path}/latents/skipped.jsonl' in out
+    assert f'1 image does not decode, 1 no caption; listed in {tmp_path}/latents/skipped.jsonl' in out
     lines = map(json.loads, (tmp_path / 'latents/skipped.jsonl').read_text().splitlines())
     assert [(line['key'], line['reason']) for line in lines] == [
         (2, 'image does not decode: not a known format'), (9, 'no caption')]
@@ -202,7 +203,7 @@ def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_ref
     capfd.readouterr()
     assert encode_shards(shards, latents, model_folder) is None  # and so status 0
     said, command = capfd.readouterr().out.splitlines()
-    assert said == f'done already: --out {latents} holds 24 samples, all of this --remote'
+    assert said == f'done already: --out {latents} holds 24 samples of this --remote'
     assert command.startswith(f'next            composer benchmark.py --remote {latents} --model_name ')
     assert 'was begun with image_size 64, and this command has 32; give' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
@@ -266,9 +267,9 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
     monkeypatch.setattr(torch.nn.Module, 'compile', functools.partialmethod(torch.nn.Module.compile, backend=as_it_is))
     argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
     torch._dynamo.reset()
-    plain, compiled = (encode.Encoder(resolve_encoding_defaults(parse(Encode, '', [*argv, *flags])), None)
+    plain, compiled = (Encoder(resolve_encoding_defaults(parse(Encode, '', [*argv, *flags])), None)
                        for flags in ([], ['--compile']))
-    shard = encode.ImageShard(read_index(shards)['shards'][0], 0)
+    shard = ImageShard(read_index(shards)['shards'][0], 0)
     for number in (4, 3, 1, 0, 2):
         batch = {'image': torch.randint(256, (number, 3, 64, 64), dtype=torch.uint8), 'number': range(number)}
         for one, other in zip(plain.moments_of(batch, shard), compiled.moments_of(batch, shard), strict=True):

@@ -14,8 +14,7 @@ from benchmark import main
 from export import main as export
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.training.checkpoints import load_checkpoint
-from sdbench.training.pipeline import trained_pipeline
-from sdbench.training.trained import read_trained
+from sdbench.training.weights import read_trained, trained_pipeline
 from tests.runs import TINY
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,

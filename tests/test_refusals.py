@@ -67,6 +67,12 @@ ROWS = [
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: of stores, s3://, gs:// and azure:// can be used; use '
      'an S3-compatible address with S3_ENDPOINT_URL'),
     ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),
+    ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: of stores, s3://, gs://'),
+    ('convert.py', 'notes s3://bucket --held_out 0.5', 'OUT s3://bucket is a whole bucket; with --held_out give'),
+    ('convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a glob that matches some'),
+    ('convert.py', 'notes out --captions nothing.csv', '--captions nothing.csv cannot be read (No such file'),
+    ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),
+    ('convert.py', 'notes out --held_out 1000', '--held_out: 1000'),
     ('convert.py', 'notes azure://me.blob.core.windows.net', 'names no bucket'),
 
     # Evaluations

@@ -253,6 +253,22 @@ def test_a_plan_on_latents_says_that_the_encoding_is_not_in_it(printed, write):
 
 # Files
 
+def test_forecasts_are_planned_and_priced_by_card_and_told_apart_from_what_was_measured(printed, write):
+    forecast = {'status': 'forecast', 'model_name': 'sd2', 'images_per_sec_least': 900.0, 'images_per_sec_most': 1100.0}
+    path = write(*[forecast | {'device': device, 'image_size': size, 'images_per_sec': speed}
+                   for device, size, speed in (('NVIDIA H200', 256, 4000.0), ('NVIDIA H200', 512, 1000.0),
+                                               ('NVIDIA B200', 256, 8000.0), ('NVIDIA B200', 512, 2000.0))],
+                 {'device': 'NVIDIA H200', 'model_name': 'sd2', 'images_per_sec': 990.0})
+    rows, plans = tables(printed(path, '--phase', '345600000@256', '--phase', '86400000@512', '--days', '3',
+                                 '--dollars_per_gpu_hour', '2', 'B200=5'))
+    assert {row['notes'] for row in rows} == {'forecast: 900 to 1,100 images/s', ''}  # the last was measured
+    assert [row['images in --days'] for row in rows if row['images/s'] == '990.0'] == ['256,608,000']
+    by_gpu = {plan['device']: plan for plan in plans}
+    assert by_gpu['NVIDIA H200']['cost'] == '$768'  # 2 days of 8 GPUs at $2
+    assert by_gpu['NVIDIA B200']['cost'] == '$960'  # 1 day at $5
+    assert all(plan['notes'].startswith('forecast, ') for plan in plans)
+
+
 @pytest.fixture
 def original(tmp_path) -> str:
     """The rows of published.csv that the original's authors measured: one setting on several numbers of GPUs."""

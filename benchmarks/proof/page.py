@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from sdbench.forecast.dry_run import UNCOUNTED_SHARE
+from sdbench.forecast.estimate import UNCOUNTED_SHARE
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.measuring.reliability import why_unreliable
 

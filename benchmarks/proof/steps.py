@@ -127,7 +127,7 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
         device: name of the card.
         runs: flags of benchmark.py by the name of a step, as JSON.
     """
-    from sdbench.forecast.dry_run import estimate
+    from sdbench.forecast.estimate import estimate
     from sdbench.forecast.speed import can_forecast
     from sdbench.gpus import CARDS
     traced = {}

@@ -2,32 +2,26 @@
 
 OUT/claim.json says by which program and settings it is made, and is there before anything else. A part is a folder in
 OUT; its name is a hash of what it is made of. The index.json of a part is written when its shards are all there, so
-that a part is done once it has one, and what a killed worker left is written over with the same. OUT/index.json, which
-makes a dataset of the parts, comes last.
+that a part is done once it has one, and what a killed worker left is written over with the same bytes.
 """
 import contextlib
 import hashlib
 import json
 import os
 import platform
-import shlex
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import obstore
-from filelock import FileLock, Timeout
 from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
 from sdbench.errors import DataError, redacted
-from sdbench.flags.train import BATCH_SIZE
+from sdbench.files import locked
 from sdbench.inputs.stores import open_store, reach, store_error
 from sdbench.paths import CLAIM, INDEX, is_url
 
@@ -35,8 +29,6 @@ LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why
 DAMAGED = 'cut short or damaged'  # how the reason begins for which a file was not read to its end
 LAYOUT = 3  # of OUT; in that of earlier versions parts were named otherwise
-FEWEST_SAMPLES = 10_000  # from which a model learns from random weights; of fewer, one that is trained already
-READERS = 64  # of part indexes, at once
 SHARD_BYTES = 1 << 26  # the most that a shard takes: Streaming's own default
 
 
@@ -61,7 +53,7 @@ class Output:
 
     @contextlib.contextmanager
     def begun(self, settings: dict, sources: Sequence[str] = ()) -> Iterator[None]:
-        """A context in which this run makes OUT, and in a folder no other does.
+        """Claim OUT for this run, and hold the lock of a folder meanwhile, so that no other run works in it.
 
         In a store two runs of the same settings may work at once: both write the same. So where it is made of files of
         a machine, the claim names that.
@@ -85,28 +77,19 @@ class Output:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        try:
-            os.makedirs(self.out, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f'{self.label} cannot be made ({error.strerror}); give another') from None
-        with self._reaching():
-            names = {*os.listdir(self.out)} - {LOCK}
-            if names and CLAIM not in names:
-                raise ValueError(f'{self.label} already holds something; give a new folder')
-            path = Path(self.out, LOCK)
-            lock = FileLock(path, thread_local=False)
+        """Hold the folder's lock, and remove its file at the end. Raises ValueError if the folder is somebody's."""
+        path = Path(self.out, LOCK)
+        with locked(path, self.label):
             try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                raise ValueError(f'{self.label} is in use by another run; wait until that has ended') from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            lock.release()
+                names = {*os.listdir(self.out)} - {LOCK}
+                if names and CLAIM not in names:
+                    raise ValueError(f'{self.label} already holds something; give a new folder')
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     def _claim(self, settings: dict) -> None:
-        """Say in OUT what it is made of. Raises ValueError if it is made of something else."""
+        """Write in OUT what it is made of. Raises ValueError if it is made of something else."""
         held = self.read(CLAIM)
         if held is None:
             if not self.is_folder and any(name != CLAIM for name in self.names()):
@@ -116,7 +99,7 @@ class Output:
             held = self.read(CLAIM)  # another run was faster
         begun = json.loads(held)
         if self.is_folder and begun.get('program') == settings['program'] and self._is_empty():
-            self.write(CLAIM, json.dumps(settings).encode())  # a mistake that nothing came of is begun anew
+            self.write(CLAIM, json.dumps(settings).encode())  # nothing came of the earlier command, which was a mistake
             return
         for key in ('program', *settings, *begun):
             if begun.get(key) == settings.get(key):
@@ -130,7 +113,7 @@ class Output:
             raise ValueError(f'{self.label} was begun with {key} {then}, and this command has {now}; {remedy}')
 
     def _create(self, name: str, content: bytes) -> bool:
-        """Write a file if there is none of that name, as a store itself decides; returns whether there was none."""
+        """Write a file if there is none of that name, as a store itself decides. Return whether there was none."""
         if self.is_folder:  # which nobody else writes to
             self.write(name, content)
             return True
@@ -142,12 +125,12 @@ class Output:
                 return False
 
     def write(self, name: str, content: bytes | BinaryIO) -> None:
-        """A file that appears whole, in the place of an earlier one."""
+        """Write a file, which appears whole in the place of an earlier one."""
         with self._reaching():
             obstore.put(*self._at(name), content)
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None if there is none."""
+        """Return the content of a file; None if there is none."""
         with self._reaching():
             try:
                 return obstore.get(*self._at(name)).bytes().to_bytes()
@@ -155,7 +138,7 @@ class Output:
                 return None
 
     def names(self) -> Iterator[str]:
-        """The names of all files in OUT and its folders; of a store 1000 a request."""
+        """Yield the names of all files in OUT and its folders; of a store 1000 a request."""
         with self._reaching():
             store, key = self._at('')
             for page in obstore.list(store, key or None):
@@ -163,11 +146,11 @@ class Output:
                     yield entry['path'].removeprefix(key).lstrip('/')
 
     def is_done(self, part: str) -> bool:
-        """Whether the part of that name is there."""
+        """Return whether the part of that name is done."""
         return self.read(f'{part}/{INDEX}') is not None
 
     def parts(self) -> dict[str, bool]:
-        """The names of all folders in OUT, and whether each is a part that is done."""
+        """Return the names of all folders in OUT, and whether each is a part that is done."""
         found = {}
         for name in self.names():
             folder, _, rest = name.partition('/')
@@ -176,7 +159,7 @@ class Output:
         return found
 
     def _is_empty(self) -> bool:
-        """Whether OUT holds nothing but parts without a sample."""
+        """Return whether OUT holds nothing but parts without a sample."""
         for name in self.names():
             if name in (CLAIM, LOCK, SKIPPED):
                 continue
@@ -186,12 +169,12 @@ class Output:
         return True
 
     def require_begun(self) -> None:
-        """Raises DataError if a worker does not see the OUT that the command has begun."""
+        """Raise DataError if a worker does not see the OUT that the command has begun."""
         if self.read(CLAIM) is None:
             raise DataError(f'{self.label} is not the same folder on every machine; use a shared one or a store')
 
     def _at(self, name: str) -> tuple[ObjectStore, str]:
-        """The client and the key of a file."""
+        """Return the client and the key of a file."""
         if self.is_folder:
             return LocalStore(self.out), name
         store, key = open_store(self.out, self.flag)
@@ -199,7 +182,7 @@ class Output:
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Raises DataError, in one line, for what a store or a disk raises."""
+        """Turn what a store or a disk raises into a DataError of one line."""
         try:
             yield
         except (BaseError, OSError) as error:
@@ -207,12 +190,12 @@ class Output:
 
 
 def part_name(*facts) -> str:
-    """The name of a part by what it is made of: all that JSON can hold."""
+    """Return the name of a part, a hash of what it is made of: all that JSON can hold."""
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 class PartWriter(MDSWriter):
-    """Writes one part with Streaming's writer. Each shard goes to OUT as soon as it is full.
+    """Streaming's writer, for one part. Each shard goes to OUT as soon as it is full.
 
     Args:
         output: where to.
@@ -242,103 +225,3 @@ class PartWriter(MDSWriter):
         self.flush_shard()
         index = {'version': 2, 'shards': self.shards, 'skipped': list(skipped)}
         self.output.write(f'{self.part}/{INDEX}', json.dumps(index).encode())
-
-
-@dataclass
-class Joined:
-    """What all parts together hold."""
-    shards: list[str] = field(default_factory=list)  # their entries in the index, as JSON
-    samples: int = 0
-    samples_of: dict[str, int] = field(default_factory=dict)  # each part
-    bytes: int = 0  # of the shards
-    skipped: Counter = field(default_factory=Counter)  # what was left out, by kind of reason
-    damaged: list[dict] = field(default_factory=list)  # the lines of files that could not be read to their end
-
-
-def join_parts(output: Output, parts: Iterable[str], left_out: Iterable[dict] = ()) -> Joined:
-    """Read what the parts of OUT hold, and list in OUT/skipped.jsonl what was left out, if anything was.
-
-    Args:
-        output: in which all parts are done.
-        parts: their names, in the order of the dataset.
-        left_out: more lines for the list: each has a `reason`, which begins with its kind, before a colon.
-
-    Raises DataError if a part is not there or damaged.
-    """
-    joined = Joined()
-    with tempfile.TemporaryFile() as skipped:
-        of_files = set()  # the lines of whole files: each piece of a file has the same
-
-        def list_skipped(lines: Iterable[dict]) -> None:
-            for line in lines:
-                text = json.dumps(line)
-                if text in of_files:
-                    continue
-                if line['key'] is None:
-                    of_files.add(text)
-                skipped.write(f'{text}\n'.encode())
-                joined.skipped[line['reason'].partition(':')[0]] += 1
-                if line['reason'].startswith(DAMAGED):
-                    joined.damaged.append(line)
-        list_skipped(left_out)
-        for part, index in read_parts(output, list(parts)):
-            joined.samples_of[part] = sum(shard['samples'] for shard in index['shards'])
-            joined.samples += joined.samples_of[part]
-            for shard in index['shards']:
-                shard['raw_data']['basename'] = f'{part}/{shard["raw_data"]["basename"]}'
-                joined.shards.append(json.dumps(shard))
-                joined.bytes += shard['raw_data']['bytes']
-            list_skipped(index['skipped'])
-        skipped.seek(0)
-        if joined.skipped or output.read(SKIPPED) is not None:
-            output.write(SKIPPED, skipped)
-    return joined
-
-
-def read_parts(output: Output, parts: list[str]) -> Iterator[tuple[str, dict]]:
-    """The name and the index of each part, many read at once. Raises DataError if one is not there or damaged."""
-    def read(part: str) -> tuple[str, dict]:
-        try:
-            return part, json.loads(output.read(f'{part}/{INDEX}'))
-        except (ValueError, TypeError):
-            raise DataError(f'{part}/{INDEX} of {output.label} is gone or damaged; remove the folder {part}, and run '
-                            'the same command again') from None
-
-    with ThreadPoolExecutor(READERS) as readers:
-        for start in range(0, len(parts), READERS):  # few are held at once
-            yield from readers.map(read, parts[start:start + READERS])
-
-
-def write_index(output: Output, joined: Joined, **about) -> bool:
-    """Write OUT/index.json with `about` in it, unless it is there as it should be; returns whether it was not."""
-    # The shards' entries are JSON already: as objects, those of a large dataset would take gigabytes.
-    beginning = json.dumps({'version': 2, **about}).removesuffix('}')
-    index = f'{beginning}, "shards": [{", ".join(joined.shards)}]}}'.encode()
-    if output.read(INDEX) == index:
-        return False
-    output.write(INDEX, index)
-    return True
-
-
-def training_command(out: str, samples: int, model_name: str, pretrained: bool, flags: Sequence[str] = ()) -> str:
-    """The command that trains on a dataset: from random weights on many samples, from trained ones on few."""
-    command = ['composer', 'benchmark.py', '--remote', out, '--model_name', model_name]
-    if pretrained:
-        command.append('--pretrained')
-    if samples >= FEWEST_SAMPLES:
-        batch_size = min(BATCH_SIZE, power_of_two(samples // 100))  # an epoch has a hundred batches at least
-        command += ['--use_ema', '--ema_half_life', '1ep', '--max_duration', '10ep']
-    else:
-        batch_size = min(16, power_of_two(samples))
-        if pretrained:
-            command += ['--load_weights', model_name, '--learning_rate', '1e-5']
-        command += ['--max_duration', '2000ba']
-    if batch_size != BATCH_SIZE:
-        command += ['--batch_size', str(batch_size)]
-    save_folder = f'{os.path.basename(out.rstrip("/"))}-checkpoints'
-    return shlex.join([*command, *flags, '--caption_drop', '0.1', '--save_folder', save_folder, '--autoresume'])
-
-
-def power_of_two(number: int) -> int:
-    """The largest that is no larger than a number from 1 on."""
-    return 1 << (number.bit_length() - 1)

@@ -1,22 +1,25 @@
-"""Tables of images: which columns are read, and the captions that a table beside images has."""
+"""Tables that have captions of images: their names, their columns and their rows."""
 import csv
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-# how a table beside images may be called: the first two by Hugging Face's ImageFolder
-METADATA = ('metadata.csv', 'metadata.jsonl', 'captions.csv')
+from sdbench.errors import one_line
+
+# names of the tables that are found in SOURCE: the first three are those of Hugging Face's ImageFolder
+TABLES = ('metadata.csv', 'metadata.jsonl', 'metadata.parquet', 'captions.csv')
 IMAGE_COLUMNS = ('file_name', 'filename')  # of paths of images
-PARQUET_IMAGE_COLUMNS = ('image',)  # of paths of images, or of their bytes
 CAPTION_COLUMNS = ('text', 'caption')
 
 
 class NoSuchColumn(ValueError):
-    """A table that lacks a column, and so may be one of something else."""
+    """A table lacks a column, so that it may be a table of something else."""
 
 
 class Columns(NamedTuple):
-    """The columns of images and of captions that the flags name; None: those that are usual."""
+    """Names of the columns of images and of captions, as the flags give them; None: the usual ones."""
     image: str | None = None
     caption: str | None = None
 
@@ -27,11 +30,11 @@ class Columns(NamedTuple):
         Args:
             path: of the table.
             names: of all its columns.
-            usual_images: how its column of images may be called.
-            takes_only_other: whether the only column beside that of the images has the captions, whatever it is called.
+            usual_images: usual names of its column of images.
+            takes_only_other: whether the only other column has the captions, whatever its name.
 
-        Raises NoSuchColumn, which tells the columns, if one is not there or has the name of another, and ValueError if
-        there are two of which a flag must name one.
+        Raises NoSuchColumn, with the names of the columns, if one is missing or two have its name. Raises ValueError if
+        a flag must name one of two columns.
         """
         images = [self.image] if self.image else usual_images
         image = find_column(path, names, images, '--image_column')
@@ -46,7 +49,7 @@ USUAL_COLUMNS = Columns()
 
 
 def find_column(path: str, names: Sequence[str], wanted: Sequence[str], flag: str, taken: str | None = None) -> str:
-    """Return the one of the `wanted` columns that a table has beside the one that is `taken`.
+    """Return the one of the `wanted` columns that a table has, apart from the one that is `taken`.
 
     Raises as Columns.find does.
     """
@@ -57,7 +60,7 @@ def find_column(path: str, names: Sequence[str], wanted: Sequence[str], flag: st
         raise ValueError(f'the table {path} has the columns {" and ".join(sorted(set(found)))}; name one of them with '
                          f'{flag}')
     if len(found) > 1:
-        raise NoSuchColumn(f'{len(found)} of its columns are called {found[0]}')
+        raise NoSuchColumn(f'several columns of one name: {len(found)} are called {found[0]}')
     return found[0]
 
 
@@ -73,49 +76,140 @@ class Table(NamedTuple):
     path: str
     column: str  # of the captions
     rows: list[Row]
-    unread: dict[int, str]  # why a row is none, by its number
+    unread: dict[int, str]  # why a row is left out, by its number
+
+
+class Captions:
+    """The captions that the tables of SOURCE have for images.
+
+    Every row is a sample of its own, so that an image with several captions is several samples. Where two tables name
+    an image, the first one decides.
+
+    Args:
+        columns: that the flags name.
+        leave_out: called with a file, a reason and the number of a row, for what no sample is made of.
+
+    Attributes:
+        read: real paths of all tables, also of those that are tables of something else.
+        rows: by the real path of an image, the table that names it and its rows there.
+        used: images whose captions were taken.
+    """
+
+    def __init__(self, columns: Columns, leave_out: Callable[[str, str, int | None], None]):
+        self.columns = columns
+        self.leave_out = leave_out
+        self.read: set[str] = set()
+        self.rows: dict[str, tuple[Table, list[Row]]] = {}
+        self.used: set[str] = set()
+
+    def add_named(self, path: str) -> None:
+        """Read the table that --captions names. Raises ValueError if it is not a table of captions."""
+        try:
+            self.add(read_table(path, self.columns, is_named=True))
+        except OSError as error:
+            raise ValueError(f'--captions {path} cannot be read ({error.strerror})') from None
+        except NoSuchColumn as error:
+            raise ValueError(f'--captions {path} is no table of captions: {error}') from None
+
+    def add_found(self, path: str) -> None:
+        """Read a table that lies in SOURCE, unless it was read before. Leave out a table of something else."""
+        if os.path.realpath(path) in self.read:
+            return
+        try:
+            self.add(read_table(path, self.columns))
+        except NoSuchColumn as error:
+            if not path.endswith('.parquet'):  # which may hold the images themselves
+                self.read.add(os.path.realpath(path))
+                self.leave_out(path, f'no table of captions: {error}', None)
+
+    def add(self, table: Table) -> None:
+        """Take the rows of a table, except for images that an earlier table names."""
+        self.read.add(os.path.realpath(table.path))
+        for number, reason in table.unread.items():
+            self.leave_out(table.path, reason, number)
+        folder = os.path.realpath(os.path.dirname(table.path))
+        for row in table.rows:
+            image = os.path.realpath(os.path.join(folder, row.image))
+            first, rows = self.rows.setdefault(image, (table, []))
+            if first is table:
+                rows.append(row)
+            else:
+                self.leave_out(table.path, f'a caption of another table: {first.path} has one of {row.image}',
+                               row.number)
+
+    def take(self, image: str) -> list[str]:
+        """Return the captions that a table has for the image of a real path; none if no table names it."""
+        if image not in self.rows:
+            return []
+        self.used.add(image)
+        return [row.caption for row in self.rows[image][1]]
+
+    def leave_out_missing(self) -> None:
+        """Leave out the rows whose images do not exist."""
+        for image, (table, rows) in self.rows.items():
+            if image not in self.used and not os.path.isfile(image):
+                for row in rows:
+                    self.leave_out(table.path, f'no image at the path of a row: there is no {row.image}', row.number)
+
+    def count(self) -> dict[tuple[str, str], int]:
+        """Return how many captions were taken from each table, by its path and the name of its column."""
+        numbers = Counter()
+        for image, (table, rows) in self.rows.items():
+            if image in self.used:
+                numbers[table.path, table.column] += len(rows)
+        return dict(numbers)
 
 
 def read_table(path: str, columns: Columns, is_named: bool = False) -> Table:
-    """Read a CSV, or JSON lines where the name ends in .jsonl.
+    """Read a table of captions: Parquet (*.parquet), JSON lines (*.jsonl), or else CSV.
 
     Args:
         path: of the table.
         columns: that the flags name.
-        is_named: the user has named this table, so that its only other column has the captions.
+        is_named: whether --captions names this table, so that its only other column has the captions.
 
-    Raises NoSuchColumn if it has not the columns, so that it may be a table of something else. Raises ValueError if it
-    cannot be read to its end, or nothing says which column is meant: without it its images would have other captions.
+    Raises NoSuchColumn if it lacks the columns, so that it may be a table of something else. Raises ValueError if it
+    cannot be read to its end, or a flag must name one of two columns: without it its images would have other captions.
     """
-    lines = read_json_lines(path) if path.lower().endswith('.jsonl') else read_csv(path)
-    names = next(lines)
-    image, caption = columns.find(path, names, IMAGE_COLUMNS, is_named)
-    table = Table(path, caption, [], {})
-    for number, values in enumerate(lines):
-        if isinstance(values, str):
-            table.unread[number] = values
-        elif not isinstance(values.get(image), str) or not values[image]:
-            table.unread[number] = f'no image in a row: it has no {image}'
-        else:
+    readers = {'.parquet': read_parquet_table, '.jsonl': read_json_lines}
+    read = readers.get(os.path.splitext(path)[1].lower(), read_csv)
+    try:
+        lines = read(path)
+        names = next(lines)
+        image, caption = columns.find(path, names, IMAGE_COLUMNS, is_named)
+        table = Table(path, caption, [], {})
+        for number, values in enumerate(lines):
+            if isinstance(values, str):
+                table.unread[number] = values
+                continue
+            name = values.get(image)
             text = values.get(caption)
-            if not isinstance(text, str):  # such as nothing, or a list
-                text = ''
-            table.rows.append(Row(number, values[image], text))
+            if not isinstance(name, str) or not name:
+                table.unread[number] = f'no image in a row: it has no path in column {image}'
+            elif not isinstance(text, str):  # such as nothing, or a list
+                table.rows.append(Row(number, name, ''))
+            else:
+                table.rows.append(Row(number, name, text))
+    except UnicodeError:
+        raise ValueError(f'the table {path} is not UTF-8; save it as that') from None
     return table
 
 
 def read_csv(path: str) -> Iterator[list[str] | dict[str, str] | str]:
     """Yield the names of the columns of a CSV, and then each row by these, or why it cannot be read.
 
-    Raises ValueError if the file is not UTF-8, or a quote in it is not closed.
+    Raises ValueError if a quote is not closed.
     """
     with open(path, encoding='utf-8-sig', newline='') as file:
+        # guess what separates the columns: spreadsheets write what is usual in their country
+        header = next(filter(str.strip, file), '')  # the first line that is not empty
+        file.seek(0)
+        separator = max(',;\t', key=header.count)
+
+        # read the rows
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        rows = filter(None, reader)  # an empty line is not a row
         try:
-            header = next(filter(str.strip, file), '')  # the first line that is not empty
-            file.seek(0)
-            separator = max(',;\t', key=header.count)  # programs of tables write what their country uses
-            reader = csv.reader(file, delimiter=separator, strict=True)
-            rows = filter(None, reader)  # an empty line is no row
             names = next(rows, [])
             yield names
             for cells in rows:
@@ -124,8 +218,6 @@ def read_csv(path: str) -> Iterator[list[str] | dict[str, str] | str]:
                 else:
                     yield (f'no row as long as the header: it has {len(cells)} cells instead of {len(names)}; a cell '
                            f'with {separator!r} in it stands in quotes')
-        except UnicodeError:
-            raise ValueError(f'the table {path} is not UTF-8; save it as that') from None
         except csv.Error as error:
             raise ValueError(f'the table {path} cannot be read up to line {reader.line_num} ({error}); a caption that '
                             'begins with a quote ends with one, and a quote within it is written twice') from None
@@ -134,94 +226,33 @@ def read_csv(path: str) -> Iterator[list[str] | dict[str, str] | str]:
 def read_json_lines(path: str) -> Iterator[list[str] | dict[str, Any]]:
     """Yield the names of all keys of a file of JSON lines, and then each line as an object.
 
-    Raises ValueError if the file is not UTF-8, or a line is no object of JSON.
+    Raises ValueError if a line is not an object of JSON.
     """
     rows = []
     with open(path, encoding='utf-8-sig') as file:
-        try:
-            for line in filter(str.strip, file):
+        for line in filter(str.strip, file):
+            try:
                 values = json.loads(line)
-                if not isinstance(values, dict):
-                    raise ValueError('it is no object')
-                rows.append(values)
-        except UnicodeError:
-            raise ValueError(f'the table {path} is not UTF-8; save it as that') from None
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f'row {len(rows)} of the table {path} cannot be read ({error})') from None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f'row {len(rows)} of the table {path} cannot be read ({error})') from None
+            if not isinstance(values, dict):
+                raise ValueError(f'row {len(rows)} of the table {path} cannot be read (it is not an object)')
+            rows.append(values)
     yield list(dict.fromkeys(key for row in rows for key in row))
     yield from rows
 
 
-def read_table_of_paths(path: str, columns: Columns) -> Table | None:
-    """Read a Parquet file whose column of images holds their paths; None: it holds bytes, or cannot be read.
-
-    A path is a string, or stands in a struct whose bytes are all null.
-
-    Raises OSError where the file cannot be opened, and ValueError where a flag must name one of two columns.
+def read_parquet_table(path: str) -> Iterator[list[str] | dict[str, Any]]:
+    """Yield the names of the columns of a Parquet file, and then each row by these. Raises ValueError if it is damaged.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile
     try:
         with ParquetFile(path) as parquet:
-            image, caption = columns.find(path, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
-            if not holds_paths(parquet, image):
-                return None
-            table = Table(path, caption, [], {})
-            for batch in parquet.iter_batches(columns=[image, caption], use_threads=False):
-                for value, text in zip(batch.column(image), batch.column(caption), strict=True):
-                    add_row(table, value.as_py(), text)
-            return table
-    except OSError as error:
-        if error.errno is not None:
+            yield parquet.schema_arrow.names
+            for batch in parquet.iter_batches(use_threads=False):
+                yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        if getattr(error, 'errno', None) is not None:  # of the disk: pyarrow's own have no number
             raise
-        return None  # it is damaged, as whoever reads its samples says
-    except (NoSuchColumn, UnicodeError, pyarrow.ArrowException):
-        return None
-
-
-def holds_paths(parquet: Any, image: str) -> bool:
-    """Return whether a column of an opened Parquet file (pyarrow.parquet.ParquetFile) holds paths, and no bytes."""
-    from pyarrow import types
-    kind = parquet.schema_arrow.field(image).type
-    if types.is_dictionary(kind):
-        kind = kind.value_type
-    if types.is_string(kind) or types.is_large_string(kind):
-        return True
-    if not types.is_struct(kind) or 'path' not in kind.names:
-        return False
-    if 'bytes' not in kind.names or types.is_null(kind.field('bytes').type):
-        return True
-    for number in range(parquet.num_row_groups):
-        group = parquet.metadata.row_group(number)
-        for chunk in map(group.column, range(group.num_columns)):
-            if chunk.path_in_schema == f'{image}.bytes' and not is_all_null(chunk):
-                return False
-    return True
-
-
-def is_all_null(chunk: Any) -> bool:
-    """Return whether a column of a row group (pyarrow.parquet.ColumnChunkMetaData) says that it holds nothing."""
-    statistics = chunk.statistics
-    return statistics is not None and statistics.has_null_count and statistics.null_count == chunk.num_values
-
-
-def add_row(table: Table, image: Any, caption: Any) -> None:
-    """Add a row of Parquet to a table.
-
-    Args:
-        table: to which it is added.
-        image: the value of its column of images, a path or a struct with one.
-        caption: pyarrow's scalar of its caption.
-    """
-    number = len(table.rows) + len(table.unread)
-    if isinstance(image, dict):
-        image = image['path']
-    if not image:
-        table.unread[number] = f'no image in a row: it has {image!r}'
-        return
-    try:
-        text = caption.as_py()
-    except UnicodeError:
-        table.unread[number] = f'caption is not UTF-8: of {image}'
-        return
-    table.rows.append(Row(number, image, text if isinstance(text, str) else ''))
+        raise ValueError(f'the table {path} is damaged ({one_line(error)})') from None

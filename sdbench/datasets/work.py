@@ -1,4 +1,4 @@
-"""Work is a function of some parts, called in processes of this machine or as tasks of a Ray cluster.
+"""Call a function with some parts at a time, in processes of this machine or as tasks of a Ray cluster.
 
 A process or a machine that is lost costs what it was at: that is given to another, and machines that join a cluster
 later get work as well.
@@ -18,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sdbench.errors import DataError, one_line
 
@@ -36,6 +36,7 @@ class Part(NamedTuple):
     """A part of a dataset."""
     name: str  # of its folder in OUT
     files: list  # that it is made of; what they are is known to the function that makes it
+    size: int = 0  # of what it is made of, for the progress bar
 
 
 class WorkerDied(Exception):
@@ -43,13 +44,13 @@ class WorkerDied(Exception):
 
 
 def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: Callable[[str], bool],
-         at_once: int = 1) -> Iterator:
-    """Have all parts made; yields what each call returns, in the order in which they end.
+         at_once: int = 1) -> Iterator[tuple[list[Part], Any]]:
+    """Have all parts made. Yield the parts of each call with what it returned, in the order in which calls end.
 
     Args:
         workers: that make them.
         parts: to make, in their order.
-        is_done: whether the part of a name is there, which is asked where a worker has died.
+        is_done: tells whether the part of a name is there, which is asked where a worker has died.
         at_once: the most parts of a call.
 
     Raises DataError, which names its files, if ATTEMPTS workers have died of a part, and what a call raised.
@@ -66,7 +67,7 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
         for call in workers.ended(list(at_work)):
             given = at_work.pop(call)
             try:
-                yield workers.result(call)
+                yield given, workers.result(call)
             except WorkerDied:
                 left = [part for part in given if not is_done(part.name)]
                 waiting.extendleft(reversed(left))
@@ -120,7 +121,7 @@ class LocalWorkers:
             pool.shutdown(cancel_futures=True)
 
     def slots(self) -> int:
-        """How many calls there may be at once."""
+        """Return how many calls there may be at once."""
         return self.number
 
     def call(self, parts: list[Part]) -> Future:
@@ -139,12 +140,12 @@ class LocalWorkers:
         return call
 
     def ended(self, calls: list[Future]) -> Iterable[Future]:
-        """The calls that have ended, of which there is at least one."""
+        """Return the calls that have ended, at least one."""
         ended, _ = wait(calls, return_when=FIRST_COMPLETED)
         return ended
 
-    def result(self, call: Future):
-        """What a call returned. Raises WorkerDied, and what the function raised."""
+    def result(self, call: Future) -> Any:
+        """Return what a call returned. Raises WorkerDied, and what the function raised."""
         number = self.numbers.pop(call)
         self.idle.append(number)
         try:
@@ -163,8 +164,7 @@ def allow_open_files(number: int) -> None:
 
 
 def begin_process(alive: connection.Connection, environment: dict[str, str]) -> None:
-    """In a new process: take the environment of the command; end when the command closes `alive`, or ends, however that
-    comes."""
+    """Prepare a new process: take the environment of the command, and end when the command closes `alive` or ends."""
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to answer
@@ -183,8 +183,8 @@ class RayWorkers:
     Args:
         do: as for LocalWorkers. Where each task has a GPU, its number is 0: it sees no other.
         address: of the cluster, as `ray.init` takes it.
-        on_gpus: whether each task has a GPU. It is a process of its own then, since one that went on would keep its
-            GPU's memory beside the next.
+        on_gpus: whether each task has a GPU. Each then is a process of its own, since a process that went on would keep
+            memory of the GPU that the next task has.
 
     Raises ValueError if there is no cluster at that address.
     """
@@ -207,7 +207,6 @@ class RayWorkers:
                   file=sys.stderr, flush=True)
         # What is lost is given out here again, and not by Ray, so that it is known which part each worker died of.
         self.task = ray.remote(max_retries=0, **needs)(call_on_cluster)
-        ray.cloudpickle.register_pickle_by_value(sys.modules[do.func.__module__])  # a command, which is in none of them
         self.do = ray.put(do)
 
     def __enter__(self) -> 'RayWorkers':
@@ -217,7 +216,7 @@ class RayWorkers:
         self.ray.shutdown()
 
     def slots(self) -> int:
-        """How many calls there may be, now. At least one, for which a cluster that grows by itself starts a machine."""
+        """Return how many calls there may be now: at least one, for which a cluster that grows starts a machine."""
         return max(1, int(self.ray.cluster_resources().get('GPU' if self.on_gpus else 'CPU', 0)))
 
     def call(self, parts: list[Part]):
@@ -225,12 +224,12 @@ class RayWorkers:
         return self.task.remote(self.do, parts, self.on_gpus)
 
     def ended(self, calls: list) -> list:
-        """A call that has ended; none after a second, when there may be more slots."""
+        """Return a call that has ended; none after a second, when there may be more slots."""
         ended, _ = self.ray.wait(calls, timeout=SECONDS_BETWEEN_LOOKS)
         return ended
 
-    def result(self, call):
-        """What a call returned. Raises WorkerDied, and what the function raised."""
+    def result(self, call) -> Any:
+        """Return what a call returned. Raises WorkerDied, and what the function raised."""
         try:
             return self.ray.get(call)
         except self.ray.exceptions.RayTaskError as error:
@@ -243,13 +242,13 @@ class RayWorkers:
             raise WorkerDied from None
 
 
-def call_on_cluster(do: Callable, parts: list[Part], on_gpu: bool):
+def call_on_cluster(do: Callable, parts: list[Part], on_gpu: bool) -> Any:
     """Call the function, with the one GPU that this task sees."""
     return do(parts, gpu=0) if on_gpu else do(parts)
 
 
 def refuse_silent_address(address: str) -> None:
-    """Raises ValueError if nothing listens at HOST:PORT, which Ray would call for many minutes."""
+    """Raise ValueError if nothing listens at HOST:PORT, which Ray would call for many minutes."""
     match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
     if match is None:
         return  # such as auto
@@ -260,6 +259,6 @@ def refuse_silent_address(address: str) -> None:
 
 
 def no_cluster_error(address: str, error: Exception) -> ValueError:
-    """The error of an address at which no cluster answers."""
+    """Return the error of an address at which no cluster answers."""
     return ValueError(f'--ray {address}: no Ray cluster answers there ({one_line(error, 200)}); start one with "ray '
                       'start --head"')

@@ -5,9 +5,19 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
-from sdbench.flags.train import Encoders, Model, Results, SampleFlags, Seed, Warmup, check_image_size
+from sdbench.flags.train import (
+    PRICES_HELP,
+    Encoders,
+    Model,
+    Results,
+    SampleFlags,
+    Seed,
+    Warmup,
+    check_image_size,
+    price,
+)
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
@@ -17,7 +27,7 @@ LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
 
 def shard_size(text: str) -> int:
-    """A converter: a size such as 64mb, that shards can have, in bytes."""
+    """Convert a size such as 64mb, that shards can have, to bytes."""
     match = re.fullmatch('([0-9]{1,9})(kb|mb|gb)', text.lower())
     size = int(match[1]) * BYTES[match[2]] if match else 0
     if 0 < size <= LARGEST_LIMIT:
@@ -26,7 +36,7 @@ def shard_size(text: str) -> int:
 
 
 def phase(text: str) -> tuple[int, str]:
-    """A converter: the images of a phase, and the size of a side in pixels, that IMAGES@SIZE stands for."""
+    """Convert IMAGES@SIZE: the images of a phase, and the size of a side in pixels."""
     match = re.fullmatch('([1-9][0-9]*)@([1-9][0-9]*)', text)
     if match is None:
         raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
@@ -35,7 +45,8 @@ def phase(text: str) -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """work"""
+    heading = 'work'
+
     ray: str | None = flag(os.environ.get('RAY_ADDRESS'), 'work on the machines of this Ray cluster, such as auto '
                            '(default: RAY_ADDRESS of the environment; without it, on this machine)', metavar='ADDRESS')
 
@@ -46,7 +57,8 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Convert(Cluster):
-    """conversion"""
+    heading = 'conversion'
+
     source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; or tars or '
                                          'Parquet files in an object store (s3://bucket/tars/)')
     out: str = positional('new folder, or an address in an object store (s3://, gs://, azure://)')
@@ -55,9 +67,9 @@ class Convert(Cluster):
         '--eval_remote of benchmark.py', converter=fraction, metavar='SHARE')
     seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
                      converter=seed)
-    captions: str | None = flag(None, 'a CSV, or JSON lines (.jsonl), with the captions of images, whose paths are '
-                                'relative to its folder (default: captions.csv, metadata.csv and '
-                                'metadata.jsonl in the folders of SOURCE)', metavar='FILE')
+    captions: str | None = flag(None, 'a table of captions: CSV, JSON lines (.jsonl) or Parquet, with paths of images '
+                                'relative to its folder (default: captions.csv, metadata.csv, metadata.jsonl and '
+                                'metadata.parquet in the folders of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '
                                     'table of captions (default: file_name or filename)', metavar='NAME')
     caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table of captions (default: '
@@ -71,7 +83,8 @@ class Convert(Cluster):
 
 @dataclass(frozen=True, kw_only=True)
 class Encode(SampleFlags, Model, Encoders, Warmup, Results, Seed, Cluster):
-    """latents"""
+    heading = 'latents'
+
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
     batch_size: int = flag(32, 'images at once on each device', converter=count)
     cpu: bool = flag(False, 'work on the CPUs of the Ray cluster (default: off, on its GPUs, which are waited for)',
@@ -84,7 +97,8 @@ class Encode(SampleFlags, Model, Encoders, Warmup, Results, Seed, Cluster):
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """export"""
+    heading = 'export'
+
     checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
     out: str = positional('new folder for the pipeline')
     live: bool = flag(False, 'the live weights of the UNet in a checkpoint (default: off, the averaged ones, where the '
@@ -103,7 +117,8 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(Results):
-    """drawing and judging"""
+    heading = 'drawing and judging'
+
     model: str = positional('a checkpoint of benchmark.py, a folder or an object store for its newest, or a pipeline '
                             'folder of diffusers, such as export.py writes')
     data: str = positional('MDS shards of images with captions, a folder or an object store')
@@ -148,12 +163,14 @@ class Evaluate(Results):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """report"""
+    heading = 'report'
+
     records: tuple[str, ...] = positional('files of JSON lines, or of CSV where the name ends in .csv')
     training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES}, those '
                                        'of Stable Diffusion 2; for the model tiny no days are shown)', converter=count)
-    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price of one GPU for an hour, in dollars',
-                                       converter=positive)
+    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
+    days: float | None = flag(None, 'say also how many images each speed trains on in so many days',
+                              converter=positive)
     extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)',
                                         converter=count, metavar='GPUS')
     compare: bool = flag(False, 'a row for each training, numbered, with its speed over that of the first one of the '

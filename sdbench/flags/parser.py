@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True)
     class Greeting:
-        '''greeting'''                                     # the heading of these flags in --help
+        heading = 'greeting'                               # of these flags in --help
         name: str = positional('who is greeted')
         times: int = flag(1, 'how often', converter=count)
         loud: bool = flag(False, 'in capitals')
@@ -27,7 +27,7 @@ Settings = TypeVar('Settings')
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
-         bare: Any = None, needs: str | None = None, may_change: bool = False) -> Any:
+         bare: Any = None, needs: str | tuple[str, ...] | None = None, may_change: bool = False) -> Any:
     """A field that is a flag. Its type says what it takes: a bool is on or off (--flag, --no-flag), a Literal one of
     its texts, tuple[int, ...] one whole number or several, tuple[int, int] two. Of a bool | Literal the value may be
     left out.
@@ -38,7 +38,8 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         converter: turns the text into the value, or raises argparse.ArgumentTypeError; None: the field's type does.
         metavar: what the value is called in the help.
         bare: the value of the flag alone, where its value may be left out.
-        needs: another flag, without which this one does nothing, so that it is refused.
+        needs: another flag, without which this one does nothing, so that it is refused; or several, one of which is
+            enough.
         may_change: whether a run that resumes may have another value, where the other flags of its group must be the
             same (`SAME_ON_RESUME` of sdbench/flags/train.py).
     """
@@ -54,19 +55,21 @@ def positional(help: str) -> Any:
 
 def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = None,
           program: str | None = None) -> Settings:
-    """The settings that a command line gives, or the end of the process in one line, with status 2.
+    """Return the settings that a command line gives, or end the process in one line, with status 2.
 
     Args:
-        cls: the dataclass. Its bases with a docstring are the headings of --help, in their order, and what `check`
-            any of them has is called last; it raises ValueError for what cannot be.
+        cls: the dataclass. It and its bases are the groups of --help, in their order, each under its `heading`. A
+            `check` that any of them has is called last; it raises ValueError for what cannot be.
         description: for --help.
         argv: the arguments; None: those of this process.
         program: name of the command; None: that of the script.
     """
     parser = build_parser(cls, description, program)
     try:
-        given = vars(parser.parse_args(argv))
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+        values = vars(parser.parse_args(argv))
+        for name, value in values.items():
+            if isinstance(value, list):
+                values[name] = tuple(value)  # a list cannot be in a frozen dataclass that is compared
         refuse_empty(cls, values)
         settings = cls(**values)
         check(settings)
@@ -76,7 +79,7 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
 
 
 def refuse_empty(cls: type, values: dict[str, Any]) -> None:
-    """Raises ValueError for a text that is empty, as the shell makes it of a variable that is not set."""
+    """Raise ValueError for a text that is empty, as the shell makes it of a variable that is not set."""
     for field in dataclasses.fields(cls):
         value = values.get(field.name)
         if value == '' or isinstance(value, tuple) and '' in value:
@@ -85,45 +88,49 @@ def refuse_empty(cls: type, values: dict[str, Any]) -> None:
 
 
 def check(settings: Any) -> None:
-    """Raises ValueError for a flag without the one that it needs, and for what `check` of the groups refuses."""
+    """Raise ValueError for a flag without the one that it needs, and for what `check` of the groups refuses."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        needed = field.metadata.get('needs')
-        if needed and is_given(value) and not is_given(getattr(settings, needed)):
+        needed = field.metadata.get('needs') or ()
+        if isinstance(needed, str):
+            needed = (needed,)
+        if needed and is_given(value) and not any(is_given(getattr(settings, name)) for name in needed):
             given = f'--{field.name}' if value is True else f'--{field.name} {value}'
-            raise ValueError(f'{given} needs --{needed}; give both, or leave it out')
+            raise ValueError(f'{given} needs --{needed[0]}; give both, or leave it out')
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):
             group.check(settings)
 
 
 def is_given(value: Any) -> bool:
-    """Whether a flag that is off or none by default was given."""
+    """Return whether a flag that is off or none by default was given."""
     return value is not None and value is not False
 
 
 def build_parser(cls: type, description: str, program: str | None = None) -> 'Parser':
-    """The parser of a dataclass; `parse` has the arguments."""
-    parser = Parser(program or Path(sys.argv[0]).name, description)
+    """Build the parser of a dataclass; `parse` says what the arguments are."""
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    groups = {}
+    positionals = [name.upper() for name, field in fields.items() if 'positional' in field.metadata]
+    parser = Parser(program or Path(sys.argv[0]).name, description, positionals)
+
+    # the fields of each class, in the order in which they are written
+    groups = {}  # of argparse, by heading
     for owner in (*cls.__bases__, cls):
         for name in vars(owner).get('__annotations__', ()):
-            field = fields[name]
-            if 'positional' in field.metadata:
+            about = fields[name].metadata
+            if 'positional' in about:
                 several = {'nargs': '+'} if get_origin(hints[name]) is tuple else {}
-                parser.add_argument(name, metavar=name.upper(), help=field.metadata['help'], **several)
-                parser.usage = parser.usage.replace('[--flag', f'{name.upper()} [--flag')
-            elif 'help' in field.metadata:
-                if owner.__doc__ not in groups:
-                    groups[owner.__doc__] = parser.add_argument_group(owner.__doc__)
-                add_flag(groups[owner.__doc__], field, hints[name])
+                parser.add_argument(name, metavar=name.upper(), help=about['help'], **several)
+            elif 'help' in about:
+                if owner.heading not in groups:
+                    groups[owner.heading] = parser.add_argument_group(owner.heading)
+                add_flag(groups[owner.heading], fields[name], hints[name])
     return parser
 
 
 def default_in_words(default: Any) -> str:
-    """A default as --help says it."""
+    """Return a default as --help says it."""
     if default is None:
         return 'none'
     if default is True:
@@ -136,6 +143,8 @@ def default_in_words(default: Any) -> str:
 def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     """Add a field to argparse's group. `hint` is its type."""
     about = field.metadata
+
+    # its help, with the default
     types_of_value = [hint]
     if get_origin(hint) in (Union, types.UnionType):
         types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
@@ -143,9 +152,13 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     if '(default' not in help:
         help += f' (default: {default_in_words(field.default)})'
     options = {'default': argparse.SUPPRESS, 'help': help}  # the dataclass has the defaults
+
+    # a switch: --flag and --no-flag
     if types_of_value == [bool]:
         group.add_argument(f'--{field.name}', action=argparse.BooleanOptionalAction, **options)
         return
+
+    # a value, or several, of the field's type
     converter = next(one for one in types_of_value if one is not bool)
     if get_origin(converter) is tuple:
         types_of_items = get_args(converter)
@@ -159,6 +172,8 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     elif get_origin(converter) is Literal:
         options['choices'] = get_args(converter)
         converter = str
+
+    # a value that may be left out
     if about['bare'] is not None:
         options |= {'nargs': '?', 'const': about['bare']}
     metavar = about['metavar']
@@ -194,17 +209,18 @@ class Parser(argparse.ArgumentParser):
     What follows a # there is a comment.
     """
 
-    def __init__(self, program: str, description: str):
-        super().__init__(program, description=description, usage=f'{program} [--flag VALUE ...] [@FILE]',
+    def __init__(self, program: str, description: str, positionals: Sequence[str]):
+        usage = ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]'])
+        super().__init__(program, description=description, usage=usage,
                          formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars='@',
                          allow_abbrev=False)
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        """The arguments on one line of a file. Raises ValueError if a quotation does not end on it."""
+        """Split one line of a file into arguments. Raises ValueError if a quotation does not end on it."""
         return shlex.split(arg_line, comments=True)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """As argparse does; for an argument that no flag takes the error says which one it may have been meant for."""
+        """Parse as argparse does; for an argument that is no flag, name the one that may have been meant."""
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
@@ -223,7 +239,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(cls: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
-    """A converter: an int or a float from `least` to `most`, which errors call `name`."""
+    """Make a converter to an int or a float from `least` to `most`, which errors call `name`."""
     def parse_number(text: str) -> int | float:
         try:
             value = cls(text)

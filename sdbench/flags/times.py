@@ -1,47 +1,79 @@
-"""Every time that a flag gives becomes a number of batches, once. Nothing here needs torch.
+"""Turn every time that a flag gives into a number of batches, once. Nothing here needs torch.
 
 Composer counts a share of a run in whole epochs where the run's length is in epochs, and moves an average whose
 half-life is in epochs once an epoch. A run that is told nothing but batches has none of these cases.
 """
+import argparse
 import dataclasses
 import math
+import re
+from collections.abc import Callable
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
-from sdbench.flags.train import Train
+if TYPE_CHECKING:
+    from sdbench.flags.train import Train
+
+NUMBERS = {'ba': '[1-9][0-9]{0,14}', 'ep': '[1-9][0-9]{0,14}', 'dur': '0?[.][0-9]+|1'}  # batches, epochs, a share
+EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
 
 LONGEST_INTERVAL = 1000  # batches, of intervals that are not given, each with the flag without which it is none
 INTERVALS = {'save_interval': 'save_folder', 'eval_interval': 'eval_remote', 'sample_interval': 'sample_prompts'}
 TIMES = ('save_interval', 'lr_warmup', 'ema_half_life', 'ema_start', 'eval_interval', 'sample_interval')
 
 
+def split_time(time: str) -> tuple[Fraction, str]:
+    """Split a time such as 5000ba into its number and its unit. Raises ValueError if it is none."""
+    for unit, number in NUMBERS.items():
+        if re.fullmatch(f'({number}){unit}', time):
+            return Fraction(time.removesuffix(unit)), unit  # exact, so that 0.29 of 100 batches is 29
+    raise ValueError(f'{time} is no time')
+
+
+def time_in(units: str) -> Callable[[str], str]:
+    """Make a converter for times in one of `units`, such as 'ba ep'; it returns the text, as Composer takes it."""
+    allowed = units.split()
+    examples = ' or '.join(EXAMPLES[unit] for unit in allowed)
+
+    def convert(text: str) -> str:
+        try:
+            _, unit = split_time(text)
+        except ValueError:
+            unit = None
+        if unit not in allowed:
+            raise argparse.ArgumentTypeError(f'{text} is not a time such as {examples}')
+        return text
+    return convert
+
+
 def to_batches(time: str, batches_per_epoch: int | None = None, batches_of_run: int | None = None) -> int:
-    """A time such as 1000ba, 2ep or 0.5dur in batches; a share is rounded down, to one batch at least.
+    """Return a time such as 1000ba, 2ep or 0.5dur in batches; a share is rounded down, to one batch at least.
 
     Args:
         time: as a flag has taken it.
         batches_per_epoch: of the loader; a time in batches does without.
         batches_of_run: what a share of the run is a share of; other times do without.
     """
-    if time.endswith('ba'):
-        return int(time.removesuffix('ba'))
-    if time.endswith('ep'):
-        return int(time.removesuffix('ep')) * batches_per_epoch
-    share = Fraction(time.removesuffix('dur'))  # exact, so that 0.29 of 100 is 29
-    return max(1, math.floor(share * batches_of_run))
+    number, unit = split_time(time)
+    if unit == 'ba':
+        return int(number)
+    if unit == 'ep':
+        return int(number) * batches_per_epoch
+    return max(1, math.floor(number * batches_of_run))
 
 
 def is_young(half_life: str | None, batches: int) -> bool:
-    """Whether an average is still near the weights that it started from.
+    """Return whether an average is still near the weights that it started from.
 
-    False where its half-life is not in batches, as that of a checkpoint of an earlier version.
+    It is False where its half-life is not in batches, as that of a checkpoint of an earlier version.
     """
     if half_life is None or not half_life.endswith('ba'):
         return False
     return 4 * to_batches(half_life) > batches
 
 
-def times_in_batches(settings: Train, batches_per_epoch: int) -> Train:
-    """The settings of a training with every time in batches, such as 1000ba.
+def times_in_batches(settings: 'Train', batches_per_epoch: int) -> 'Train':
+    """Return the settings of a training with every time in batches, such as 1000ba.
 
     Raises ValueError if the average would start when the run is over.
     """

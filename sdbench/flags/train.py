@@ -1,44 +1,45 @@
 """The flags of benchmark.py, each in one place, and what of them cannot be. Nothing here needs torch."""
 import argparse
 import os
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES
+from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
+from sdbench.flags.times import time_in
 from sdbench.gpus import cards_named
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
 TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
-TIME = '([1-9][0-9]{0,14}(?=ba|ep)|(0?[.][0-9]+|1)(?=dur))(?P<unit>ba|ep|dur)'  # batches, epochs, a share of the run
-EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
-
-
-def time_in(units: str) -> Callable[[str], str]:
-    """A converter: a time such as 5000ba in one of `units`, as the text that Composer takes."""
-    allowed = units.split()
-    examples = ' or '.join(EXAMPLES[unit] for unit in allowed)
-
-    def parse(text: str) -> str:
-        match = re.fullmatch(TIME, text)
-        if match is None or match['unit'] not in allowed:
-            raise argparse.ArgumentTypeError(f'{text} is not a time such as {examples}')
-        return text
-    return parse
 
 
 def microbatch(text: str) -> int | Literal['auto']:
-    """A converter: how many images go through the model at once, or auto."""
+    """Convert a number of images that go through the model at once, or auto."""
     return text if text == 'auto' else count(text)
+
+
+def price(text: str) -> tuple[str | None, float]:
+    """Convert a price in dollars, such as 2.5, or NAME=PRICE for GPUs of that name, such as H100=2.5."""
+    name, is_named, dollars = text.rpartition('=')
+    if not is_named:
+        return None, amount(text)
+    try:
+        cards_named(name, '--dollars_per_gpu_hour')
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name, amount(dollars)
+
+
+PRICES_HELP = (f'price of one GPU for an hour, in dollars, or several, such as H100=2.5 H200=3.2 '
+               f'(default: {DOLLARS_PER_GPU_HOUR}, for every GPU)')
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFlags:
-    """data"""
+    heading = 'data'
+
     remote: str | None = flag(None, 'MDS shards, a folder or an object store: images and captions as convert.py writes '
                               'them, or for a training latents as encode.py does')
     local: str | None = flag(None, 'folder that caches the shards (default: one for each remote; a remote that is a '
@@ -50,7 +51,8 @@ class SampleFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSamples:
-    """data"""
+    heading = 'data'
+
     cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)',
                                    may_change=True)
     max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', converter=fraction,
@@ -67,7 +69,7 @@ class TrainingSamples:
 
     def check(self) -> None:
         given = [bool(self.remote), self.use_synth_data, self.use_synth_latents]
-        if not any(given) and not self.local and self.dry_run is None:
+        if not any(given) and not self.local and not self.dry_run:
             raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
         if sum(given) > 1:
             raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
@@ -77,7 +79,8 @@ class TrainingSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """model"""
+    heading = 'model'
+
     model_name: str = flag(SD2_BASE, f'tiny, a diffusers folder or a hub name (default: {SD2_BASE}, whose architecture '
                            'is built in)', may_change=True)  # its place: the configuration must be the same
     pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name; tiny has those '
@@ -89,14 +92,15 @@ class Model:
 
 
 def check_image_size(pixels: int) -> None:
-    """Raises ValueError if the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
+    """Raise ValueError if the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
     if pixels % 8:
         raise ValueError(f'--image_size {pixels} is not a multiple of 8; use {pixels // 8 * 8 or 8}')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoders:
-    """speed"""
+    heading = 'speed'
+
     encoder_precision: Literal['bf16', 'fp16', 'fp32'] | None = flag(
         None, 'of the frozen encoders; in training, fp32 holds their weights in float32 and computes in --precision '
         '(default: the half precision of --precision)')
@@ -107,7 +111,8 @@ class Encoders:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """speed"""
+    heading = 'speed'
+
     device_train_microbatch_size: int | Literal['auto'] | None = flag(
         None, "images that go through the model at once, or auto, the most that fit (default: auto; on a CPU the "
         "device's share of the batch)", converter=microbatch, metavar='N')
@@ -132,12 +137,12 @@ class Speed:
 
 
 def number_of_devices(settings: 'Train') -> int:
-    """How many devices share the batch: those of this run, or those that --dry_run speaks of."""
+    """Return how many devices share the batch: those of this run, or those that --dry_run speaks of."""
     return settings.dry_run or int(os.environ.get('WORLD_SIZE', 1))
 
 
 def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> None:
-    """Raises ValueError if the batch does not divide over the devices, or a device's share into microbatches."""
+    """Raise ValueError if the batch does not divide over the devices, or a device's share into microbatches."""
     if batch_size % devices:
         divisible = batch_size // devices * devices or devices
         raise ValueError(f'--batch_size {batch_size} does not divide over {devices} devices; use {divisible}')
@@ -151,39 +156,50 @@ def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
-    """measurement"""
+    heading = 'measurement'
+
     warmup_batches: int = flag(3, 'batches before the clock starts', converter=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """measurement"""
-    results: str = flag('results.jsonl', 'file that the record is appended to, or - to print it as the last line of '
-                        'standard output instead', metavar='FILE')
+    heading = 'measurement'
+
+    results: str | None = flag(None, 'file that the record is appended to, or - to print it as the last line of '
+                               'standard output instead (default: results.jsonl; a forecast is kept only in a file '
+                               'that is named)', metavar='FILE')
+
+    @property
+    def results_file(self) -> str:
+        """Return where the record of a run goes."""
+        return self.results or 'results.jsonl'
 
     def check(self) -> None:
-        """Raises ValueError if nothing can be appended there: it is said before the run, not after it."""
-        if self.results == '-':
+        """Raise ValueError if nothing can be appended there: it is said before the run, not after it."""
+        path = self.results_file
+        if path == '-':
             return
-        if os.path.isdir(self.results):
+        if os.path.isdir(path):
             can_be_written = False
-        elif os.path.exists(self.results):
-            can_be_written = os.access(self.results, os.W_OK)
+        elif os.path.exists(path):
+            can_be_written = os.access(path, os.W_OK)
         else:
-            can_be_written = os.access(os.path.dirname(os.path.abspath(self.results)), os.W_OK)
+            can_be_written = os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)
         if not can_be_written:
-            raise ValueError(f'--results {self.results} is no file that can be written; name another, or - to print')
+            raise ValueError(f'--results {path} is no file that can be written; name another, or - to print')
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementFlags:
-    """measurement"""
+    heading = 'measurement'
+
     measure_batches: int | None = flag(
         None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
         "with streamed data five times the loader's queue if that is more)", converter=count)
     dry_run: int | None = flag(
         None, 'train nothing: say, without a GPU, which microbatch fits on which card, and how fast so many GPUs could '
-        'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS', bare=0)
+        'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS',
+        bare=int(os.environ.get('WORLD_SIZE', 1)))
     gpu: str | None = flag(None, 'the card, by its name in records or a part of it, such as A100-40GB (default: all '
                            'that are known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
@@ -191,20 +207,22 @@ class MeasurementFlags:
                                'TensorBoard; no report counts such a run', metavar='DIR')
 
     def check(self) -> None:
-        if self.loader_only and (self.profile or self.dry_run is not None):
+        if self.loader_only and (self.profile or self.dry_run):
             raise ValueError('--loader_only has no training for --dry_run or --profile; leave it out')
         cards_named(self.gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seed:
-    """training and checkpoints"""
+    heading = 'training and checkpoints'
+
     seed: int = flag(17, 'of weights, noise and shuffle', converter=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """training and checkpoints"""
+    heading = 'training and checkpoints'
+
     max_duration: str | None = flag(None, 'length of the run, such as 5000ba or 2ep (default: warm-up and measured '
                                     'batches)', converter=time_in('ba ep'), metavar='TIME')
     load_weights: str | None = flag(
@@ -215,19 +233,20 @@ class Training:
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
     save_interval: str | None = flag(
         None, 'time between checkpoints (default: 1000ba, or a quarter of a shorter run); one is also saved at the end '
-        'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'), metavar='TIME', needs='save_folder')
+        'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'), metavar='TIME', needs=('save_folder', 'dry_run'))
     save_num_checkpoints_to_keep: int | None = flag(
         None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
-        'store keeps all', converter=count, metavar='N', needs='save_folder')
+        'store keeps all', converter=count, metavar='N', needs=('save_folder', 'dry_run'))
     autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
-                            needs='save_folder')
+                            needs=('save_folder', 'dry_run'))
     dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one of them compiles, saves '
                              'or draws', converter=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """loss, optimizer and average"""
+    heading = 'loss, optimizer and average'
+
     snr_gamma: float | None = flag(
         None, 'weight the loss of each image by the signal-to-noise ratio (SNR) of its timestep, as Min-SNR does: '
         'min(SNR, GAMMA) / SNR for epsilon, min(SNR, GAMMA) / (SNR + 1) for v_prediction; its authors took 5.0',
@@ -260,18 +279,19 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationAndDrawing:
-    """evaluation and drawing"""
+    heading = 'evaluation and drawing'
+
     eval_remote: str | None = flag(None, 'MDS shards that are held out, a folder or an object store: the loss on them '
                                    'is calculated with the same noise and timesteps each time', metavar='PATH')
     eval_interval: str | None = flag(None, 'time between evaluations (default: 1000ba, or a quarter of a shorter '
                                      'run); there is also one at the end',
-                                     converter=time_in('ba ep'), metavar='TIME', needs='eval_remote')
+                                     converter=time_in('ba ep'), metavar='TIME', needs=('eval_remote', 'dry_run'))
     sample_prompts: str | None = flag(
         None, 'draw each prompt of this file, one a line, with the averaged weights where there are any, 50 steps and '
         'guidance 7.5; needs --pretrained', metavar='FILE')
     sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba, or a quarter of a shorter '
                                        'run); the end of the run is also drawn',
-                                       converter=time_in('ba ep'), metavar='TIME', needs='sample_prompts')
+                                       converter=time_in('ba ep'), metavar='TIME', needs=('sample_prompts', 'dry_run'))
     sample_folder: str | None = flag(None, 'folder for the drawings, a PNG each time (default: SAVE_FOLDER-samples, or '
                                      'samples)', metavar='DIR')
 
@@ -285,7 +305,8 @@ class EvaluationAndDrawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Logging:
-    """logging"""
+    heading = 'logging'
+
     run_name: str | None = flag(None, 'how the name of the curves begins, which go on at a resume (default: the '
                                 'last part of --save_folder)', metavar='NAME')
     wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
@@ -295,12 +316,13 @@ class Logging:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """cost"""
+    heading = 'cost'
+
     training_images: int | None = flag(None, f'images of the whole training, for its cost (default: {TRAINING_IMAGES}, '
                                        'those of Stable Diffusion 2, or with --dry_run those of --max_duration; for '
                                        'the model tiny no cost is shown)',
                                        converter=count)
-    dollars_per_gpu_hour: float = flag(DOLLARS_PER_GPU_HOUR, 'price in dollars, for the cost', converter=amount)
+    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +336,7 @@ class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
 
     @property
     def measures(self) -> bool:
-        """Whether a measurement was asked for: without --max_duration, or by --measure_batches."""
+        """Return whether a measurement was asked for: without --max_duration, or by --measure_batches."""
         return self.measure_batches is not None
 
 

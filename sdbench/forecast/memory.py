@@ -11,8 +11,7 @@ from composer import ComposerModel
 
 from sdbench.flags.train import Train
 from sdbench.models.loading import ModelFiles
-
-ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
+from sdbench.training.optimization import ADAM_MOMENTS
 
 
 def build_on_meta(settings: Train, files: ModelFiles, latents: bool,

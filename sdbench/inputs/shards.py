@@ -1,4 +1,4 @@
-"""MDS shards and their index.json: the columns that are read here, and what of a dataset can be trusted."""
+"""Read the index.json of a dataset of MDS shards, and refuse what cannot be trusted."""
 import hashlib
 import json
 import os
@@ -19,7 +19,7 @@ LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in i
 
 
 def read_index(remote: str, flag: str = '--remote') -> dict:
-    """The index.json of a dataset of MDS shards, in a folder or a store.
+    """Read the index.json of a dataset of MDS shards, in a folder or a store.
 
     Raises ValueError, by the `flag` that the dataset was given by, if there is none that can be read and trusted, or a
     shard lacks a column.
@@ -40,12 +40,12 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
             refuse_harmful_entry(shard, label)
             require_columns(shard, 'latents' in index, label)
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f'{label} has an {INDEX} that is not one of MDS shards; convert the data anew') from None
+        raise ValueError(f'{label} has an {INDEX} that is not one of MDS shards; convert the data again') from None
     return index
 
 
 def read_image_index(remote: str, flag: str = '--remote') -> dict:
-    """The index.json of a dataset of images with captions. Raises ValueError if it is not there, or holds others."""
+    """Read the index.json of a dataset of images. Raises ValueError if there is none, or the dataset is of latents."""
     index = read_index(remote, flag)
     if 'latents' in index:
         raise ValueError(f'{flag} {remote} holds latents; give the images that they were made of')
@@ -53,7 +53,7 @@ def read_image_index(remote: str, flag: str = '--remote') -> dict:
 
 
 def fetch_index(remote: str) -> bytes:
-    """The bytes of a dataset's index.json. Raises FileNotFoundError, and whatever a storage client raises."""
+    """Fetch the bytes of a dataset's index.json. Raises FileNotFoundError, and whatever a storage client raises."""
     if os.path.isdir(remote):
         return Path(remote, INDEX).read_bytes()
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +63,7 @@ def fetch_index(remote: str) -> bytes:
 
 
 def index_hash(index: dict) -> str:
-    """Return what tells a dataset from the same one made anew: a SHA-256 of what its index.json says, in hex.
+    """Return a SHA-256 of what an index.json says, in hex, which tells a dataset from one that was made again.
 
     Which images latents were made of does not count: earlier versions did not say it, and encode.py adds it to theirs.
     """
@@ -82,9 +82,9 @@ def hash_of_images(index: dict) -> str:
 
 
 def refuse_harmful_entry(shard: dict, label: str) -> None:
-    """Raises ValueError if the entry of a shard would be written outside its folder, or run as code, or is no MDS."""
+    """Raise ValueError if the entry of a shard would be written outside its folder, or run as code, or is no MDS."""
     if shard['format'] != 'mds':  # others name more files, which a small cache would remove
-        raise ValueError(f'{label} has a shard of format {shard["format"]}, which is not read; convert the data anew')
+        raise ValueError(f'{label} has a shard of format {shard["format"]}, which is not read; convert the data again')
     if shard['raw_data']['bytes'] >= LARGEST_SHARD:
         raise ValueError(f'{label} has a shard of {shard["raw_data"]["bytes"]:,} bytes, more than MDS can have; do not '
                          'use it')
@@ -98,7 +98,7 @@ def refuse_harmful_entry(shard: dict, label: str) -> None:
 
 
 def require_columns(shard: dict, latents: bool, label: str) -> None:
-    """Raises ValueError if the entry of a shard lacks a column, of images and captions or of latents and captions."""
+    """Raise ValueError if the entry of a shard lacks a column, of images and captions or of latents and captions."""
     columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
     needed = MDS_COLUMNS
     if latents:
@@ -111,7 +111,7 @@ def require_columns(shard: dict, latents: bool, label: str) -> None:
 
 
 def require_same_origin(remote: str, index: dict, origin: dict, flag: str = '--remote') -> None:
-    """Raises ValueError if the latents of `index` are not of the size and VAE that `origin` names (models.latents)."""
+    """Raise ValueError if the latents of `index` are not of the size and VAE that `origin` names (models.latents)."""
     for key, ours in origin.items():
         theirs = index['latents'].get(key)
         if theirs != ours:

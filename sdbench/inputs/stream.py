@@ -12,7 +12,6 @@ import secrets
 import stat
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from streaming.base.util import bytes_to_int, retry
 from streaming.base.world import World
 
 from sdbench.errors import DataError, disk_is_full, unreadable_shard
+from sdbench.files import atomic_write
 from sdbench.inputs.shards import index_hash
 from sdbench.paths import INDEX
 
@@ -276,13 +276,12 @@ def cache_folder(parent: str | None, index: dict) -> str:
             raise ValueError(f'{parent}, for copies of shards, is not a folder that only you can write to; '
                              'give --local a folder, or set TMPDIR')
 
-    # the folder of this dataset, whose index.json is renamed into place so that none reads half of it
+    # the folder of this dataset
     folder = Path(parent, index_hash(index)[:16])
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / INDEX).exists():
-        unfinished = folder / f'{INDEX}.{uuid.uuid4().hex}'
-        unfinished.write_text(json.dumps(index))
-        os.replace(unfinished, folder / INDEX)
+        with atomic_write(folder / INDEX) as file:
+            file.write(json.dumps(index).encode())
     return str(folder)
 
 

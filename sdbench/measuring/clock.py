@@ -14,7 +14,7 @@ from composer import Callback
 from composer.core import DataSpec, State
 from composer.utils import dist, get_device
 
-from sdbench.measuring.power import GIB, GpuMonitor
+from sdbench.measuring.power import GIB, GpuMonitor, gather_gpu_figures
 from sdbench.measuring.reliability import QUEUES_IN_WINDOW
 
 # what is known where a batch was measured
@@ -155,6 +155,12 @@ class Measurement(Callback):
             self.gpu.start()
         self._excluded = dict.fromkeys(EXCLUDED, 0.0)
 
+    def figures(self, all_ranks: bool) -> dict:
+        """Return the record's figures of speed, memory, power and loss; `all_ranks` as for `window_figures`."""
+        found = window_figures(self.window, all_ranks)
+        found |= gather_gpu_figures(self.gpu, found['images_per_sec'], all_ranks)
+        return found | {'turnover_batches': self.turnover_batches, 'loss': self.loss}
+
     def _measure(self, state: State, seconds: float, waited: float) -> None:
         window = self.window
         window.batch_seconds.append(seconds)
@@ -200,24 +206,22 @@ def whole_epochs(state: State) -> int:
     return epochs
 
 
-def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | frozenset = frozenset()) -> dict:
-    """The record's figures; a batch takes as long as on its slowest rank. None where no batch was measured.
+def window_figures(window: Window, all_ranks: bool = True) -> dict:
+    """Return the figures of a window; a batch takes as long as on its slowest rank. None where no batch was measured.
 
     Args:
         window: this rank's.
         all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
-        bad_samples: those that this rank met.
     """
     excluded = highest_of_ranks(window.excluded_seconds, all_ranks)  # (batches,): the other ranks wait for that one
     seconds = np.array(window.batch_seconds) - excluded  # (batches,)
     slowest = highest_of_ranks(seconds, all_ranks)  # (batches,)
     seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of EXCLUDED,)
-    mine = (seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib(), bad_samples)
+    mine = (seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib())
     ranks = dist.all_gather_object(mine) if all_ranks else [mine]
-    totals, waits, sustained_shares, memory, bad = zip(*ranks, strict=True)
-    num_bad = len(set().union(*bad))
+    totals, waits, sustained_shares, memory = zip(*ranks, strict=True)
     if not window.batch_seconds:
-        return dict.fromkeys(OF_BATCHES) | {'measured_batches': 0, 'bad_samples': num_bad}
+        return dict.fromkeys(OF_BATCHES) | {'measured_batches': 0}
     images_per_sec = float(window.samples * min(sustained_shares) / max(totals))
     return {
         'images_per_sec': images_per_sec,
@@ -231,7 +235,6 @@ def figures(window: Window, all_ranks: bool = True, bad_samples: set[int] | froz
         'peak_memory_gib': max(memory),
         'measured_batches': len(slowest),
         'queue_batches': window.queue_batches,
-        'bad_samples': num_bad,
     }
 
 

@@ -15,7 +15,7 @@ from composer.core import DataSpec
 from composer.utils import dist
 from composer.utils.collect_env import get_cpu_model
 
-from sdbench.costs import days_to_train, gpu_hours
+from sdbench.costs import days_to_train, gpu_hours, price_of
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import LOADER_FLAGS, TRAINING_FLAGS, Train
@@ -124,7 +124,7 @@ def notes(record: dict, settings: Train) -> dict[str, Any]:
         values['days'] = days_to_train(speed, settings.training_images)
         values['gpus'] = plural(record['num_devices'], 'GPU')
         values['gpu_hours'] = gpu_hours(speed, record['num_devices'], settings.training_images)
-        values['dollars'] = values['gpu_hours'] * settings.dollars_per_gpu_hour
+        values['dollars'] = values['gpu_hours'] * price_of(record['device'], settings.dollars_per_gpu_hour)
     return values
 
 
@@ -180,4 +180,4 @@ def measure_loader(settings: Train, data: DataSpec) -> dict:
     caution = reliability(record)
     if caution:
         text += f'\ncaution: {caution}'
-    return append_record(record, text, settings.results)
+    return append_record(record, text, settings.results_file)

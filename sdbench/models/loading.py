@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL
+from tokenizers import Tokenizer
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
+from sdbench.inputs.captions import build_tokenizer
 from sdbench.models.precisions import DTYPES
 from sdbench.paths import find_or_download
 
@@ -175,3 +177,16 @@ def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:
     module.requires_grad_(False).eval()
     torch.nn.Module.to(module, DTYPES[precision])  # diffusers' own `to` warns of parts that stay in fp32
     return module
+
+
+def build_fitting_tokenizer(name: str | None, files: ModelFiles) -> Tokenizer:
+    """Build the tokenizer of --tokenizer, or else of the model: models pad with different tokens.
+
+    Raises ValueError if there is none that loads, or if the text encoder lacks its tokens.
+    """
+    name = name or files.tokenizer
+    tokenizer = build_tokenizer(name)
+    if tokenizer.get_vocab_size() > files.vocab_size:
+        raise ValueError(f'--tokenizer {name} has {tokenizer.get_vocab_size()} tokens, more than the '
+                         f'{files.vocab_size} of the text encoder of --model_name {files.name}')
+    return tokenizer

@@ -9,7 +9,8 @@ import pandas as pd
 from sdbench.errors import plural
 
 MEASURED = 'measured'  # the status of a row
-EXTRAPOLATED = 'extrapolated'  # the status of a row that nobody has measured
+EXTRAPOLATED = 'extrapolated'  # the status of a row that nobody has measured: it follows from other rows,
+FORECAST = 'forecast'          # or from the operators of a step
 # Columns that all scores of one line agree in: for any score, and for each kind of score its network's
 CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
 JUDGES = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}
@@ -54,7 +55,7 @@ def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: st
         axes.bar_label(bars, [text_of(row, key) for _, row in rows.iterrows()], padding=4, fontsize=9)
         for bar, (_, row) in zip(bars, rows.iterrows(), strict=True):
             color = COLORS[row['setting'] % len(COLORS)]
-            bar.set(edgecolor=color, facecolor='none' if row['status'] == EXTRAPOLATED else color)
+            bar.set(edgecolor=color, facecolor=color if row['status'] == MEASURED else 'none')
         axes.set_title(title, loc='left', fontsize=11)
         axes.margins(x=0.2)  # for the texts
         axes.set_xticks([])  # each bar has its figure

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from composer.loggers import Logger
 from composer.utils import checkpoint as composer_checkpoint
 from composer.utils import dist, maybe_create_object_store_from_uri, parse_uri
 from composer.utils.remote_uploader import _upload_file_to_object_store
-from filelock import FileLock, Timeout
 from numpy._core import multiarray as np_multiarray
 from torch.serialization import safe_globals
 from torch.torch_version import TorchVersion
@@ -29,12 +28,13 @@ from torch.utils.serialization import config as loading_config
 from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
+from sdbench.files import atomic_write, locked
 from sdbench.training.kept import DatasetChanged
 from sdbench.training.ranks import on_every_rank, on_rank_0
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
-UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.unfinished')  # as `atomic_write` calls a checkpoint
+UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinished')  # what `atomic_write` can leave
 LOCK = '.lock'  # in a --save_folder
 RUN_NAME = 'run-name.txt'  # in a --save_folder; it is there before the first checkpoint
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
@@ -44,24 +44,6 @@ PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own typ
     np.ndarray, np.dtype, np.dtypes.UInt32DType, np_multiarray._reconstruct,
     (np_multiarray._reconstruct, 'numpy.core.multiarray._reconstruct'),  # as NumPy 1 calls it
 ]
-
-
-@contextlib.contextmanager
-def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """A file that takes the name `path` when the context ends and all of it is on the disk; else nothing is left of it.
-
-    What a killed process leaves of it is `.NAME.unfinished`.
-    """
-    unfinished = Path(path).with_name(f'.{os.path.basename(path)}.unfinished')
-    try:
-        with open(unfinished, 'wb') as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:  # a full disk, and whatever else ends the run
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 @contextlib.contextmanager
@@ -86,14 +68,7 @@ def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitS
     if any(not os.path.isdir(name) for name in others) and not checkpoints_in(folder):
         raise ValueError(f'--save_folder {folder} holds files and no checkpoint of benchmark.py; give a new one')
     if '://' not in folder:
-        lock = FileLock(Path(folder, LOCK))
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            at_the_end.enter_context(lock.acquire(timeout=SECONDS_FOR_LOCK))
-        except Timeout:
-            raise ValueError(f'--save_folder {folder} is in use by another run; wait until that has ended') from None
-        except OSError as error:
-            raise ValueError(f'--save_folder {folder} cannot be written to ({error.strerror}); give another') from None
+        at_the_end.enter_context(locked(Path(folder, LOCK), f'--save_folder {folder}', SECONDS_FOR_LOCK))
         for name in os.listdir(folder):
             if UNFINISHED.fullmatch(name):  # of a run that was killed while it saved, since none has the lock
                 os.remove(os.path.join(folder, name))

@@ -1,13 +1,26 @@
-"""Where the curves of a run go: TensorBoard files, Weights & Biases, by Composer's own loggers."""
+"""Where the curves of a run go, by Composer's own loggers, and the name that they have.
+
+The name is drawn once and kept with the checkpoints: no two runs share one, and a resume goes on with its curves.
+"""
 import os
+import re
+import secrets
 import tempfile
 from functools import partial
+from pathlib import Path
 
 from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
+from composer.utils import maybe_create_object_store_from_uri, parse_uri
 
+from sdbench.errors import one_line
+from sdbench.files import atomic_write
 from sdbench.flags.train import Train
 from sdbench.paths import is_url
+from sdbench.training.checkpoints import RUN_NAME, names_in
 from sdbench.training.ranks import on_rank_0
+from sdbench.training.sampling import refuse_drawings_of_another_run
+
+SEPARATOR = '-'  # between the label, by which people know the run, and what was drawn
 
 
 def build_loggers(settings: Train, name: str | None) -> list[LoggerDestination]:
@@ -49,3 +62,78 @@ def log_record(logger: Logger, record: dict) -> None:
     """The numbers of a record, each as a curve of one point."""
     numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
     logger.log_metrics(numbers)
+
+
+def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
+    """Return the name of a run: the one that --save_folder keeps, or a new one, which it keeps from now on.
+
+    The name is LABEL-DRAWN. The label is --run_name, or the last part of --save_folder; another --run_name than before
+    makes a new name. Without both there is none, and Composer draws one for this start alone.
+
+    A run that has been named goes on with its curves and its drawings, also where it ended before its first checkpoint.
+    Raises ValueError if it begins, and its folder of drawings holds those of another.
+
+    Args:
+        settings: of the run.
+        checkpoint: that it resumes; None: it has none.
+    """
+    kept = kept_name(settings.save_folder) if settings.save_folder else None
+    if settings.sample_prompts and checkpoint is None and kept is None:
+        refuse_drawings_of_another_run(settings.sample_folder)
+    if not (settings.run_name or settings.save_folder):
+        return None
+    label = label_of(settings.run_name or os.path.abspath(settings.save_folder))
+    if kept and (settings.run_name is None or kept.rpartition(SEPARATOR)[0] == label):
+        return kept
+    name = f'{label}{SEPARATOR}{secrets.token_hex(4)}'
+    if settings.save_folder:
+        keep_name(name, settings.save_folder)
+    return name
+
+
+def label_of(name: str) -> str:
+    """Return the last part of a name or path, as a folder that is not hidden may be called."""
+    last = os.path.basename(name.rstrip('/'))
+    return re.sub(r'[^\w.-]+', SEPARATOR, last).strip('-.') or 'run'
+
+
+def kept_name(folder: str) -> str | None:
+    """Return the name that a folder or an object store keeps; None if it keeps none.
+
+    Raises ValueError if it cannot be read, or is no name.
+    """
+    path = os.path.join(folder, RUN_NAME)
+    if path not in names_in(folder):
+        return None
+    store = maybe_create_object_store_from_uri(folder)
+    try:
+        if store is None:
+            name = Path(path).read_text().strip()
+        else:
+            with tempfile.TemporaryDirectory() as temporary:
+                copy = Path(temporary, RUN_NAME)
+                store.download_object(parse_uri(path)[2], str(copy))
+                name = copy.read_text().strip()
+    except Exception as error:  # every storage client has its own exceptions
+        raise ValueError(f'--save_folder {folder}: {RUN_NAME} cannot be read ({one_line(error)})') from None
+    if not re.fullmatch(r'\w[\w.-]*', name):
+        raise ValueError(f'--save_folder {folder}: {RUN_NAME} holds no name of a run; remove it, and one is drawn')
+    return name
+
+
+def keep_name(name: str, folder: str) -> None:
+    """Write the name of a run into its folder or object store. Raises ValueError if that fails."""
+    path = os.path.join(folder, RUN_NAME)
+    store = maybe_create_object_store_from_uri(folder)
+    try:
+        if store is None:
+            with atomic_write(path) as file:
+                file.write(f'{name}\n'.encode())
+        else:
+            with tempfile.TemporaryDirectory() as temporary:
+                copy = Path(temporary, RUN_NAME)
+                copy.write_text(f'{name}\n')
+                store.upload_object(parse_uri(path)[2], str(copy))
+    except Exception as error:  # every storage client has its own exceptions
+        raise ValueError(f'--save_folder {folder} cannot be written to ({one_line(error)}); check your permissions or '
+                         'credentials') from None

@@ -2,6 +2,7 @@
 import torch
 from composer import optim
 
+ADAM_MOMENTS = 2  # that the optimizer keeps of each weight
 SCHEDULES = {  # without a warm-up, and after one
     'constant': (optim.ConstantScheduler, optim.ConstantWithWarmupScheduler),
     'cosine': (optim.CosineAnnealingScheduler, optim.CosineAnnealingWithWarmupScheduler),

@@ -25,7 +25,7 @@ def resolve_defaults(settings: Train) -> Train:
     devices = number_of_devices(settings)
     is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
     settings = with_local_in_place(settings)
-    if settings.dry_run is not None:
+    if settings.dry_run:
         is_synthetic = not (settings.remote or settings.use_synth_latents)
         settings = dataclasses.replace(settings, dry_run=devices, use_synth_data=is_synthetic)
     settings = with_defaults(settings, {
@@ -80,7 +80,7 @@ def images_of_training(settings: Train) -> int | None:
     """Whose cost is said: those of Stable Diffusion 2, or of a --dry_run with --max_duration its own; None of tiny."""
     if settings.model_name == TINY_MODEL:  # is for trials
         return None
-    if settings.dry_run is None or settings.max_duration is None:
+    if not settings.dry_run or settings.max_duration is None:
         return TRAINING_IMAGES
     batches_per_epoch = None
     if settings.max_duration.endswith('ep'):

@@ -4,25 +4,22 @@ import sys
 import warnings
 
 import torch
-from composer import Callback, ComposerModel, Trainer
+from composer import ComposerModel, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
 from sdbench.errors import DataError, plural
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
-from sdbench.measuring.clock import Measurement, figures, whole_epochs
-from sdbench.measuring.power import gather_gpu_figures
+from sdbench.measuring.clock import whole_epochs
 from sdbench.measuring.record import UNMEASURED, append_record, redacted, summary, training_settings
 from sdbench.measuring.tracing import PROFILED
 from sdbench.models.flops import utilization
 from sdbench.models.loading import UNET_WEIGHTS
-from sdbench.training.evaluation import Evaluations
 from sdbench.training.failures import reason
 from sdbench.training.loggers import log_record
 from sdbench.training.progress import Progress, batches_in_words
-from sdbench.training.safeguard import Safeguard
-from sdbench.training.signals import StopAtSignal
+from sdbench.training.ranks import StopAtSignal
 
 # what Composer warns of where nothing is wrong: the smaller last batch of an evaluation, a resume at an epoch's end
 COMPOSERS_WARNINGS = ('Cannot split tensor of length', 'No batches were trained')
@@ -79,14 +76,11 @@ def is_over(state: State) -> bool:
     return state.timestamp >= state.max_duration
 
 
-def callback_of(trainer: Trainer, cls: type[Callback]) -> Callback:
-    """The callback of this class."""
-    return next(callback for callback in trainer.state.callbacks if isinstance(callback, cls))
+def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
+    """Train to the end, and return how that was.
 
-
-def fit(trainer: Trainer) -> dict[str, str]:
-    """Train to the end, and say how that was: a `status`, which is complete, interrupted (Ctrl-C or SIGTERM) or failed,
-    and where it failed the `error` in one line.
+    It is a `status`: complete, interrupted (Ctrl-C or SIGTERM, as `stop` has noted) or failed; and where the training
+    failed the `error` in one line.
     """
     try:
         with warnings.catch_warnings():
@@ -97,31 +91,38 @@ def fit(trainer: Trainer) -> dict[str, str]:
         microbatch_flag = f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}'
         return {'status': 'failed', 'error': redacted(reason(error, microbatch_flag))}
     finally:
-        callback_of(trainer, Progress).stop()
-    if callback_of(trainer, StopAtSignal).interrupted:
+        for callback in trainer.state.callbacks:
+            if isinstance(callback, Progress):
+                callback.stop()
+    if stop.interrupted:
         return {'status': 'interrupted'}
     return {'status': 'complete'}
 
 
 def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, str]) -> dict:
-    """The record of a training that ended as `outcome` of `fit` says."""
+    """Return the record of a training that ended as `outcome` of `fit` says."""
     state = trainer.state
-    measurement = callback_of(trainer, Measurement)
-    safeguard = callback_of(trainer, Safeguard)
+
+    # what was trained, with which settings, and how it ended
     record = training_settings(settings, model.vae is None, state.device_train_microbatch_size) | outcome
-    all_ranks = outcome['status'] != 'failed'  # else they may be gone
-    record |= figures(measurement.window, all_ranks, data.batch_transforms.found)
-    record |= gather_gpu_figures(measurement.gpu, record['images_per_sec'], all_ranks)
-    record['turnover_batches'] = measurement.turnover_batches
-    record |= utilization(record['images_per_sec_per_device'], sum(model.flops_per_image.values()), settings.precision,
-                          record['device'])
-    record |= callback_of(trainer, Evaluations).figures()
-    record |= {'first_batch': safeguard.first_batch, 'trained_batches': state.timestamp.batch.value,
-               'trained_epochs': whole_epochs(state), 'loss': measurement.loss,
-               'skipped_batches': safeguard.skipped_batches}
+    record |= {'trained_batches': state.timestamp.batch.value, 'trained_epochs': whole_epochs(state)}
     has_tf32 = torch.cuda.is_available() and torch.cuda.is_tf32_supported()  # Composer uses it where it is there
     record |= {'microbatch_search': settings.searches_microbatch, 'tf32': has_tf32}
+
+    # what each callback has to say
+    all_ranks = outcome['status'] != 'failed'  # else they may be gone
+    for callback in state.callbacks:
+        if hasattr(callback, 'figures'):
+            record |= callback.figures(all_ranks)
+
+    # what follows from these
+    bad = set(data.batch_transforms.found)
+    if all_ranks:
+        bad.update(*dist.all_gather_object(bad))
+    record['bad_samples'] = len(bad)
+    record |= utilization(record['images_per_sec_per_device'], sum(model.flops_per_image.values()), settings.precision,
+                          record['device'])
     if record['status'] == 'complete' and not record['images_per_sec']:
         record['status'] = UNMEASURED
     elif settings.profile and record['status'] == 'complete':
@@ -143,7 +144,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         if record['status'] != 'failed':
             log_record(trainer.logger, record)
             trainer.close()
-        append_record(record, text, settings.results)
+        append_record(record, text, settings.results_file)
     except Exception as error:
         raise RunFailed(redacted(reason(error, ''))) from None
     if record['status'] == 'interrupted':

@@ -126,6 +126,10 @@ class Safeguard(Callback):
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)  # without gradients the step changes nothing
 
+    def figures(self, all_ranks: bool) -> dict:
+        """Return the record's figures of steps that were left out, which all ranks agree on."""
+        return {'first_batch': self.first_batch, 'skipped_batches': self.skipped_batches}
+
     def state_dict(self) -> dict:
         return {'flags': self.flags}
 

@@ -17,15 +17,13 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 from tqdm import tqdm
 
-from data import build_fitting_tokenizer
-from ema import EMA
 from sdbench.errors import one_line
+from sdbench.files import atomic_write
 from sdbench.flags.train import Train
 from sdbench.measuring.clock import Measurement
 from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
-from sdbench.models.loading import ModelFiles, build_vae
-from sdbench.training.checkpoints import atomic_write
-from sdbench.training.signals import StopAtSignal
+from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
+from sdbench.training.ranks import StopAtSignal
 
 CAPTION_LINES = 3  # below a picture
 
@@ -113,7 +111,7 @@ class Sampling(Callback):
         """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
         unet, weights = self.model.unet, 'live'
         for algorithm in state.algorithms:
-            if isinstance(algorithm, EMA) and algorithm.ema_started:
+            if getattr(algorithm, 'ema_started', False):  # of EMA
                 unet, weights = algorithm.get_ema_model(self.model).unet, 'averaged'
         pictures = []
         for picture, prompt in zip(self.draw(unet, state.device_train_microbatch_size), self.prompts, strict=True):

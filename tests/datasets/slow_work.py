@@ -35,7 +35,7 @@ def run(folder: Path, number: int, at_once: int = 1, seconds: float = 0.0, fatal
     parts = [Part(str(index), [f'{index}.tar']) for index in range(number)]
     with LocalWorkers(partial(do, folder, seconds, fatal or {}), 2, on_gpus) as workers:
         answers = list(work(workers, parts, lambda name: (folder / name).exists(), at_once))
-    return [name for names in answers for name in names]
+    return [name for _, names in answers for name in names]
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""The rows of Parquet files become the samples that their images are as files, or are named."""
+"""The rows of Parquet files become samples, as their images would as files, or are listed with a reason."""
 import io
 import json
 from pathlib import Path
@@ -8,10 +8,9 @@ import pyarrow.parquet
 import pytest
 
 import convert
-from sdbench.datasets.parquet import read_parquet
-from sdbench.datasets.sources import File, find_files, join_neighbours
+from sdbench.datasets.readers import read_parquet, read_samples
+from sdbench.datasets.sources import File
 from sdbench.datasets.tables import Columns
-from sdbench.datasets.tars import read_samples
 from sdbench.errors import DataError
 from tests.local_s3 import local_s3
 from tests.samples import encoded, picture, shaded, write_parquet
@@ -71,50 +70,6 @@ def test_an_image_may_be_plain_bytes_and_the_columns_have_other_names(tmp_path, 
     assert converted(tmp_path / 'out', path, *flags) == list(zip(IMAGES, CAPTIONS, strict=True))
 
 
-def test_a_path_is_read_below_the_file_and_nowhere_else(photos, tmp_path):
-    (tmp_path / 'outside.png').write_bytes(IMAGES[0])
-    paths = ['01.png', '../outside.png', str(tmp_path / 'outside.png'), 'missing.png', None, 'https://x.org/a.png']
-    write_parquet(photos / 'x.parquet', {'image': paths, 'text': CAPTIONS[:6]})
-    write_parquet(photos / 'y.parquet', {'image': [struct(None, '02.png')], 'text': ['two']})
-    out = tmp_path / 'out'
-    assert convert.main([str(photos / 'x.parquet'), str(photos / 'y.parquet'), str(out)]) == 0
-    assert read_back(out) == [(IMAGES[1], 'picture 0'), (IMAGES[2], 'two')]
-    assert skipped(out) == {1: 'no image in the folder of its row: ../outside.png leads out of it',
-                            2: 'a second caption: of ' + str(tmp_path / 'outside.png'),
-                            3: 'no image at the path of a row: there is no missing.png',
-                            4: 'no image in a row: it has None',
-                            5: 'no image but an address (img2dataset makes tars of these): https://x.org/a.png'}
-
-
-def test_an_image_that_a_row_names_is_converted_once_and_when_it_is_there(photos, tmp_path, capsys):
-    (photos / '39.png').rename(tmp_path / '39.png')
-    (photos / '38.txt').unlink()
-    write_parquet(photos / 'x.parquet', {'image': ['00.png', '38.png', '39.png'], 'text': ['one', 'two', 'three']})
-    argv = [str(photos), str(tmp_path / 'out')]
-    expected = ['one', *CAPTIONS[1:38], 'two']
-    for _ in range(2):
-        assert convert.main(argv) == 0
-        assert [caption for _, caption in read_back(tmp_path / 'out')] == expected
-        printed = capsys.readouterr().out
-        assert f'captions   of 2 images in column text of {photos}/x.parquet' in printed
-        assert 'skipped    1 no image, 1 no image at the path of a row; listed in' in printed  # 39.txt is there
-    assert printed.startswith(f'done already: OUT {tmp_path}/out holds 39 samples of this SOURCE\n')
-    (tmp_path / '39.png').rename(photos / '39.png')
-    assert convert.main(argv) == 0
-    assert [caption for _, caption in read_back(tmp_path / 'out')] == [*expected, 'three']
-
-
-@pytest.mark.parametrize('size_limit', [1000, 5000, 10 ** 9])
-def test_the_pieces_of_a_file_have_each_of_its_rows_once_and_in_order(tmp_path, size_limit):
-    path = hub_file(tmp_path / 'x.parquet', rows_of_group=3)
-    keys = []
-    pieces = [piece for part in join_neighbours(find_files([str(path)]).files, size_limit) for piece in part]
-    for piece in pieces:
-        keys += [key for key, _ in read_samples(piece)]
-    assert keys == list(range(40))
-    assert sum(piece.size for piece in pieces) == path.stat().st_size
-
-
 def test_a_file_that_is_larger_than_a_part_is_converted_in_pieces(tmp_path, capsys):
     path = hub_file(tmp_path / 'x.parquet', rows_of_group=3)
     expected = list(zip(IMAGES, CAPTIONS, strict=True))
@@ -130,8 +85,8 @@ def test_a_bad_row_is_listed_with_its_number(tmp_path):
     latin = pyarrow.array([b'a', 'é'.encode('latin-1')], pyarrow.binary())
     texts = pyarrow.StringArray.from_buffers(2, *latin.buffers()[1:])
     images = [struct(shaded(1)), struct(shaded(2)), struct(b'noise'), None, struct(None), struct(shaded(3)),
-              struct(shaded(4))]
-    captions = pyarrow.concat_arrays([texts, pyarrow.array(['b', 'c', 'd', None, ' '])])
+              struct(shaded(4)), struct(None, '05.png')]
+    captions = pyarrow.concat_arrays([texts, pyarrow.array(['b', 'c', 'd', None, ' ', 'e'])])
     path = write_parquet(tmp_path / 'x.parquet', {'image': images, 'text': captions})
     out = tmp_path / 'out'
     assert convert.main([str(path), str(out)]) == 0
@@ -139,7 +94,9 @@ def test_a_bad_row_is_listed_with_its_number(tmp_path):
     assert skipped(out) == {
         1: 'no caption: it is not UTF-8', 2: 'image does not decode: not a known format',
         3: 'no image: the row has none', 4: 'no image: the row has none', 5: 'no caption: the row has None',
-        6: 'empty caption'}
+        6: 'empty caption',
+        7: "no image: the row has '05.png' instead of its bytes (--captions reads tables of paths, "
+           'and img2dataset makes tars of addresses)'}
 
 
 def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tmp_path, capsys):
@@ -162,73 +119,41 @@ def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tm
     assert not set(of_garbled) & set(CAPTIONS[10:20])
 
 
-def test_a_file_without_the_columns_is_left_out_with_their_names(tmp_path, capsys):
-    write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
+def test_a_file_without_the_columns_or_with_two_of_one_name_is_left_out_and_says_so(tmp_path, capsys):
+    path = write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
     out = tmp_path / 'out'
     assert failing_status(tmp_path / 'in', out) == 1
-    assert '1 no image for --image_column among its columns url, text; listed in' in error_line(capsys)
-    hub_file(tmp_path / 'in/x.parquet')
-    assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
-    assert [caption for _, caption in read_back(out)] == CAPTIONS
-    capsys.readouterr()
-    assert failing_status(tmp_path / 'in', tmp_path / 'other', '--caption_column', 'prompt') == 1
-    assert '1 no prompt for --caption_column among its columns id, image, text' in error_line(capsys)
-
-
-def test_two_columns_of_one_name_are_named(tmp_path):
+    lacks = 'no image for --image_column among its columns url, text'
+    assert f'; the first is {path}: {lacks}' in error_line(capsys)
     hub_file(tmp_path / 'in/x.parquet')
     columns = [pyarrow.array(IMAGES), pyarrow.array(CAPTIONS), pyarrow.array(CAPTIONS)]
     table = pyarrow.Table.from_arrays(columns, ['image', 'text', 'text'])
     pyarrow.parquet.write_table(table, tmp_path / 'in/y.parquet')
-    assert convert.main([str(tmp_path / 'in'), str(tmp_path / 'out')]) == 0
-    assert [caption for _, caption in read_back(tmp_path / 'out')] == CAPTIONS
-    assert skipped(tmp_path / 'out') == {None: '2 of its columns are called text'}
+    assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
+    assert [caption for _, caption in read_back(out)] == CAPTIONS
+    lines = map(json.loads, (out / 'skipped.jsonl').read_text().splitlines())
+    assert [line['reason'] for line in lines] == [lacks, 'several columns of one name: 2 are called text']
 
 
-def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_dataset(tmp_path, monkeypatch, capsys):
+def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_dataset(tmp_path, capsys):
     path = write_parquet(tmp_path / 'x.parquet', {'image': IMAGES, 'text': CAPTIONS, 'caption': CAPTIONS})
-    words = 'x.parquet has the columns caption and text; name one of them with --caption_column'
     argv = [path, tmp_path / 'out']
-    assert failing_status(*argv) == 2
-    assert words in error_line(capsys)
+    assert failing_status(*argv) == 1
+    assert 'x.parquet has the columns caption and text; name one of them with --caption_column' in error_line(capsys)
     assert convert.main([*map(str, argv), '--caption_column', 'text']) == 0
     assert failing_status(*argv, '--caption_column', 'caption') == 2
     assert 'was begun with caption_column text, and this command has caption' in error_line(capsys)
-    with local_s3(monkeypatch) as store:
-        store.put('x.parquet', path.read_bytes())
-        assert failing_status('s3://bucket/x.parquet', tmp_path / 'of store') == 1
-        assert words in error_line(capsys)
 
 
-def test_paths_in_a_store_are_not_read(tmp_path, monkeypatch):
-    write_parquet(tmp_path / 'x.parquet', {'image': ['a.png'], 'text': ['one']})
-    hub_file(tmp_path / 'y.parquet')
-    with local_s3(monkeypatch) as store:
-        for name in 'xy':
-            store.put(f'data/{name}.parquet', (tmp_path / f'{name}.parquet').read_bytes())
-        assert convert.main(['s3://bucket/data', str(tmp_path / 'out')]) == 0
-    assert skipped(tmp_path / 'out') == {
-        None: 'paths instead of images in column image: these are read on this machine alone'}
-
-
-def test_parquet_of_a_store_is_read_over_connections_that_break(tmp_path, monkeypatch):
-    content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
-    with local_s3(monkeypatch) as store:
-        for number in range(2):
-            store.put(f'data/train-{number}.parquet', content)
-        store.cuts = [4000, 100]
-        assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == 2 * list(
-            zip(IMAGES, CAPTIONS, strict=True))
-        assert not store.cuts
-
-
-def test_a_store_that_fails_while_parquet_is_read_ends_the_run_and_is_no_damage(tmp_path, monkeypatch):
-    for name in ('inputs.stores.PIECE_BYTES', 'inputs.stores.BUFFER_BYTES', 'datasets.parquet.BUFFER_BYTES'):
+def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, monkeypatch, capsys):
+    for name in ('inputs.stores.PIECE_BYTES', 'inputs.stores.BUFFER_BYTES', 'datasets.readers.PARQUET_BUFFER_BYTES'):
         monkeypatch.setattr(f'sdbench.{name}', 1000)
     content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
     with local_s3(monkeypatch) as store:
-        store.put('x.parquet', content)
-        samples = read_samples(File('s3://bucket/x.parquet', len(content)), Columns())
+        store.put('data/x.parquet', content)
+        expected = list(zip(IMAGES, CAPTIONS, strict=True))
+        assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == expected
+        samples = read_samples(File('s3://bucket/data/x.parquet', len(content)))
         next(samples)
         store.refusals = [(403, 'AccessDenied')] * 100
         with pytest.raises(DataError, match='x.parquet: access is denied'):
@@ -251,8 +176,8 @@ def test_of_a_row_group_only_what_comes_next_is_in_memory(tmp_path, monkeypatch)
     pyarrow.parquet.write_table(table, tmp_path / 'x.parquet', write_batch_size=1, data_page_size=1,
                                 use_dictionary=False)
     file = CountingFile((tmp_path / 'x.parquet').read_bytes())
-    monkeypatch.setattr('sdbench.datasets.parquet.open_file', lambda path: file)
-    monkeypatch.setattr('sdbench.datasets.parquet.BUFFER_BYTES', 1 << 16)
+    monkeypatch.setattr('sdbench.datasets.readers.open_file', lambda path: file)
+    monkeypatch.setattr('sdbench.datasets.readers.PARQUET_BUFFER_BYTES', 1 << 16)
     rows = read_parquet(File('x.parquet', 1), Columns())
     assert next(rows) == (0, '.jpg', images[0])
     assert file.bytes_read < len(file.getvalue()) / 2

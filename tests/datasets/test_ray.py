@@ -1,6 +1,7 @@
 """Parts on a Ray cluster of two machines: what a lost worker or machine was at is made elsewhere, to the same bytes."""
 import contextlib
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -137,6 +138,8 @@ def process_of(name: str, parts: list[Part], gpu: int | None = None) -> tuple[in
 @pytest.mark.long
 def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_its_own(cluster, capfd,
                                                                                           monkeypatch):
+    import ray
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the cluster knows no tests
     parts = [Part(str(number), []) for number in range(3)]
     with RayWorkers(partial(process_of, 'x'), cluster.address, on_gpus=True) as workers:
         assert 'no machine of the cluster has a GPU yet; waiting for one (--cpu' in capfd.readouterr().err
@@ -147,8 +150,8 @@ def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_i
         made.join(300)
     cluster.remove_node(node)
     [answers] = answers
-    assert [gpu for _, gpu in answers] == [0, 0, 0]
-    assert len({process for process, _ in answers}) == 3
+    assert [gpu for _, (_, gpu) in answers] == [0, 0, 0]
+    assert len({process for _, (process, _) in answers}) == 3
 
 
 @pytest.mark.long
@@ -163,10 +166,7 @@ def test_names_lead_on_from_where_the_command_was_started_not_the_cluster(cluste
 
 @pytest.mark.long
 def test_the_machines_of_a_cluster_need_no_more_of_this_program_than_they_are_sent(tmp_path):
-    from ray import cloudpickle
-    for command in (convert, encode):
-        cloudpickle.register_pickle_by_value(command)
-    (tmp_path / 'work').write_bytes(cloudpickle.dumps([convert.convert_parts, encode.encode_parts]))
+    (tmp_path / 'work').write_bytes(pickle.dumps([convert.convert_parts, encode.encode_parts]))
     (tmp_path / PACKAGE.name).symlink_to(PACKAGE)
     load = "import pickle; pickle.load(open('work', 'rb'))"
     subprocess.run([sys.executable, '-c', load], cwd=tmp_path, env={**os.environ, 'PYTHONPATH': ''}, check=True)

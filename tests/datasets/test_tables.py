@@ -1,4 +1,4 @@
-"""A table of captions beside images: what it names takes its caption from there, and what does not fit is listed."""
+"""Images have their captions from tables that name them, and what does not fit is listed."""
 import json
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 import convert
 from sdbench.datasets.tables import Columns, Row, read_table
-from tests.samples import shaded
+from tests.samples import shaded, write_parquet
 from tests.test_convert import error_line, failing_status, read_back
 
 
@@ -66,33 +66,49 @@ def test_the_table_goes_before_a_text_file_and_an_image_that_it_does_not_name_ha
 
 def test_an_image_without_a_row_and_a_row_without_an_image_are_listed(tmp_path):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg')
-    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,one\nmissing.jpg,two\nc.jpg,\na.jpg,three\n')
+    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,one\nmissing.jpg,two\nc.jpg,\n')
     assert convert.main([str(folder), str(tmp_path / 'out')]) == 0
     assert captions(tmp_path / 'out') == ['one']
     assert listed(tmp_path / 'out') == [
         ('b.jpg', 'b', 'no caption'), ('c.jpg', 'c', 'empty caption'),
-        ('metadata.csv', 1, 'no image at the path of a row: there is no missing.jpg'),
-        ('metadata.csv', 3, 'a second caption: of a.jpg')]
+        ('metadata.csv', 1, 'no image at the path of a row: there is no missing.jpg')]
 
 
-def test_a_changed_caption_makes_the_part_of_its_image_anew_and_no_other(tmp_path, capsys):
+def test_an_image_with_several_captions_is_several_samples_of_the_table_that_names_it_first(tmp_path, capsys):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
+    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,one\nb.jpg,two\na.jpg,three\n')
+    (folder / 'captions.csv').write_text('file_name,text\nb.jpg,other\n')
+    assert convert.main([str(folder), str(tmp_path / 'out')]) == 0
+    assert read_back(tmp_path / 'out') == [(shaded(0), 'one'), (shaded(0), 'three'), (shaded(1), 'two')]
+    assert listed(tmp_path / 'out') == [
+        ('captions.csv', 0, f'a caption of another table: {folder}/metadata.csv has one of b.jpg')]
+    assert f'captions   3 from column text of {folder}/metadata.csv\n' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('flags', [(), ('--captions', '--image_column')])
+def test_a_row_of_a_table_in_parquet_is_converted_once_and_when_its_image_is_there(tmp_path, capsys, flags):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg')
-    argv = [str(folder), str(tmp_path / 'out'), '--size_limit', '1kb']  # an image or two in each part
-    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,one\nb.jpg,two\nc.jpg,three\n')
+    (folder / 'c.jpg').rename(tmp_path / 'c.jpg')
+    (folder / 'a.txt').write_text('of a file')
+    name, column = ('x.parquet', 'image') if flags else ('metadata.parquet', 'file_name')
+    write_parquet(folder / name, {column: ['a.jpg', 'c.jpg', None], 'text': ['one', 'three', 'none']})
+    argv = [str(folder), str(tmp_path / 'out')]
+    for flag, value in zip(flags, (f'{folder}/{name}', column), strict=False):
+        argv += [flag, value]
+    for _ in range(2):
+        assert convert.main(argv) == 0
+        assert captions(tmp_path / 'out') == ['one']
+        printed = capsys.readouterr().out
+        assert 'skipped    1 no image in a row, 1 no image at the path of a row, 1 no caption; listed in' in printed
+    assert printed.startswith(f'done already: OUT {tmp_path}/out holds 1 sample of this SOURCE\n')
+    (tmp_path / 'c.jpg').rename(folder / 'c.jpg')
     assert convert.main(argv) == 0
-    first_parts = set((tmp_path / 'out').glob('*/'))
-    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,one\nb.jpg,two\nc.jpg,four\n')
-    capsys.readouterr()
-    assert convert.main(argv) == 0
-    assert captions(tmp_path / 'out') == ['one', 'two', 'four']
-    assert len(set((tmp_path / 'out').glob('*/')) - first_parts) == 1
-    assert convert.main(argv) == 0
-    assert 'done already' in capsys.readouterr().out
+    assert captions(tmp_path / 'out') == ['one', 'three']
 
 
 @pytest.mark.parametrize('content, words', [
     ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
-    ('file_name,text,text\na.jpg,1,2\n', '2 of its columns are called text'),
+    ('file_name,text,text\na.jpg,1,2\n', 'several columns of one name: 2 are called text'),
     ('file_name,a,b\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, b')])
 def test_a_table_without_the_columns_says_so_and_images_have_the_captions_beside_them(tmp_path, capsys, content, words):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
@@ -118,7 +134,7 @@ def test_the_only_other_column_has_the_captions_only_where_a_flag_names_it(tmp_p
         out = tmp_path / f'out {number}'
         assert convert.main([str(folder), str(out), *flags]) == 0
         assert captions(out) == [caption]
-        source = f'captions   of 1 image in column {column} of {folder}/metadata.csv\n'
+        source = f'captions   1 from column {column} of {folder}/metadata.csv\n'
         assert (source in capsys.readouterr().out) == (caption == '7')
 
 
@@ -150,7 +166,7 @@ def test_a_row_has_as_many_cells_as_the_header_or_is_listed(tmp_path):
     reason = "no row as long as the header: it has {} cells instead of 2; a cell with ',' in it stands in quotes"
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
         ('metadata.csv', 0, reason.format(3)), ('metadata.csv', 1, reason.format(1)),
-        ('metadata.csv', 3, 'no image in a row: it has no file_name')]
+        ('metadata.csv', 3, 'no image in a row: it has no path in column file_name')]
 
 
 @pytest.mark.parametrize('content, words', [
@@ -167,11 +183,6 @@ def test_a_table_of_captions_that_cannot_be_read_to_its_end_is_refused(tmp_path,
     assert failing_status(folder, tmp_path / 'out', *(value for flag in flags for value in (flag, table))) == 2
     assert f'the table {table} {words}' in error_line(capsys)
     assert not (tmp_path / 'out').exists()
-
-
-def test_a_table_that_is_not_there_is_named(tmp_path, capsys):
-    assert failing_status(tmp_path, tmp_path / 'out', '--captions', tmp_path / 'nothing.csv') == 2
-    assert f'--captions {tmp_path}/nothing.csv cannot be read (No such file or directory)' in error_line(capsys)
 
 
 @pytest.mark.parametrize('line', ['[1]', '{', '3'])

@@ -27,9 +27,9 @@ def flags_named(source: str) -> set[str]:
 
 
 def unknown(file: str, source: str) -> set[str]:
-    """The flags in a file that are of no command. A command may name its own, and those of benchmark.py, which is next.
+    """The flags in a file that are of no command. A command may name its own, and those of the commands that are next.
     """
-    programs = [file, 'benchmark.py'] if file in COMMANDS else list(COMMANDS)
+    programs = [file, 'benchmark.py', 'evaluate.py'] if file in COMMANDS else list(COMMANDS)
     return flags_named(source) - set().union(*(PARSERS[program] for program in programs))
 
 

@@ -1,7 +1,10 @@
 """--dry_run: what it says against what was published and measured, and that it needs nothing but the flags."""
+import contextlib
 import dataclasses
 import functools
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,16 +13,18 @@ from composer import ComposerModel
 import benchmark
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.forecast.dry_run import MEMORY_SIZES, Estimate, cost_table, estimate, measured_speeds
+from sdbench.forecast.answer import forecast_record
+from sdbench.forecast.estimate import Estimate, estimate
+from sdbench.forecast.measured import measured_speeds
 from sdbench.forecast.memory import build_on_meta, lasting_bytes
-from sdbench.forecast.speed import LARGEST_ERROR
-from sdbench.gpus import CARDS, cards_named
+from sdbench.gpus import CARDS
 from sdbench.measuring.power import GIB
 from sdbench.models.loading import find_model
-from tests.runs import one_error_line, settings_of
+from tests.runs import ROOT, one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
 A100 = 'NVIDIA A100-SXM4-40GB'
+H100 = CARDS['NVIDIA H100 80GB HBM3']
 
 
 @pytest.fixture(scope='module')
@@ -40,68 +45,68 @@ def test_the_estimate_is_a_tenth_below_what_an_h200_took_and_within_what_is_adde
 def test_the_originals_microbatch_of_4_fits_40_gb(milabench):
     settings = settings_of('--dry_run', '8', '--use_ema')
     run = dataclasses.replace(milabench, settings=settings, lasting=lasting_bytes(settings, milabench.model, 8))
-    assert run.largest_microbatch(MEMORY_SIZES['40 GB']) >= 4
+    assert run.largest_microbatch(CARDS[A100].gib) >= 4
 
 
-def figures(lines: list[str], start: str, after: str = '') -> list[str]:
-    """The words behind `start` in the first line that begins so, below the first line that begins with `after`."""
-    first = [line.startswith(after) for line in lines].index(True)
-    line = next(line for line in lines[first:] if line.startswith(start))
-    return line.removeprefix(start).split()
-
-
-def number(text: str) -> float:
-    return float(text.replace(',', ''))
+SMALL = ['--batch_size', '64', '--image_size', '32', '--use_ema', '--training_images', '86400000']
 
 
 @pytest.fixture(scope='module')
-def printed(shards, tmp_path_factory, smallest_model) -> tuple[list[str], dict, Path]:
-    """What a dry run of a small model prints, what it returns, and the folder that it ran in."""
+def printed(shards, tmp_path_factory, smallest_model) -> tuple[list[str], list[dict], Path]:
+    """The lines that a dry run of a small model prints, its forecasts, and the folder that it ran in."""
     folder = tmp_path_factory.mktemp('dry_run')
     (folder / 'index.json').write_bytes(Path(shards, 'index.json').read_bytes())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        text = []
-        patch.setattr('builtins.print', lambda *words, sep=' ', **_: text.append(sep.join(words)))
-        fitting = benchmark.main(['--dry_run', '8', *TINY, '--model_name', smallest_model, '--image_size', '32',
-                                  '--use_ema', '--training_images', '86400000', '--remote', '.', '--gpu', 'A100'])
-    return '\n'.join(text).splitlines(), fitting, folder
+    output = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(output):
+        forecasts = benchmark.main(['--dry_run', '8', *SMALL, '--model_name', smallest_model, '--remote', '.', '--gpu',
+                                    'A100', '--dollars_per_gpu_hour', '3', 'A100-40GB=1'])
+    return output.getvalue().splitlines(), forecasts, folder
 
 
-def test_it_needs_only_an_index_and_leaves_no_record(printed):
+def test_it_needs_only_an_index_and_leaves_no_record_unless_a_file_is_named(printed):
     _, _, folder = printed
     assert [path.name for path in folder.iterdir()] == ['index.json']
 
 
-def test_it_says_parameters_and_arithmetic(printed, smallest_model):
+def test_it_answers_first_with_a_row_for_each_card_the_cheapest_first(printed):
+    lines, forecasts, _ = printed
+    start = lines.index('') + 1
+    assert start <= 5  # behind what is forecast, and what is not in it
+    assert lines[start].split() == ['8', 'GPUs', 'microbatch', 'GiB', 'taken', 'images/s', 'days', 'dollars']
+    by_name = {forecast['device']: forecast for forecast in forecasts}
+    costs = []
+    for line in lines[start + 1:start + 5]:
+        name, microbatch, taken, speed, days, dollars = re.split('  +', line)
+        forecast = by_name[CARDS.get(f'NVIDIA {name}').name]
+        assert int(microbatch) == forecast['device_train_microbatch_size'] == 8
+        assert float(taken) == pytest.approx(forecast['peak_memory_gib'], abs=0.05)
+        assert number(speed) == pytest.approx(forecast['images_per_sec'], rel=0.01)
+        assert number(days) == pytest.approx(1000 / forecast['images_per_sec'], rel=0.01)
+        price = 1 if '40GB' in name else 3
+        assert number(dollars) == pytest.approx(number(days) * 8 * 24 * price, rel=0.01)
+        costs.append(number(dollars))
+    assert len(costs) == len(forecasts) == 4
+    assert costs == sorted(costs)
+    assert '$3 a GPU-hour, A100-40GB $1' in '\n'.join(lines)
+
+
+def test_it_fits_a_screen(printed):
     lines, _, _ = printed
-    model = benchmark.StableDiffusion(smallest_model, 32)
-    unet = sum(weight.numel() for weight in model.unet.parameters())
-    gflops = sum(model.flops_per_image.values()) / 1e9
-    assert f'{unet:,} parameters of the UNet are trained, with {gflops:,.1f} GFLOP of arithmetic for an image' in lines
-    assert any('8 images a step on each of 8 GPUs' in line for line in lines)
+    assert max(map(len, lines)) <= 120
+    assert len(lines) <= 40
 
 
-def test_it_says_the_memory_of_each_microbatch_and_the_largest_that_fits(printed):
-    lines, fitting, _ = printed
-    assert fitting == {card.name.removeprefix('NVIDIA '): 8 for card in cards_named('A100')}
-    assert figures(lines, 'GiB at the peak of a step, by microbatch') == ['1', '2', '4', '8']
-    for item in ('weights', 'gradients', 'Adam moments', 'average of the weights', 'gradient buckets', 'VAE  ',
-                 'cast weights', 'activations', 'working memory', 'counted'):
-        assert len(figures(lines, item)) == 4
-    for switches in ('as given', '--gradient_checkpointing', '--half_precision_norms', 'latents (encode.py)'):
-        assert figures(lines, switches, 'largest microbatch on')[:4] == ['8'] * 4
+def test_the_memory_by_item_adds_up_to_what_is_counted(printed):
+    lines, forecasts, _ = printed
+    start = [line.startswith('GiB, by microbatch') for line in lines].index(True)
+    *items, counted = [number(line.split()[-1]) for line in lines[start + 1:lines.index('', start) - 1]]
+    assert len(items) == 10
+    assert sum(items) == pytest.approx(counted, abs=0.05)
+    assert counted * 1.12 == pytest.approx(forecasts[0]['peak_memory_gib'], abs=0.02)
 
 
-def test_days_and_dollars_of_an_untested_run_are_one_figure_and_say_so(printed):
-    lines, _, _ = printed
-    speed = number(figures(lines, A100, 'images/s on 8 GPUs, by microbatch')[-1])
-    given, days, dollars, *words = figures(lines, A100, 'at the largest microbatch')
-    assert number(given) == speed
-    assert number(days) == pytest.approx(1000 / speed, rel=0.01)
-    assert number(dollars) == pytest.approx(number(days) * 8 * 24 * 2, rel=0.01)
-    assert words == ['not', 'tested']
-    assert not any(line.startswith('A range is') for line in lines)
+def number(text: str) -> float:
+    return float(text.replace(',', ''))
 
 
 @functools.cache
@@ -115,17 +120,15 @@ def untraced(*flags: str) -> Estimate:
     return Estimate('', settings, outline(settings.model_name, settings.use_synth_latents), {}, None, None)
 
 
-def test_days_and_dollars_have_the_range_of_the_error_where_it_is_tested(monkeypatch):
+def test_a_forecast_has_the_range_of_the_error_where_it_is_tested_and_the_settings_of_a_run(monkeypatch):
     monkeypatch.setattr(Estimate, 'microbatch_on', lambda self, card: 32)
     monkeypatch.setattr(Estimate, 'images_per_sec', lambda self, card, microbatch: 100.0)
-    run = untraced('8', '--training_images', '86400000')
-    row = cost_table(run, [CARDS['NVIDIA H100 80GB HBM3']]).iloc[0]
-    slow, fast = map(number, row['images/s'].split(' to '))
-    shortest, longest = map(number, row['days'].split(' to '))
-    least, most = map(number, row['dollars'].split(' to '))
-    assert (slow, fast) == pytest.approx((100 / (1 + LARGEST_ERROR), 100 * (1 + LARGEST_ERROR)), rel=0.01)
-    assert (shortest, longest) == pytest.approx((1000 / fast, 1000 / slow), rel=0.01)
-    assert (least, most) == pytest.approx((shortest * 8 * 24 * 2, longest * 8 * 24 * 2), rel=0.01)
+    monkeypatch.setattr(Estimate, 'taken', lambda self, microbatch: 60.0)
+    forecast = forecast_record(untraced('8', '--use_ema'), H100, False)
+    assert (forecast['images_per_sec_least'], forecast['images_per_sec_most']) == pytest.approx((100 / 1.22, 122))
+    assert (forecast['stage'], forecast['status'], forecast['device']) == ('train', 'forecast', H100.name)
+    assert (forecast['num_devices'], forecast['device_train_microbatch_size'], forecast['use_ema']) == (8, 32, True)
+    assert forecast_record(untraced('8', '--compile'), H100, False)['images_per_sec_least'] is None
 
 
 @pytest.mark.parametrize('card, flags, tested', [
@@ -148,21 +151,15 @@ def test_a_range_is_given_only_inside_of_what_was_tested(card, flags, tested):
 
 def test_the_shares_of_the_time_by_kind_of_operator_are_all_of_it(printed):
     lines, _, _ = printed
-    start = [line.startswith('where the time goes') for line in lines].index(True)
-    shares = []
-    for line in lines[start + 1:lines.index('', start)]:
-        shares.append(int(line.split()[-1].removesuffix('%')))
-    assert sum(shares) == pytest.approx(100, abs=len(shares) / 2)
+    start = [line.startswith('Where the time goes') for line in lines].index(True)
+    shares = re.findall(r'(\d+)%', ' '.join(lines[start:start + 2]))
+    assert sum(map(int, shares)) == pytest.approx(100, abs=len(shares) / 2 + 1)
 
 
 def test_latents_are_said_to_be_faster(printed):
     lines, _, _ = printed
-    given, latents = (number(figures(lines, row, 'images/s with one change')[0])
-                      for row in ('as given', 'latents (encode.py)'))
-    assert latents > given
-
-
-H100 = CARDS['NVIDIA H100 80GB HBM3']
+    [line] = [line for line in lines if line.startswith('latents (encode.py)')]
+    assert number(line.split()[-1]) > 1
 
 
 def test_what_was_measured_of_the_same_model_and_input_stands_beside_the_forecast():
@@ -173,7 +170,9 @@ def test_what_was_measured_of_the_same_model_and_input_stands_beside_the_forecas
     others = [record | changes for changes in (
         {'model_name': 'tiny'}, {'encoders': 'text_in_loop'}, {'device': 'NVIDIA L4'}, {'image_size': 256},
         {'status': 'failed'}, {'stage': 'encode'}, {'measured_batches': 3})]
-    measured = measured_speeds(run, [H100], [*others, record, {'device': H100.name, 'images_per_sec': 400}])
+    unet = run.model.unet.config
+    measured = measured_speeds(run.settings, unet, False, H100,
+                               [*others, record, {'device': H100.name, 'images_per_sec': 400}])
     assert list(measured['images/s']) == [189.28, 385.31, 99.5]
     assert list(measured['microbatch']) == [4, 32, 16]
     assert list(measured['with']) == ['--use_ema', '--use_ema', '--batch_size 64 --use_ema --compile default']
@@ -181,51 +180,64 @@ def test_what_was_measured_of_the_same_model_and_input_stands_beside_the_forecas
 
 
 def test_published_speeds_stand_under_no_other_model_and_no_other_input():
-    assert measured_speeds(untraced('8', '--model_name', 'tiny'), [H100], []).empty
-    assert measured_speeds(untraced('8', '--use_synth_latents'), [H100], []).empty
+    tiny = untraced('8', '--model_name', 'tiny')
+    assert measured_speeds(tiny.settings, tiny.model.unet.config, False, H100, []).empty
+    run = untraced('8', '--use_synth_latents')
+    assert measured_speeds(run.settings, run.model.unet.config, True, H100, []).empty
 
 
-def test_lines_that_are_no_record_are_named_and_the_forecast_goes_on(smallest_model, tmp_path, capfd):
+def test_lines_that_are_no_record_are_named_and_forecasts_are_appended(smallest_model, tmp_path, capfd):
     results = tmp_path / 'results.jsonl'
     record = {'device': H100.name, 'image_size': 32, 'model_name': smallest_model, 'encoders': 'in_loop',
               'images_per_sec': 1234.5}
     results.write_text('{"device": "NVIDIA H1\n5\n' + json.dumps(record))
-    benchmark.main(['--dry_run', '1', *TINY, '--model_name', smallest_model, '--image_size', '32', '--gpu', 'H100',
-                    '--results', str(results)])
+    argv = ['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'H100 80GB', '--results', str(results)]
+    [forecast] = benchmark.main(argv)
     said = capfd.readouterr()
     assert '1234.5' in said.out
     before, _, _ = said.err.partition('counting memory and work of a step')
-    for number in (1, 2):
-        assert f'{results}:{number} is no record, and is passed over: ' in before
+    for line in (1, 2):
+        assert f'{results}:{line} is no record, and is passed over: ' in before
+    assert json.loads(results.read_text().splitlines()[-1]) == forecast
+    measured = measured_speeds(settings_of(*argv), {}, False, H100, [record, forecast])
+    assert list(measured['images/s']) == [1234.5]  # a forecast is none
 
 
 def test_without_a_name_every_card_whose_peak_is_known_is_forecast(smallest_model, capfd):
-    benchmark.main(['--dry_run', '1', *TINY, '--model_name', smallest_model, '--image_size', '32'])
+    benchmark.main(['--dry_run', '1', *SMALL, '--model_name', smallest_model])
     printed = capfd.readouterr().out
-    assert 'NVIDIA H100 80GB HBM3' in printed
+    assert 'H100 80GB HBM3' in printed
     assert 'Tesla' not in printed  # which have no bf16
     assert 'AMD' not in printed
-    heading = figures(printed.splitlines(), 'largest microbatch on')
-    assert heading == ['24', 'GB', '40', 'GB', '80', 'GB', '141', 'GB']
 
 
 def test_of_a_card_that_is_not_nvidias_the_memory_is_said_and_no_speed(smallest_model, capfd):
-    fitting = benchmark.main(['--dry_run', '1', *TINY, '--model_name', smallest_model, '--image_size', '32', '--gpu',
-                              'MI300X'])
-    printed = capfd.readouterr().out
-    assert fitting == {'AMD Instinct MI300X': 64}
-    assert figures(printed.splitlines(), 'largest microbatch on') == ['AMD', 'Instinct', 'MI300X']
-    assert "The forecast is fitted to NVIDIA's GPUs, so nothing is said of the speed of others." in printed
-    assert 'images/s' not in printed
+    assert benchmark.main(['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'MI300X']) == []
+    [line] = [line for line in capfd.readouterr().out.splitlines() if line.startswith('AMD Instinct MI300X')]
+    assert line.split()[3] == '64'
+    assert line.count('not known') == 3
 
 
 def test_a_microbatch_that_is_asked_for_is_forecast_beside_the_largest(smallest_model, capfd):
-    benchmark.main(['--dry_run', '1', *TINY, '--model_name', smallest_model, '--image_size', '32', '--gpu', 'L40S',
-                    '--device_train_microbatch_size', '2'])
-    lines = capfd.readouterr().out.splitlines()
-    by_microbatch = figures(lines, 'NVIDIA L40S', 'images/s on 1 GPU, by microbatch')
-    assert figures(lines, 'as given', 'images/s with one change') == by_microbatch[1:2]
-    assert figures(lines, 'the largest microbatch', 'images/s with one change') == by_microbatch[-1:]
+    [forecast] = benchmark.main(['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'L40S',
+                                 '--device_train_microbatch_size', '2'])
+    assert forecast['device_train_microbatch_size'] == 2
+    [line] = [line for line in capfd.readouterr().out.splitlines() if line.startswith('the largest microbatch')]
+    assert line.split()[3] == '64'
+
+
+def test_a_run_that_no_card_holds_is_refused_with_what_would_help(capfd):
+    with pytest.raises(SystemExit) as exit:
+        benchmark.main(['--dry_run', '1', '--gpu', 'T4', '--precision', 'amp_fp16', '--batch_size', '1'])
+    *_, line = capfd.readouterr().err.splitlines()
+    assert exit.value.code == 2
+    assert 'error: --gpu: a microbatch of 1 takes ' in line
+    assert 'choose a GPU with more memory' in line
+
+
+def test_a_recipe_is_planned_without_a_place_to_save(smallest_model):
+    argv = [f'@{ROOT}/recipes/phase-1.txt', *SMALL, '--dry_run', '8', '--model_name', smallest_model, '--gpu', 'H200']
+    assert len(benchmark.main(argv)) == 2
 
 
 def test_a_card_that_is_not_known_is_refused_by_the_flags_alone(capsys):

@@ -9,7 +9,7 @@ from composer.core import Time, Timestamp
 
 from benchmark import main
 from sdbench.measuring import clock as measuring
-from sdbench.measuring.clock import Measurement, figures
+from sdbench.measuring.clock import Measurement, window_figures
 from tests.runs import TINY
 
 
@@ -95,7 +95,7 @@ def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, 
             with measurement.excluded('sampling'):  # by another callback, before Composer's saver or after it
                 clock.now += sample
             clock.now += checkpoint_seconds
-    return figures(measurement.window) | {'turnover': measurement.turnover_batches}
+    return window_figures(measurement.window) | {'turnover': measurement.turnover_batches}
 
 
 @pytest.mark.parametrize('batch_seconds, true_speed', [
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_one_rank_writes_is_no_slow_batch_of_the_others(monkey
     of_the_writer = iter([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # excluded; its batches; excluded by name
     monkeypatch.setattr(measuring, 'highest_of_ranks',
                         lambda values, all_ranks: np.maximum(values, next(of_the_writer)))
-    shown = figures(waiting)
+    shown = window_figures(waiting)
     assert shown['checkpoint_seconds'] == 5
     assert shown['images_per_sec'] == 10
 
@@ -149,19 +149,18 @@ def test_all_of_a_long_run_is_measured(monkeypatch):
 
 def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
     window = measuring.Window([1, 1, 1, 2, 1, 3], [0.0] * 6, [0.0] * 6, samples=60)
-    other = (11, 6.0, 1.0, 40.0, {7})  # batches of 1 2 2 2 2 2 s, 1 s of each spent waiting; 40 GiB; a bad sample
+    other = (11, 6.0, 1.0, 40.0)  # batches of 1 2 2 2 2 2 s, 1 s of each spent waiting; 40 GiB
     monkeypatch.setattr(measuring.dist, 'all_gather_object', lambda mine: [mine, other])
     highest = iter([[0] * 6, [1, 2, 2, 2, 2, 3], [0] * 3])  # of both ranks: excluded, batches, excluded by name
     monkeypatch.setattr(measuring, 'highest_of_ranks', lambda values, all_ranks: np.array(next(highest)))
     monkeypatch.setattr(measuring.dist, 'get_world_size', lambda: 2)
-    figures = measuring.figures(window, bad_samples={5, 7})  # slowest: 1 2 2 2 2 3
+    figures = measuring.window_figures(window)  # slowest: 1 2 2 2 2 3
     assert figures['images_per_sec'] == 60 / 11
     assert figures['images_per_sec_per_device'] == 30 / 11
     assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
     assert [figures[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]
     assert figures['data_wait_fraction'] == pytest.approx(6 / 11)
     assert figures['peak_memory_gib'] == 40
-    assert figures['bad_samples'] == 2
 
 
 def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, capfd):

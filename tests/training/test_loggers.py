@@ -6,8 +6,7 @@ import pytest
 
 from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
-from sdbench.training.loggers import build_loggers
-from sdbench.training.names import name_of_run
+from sdbench.training.loggers import build_loggers, name_of_run
 from tests.forked_runs import run_program
 from tests.privileges import without_privileges
 from tests.runs import TINY, settings_of

@@ -14,7 +14,7 @@ from composer import Callback
 
 from benchmark import main
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from sdbench.training.signals import StopAtSignal
+from sdbench.training.ranks import StopAtSignal
 from tests.runs import TINY, assert_same_training, start_launcher, wait_until
 from tests.samples import good, write_shards
 

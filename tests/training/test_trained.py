@@ -3,9 +3,7 @@ import pytest
 import torch
 
 from sdbench.models.loading import find_model
-from sdbench.training.initial_weights import load_initial_weights
-from sdbench.training.pipeline import trained_pipeline
-from sdbench.training.trained import read_trained
+from sdbench.training.weights import load_initial_weights, read_trained, trained_pipeline
 from tests.forked_runs import run_ranks
 from tests.training import composers_average
 

@@ -11,7 +11,7 @@ from composer import Callback
 from benchmark import StableDiffusion, main
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from sdbench.training.initial_weights import load_initial_weights
+from sdbench.training.weights import load_initial_weights
 from tests.forked_runs import RUN, run, traced
 from tests.runs import TINY, assert_equal, assert_same_training, flags_of, one_error_line
 from tests.samples import Hostile, good, write_shards

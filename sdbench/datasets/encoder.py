@@ -1,0 +1,240 @@
+"""Encode the images of shards with the VAE, in a process that keeps it from call to call."""
+import functools
+import os
+import platform
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from torch.utils.data import DataLoader, Dataset
+
+from sdbench.datasets.output import Output, PartWriter
+from sdbench.datasets.work import Part
+from sdbench.errors import DataError
+from sdbench.flags.commands import Encode
+from sdbench.inputs.images import decode_image, normalize_images, stack_images
+from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
+from sdbench.inputs.stream import Shards, is_readable_in_place, open_shards
+from sdbench.models.compiling import compile_in_place
+from sdbench.models.latents import vae_moments
+from sdbench.models.loading import ModelFiles, build_vae, find_model
+
+
+class ImageShard(NamedTuple):
+    """A shard of images, of which a part is made.
+
+    Attributes:
+        entry: its entry in the index.json of the images.
+        first: number of its first sample among all.
+    """
+    entry: dict
+    first: int
+
+    @property
+    def name(self) -> str:
+        """Name of its file."""
+        return self.entry['raw_data']['basename']
+
+
+class Batches(Dataset):
+    """Batches of images of some shards. No other sample takes the place of a bad one.
+
+    A batch has the number of its `shard` among these, the `image` uint8 (B, 3, H, H) of the good samples, their
+    `caption` and their `number` in the shard, and (number, reason) of each `bad` one.
+    """
+
+    def __init__(self, shards: Shards, image_size: int):
+        self.shards = shards
+        self.image_size = image_size
+
+    def __getitem__(self, key: tuple[int, range]) -> dict:
+        shard, numbers = key
+        reader = self.shards.readers[shard]
+        batch = {'shard': shard, 'number': [], 'caption': [], 'bad': []}
+        images = []
+        for number in numbers:
+            try:
+                columns = reader[number]
+                if not columns['caption'].strip():
+                    raise ValueError('no caption')
+                images.append(decode_image(columns['jpg'], self.image_size))
+            except ValueError as error:  # also of a caption that is not UTF-8
+                batch['bad'].append((number, str(error)))
+                continue
+            batch['number'].append(number)
+            batch['caption'].append(columns['caption'])
+        if images:
+            batch['image'] = stack_images(images, self.image_size)
+        return batch
+
+
+def keys_of_batches(shards: Shards, batch_size: int) -> Iterator[tuple[int, range]]:
+    """Yield the shard of each batch and the numbers of its samples. An empty shard has one batch without samples.
+
+    The shards are fetched meanwhile, one after the other.
+    """
+    with ThreadPoolExecutor(1) as fetcher:
+        for shard, reader in enumerate(fetcher.map(shards.fetch, range(len(shards.readers)))):
+            for start in range(0, max(1, len(reader)), batch_size):  # so that its part is written as well
+                yield shard, range(start, min(start + batch_size, len(reader)))
+
+
+class Snapshot(NamedTuple):
+    """What a process has encoded at a moment."""
+    batches: int
+    images: int
+    seconds: float  # of the clock
+
+
+class Encoder:
+    """The VAE on a device, and how fast it has encoded.
+
+    Args:
+        settings: of the encoding.
+        gpu: number of the GPU; None: the CPU.
+    """
+
+    def __init__(self, settings: Encode, gpu: int | None):
+        self.settings = settings
+        self.name = uuid.uuid4().hex
+        self.device = torch.device('cpu')
+        if gpu is not None:
+            self.device = torch.device('cuda', gpu)
+            torch.cuda.set_device(self.device)
+        files = find_model(settings.model_name, settings.pretrained)
+        self.vae = self.build_vae(files)
+        self.latent_size = files.latent_size(settings.image_size)
+        self.now = Snapshot(0, 0, time.perf_counter())
+        self.warm = self.now  # where the measurement begins
+
+    def build_vae(self, files: ModelFiles) -> AutoencoderKL:
+        """Return the VAE on its device. Random weights are drawn from the seed, so that all devices have the same."""
+        settings = self.settings
+        torch.manual_seed(settings.seed)
+        vae = build_vae(files, settings.encoder_precision)
+        vae = vae.to(self.device)
+        channels_last = settings.channels_last
+        if channels_last is None:  # on a cluster each worker decides for its device
+            channels_last = self.device.type == 'cuda'
+        if channels_last:
+            vae.to(memory_format=torch.channels_last)
+        if settings.compile:
+            compile_in_place([vae.encoder], settings.compile)
+        return vae
+
+    def encode(self, output: Output, parts: list[Part], copies: str | None) -> None:
+        """Encode one part after the other.
+
+        Args:
+            output: where to.
+            parts: each of one ImageShard.
+            copies: folder for the shards while they are read; None: they are read in place.
+        """
+        settings = self.settings
+        shards = open_shards(settings.remote, copies, [part.files[0].entry for part in parts])
+        loader = DataLoader(Batches(shards, settings.image_size), batch_size=None,
+                            sampler=keys_of_batches(shards, settings.batch_size), num_workers=settings.num_workers,
+                            pin_memory=self.device.type == 'cuda')
+        for number, batches in groupby(loader, itemgetter('shard')):
+            self.encode_part(output, parts[number], batches)
+            shards.drop(number)
+
+    def encode_part(self, output: Output, part: Part, batches: Iterator[dict]) -> None:
+        """Encode the batches of a part's shard, and list its bad samples by their number among all."""
+        [shard] = part.files
+        writer = PartWriter(output, part.name, latent_columns(self.latent_size))
+        skipped = []
+        writing = []
+        with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
+            for batch in batches:
+                writing.append(pen.submit(write_batch, writer, self.moments_of(batch, shard), batch['caption']))
+                for number, reason in batch['bad']:
+                    skipped.append({'source': shard.name, 'key': shard.first + number, 'reason': reason})
+                self.count(len(batch['caption']))
+        for written in writing:
+            written.result()
+        writer.finish(skipped)
+
+    @torch.no_grad()
+    def moments_of(self, batch: dict, shard: ImageShard) -> list[np.ndarray]:
+        """Return the moments of each of a batch's good images, float16 (8, H/8, H/8).
+
+        Raises DataError if one is not finite.
+        """
+        if not batch['number']:
+            return []
+        images = normalize_images(batch['image'].to(self.device, non_blocking=True), self.settings.image_size)
+        if self.settings.compile:  # the encoder would be compiled again for another number of images
+            missing = self.settings.batch_size - len(images)
+            images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
+        moments = vae_moments(self.vae, images)[:len(batch['number'])].half().cpu()
+        for number, of_image in zip(batch['number'], moments, strict=True):
+            if not of_image.isfinite().all():
+                raise DataError(f'sample {shard.first + number} has moments that are not finite in float16, with '
+                                f'--encoder_precision {self.settings.encoder_precision}; try another, or leave that '
+                                'image out')
+        return list(moments.numpy())
+
+    def count(self, images: int) -> None:
+        """Note that a batch has ended. The measurement begins after the warm-up, and has at least a batch."""
+        if self.now.batches <= self.settings.warmup_batches:
+            self.warm = self.now
+        self.now = Snapshot(self.now.batches + 1, self.now.images + images, time.perf_counter())
+
+    def figures(self) -> dict:
+        """Return the speed of this process so far: `measured` images in `measured_batches` and in `seconds`, after its
+        warm-up. A single batch is measured with the start of the loader."""
+        device = None  # the name of a processor takes a second to find out
+        if self.device.type == 'cuda':
+            device = torch.cuda.get_device_name(self.device)
+        return {'name': self.name, 'machine': platform.node(), 'device': device,
+                'measured': self.now.images - self.warm.images,
+                'measured_batches': self.now.batches - self.warm.batches,
+                'seconds': self.now.seconds - self.warm.seconds}
+
+
+def write_batch(writer: PartWriter, moments: list[np.ndarray], captions: list[str]) -> None:
+    """Write the samples of a batch."""
+    for of_image, caption in zip(moments, captions, strict=True):
+        writer.write({MOMENTS: of_image, 'caption': caption})
+
+
+def latent_columns(latent_size: int) -> dict[str, str]:
+    """Return the names and MDS types of the columns of latents of this height and width."""
+    return LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{latent_size},{latent_size}'}
+
+
+@functools.cache
+def encoder_of_process(settings: Encode, gpu: int | None) -> Encoder:
+    """Return the encoder of this process, which is built at the first call."""
+    return Encoder(settings, gpu)
+
+
+def encode_parts(settings: Encode, output: Output, parts: list[Part], gpu: int | None = None) -> dict:
+    """Encode shards of images: what a worker does.
+
+    Args:
+        settings: of the encoding.
+        output: where to.
+        parts: each of one ImageShard.
+        gpu: number of the worker's GPU; None: it works on the CPU.
+
+    Returns the figures of this process so far.
+    """
+    output.require_begun()
+    encoder = encoder_of_process(settings, gpu)
+    if settings.local:
+        os.makedirs(settings.local, exist_ok=True)
+    in_place = not settings.local and is_readable_in_place(settings.remote, [part.files[0].entry for part in parts])
+    with tempfile.TemporaryDirectory(prefix='shards-', dir=settings.local) as copies:
+        encoder.encode(output, parts, None if in_place else copies)
+    return encoder.figures()

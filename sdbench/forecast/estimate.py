@@ -1,0 +1,140 @@
+"""Estimate the memory and the speed of a run on GPUs that are not there.
+
+Parameters and arithmetic are counted by torch, memory and work of a step as fake_step.py does it, and speed follows
+from its work as speed.py says.
+"""
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from composer import ComposerModel
+
+from sdbench.flags.train import Train
+from sdbench.forecast.fake_step import StepMemory, trace_step, updater
+from sdbench.forecast.measured import is_stable_diffusion_2
+from sdbench.forecast.memory import build_on_meta, lasting_bytes
+from sdbench.forecast.operators import AVERAGE
+from sdbench.forecast.speed import CONSTANTS, TESTED_SIZE, Constants, Layout, StepWork, images_per_sec, is_tested
+from sdbench.gpus import Card
+from sdbench.inputs.shards import read_index
+from sdbench.measuring.power import GIB
+from sdbench.models.loading import find_model
+from sdbench.training.microbatch import sizes_to_try
+
+# What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
+# allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
+UNCOUNTED_SHARE = 0.12
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and work of a device with one set of flags.
+
+    Attributes:
+        title: the flags, for people.
+        settings: of the run, with these flags.
+        model: without memory.
+        lasting: bytes by item that do not depend on the microbatch.
+        step: bytes of a step.
+        work: of a step.
+        constants: of the forecast.
+    """
+    title: str
+    settings: Train
+    model: ComposerModel
+    lasting: dict[str, int]
+    step: StepMemory
+    work: StepWork
+    constants: Constants = CONSTANTS
+
+    @property
+    def device_batch_size(self) -> int:
+        """Images of a batch on each device."""
+        return self.settings.batch_size // self.settings.dry_run
+
+    def needed(self, microbatch: int) -> dict[str, int]:
+        """Return the bytes by item at the peak of a step, which is within a microbatch."""
+        return self.lasting | self.step.peak(microbatch, accumulated=microbatch < self.device_batch_size)
+
+    def taken(self, microbatch: int) -> float:
+        """Return the GiB that are taken of a GPU, with what cannot be counted."""
+        return sum(self.needed(microbatch).values()) * (1 + UNCOUNTED_SHARE) / GIB
+
+    def largest_microbatch(self, gib: float) -> int | None:
+        """Return the largest microbatch that fits into so much memory; None: not even one image does."""
+        return max((size for size in sizes_to_try(self.device_batch_size) if self.taken(size) <= gib), default=None)
+
+    def microbatch_on(self, card: Card) -> int | None:
+        """Return the microbatch that was asked for, or the largest; None: it does not fit."""
+        asked = self.settings.device_train_microbatch_size
+        if isinstance(asked, int):
+            return asked if self.taken(asked) <= card.gib else None
+        return self.largest_microbatch(card.gib)
+
+    def layout(self, microbatch: int) -> Layout:
+        """Return how the batch of the run is spread."""
+        return Layout(microbatch, self.device_batch_size, self.settings.dry_run, self.settings.allreduce_precision)
+
+    def images_per_sec(self, card: Card, microbatch: int) -> float:
+        """Return the speed of all devices together, of a card that can be forecast in this precision."""
+        speed = images_per_sec(card, self.work, self.layout(microbatch), self.constants)
+        return speed * self.settings.dry_run
+
+    def is_tested(self, card: Card) -> bool:
+        """Return whether the error of the forecast is known for such a run."""
+        settings = self.settings
+        has_untested_flag = settings.compile or settings.gradient_checkpointing or settings.attention == 'math'
+        if has_untested_flag or settings.image_size != TESTED_SIZE or not is_stable_diffusion_2(self.model.unet.config):
+            return False
+        return is_tested(card, settings.dry_run, self.device_batch_size)
+
+
+def is_on_latents(settings: Train) -> bool:
+    """Return whether the training needs no VAE. Raises ValueError if --remote is no dataset."""
+    if not settings.remote:
+        return settings.use_synth_latents
+    return 'latents' in read_index(settings.remote)
+
+
+def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, bool]]:
+    """Return the run with each change that takes less memory: in words, its settings, and whether it is on latents."""
+    half = settings.image_size // 16 * 8
+    changes = {}
+    if settings.encoder_precision != 'bf16':
+        changes['--encoder_precision bf16'] = {'encoder_precision': 'bf16'}
+    if not settings.half_precision_norms and settings.precision != 'fp32':
+        changes['--half_precision_norms'] = {'half_precision_norms': True}
+    if not settings.gradient_checkpointing:
+        changes['--gradient_checkpointing'] = {'gradient_checkpointing': True}
+    if settings.use_ema:
+        changes['without --use_ema'] = {'use_ema': False}
+    if half >= 64:
+        changes[f'--image_size {half}'] = {'image_size': half}
+
+    runs = []
+    for words, change in changes.items():
+        runs.append((words, dataclasses.replace(settings, **change), latents))
+    if not latents:
+        runs.append(('latents (encode.py)', settings, True))
+    return runs
+
+
+def estimate(title: str, settings: Train, latents: bool, build_model: Callable,
+             traced_before: Estimate | None = None) -> Estimate:
+    """Count memory and work of a device for the model that is built with these settings.
+
+    What is the same in `traced_before` is not traced again: all of the step where it differs in the average alone, and
+    else the update.
+    """
+    model = build_on_meta(settings, find_model(settings.model_name), latents, build_model)  # sizes need no weights
+    lasting = lasting_bytes(settings, model, settings.dry_run)
+    if traced_before is None:
+        update = updater(settings.fused_optimizer, settings.use_ema)
+        memory, work = trace_step(model, settings.precision, update, settings.attention)
+    elif settings.use_ema != traced_before.settings.use_ema:
+        update = {kind: work for kind, work in traced_before.work.update.items() if kind != AVERAGE}
+        memory, work = traced_before.step, dataclasses.replace(traced_before.work, update=update)
+    else:
+        memory, work = trace_step(model, settings.precision, attention=settings.attention)
+        work = dataclasses.replace(work, update=traced_before.work.update)
+    return Estimate(title, settings, model, lasting, memory, work)
