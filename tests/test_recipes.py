@@ -1,17 +1,26 @@
-"""The recipes: two phases of Stable Diffusion 2, and the libraries that the fastest was written for."""
+"""The recipes: the whole training and its two phases, and the libraries that the fastest was written for."""
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 
 from benchmark import main
+from sdbench.flags.commands import Convert, Encode, Evaluate, Export
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from tests.runs import ROOT, TINY, settings_of
+from tests.runs import ROOT, TINY, files_of, settings_of, wait_until
+from tests.samples import encoded, picture
 
 FASTEST = ROOT / 'recipes' / 'fastest.txt'
 PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}
+WHOLE = ROOT / 'recipes' / 'stable-diffusion-2.sh'
 
 
 def parsed(*argv) -> Train:
@@ -27,22 +36,105 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages
     assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/planning.md').read_text()
 
 
+PARSERS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'export.py': Export,
+           'evaluate.py': Evaluate}
+
+
+def commands_of(folder: Path, *argv: str, **variables: str) -> list:
+    """Return the settings of each command of the whole training, where no program does more than note its call."""
+    for name in ('python', 'composer'):
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >> {folder}/called; echo >> {folder}/called\n')
+        program.chmod(0o755)
+    environment = {'PATH': f'{folder}:{os.defpath}', 'OUT': f'{folder}/out', **variables}
+    subprocess.run(['sh', WHOLE, *argv], cwd=ROOT, env=environment, check=True, capture_output=True)
+    commands = []
+    for line in (folder / 'called').read_text().splitlines():
+        program, *arguments = line.split('\0')[:-1]
+        commands.append(parse(PARSERS[program], '', arguments))
+    return commands
+
+
+def test_each_command_of_the_whole_training_reads_what_the_one_before_it_has_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    convert, one, two, export, evaluate = commands_of(tmp_path, MODEL='sd2', SOURCE='my photos', WORK='s3://b/sd2')
+    assert (convert.source, convert.held_out) == (('my photos',), 0.01)
+    assert convert.out == one.remote == two.remote
+    assert one == parsed(f'@{PHASES[1]}', '--model_name', 'sd2', '--remote', convert.out, '--save_folder',
+                         one.save_folder)
+    assert two == parsed(f'@{PHASES[2]}', '--model_name', 'sd2', '--remote', convert.out, '--save_folder',
+                         two.save_folder, '--load_weights', one.save_folder)
+    assert (export.checkpoint, export.out) == (two.save_folder, evaluate.model)
+    assert evaluate.data == f'{convert.out}-held-out'
+    assert len({convert.out, one.save_folder, two.save_folder}) == 3
+
+
+def test_on_latents_each_phase_of_the_whole_training_has_those_of_its_size(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    convert, first, second, one, two, _, _ = commands_of(tmp_path, MODEL='sd2', LATENTS='1')
+    for encode, train in ((first, one), (second, two)):
+        assert encode.remote == convert.out
+        assert (encode.out, encode.image_size) == (train.remote, train.image_size)
+        assert (encode.model_name, encode.pretrained) == ('sd2', True)
+
+
+def test_the_whole_training_is_refused_without_a_model(tmp_path):
+    done = subprocess.run(['sh', WHOLE], cwd=ROOT, env={'PATH': os.defpath}, text=True, capture_output=True)
+    assert done.returncode != 0
+    assert 'MODEL: is empty; give MODEL=FOLDER' in done.stderr
+    assert done.stderr.count('\n') == 1
+
+
+def start_whole_training(folder: Path, source: Path) -> subprocess.Popen:
+    """Start the whole training of the tiny model on latents, twenty batches in each phase; it prints to folder/log."""
+    variables = {
+        'MODEL': 'tiny', 'SOURCE': str(source), 'WORK': f'{folder}/work', 'OUT': f'{folder}/out',
+        'RESULTS': f'{folder}/results.jsonl', 'LAUNCH': 'python', 'LATENTS': '1', 'SIZE_1': '32', 'SIZE_2': '64',
+        'STEPS_1': '20', 'STEPS_2': '20', 'BATCH_SIZE': '4', 'HELD_OUT': '0.3',
+        'PHASE_FLAGS': '--lr_warmup 2ba --ema_half_life 5ba --save_interval 5ba --num_workers 0',
+        'SCORES': '--random_networks --samples 4 --steps 2'}
+    environment = os.environ | {'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'} | variables
+    with open(folder / 'log', 'w') as log:
+        return subprocess.Popen(['sh', WHOLE], cwd=ROOT, env=environment, stdout=log, stderr=log,
+                                start_new_session=True)
+
+
 @pytest.mark.long
-def test_the_recipes_train_two_phases_and_each_knows_its_end(shards, model_folder, results, tmp_path, capfd):
-    small = ['--model_name', model_folder, '--remote', shards, '--batch_size', '4', '--lr_warmup', '2ba',
-             '--max_duration', '4ba', '--warmup_batches', '1', '--num_workers', '0', '--results', str(results)]
-    first = [f'@{PHASES[1]}', *small, '--image_size', '64', '--save_folder', str(tmp_path / 'one')]
-    second = [f'@{PHASES[2]}', *small, '--image_size', '128', '--save_folder', str(tmp_path / 'two'),
-              '--load_weights', str(tmp_path / 'one')]
-    for argv, size in ((first, 64), (second, 128)):
-        record = main(argv)
-        assert (record['status'], record['image_size'], record['first_batch']) == ('complete', size, 0)
-        assert record['weight_decay'] == 0.01 and record['caption_drop'] == 0.1 and record['pretrained']
-        with pytest.raises(SystemExit) as exit:
-            main(argv)
-        assert exit.value.code == 0 and 'nothing left to do' in capfd.readouterr().out
-    first_record, second_record = map(json.loads, results.read_text().splitlines())
-    assert first_record['load_weights'] is None and second_record['load_weights'] == str(tmp_path / 'one')
+def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_with_scores(tmp_path):
+    photos = tmp_path / 'photos'
+    photos.mkdir()
+    for number in range(40):
+        (photos / f'{number}.jpg').write_bytes(encoded(picture(number)))
+        (photos / f'{number}.txt').write_text(f'picture {number}')
+
+    # Ctrl-C as soon as phase 1 has saved a checkpoint.
+    training = start_whole_training(tmp_path, photos)
+    wait_until(lambda: list(tmp_path.glob('work/phase-1/ep*.pt')))
+    os.killpg(training.pid, signal.SIGINT)
+    assert training.wait() != 0
+    assert not (tmp_path / 'work/phase-2').exists()
+
+    # The same again: what was done is not done again.
+    assert start_whole_training(tmp_path, photos).wait() == 0, (tmp_path / 'log').read_text()
+    records = [json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
+    assert [record['stage'] for record in records] == ['encode', 'encode', 'train', 'train', 'train', 'evaluate']
+    _, _, stopped, one, two, evaluation = records
+    assert [stopped['status'], one['status'], two['status']] == ['interrupted', 'complete', 'complete']
+    assert 0 < one['first_batch'] < 20
+    assert (one['trained_batches'], two['trained_batches'], two['first_batch']) == (20, 20, 0)
+    assert two['load_weights'] == f'{tmp_path}/work/phase-1'
+    assert evaluation['samples_drawn'] == 4
+    assert evaluation['random_scores'][0]['fid'] > 0
+    StableDiffusionPipeline.from_pretrained(str(tmp_path / 'out'))
+
+    # And once more: all is through, and nothing is written but the scores.
+    before = files_of(tmp_path)
+    assert start_whole_training(tmp_path, photos).wait() == 0
+    log = (tmp_path / 'log').read_text()
+    assert log.count('done already') == 4
+    assert log.count('nothing left to do') == 2
+    after = files_of(tmp_path)
+    assert {name for name in after if after[name] != before.get(name)} == {'log', 'results.jsonl'}
 
 
 def test_the_fastest_recipe_says_for_which_libraries_it_was_written():

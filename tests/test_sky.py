@@ -1,5 +1,6 @@
 """sky.yaml as SkyPilot reads it, and what its commands start on each node. SkyPilot 0.14 itself needs another click."""
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,37 @@ def test_a_training_goes_on_from_its_bucket_and_prints_its_record(tmp_path):
     assert settings.save_folder == TRAINING['SAVE_FOLDER']
     assert settings.results == '-'
     assert settings.use_ema
+
+
+WHOLE = {'SOURCE': 's3://bucket/tars/', 'WORK': 's3://bucket/sd2', 'MODEL': 'sd2'}
+
+
+def run_the_whole_training_on(folder: Path, **envs) -> subprocess.CompletedProcess:
+    """Run the task where a script stands in for the recipe, and notes the variables that it gets."""
+    (folder / 'recipes').mkdir()
+    (folder / 'recipes/stable-diffusion-2.sh').write_text('env > variables\n')
+    return run_on(folder, TASK['run'], **WHOLE | envs)
+
+
+def test_the_whole_training_is_the_recipe_with_the_variables_of_the_task(tmp_path):
+    done = run_the_whole_training_on(tmp_path, LATENTS='1')
+    assert done.returncode == 0, done.stderr
+    variables = dict(line.split('=', 1) for line in (tmp_path / 'variables').read_text().splitlines())
+    expected = WHOLE | {'LATENTS': '1', 'RESULTS': '-', 'PHASE_FLAGS': '', 'SCORES': ''}
+    assert {name: variables[name] for name in expected} == expected
+    assert called(tmp_path, 'composer') is None
+    read = set(re.findall(r'\$\{(\w+):[=?]', (ROOT / 'recipes/stable-diffusion-2.sh').read_text()))
+    assert set(expected) <= read
+
+
+@pytest.mark.parametrize('envs, line', [({'WORK': ''}, 'WORK: is empty; give --env WORK='),
+                                        ({'nodes': 2}, 'SOURCE is for one machine')])
+def test_a_whole_training_that_cannot_be_is_refused_in_one_line(tmp_path, envs, line):
+    done = run_the_whole_training_on(tmp_path, **envs)
+    assert done.returncode != 0
+    assert line in done.stderr
+    assert done.stderr.count('\n') == 1
+    assert not (tmp_path / 'variables').exists()
 
 
 def test_a_training_without_a_folder_for_its_checkpoints_is_refused_in_one_line(tmp_path):

@@ -1,0 +1,88 @@
+#!/bin/sh
+# Stable Diffusion 2 base from scratch, as its makers trained it: from images with captions to a model with its scores.
+#
+#   MODEL=FOLDER SOURCE=photos sh recipes/stable-diffusion-2.sh       # all of it
+#   sh recipes/stable-diffusion-2.sh plan                             # what it would take and cost, without a GPU
+#
+# Start it where benchmark.py lies. When something stops it, start it again with the same variables: each command goes on
+# where it was, and those that are through say so. phase-1.txt and phase-2.txt have the flags of the two phases, and say
+# where their numbers come from. To try all of it on a CPU, in a few minutes:
+#
+#   MODEL=tiny SOURCE=photos LAUNCH=python SIZE_1=32 SIZE_2=64 STEPS_1=20 STEPS_2=20 BATCH_SIZE=4 HELD_OUT=0.3 \
+#       PHASE_FLAGS='--lr_warmup 2ba --ema_half_life 5ba' SCORES='--random_networks --samples 4' \
+#       sh recipes/stable-diffusion-2.sh
+set -eu
+
+# What is there, and where what is made goes.
+: "${SOURCE:=photos}"             # images with captions, as convert.py reads them
+: "${WORK:=sd2-training}"         # folder or object store for shards and checkpoints
+: "${OUT:=sd2-trained}"           # new folder of this machine for the pipeline; its pictures go to OUT-pictures
+: "${RESULTS:=results.jsonl}"     # file for the records
+
+# How it is trained.
+: "${LATENTS:=}"                  # 1: encode the images once for each phase, and train on the latents
+: "${SIZE_1:=256}" "${STEPS_1:=550000}"    # of phase 1: pixels, and batches
+: "${SIZE_2:=512}" "${STEPS_2:=850000}"    # of phase 2
+: "${BATCH_SIZE:=2048}"
+: "${PHASE_FLAGS:=}"              # more flags of benchmark.py, for both phases
+: "${LAUNCH:=composer}"           # what starts a program on all GPUs of this machine
+
+# How it is scored.
+: "${HELD_OUT:=0.01}"             # share of the images that are kept for it
+: "${SCORES:=--inception inception.pth --clip clip}"    # flags of evaluate.py; docs/evaluating.md says how to get these
+
+# Which GPUs are planned for.
+: "${GPUS:=8}"
+: "${GPU:=}"                      # the card, such as H100; all that are known without it
+
+phase_1="@recipes/phase-1.txt --image_size $SIZE_1 --max_duration ${STEPS_1}ba --batch_size $BATCH_SIZE"
+phase_2="@recipes/phase-2.txt --image_size $SIZE_2 --max_duration ${STEPS_2}ba --batch_size $BATCH_SIZE"
+
+if [ "${1:-}" = plan ]; then
+    forecasts=$(mktemp)
+    trap 'rm -f "$forecasts"' EXIT
+    plan="--dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name $MODEL} --no-pretrained --results $forecasts"
+    data=--use_synth_data
+    if [ -n "$LATENTS" ]; then
+        data=--use_synth_latents
+        python encode.py --image_size "$SIZE_1" $plan > /dev/null
+        python encode.py --image_size "$SIZE_2" $plan > /dev/null
+    fi
+    python benchmark.py $phase_1 $data $PHASE_FLAGS $plan > /dev/null    # its summary says more; the report has the costs
+    python benchmark.py $phase_2 $data $PHASE_FLAGS $plan > /dev/null
+    python report.py "$forecasts" --phase "$((STEPS_1 * BATCH_SIZE))@$SIZE_1" --phase "$((STEPS_2 * BATCH_SIZE))@$SIZE_2"
+    exit
+fi
+
+: "${MODEL:?is empty; give MODEL=FOLDER, with the weights of the VAE and the text encoder (docs/training.md)}"
+
+# Images with captions become shards, and some are held out.
+python convert.py "$SOURCE" "$WORK/images" --held_out "$HELD_OUT"
+data_1=$WORK/images
+data_2=$WORK/images
+
+# Where it is asked for, the VAE encodes them once.
+if [ -n "$LATENTS" ]; then
+    data_1=$WORK/latents-$SIZE_1
+    data_2=$WORK/latents-$SIZE_2
+    python encode.py --remote "$WORK/images" --out "$data_1" --image_size "$SIZE_1" --model_name "$MODEL" --pretrained \
+        --results "$RESULTS"
+    python encode.py --remote "$WORK/images" --out "$data_2" --image_size "$SIZE_2" --model_name "$MODEL" --pretrained \
+        --results "$RESULTS"
+fi
+
+# Phase 1, from random weights. Phase 2, from the weights of phase 1.
+$LAUNCH benchmark.py $phase_1 --model_name "$MODEL" --remote "$data_1" --save_folder "$WORK/phase-1" \
+    --results "$RESULTS" $PHASE_FLAGS
+$LAUNCH benchmark.py $phase_2 --model_name "$MODEL" --remote "$data_2" --save_folder "$WORK/phase-2" \
+    --load_weights "$WORK/phase-1" --results "$RESULTS" $PHASE_FLAGS
+
+# A pipeline of the averaged weights. The folder appears whole, so that where it is there, this was done.
+if [ -e "$OUT" ]; then
+    echo "done already: OUT $OUT is there"
+else
+    python export.py "$WORK/phase-2" "$OUT" --model_name "$MODEL" --pretrained
+fi
+
+# Pictures of the captions that were held out, and their scores.
+$LAUNCH evaluate.py "$OUT" "$WORK/images-held-out" --out "$OUT-pictures" --results "$RESULTS" $SCORES
