@@ -193,7 +193,8 @@ def folder(tmp_path, monkeypatch):
     rows = [f'../photos/{name},a cat' for name in names]
     (tmp_path / 'elsewhere').mkdir()
     (tmp_path / 'elsewhere/captions.csv').write_text('\n'.join(['file_name,text', *rows]))
-    (tmp_path / 'results.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records()))
+    for name in ('results.jsonl', 'plan.jsonl'):
+        (tmp_path / name).write_text(''.join(json.dumps(record) + '\n' for record in records()))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

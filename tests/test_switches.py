@@ -119,7 +119,7 @@ def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved
     data = benchmark.build_data(settings, files)
     with composer_on_a_gpu(monkeypatch), benchmark.StopAtSignal() as stop:
         _, trainer = benchmark.build_training(settings, files, data, stop, [witness])
-        outcome = benchmark.fit(trainer)
+        outcome = benchmark.fit(trainer, stop)
     assert outcome == {'status': 'complete'}  # its loss was finite
     assert witness.scale == [2. ** 16, 2. ** 16, 2. ** 15, 2. ** 15, 2. ** 15]
     assert torch.equal(witness.weights[1], witness.weights[2])

@@ -39,6 +39,7 @@ def training_settings(settings: Train, latents: bool, microbatch: int | None = N
         microbatch: the one that was found, where the settings leave it to a search.
     """
     values = dataclasses.asdict(settings)
+    values['adam_betas'] = list(settings.adam_betas)  # as JSON has it
     if settings.loader_only:
         stated = run_metadata('loader', values, LOADER_FLAGS)
     else:
