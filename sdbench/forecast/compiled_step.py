@@ -159,6 +159,7 @@ class CompiledStepCounter(StepCounter):
     def is_infra_mode(cls) -> bool:
         return True  # Dynamo calls what it has compiled under no other modes
 
+    @torch.compiler.disable  # or Dynamo compiles it where a graph breaks
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if self.graph is not None:
             return function(*args, **(kwargs or {}))

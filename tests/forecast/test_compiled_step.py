@@ -4,7 +4,9 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers.models.resnet import ResnetBlock2D
+import torch._inductor.config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -29,6 +31,17 @@ def dynamo():
     torch._dynamo.reset()
 
 
+class Model(torch.nn.Module):
+    """Layers on the meta device, in channels_last."""
+
+    def __init__(self, *layers: torch.nn.Module):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*layers).to(device='meta', memory_format=torch.channels_last)
+
+    def forward(self, tensor):
+        return self.layers(tensor)
+
+
 def counted(module: torch.nn.Module, *shape: int, backward: bool = False) -> CompiledStepCounter:
     """The work of a compiled module on the meta device, for an input float32 (TRACED_IMAGES, *shape)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -38,6 +51,8 @@ def counted(module: torch.nn.Module, *shape: int, backward: bool = False) -> Com
     torch._dynamo.reset()
     with mode, torch.set_grad_enabled(backward):
         inputs = torch.empty(TRACED_IMAGES, *shape, device='cpu')
+        if inputs.ndim == 4:
+            inputs = inputs.to(memory_format=torch.channels_last)
         gradient = None
         for context in (mode, counter):
             with context:
@@ -64,9 +79,7 @@ def test_pointwise_operators_are_one_kernel_that_reads_and_writes_once():
 
 
 def test_a_norm_is_one_kernel_and_a_product_stays_a_librarys():
-    with torch.device('meta'):
-        module = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.ReLU())
-    counter = counted(module, 8)
+    counter = counted(Model(torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.ReLU()), 8)
     assert {kind: work.kernels for kind, work in counter.fixed.items()} == {FUSED_REDUCTIONS: 1, PRODUCTS: 1, FUSED: 1}
     assert counter.per_image[FUSED_REDUCTIONS].nbytes == 2 * 4 * 8
     assert counter.per_image[PRODUCTS] == Work(2 * 8 * 16, 4 * (8 + 16), 0)
@@ -74,26 +87,48 @@ def test_a_norm_is_one_kernel_and_a_product_stays_a_librarys():
 
 
 def test_the_bias_of_a_convolution_is_added_by_what_comes_after_it():
-    with torch.device('meta'):
-        module = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.ReLU())
-    counter = counted(module, 8, 16, 16)
+    counter = counted(Model(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.ReLU()), 8, 16, 16)
     assert {kind: work.kernels for kind, work in counter.fixed.items()} == {CONVOLUTIONS: 1, FUSED: 1}
 
 
-def wrapper_of(module: torch.nn.Module, *shape: int) -> list[str]:
-    """The calls of kernels in the code that Inductor writes for the forward and backward graphs of a module."""
-    calls = []
+def launches_in_code(module: torch.nn.Module, *shape: int) -> list[float]:
+    """Bytes of each launch of a kernel in the code that Inductor writes for a step of a module, by its own estimate."""
+    code = []
+    # its estimate has a buffer that a kernel writes in place as read, even where the kernel does not read it
+    settings = {'profile_bandwidth': True, 'inplace_buffers': False, 'fx_graph_cache': False}
 
     def write(lowered) -> None:
-        code = lowered.codegen()[0]
-        code = getattr(code, 'value', code)
-        calls.extend(re.findall(r'(triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.aten\.\w+)', code))
+        text = lowered.codegen()[0]
+        code.append(getattr(text, 'value', text))
         raise compiled_step.Scheduled([])
 
-    original = mock.patch.object
-    def patch(place, name, value):
-        return original(place, name, write if name == 'compile_to_module' else value)
+    def write_code(graph: torch.fx.GraphModule, inputs: list, options: dict) -> list:
+        options.pop('cudagraphs', None)
+        with compiled_step.a_gpu(), mock.patch.object(GraphLowering, 'compile_to_module', write), \
+                inductor_config.patch(settings), pytest.raises(compiled_step.Scheduled):
+            compile_fx_inner(graph, inputs, **options)
+        return []
 
-    with mock.patch.object(compiled_step.mock.patch, 'object', patch):
+    with mock.patch.object(compiled_step, 'schedule', write_code), \
+            mock.patch('torch.utils._triton.triton_hash_with_backend', return_value=''):  # which needs a driver
         counted(module, *shape, backward=True)
-    return calls
+    launches = []
+    for text in code:
+        kernels = re.findall(r"async_compile\.triton\('(\w+)'.*?'kernel_num_gb': ([\d.e-]+)", text, re.DOTALL)
+        gigabytes = dict(kernels)
+        launches += [float(gigabytes[name]) * 1e9 for name in re.findall(r'(\w+)\.run\(', text)]
+    return launches
+
+
+def norms_and_convolutions() -> torch.nn.Module:
+    return Model(torch.nn.GroupNorm(4, 32), torch.nn.SiLU(), torch.nn.Conv2d(32, 64, 3, padding=1),
+                 torch.nn.GroupNorm(4, 64), torch.nn.SiLU(), torch.nn.Conv2d(64, 32, 3, padding=1))
+
+
+def test_kernels_and_bytes_are_those_of_the_code_that_inductor_writes():
+    launches = launches_in_code(norms_and_convolutions(), 32, 16, 16)
+    counter = counted(norms_and_convolutions(), 32, 16, 16, backward=True)
+    fused = counter.fixed[FUSED] + counter.fixed[FUSED_REDUCTIONS]
+    nbytes = TRACED_IMAGES * (counter.per_image[FUSED] + counter.per_image[FUSED_REDUCTIONS]).nbytes + fused.nbytes
+    assert fused.kernels == len(launches) > 10
+    assert nbytes == pytest.approx(sum(launches), rel=0.02)
