@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sdbench.errors import one_line
 from sdbench.flags.train import Train
 from sdbench.forecast.fake_step import (
-    ITEMS,
     StepCounter,
     StepMemory,
     counted,

@@ -5,20 +5,33 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from functorch.compile import min_cut_rematerialization_partition, nop
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import benchmark
 from sdbench.forecast import compiled_step
-from sdbench.forecast.compiled_step import TRACED_IMAGES, CompiledStepCounter, Compiler, NotCounted, trace_compiled_step
-from sdbench.forecast.fake_step import StepMemory, trace_step, updater, with_fake_tensors
+from sdbench.forecast.compiled_step import (
+    TRACED_IMAGES,
+    CompiledStepCounter,
+    Compiler,
+    NotCounted,
+    norms_as_on_a_gpu,
+    trace_compiled_step,
+)
+from sdbench.forecast.fake_step import ITEMS, StepMemory, norms_in_float32, trace_step, with_fake_tensors
 from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import CONVOLUTIONS, FUSED, FUSED_REDUCTIONS, PRODUCTS
 from sdbench.forecast.speed import StepWork, Work
 from sdbench.models.compiling import compile_in_place
 from sdbench.models.loading import find_model
+from sdbench.models.switches import compile_model
+from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of
 
 
@@ -132,3 +145,78 @@ def test_kernels_and_bytes_are_those_of_the_code_that_inductor_writes():
     nbytes = TRACED_IMAGES * (counter.per_image[FUSED] + counter.per_image[FUSED_REDUCTIONS]).nbytes + fused.nbytes
     assert fused.kernels == len(launches) > 10
     assert nbytes == pytest.approx(sum(launches), rel=0.02)
+
+
+# A step
+
+IMAGES = 3  # not the number that is traced
+FLAGS = ['--dry_run', '--image_size', '32', '--batch_size', '3', '--compile']
+
+
+def step_of(name: str, *flags: str) -> tuple[StepMemory, StepWork]:
+    settings = settings_of(*FLAGS, '--model_name', name, *flags)
+    model = build_on_meta(settings, find_model(name), False, benchmark.build_model)
+    return trace_compiled_step(model, settings)
+
+
+def kept_by_real_graphs(name: str) -> int:
+    """Bytes beside the weights that forward graphs keep for the backward pass, on real tensors."""
+    settings = settings_of(*FLAGS, '--model_name', name)
+    model = benchmark.build_model(settings, False).train()
+    weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+    kept = {}
+
+    def forward(graph: torch.fx.GraphModule, inputs: list):
+        def call(*inputs):
+            outputs = graph(*inputs)
+            for tensor in outputs:
+                kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()  # is held, or its address comes again
+            return outputs
+        return call
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=lambda graph, inputs: graph, inference_compiler=nop,
+                           partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table())
+    compile_model(model, settings, backend)
+    with norms_in_float32(), norms_as_on_a_gpu(), sdpa_kernel(SDPBackend.FLASH_ATTENTION), \
+            torch.autocast('cpu', torch.bfloat16):
+        batch = blank_batch(model, IMAGES, torch.float32, 'cpu')
+        model.loss(model(batch), batch)
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+
+
+@pytest.mark.long
+def test_what_forward_keeps_is_what_real_graphs_keep(smallest_with_attention):
+    memory, _ = step_of(smallest_with_attention)
+    alive = memory.fixed + IMAGES * memory.per_image
+    kept = alive[:, ITEMS.index('activations')] + alive[:, ITEMS.index('cast weights')]
+    assert kept.max() == pytest.approx(kept_by_real_graphs(smallest_with_attention), rel=0.03)
+
+
+@pytest.mark.long
+def test_compiling_leaves_the_arithmetic_and_spares_kernels_and_bytes(smallest_with_attention):
+    _, work = step_of(smallest_with_attention)
+    settings = settings_of(*FLAGS, '--model_name', smallest_with_attention)
+    model = build_on_meta(settings, find_model(smallest_with_attention), False, benchmark.build_model)
+    _, eager = trace_step(model, settings.precision)
+    assert total(work.per_image).flops == pytest.approx(total(eager.per_image).flops)
+    assert total(work.fixed).kernels < total(eager.fixed).kernels
+    assert total(work.per_image).nbytes < total(eager.per_image).nbytes
+    assert work.accumulation == eager.accumulation
+
+
+@pytest.mark.long
+def test_stable_diffusion_2_on_latents_is_3150_kernels_and_6_7_gigabytes_an_image_compiled():
+    name = 'stabilityai/stable-diffusion-2-base'
+    settings = settings_of('--dry_run', '--model_name', name, '--compile', '--no-compile_blocks', '--channels_last',
+                           '--half_precision_norms', '--encoder_precision', 'bf16')
+    model = build_on_meta(settings, find_model(name), True, benchmark.build_model)
+    memory, work = trace_compiled_step(model, settings)
+    assert total(work.fixed).kernels == pytest.approx(3150, rel=0.02)
+    assert total(work.per_image).nbytes == pytest.approx(6.7e9, rel=0.03)
+    assert memory.peak(64, accumulated=False)['activations'] == pytest.approx(64 * 0.71 * 2 ** 30, rel=0.02)
+
+
+def test_where_inductor_has_changed_the_step_is_not_counted(smallest_with_attention, monkeypatch):
+    monkeypatch.delattr(GraphLowering, '_update_scheduler')
+    with pytest.raises(NotCounted, match='_update_scheduler'):
+        step_of(smallest_with_attention)
