@@ -80,7 +80,7 @@ class Step(NamedTuple):
 
 
 class CompiledGraph(NamedTuple):
-    """What is compiled to one function: a part of the model, forward or backward.
+    """A part of the model that is compiled, forward or backward.
 
     Attributes:
         module: computes it, operator by operator.
@@ -222,7 +222,9 @@ class Compiler:
     def __call__(self, module: torch.fx.GraphModule, inputs: list, **options) -> Callable:
         from torch._inductor.compile_fx import compile_fx
         torch._guards.TracingContext.get().fake_mode = self.mode  # of the inputs; Dynamo has made another
-        with mock.patch('torch._inductor.decomposition.is_gpu', return_value=True):
+        # a bias has its gradient by a sum of its own there, and attention without dropout draws nothing
+        with mock.patch('torch._inductor.decomposition.is_gpu', return_value=True), \
+                mock.patch('torch._functorch.partitioners.has_recomputable_rng_ops', return_value=False):
             return compile_fx(module, inputs, inner_compile=self.compile)
 
     def compile(self, module: torch.fx.GraphModule, inputs: list, is_backward: bool = False,
@@ -247,7 +249,7 @@ class Compiler:
         return call
 
     def as_on_gpu(self, value: Any) -> Any:
-        """A fake tensor of a GPU in the place of one of a CPU, without autograd, which would ask for the GPU."""
+        """Return a fake tensor of the GPU for one of the CPU, without autograd, which would ask for the GPU."""
         if not isinstance(value, torch.Tensor):
             return value
         with torch.utils._python_dispatch._disable_current_modes():
