@@ -1,4 +1,5 @@
 """--dry_run: say what a run would need and could reach, on any machine, before a GPU is rented. Nothing is trained."""
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from composer.utils import dist
 from sdbench.errors import plural
 from sdbench.flags.train import Train
 from sdbench.forecast.answer import answer, forecast_record
+from sdbench.forecast.compiled_step import NotCounted
 from sdbench.forecast.estimate import estimate, is_on_latents, with_less_memory
 from sdbench.forecast.measured import read_json_lines
 from sdbench.forecast.speed import can_forecast
@@ -38,7 +40,15 @@ def dry_run(settings: Train, build_model: Callable) -> list[dict]:
 
     # A step of the run as given, and with each change that takes less memory.
     print('counting memory and work of a step', file=sys.stderr, flush=True)
-    given = estimate('as given', settings, latents, build_model)
+    if settings.compile:
+        print('what the compiler makes of it takes some minutes', file=sys.stderr, flush=True)
+    try:
+        given = estimate('as given', settings, latents, build_model)
+    except NotCounted as error:
+        print(f'warning: the compiled step could not be counted ({error}); this is the forecast of an eager one',
+              file=sys.stderr, flush=True)
+        settings = dataclasses.replace(settings, compile=False, compile_blocks=False)
+        given = estimate('as given', settings, latents, build_model)
     others = [estimate(*each, build_model, given) for each in with_less_memory(settings, latents)]
 
     # The answer, and its records.

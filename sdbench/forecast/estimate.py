@@ -10,11 +10,22 @@ from dataclasses import dataclass
 from composer import ComposerModel
 
 from sdbench.flags.train import Train
+from sdbench.forecast.compiled_step import trace_compiled_step
 from sdbench.forecast.fake_step import StepMemory, trace_step, updater
 from sdbench.forecast.measured import is_stable_diffusion_2
 from sdbench.forecast.memory import build_on_meta, lasting_bytes
 from sdbench.forecast.operators import AVERAGE
-from sdbench.forecast.speed import CONSTANTS, TESTED_SIZE, Constants, Layout, StepWork, images_per_sec, is_tested
+from sdbench.forecast.speed import (
+    COMPILED,
+    CONSTANTS,
+    IN_A_GRAPH,
+    TESTED_SIZE,
+    Constants,
+    Layout,
+    StepWork,
+    images_per_sec,
+    is_tested,
+)
 from sdbench.gpus import Card
 from sdbench.inputs.shards import read_index
 from sdbench.measuring.power import GIB
@@ -111,6 +122,10 @@ def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, b
     if half >= 64:
         changes[f'--image_size {half}'] = {'image_size': half}
 
+    if settings.compile:  # each would be traced for minutes, but for the average
+        changes = {words: change for words, change in changes.items() if words == 'without --use_ema'}
+        return [(words, dataclasses.replace(settings, **change), latents) for words, change in changes.items()]
+
     runs = []
     for words, change in changes.items():
         runs.append((words, dataclasses.replace(settings, **change), latents))
@@ -124,17 +139,31 @@ def estimate(title: str, settings: Train, latents: bool, build_model: Callable,
     """Count memory and work of a device for the model that is built with these settings.
 
     What is the same in `traced_before` is not traced again: all of the step where it differs in the average alone, and
-    else the update.
+    else the update. Raises NotCounted if this version of torch cannot say what a compiled step does.
     """
-    model = build_on_meta(settings, find_model(settings.model_name), latents, build_model)  # sizes need no weights
+    files = find_model(settings.model_name)
+    model = build_on_meta(settings, files, latents, build_model)  # sizes need no weights
     lasting = lasting_bytes(settings, model, settings.dry_run)
+    constants = constants_of(settings.compile)
     if traced_before is None:
         update = updater(settings.fused_optimizer, settings.use_ema)
-        memory, work = trace_step(model, settings.precision, update, settings.attention)
+        if settings.compile:
+            memory, work = trace_compiled_step(model, settings, update)
+        else:
+            memory, work = trace_step(model, settings.precision, update, settings.attention)
     elif settings.use_ema != traced_before.settings.use_ema:
         update = {kind: work for kind, work in traced_before.work.update.items() if kind != AVERAGE}
         memory, work = traced_before.step, dataclasses.replace(traced_before.work, update=update)
     else:
         memory, work = trace_step(model, settings.precision, attention=settings.attention)
         work = dataclasses.replace(work, update=traced_before.work.update)
-    return Estimate(title, settings, model, lasting, memory, work)
+    return Estimate(title, settings, model, lasting, memory, work, constants)
+
+
+def constants_of(compile: bool | str) -> Constants:
+    """Return the constants of the forecast for a mode of --compile."""
+    if not compile:
+        return CONSTANTS
+    if compile == 'reduce-overhead':
+        return IN_A_GRAPH
+    return COMPILED

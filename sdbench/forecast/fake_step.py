@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ema import ShadowModel, compute_ema
-from sdbench.forecast.operators import AVERAGE, EXCHANGE, UPDATE, count_operator
+from sdbench.forecast.operators import AVERAGE, EXCHANGE, UPDATE, Operator, count_operator
 from sdbench.forecast.speed import Bucket, StepWork, Work
 from sdbench.models.precisions import AUTOCAST_DTYPES
 from sdbench.training.microbatch import blank_batch
@@ -66,19 +66,28 @@ class StepMemory:
 class StepCounter(TorchDispatchMode):
     """Counts at each operator the bytes of all storages that are alive, but for those of the weights, and its work.
 
+    A gradient is told from other memory by a hook of its weight.
+
     Attributes:
+        images: of the step.
         items: of each storage that is alive, by its address.
         now: int64 (2, ITEMS), what is alive whatever the microbatch, and for each image of it.
         rows: `now` after each operator.
+        arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
         fixed, per_image: the work of all operators by kind, whatever the microbatch, and for each image of it.
     """
 
-    def __init__(self, weights: list[torch.Tensor]):
+    def __init__(self, weights: list[torch.Tensor], images: int = TRACED_IMAGES):
         super().__init__()
+        self.images = images
         self.weights = {weight.untyped_storage()._cdata for weight in weights}
+        for weight in weights:
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self.notice_gradient)
         self.items: dict[int, str] = {}
         self.now = np.zeros((2, len(ITEMS)), dtype=np.int64)
         self.rows: list[np.ndarray] = []
+        self.arrivals: list[tuple[int, Work, Work]] = []
         self.fixed = defaultdict(Work)
         self.per_image = defaultdict(Work)
 
@@ -98,12 +107,19 @@ class StepCounter(TorchDispatchMode):
     def count_work(self, function, args: tuple, kwargs: dict, result) -> None:
         """Add what a call asks of a GPU to the work of its kind."""
         operator = count_operator(function, args, kwargs, result)
-        if operator is None:
-            return
-        of_images = sum(size for size in operator.sizes if size % TRACED_IMAGES == 0)
+        if operator is not None:
+            self.add_work(operator)
+
+    def add_work(self, operator: Operator) -> None:
+        of_images = sum(size for size in operator.sizes if size % self.images == 0)
         of_step = sum(operator.sizes) - of_images
         self.fixed[operator.kind] += Work(0, of_step, operator.kernels)
-        self.per_image[operator.kind] += Work(operator.flops / TRACED_IMAGES, of_images / TRACED_IMAGES, 0)
+        self.per_image[operator.kind] += Work(operator.flops / self.images, of_images / self.images, 0)
+
+    def notice_gradient(self, weight: torch.Tensor) -> None:
+        """Count a gradient that is there now, and note when it came."""
+        self.count_as('gradients', weight.grad)
+        self.arrivals.append((weight.nbytes, *self.work_so_far()))
 
     def work_so_far(self) -> tuple[Work, Work]:
         """Return the work of all kinds, whatever the microbatch, and for each image of it."""
@@ -132,8 +148,8 @@ class StepCounter(TorchDispatchMode):
 
     def add(self, item: str, size: int) -> None:
         column = ITEMS.index(item)
-        if size % TRACED_IMAGES == 0:
-            self.now[1, column] += size // TRACED_IMAGES
+        if size % self.images == 0:
+            self.now[1, column] += size // self.images
         else:
             self.now[0, column] += size
 
@@ -153,43 +169,49 @@ def trace_step(outline: ComposerModel, precision: str, prepare_update: Callable 
         attention: as --attention has it.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
-    cpu = torch.device('cpu')
-    # what Module.to_empty does, which takes seconds under the mode; torch 2.15 changes no type of a fake parameter
-    model = outline.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
+    model = with_fake_tensors(outline, mode)
     counter = StepCounter(list(model.parameters()))
+    with mode, counter, torch.compiler.set_stance('force_eager'), norms_in_float32():
+        take_step(model, precision, counter, attention)
+    return counted(model, counter, trace_update(model, prepare_update, mode))
 
+
+def with_fake_tensors(outline: ComposerModel, mode: FakeTensorMode) -> ComposerModel:
+    """Give a model on the meta device fake tensors of a CPU, and return it in training mode.
+
+    It is what Module.to_empty does, which takes seconds under the mode; torch 2.15 changes no type of a fake parameter.
+    """
+    cpu = torch.device('cpu')
+    return outline.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
+
+
+def take_step(model: ComposerModel, precision: str, counter: StepCounter, attention: str = 'sdpa') -> None:
+    """Take a step of as many images as are counted, forward and backward."""
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         counter.count_as('activations', tensor)
         return tensor
 
-    arrivals = []  # of each gradient: its bytes, and the work until it was there
-
-    def notice_gradient(weight: torch.Tensor) -> None:
-        counter.count_as('gradients', weight.grad)
-        arrivals.append((weight.nbytes, *counter.work_so_far()))
-
-    # forward and backward
-    trainable = [weight for weight in model.parameters() if weight.requires_grad]
-    for weight in trainable:
-        weight.register_post_accumulate_grad_hook(notice_gradient)
     backend = SDPBackend.MATH if attention == 'math' else SDPBackend.FLASH_ATTENTION
     autocast = torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES)
-    with mode, counter, sdpa_kernel(backend), torch.compiler.set_stance('force_eager'):
-        batch = blank_batch(model, TRACED_IMAGES, torch.float32, 'cpu')
-        composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
-        with norms_in_float32(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            with autocast:
-                outputs = model(batch)
-                loss = model.loss(outputs, batch)
-            loss.backward()
+    batch = blank_batch(model, counter.images, torch.float32, 'cpu')
+    composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
+    with sdpa_kernel(backend), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with autocast:
+            outputs = model(batch)
+            loss = model.loss(outputs, batch)
+        loss.backward()
     del composers_copy
 
+
+def counted(model: ComposerModel, counter: StepCounter, update: dict[str, Work]) -> tuple[StepMemory, StepWork]:
+    """Return memory and work of the step that `counter` has seen, with the work of the update after it."""
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = sum(weight.nbytes for weight in trainable)
     work = StepWork(dict(counter.fixed), dict(counter.per_image),
                     accumulation={EXCHANGE: Work(0, 3 * gradients, len(trainable))},  # read two, write their sum
-                    update=trace_update(model, prepare_update, mode),
+                    update=update,
                     exchange={EXCHANGE: Work(0, 4 * gradients, 2 * len(trainable))},  # read and write, there and back
-                    buckets=fill_buckets(arrivals, *counter.work_so_far()))
+                    buckets=fill_buckets(counter.arrivals, *counter.work_so_far()))
     rows = np.array(counter.rows)  # (operators, 2, ITEMS)
     return StepMemory(rows[:, 0], rows[:, 1], gradients), work
 

@@ -19,6 +19,8 @@ CASTS = 'casts between precisions'
 POINTWISE = 'pointwise, sums and copies'
 UPDATE = 'optimizer'
 AVERAGE = 'average of the weights'
+FUSED = 'fused pointwise kernels'  # of a compiled step, as Inductor fuses what is not for a library
+FUSED_REDUCTIONS = 'fused reductions'  # the same with sums over a tensor in them, as norms have
 EXCHANGE = 'sums of gradients'  # over microbatches, and to and from the buckets that GPUs exchange
 
 KIND_BY_NAME = {'mm': PRODUCTS, 'addmm': PRODUCTS, 'bmm': PRODUCTS, 'baddbmm': PRODUCTS,

@@ -1,13 +1,16 @@
 """--compile: whole graphs under DDP, and an error where torch would stop compiling."""
-import functools
-
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmark import StableDiffusion, apply_switches
+from benchmark import StableDiffusion, apply_switches, build_model
+from sdbench.forecast.fake_step import with_fake_tensors
+from sdbench.forecast.memory import build_on_meta
 from sdbench.models.compiling import compile_in_place
-from sdbench.models.switches import UNET_BLOCKS
+from sdbench.models.loading import SD2_BASE, find_model
+from sdbench.models.switches import UNET_BLOCKS, compile_model
 from sdbench.training.failures import reason
 from tests.cuda_rules import one_rank
 from tests.runs import TINY, settings_of
@@ -28,11 +31,15 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     """The graphs that a backend is given, which then run as they are."""
     given = []
 
-    def backend(graph, inputs):
+    def backend(graph, inputs, **options):
         given.append(graph)
         return torch._dynamo.lookup_backend('aot_eager')(graph, inputs)
 
-    compile_with = functools.partialmethod(torch.nn.Module.compile, backend=backend)
+    compile_module = torch.nn.Module.compile
+
+    def compile_with(module, **options):
+        compile_module(module, **options | {'backend': backend})
+
     monkeypatch.setattr(torch.nn.Module, 'compile', compile_with)
     return given
 
@@ -93,14 +100,41 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
 def test_blocks_of_one_kind_and_size_share_a_graph(graphs):
     expected = switched_model()
     model = switched_model('--compile', '--compile_blocks')
+    kinds = set()
+
+    def note(block: torch.nn.Module, inputs: tuple) -> None:
+        weights = tuple(weight.shape for weight in block.parameters())
+        kinds.add((type(block), inputs[0].shape, weights))
+
+    for block in expected.unet.modules():
+        if type(block) in UNET_BLOCKS:
+            block.register_forward_pre_hook(note)
     assert_same_step(model, model, expected, side=64)
-    blocks = [module for module in model.unet.modules() if type(module) in UNET_BLOCKS]
-    assert 2 < len(graphs) - 2 < len(blocks)  # two are the encoders'
+    of_blocks = len(graphs) - 2  # two are the encoders'
+    assert len(kinds) <= of_blocks <= len(kinds) + 1  # the residual blocks in the middle divide by 1, others by 1.0
+
+
+def test_the_unet_of_stable_diffusion_2_is_compiled_in_22_graphs_by_blocks():
+    settings = settings_of('--dry_run', '--compile', '--compile_blocks', '--channels_last')
+    model = build_on_meta(settings, find_model(SD2_BASE), True, build_model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    unet = with_fake_tensors(model, mode).unet
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compile_model(model, settings, backend)
+    with mode, torch.device('cpu'):
+        unet(torch.empty(3, 4, 64, 64), torch.ones(3), torch.empty(3, 77, 1024))
+    # those of transformer blocks of 4 sizes, and of 15 kinds of residual blocks, 3 of which come in both layouts
+    assert len(graphs) == 4 + 15 + 3
 
 
 def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
     modes = []
-    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode=None: modes.append(mode))
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode, backend: modes.append(mode))
     switched_model('--compile')
     switched_model('--compile', 'max-autotune-no-cudagraphs')
     switched_model('--compile', 'reduce-overhead', '--compile_blocks')

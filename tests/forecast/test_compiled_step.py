@@ -1,0 +1,222 @@
+"""What is counted of a compiled step is what torch's compiler would run on a GPU."""
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from functorch.compile import min_cut_rematerialization_partition, nop
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import benchmark
+from sdbench.forecast import compiled_step
+from sdbench.forecast.compiled_step import (
+    TRACED_IMAGES,
+    CompiledStepCounter,
+    Compiler,
+    NotCounted,
+    norms_as_on_a_gpu,
+    trace_compiled_step,
+)
+from sdbench.forecast.fake_step import ITEMS, StepMemory, norms_in_float32, trace_step, with_fake_tensors
+from sdbench.forecast.memory import build_on_meta
+from sdbench.forecast.operators import CONVOLUTIONS, FUSED, FUSED_REDUCTIONS, PRODUCTS
+from sdbench.forecast.speed import StepWork, Work
+from sdbench.models.compiling import compile_in_place
+from sdbench.models.loading import find_model
+from sdbench.models.switches import compile_model
+from sdbench.training.microbatch import blank_batch
+from tests.runs import settings_of
+
+
+@pytest.fixture(autouse=True)
+def dynamo():
+    """A compiler that has seen nothing yet, as in a process of its own."""
+    settings = torch._dynamo.config.save_config()
+    yield
+    torch._dynamo.config.load_config(settings)
+    torch._dynamo.reset()
+
+
+class Model(torch.nn.Module):
+    """Layers on the meta device, in channels_last."""
+
+    def __init__(self, *layers: torch.nn.Module):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*layers).to(device='meta', memory_format=torch.channels_last)
+
+    def forward(self, tensor):
+        return self.layers(tensor)
+
+
+def counted(module: torch.nn.Module, *shape: int, backward: bool = False) -> CompiledStepCounter:
+    """The work of a compiled module on the meta device, for an input float32 (TRACED_IMAGES, *shape)."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with_fake_tensors(module, mode)
+    counter = CompiledStepCounter(list(module.parameters()), TRACED_IMAGES)
+    compile_in_place([module], True, Compiler(mode, counter))
+    torch._dynamo.reset()
+    with mode, torch.set_grad_enabled(backward):
+        inputs = torch.empty(TRACED_IMAGES, *shape, device='cpu')
+        if inputs.ndim == 4:
+            inputs = inputs.to(memory_format=torch.channels_last)
+        gradient = None
+        for context in (mode, counter):
+            with context:
+                result = module(inputs)
+                if backward:
+                    gradient = torch.empty_like(result) if gradient is None else gradient
+                    torch.autograd.backward(result, gradient)
+    return counter
+
+
+def total(works: dict[str, Work]) -> Work:
+    return sum(works.values(), Work())
+
+
+class Pointwise(torch.nn.Module):
+    def forward(self, tensor):
+        return torch.relu(tensor * 2 + 1) - tensor
+
+
+def test_pointwise_operators_are_one_kernel_that_reads_and_writes_once():
+    counter = counted(Pointwise(), 8)
+    assert counter.fixed == {FUSED: Work(0, 0, 1)}
+    assert counter.per_image == {FUSED: Work(0, 2 * 4 * 8, 0)}
+
+
+def test_a_norm_is_one_kernel_and_a_product_stays_a_librarys():
+    counter = counted(Model(torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.ReLU()), 8)
+    assert {kind: work.kernels for kind, work in counter.fixed.items()} == {FUSED_REDUCTIONS: 1, PRODUCTS: 1, FUSED: 1}
+    assert counter.per_image[FUSED_REDUCTIONS].nbytes == 2 * 4 * 8
+    assert counter.per_image[PRODUCTS] == Work(2 * 8 * 16, 4 * (8 + 16), 0)
+    assert counter.per_image[FUSED].nbytes == pytest.approx(2 * 4 * 16)
+
+
+def test_the_bias_of_a_convolution_is_added_by_what_comes_after_it():
+    counter = counted(Model(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.ReLU()), 8, 16, 16)
+    assert {kind: work.kernels for kind, work in counter.fixed.items()} == {CONVOLUTIONS: 1, FUSED: 1}
+
+
+def launches_in_code(module: torch.nn.Module, *shape: int) -> list[float]:
+    """Bytes of each launch of a kernel in the code that Inductor writes for a step of a module, by its own estimate."""
+    code = []
+    # its estimate has a buffer that a kernel writes in place as read, even where the kernel does not read it
+    settings = {'profile_bandwidth': True, 'inplace_buffers': False, 'fx_graph_cache': False}
+
+    def write(lowered) -> None:
+        text = lowered.codegen()[0]
+        code.append(getattr(text, 'value', text))
+        raise compiled_step.Scheduled([])
+
+    def write_code(graph: torch.fx.GraphModule, inputs: list, options: dict) -> list:
+        options.pop('cudagraphs', None)
+        with compiled_step.a_gpu(), mock.patch.object(GraphLowering, 'compile_to_module', write), \
+                inductor_config.patch(settings), pytest.raises(compiled_step.Scheduled):
+            compile_fx_inner(graph, inputs, **options)
+        return []
+
+    with mock.patch.object(compiled_step, 'schedule', write_code), \
+            mock.patch('torch.utils._triton.triton_hash_with_backend', return_value=''):  # which needs a driver
+        counted(module, *shape, backward=True)
+    launches = []
+    for text in code:
+        kernels = re.findall(r"async_compile\.triton\('(\w+)'.*?'kernel_num_gb': ([\d.e-]+)", text, re.DOTALL)
+        gigabytes = dict(kernels)
+        launches += [float(gigabytes[name]) * 1e9 for name in re.findall(r'(\w+)\.run\(', text)]
+    return launches
+
+
+def norms_and_convolutions() -> torch.nn.Module:
+    return Model(torch.nn.GroupNorm(4, 32), torch.nn.SiLU(), torch.nn.Conv2d(32, 64, 3, padding=1),
+                 torch.nn.GroupNorm(4, 64), torch.nn.SiLU(), torch.nn.Conv2d(64, 32, 3, padding=1))
+
+
+def test_kernels_and_bytes_are_those_of_the_code_that_inductor_writes():
+    launches = launches_in_code(norms_and_convolutions(), 32, 16, 16)
+    counter = counted(norms_and_convolutions(), 32, 16, 16, backward=True)
+    fused = counter.fixed[FUSED] + counter.fixed[FUSED_REDUCTIONS]
+    nbytes = TRACED_IMAGES * (counter.per_image[FUSED] + counter.per_image[FUSED_REDUCTIONS]).nbytes + fused.nbytes
+    assert fused.kernels == len(launches) > 10
+    assert nbytes == pytest.approx(sum(launches), rel=0.02)
+
+
+# A step
+
+IMAGES = 3  # not the number that is traced
+FLAGS = ['--dry_run', '--image_size', '32', '--batch_size', '3', '--compile']
+
+
+def step_of(name: str, *flags: str) -> tuple[StepMemory, StepWork]:
+    settings = settings_of(*FLAGS, '--model_name', name, *flags)
+    model = build_on_meta(settings, find_model(name), False, benchmark.build_model)
+    return trace_compiled_step(model, settings)
+
+
+def kept_by_real_graphs(name: str) -> int:
+    """Bytes beside the weights that forward graphs keep for the backward pass, on real tensors."""
+    settings = settings_of(*FLAGS, '--model_name', name)
+    model = benchmark.build_model(settings, False).train()
+    weights = {weight.untyped_storage()._cdata for weight in model.parameters()}
+    kept = {}
+
+    def forward(graph: torch.fx.GraphModule, inputs: list):
+        def call(*inputs):
+            outputs = graph(*inputs)
+            for tensor in outputs:
+                kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()  # is held, or its address comes again
+            return outputs
+        return call
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=lambda graph, inputs: graph, inference_compiler=nop,
+                           partition_fn=min_cut_rematerialization_partition, decompositions=select_decomp_table())
+    compile_model(model, settings, backend)
+    with norms_in_float32(), norms_as_on_a_gpu(), sdpa_kernel(SDPBackend.FLASH_ATTENTION), \
+            torch.autocast('cpu', torch.bfloat16):
+        batch = blank_batch(model, IMAGES, torch.float32, 'cpu')
+        model.loss(model(batch), batch)
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in weights)
+
+
+@pytest.mark.long
+def test_what_forward_keeps_is_what_real_graphs_keep(smallest_with_attention):
+    memory, _ = step_of(smallest_with_attention)
+    alive = memory.fixed + IMAGES * memory.per_image
+    kept = alive[:, ITEMS.index('activations')] + alive[:, ITEMS.index('cast weights')]
+    assert kept.max() == pytest.approx(kept_by_real_graphs(smallest_with_attention), rel=0.03)
+
+
+@pytest.mark.long
+def test_compiling_leaves_the_arithmetic_and_spares_kernels_and_bytes(smallest_with_attention):
+    _, work = step_of(smallest_with_attention)
+    settings = settings_of(*FLAGS, '--model_name', smallest_with_attention)
+    model = build_on_meta(settings, find_model(smallest_with_attention), False, benchmark.build_model)
+    _, eager = trace_step(model, settings.precision)
+    assert total(work.per_image).flops == pytest.approx(total(eager.per_image).flops)
+    assert total(work.fixed).kernels < total(eager.fixed).kernels
+    assert total(work.per_image).nbytes < total(eager.per_image).nbytes
+    assert work.accumulation == eager.accumulation
+
+
+@pytest.mark.long
+def test_stable_diffusion_2_on_latents_is_3150_kernels_and_6_7_gigabytes_an_image_compiled():
+    name = 'stabilityai/stable-diffusion-2-base'
+    settings = settings_of('--dry_run', '--model_name', name, '--compile', '--no-compile_blocks', '--channels_last',
+                           '--half_precision_norms', '--encoder_precision', 'bf16')
+    model = build_on_meta(settings, find_model(name), True, benchmark.build_model)
+    memory, work = trace_compiled_step(model, settings)
+    assert total(work.fixed).kernels == pytest.approx(3150, rel=0.02)
+    assert total(work.per_image).nbytes == pytest.approx(6.7e9, rel=0.03)
+    assert memory.peak(64, accumulated=False)['activations'] == pytest.approx(64 * 0.71 * 2 ** 30, rel=0.02)
+
+
+def test_where_inductor_has_changed_the_step_is_not_counted(smallest_with_attention, monkeypatch):
+    monkeypatch.delattr(GraphLowering, '_update_scheduler')
+    with pytest.raises(NotCounted, match='_update_scheduler'):
+        step_of(smallest_with_attention)
