@@ -44,9 +44,7 @@ if [ "${1:-}" = plan ]; then
     plan="--dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name $MODEL} --no-pretrained --results $forecasts"
     data=--use_synth_data
     if [ -n "$LATENTS" ]; then
-        data=--use_synth_latents
-        python encode.py --image_size "$SIZE_1" $plan > /dev/null
-        python encode.py --image_size "$SIZE_2" $plan > /dev/null
+        data=--use_synth_latents    # the plan says that the encoding is not in it
     fi
     python benchmark.py $phase_1 $data $PHASE_FLAGS $plan > /dev/null    # its summary says more; the report has the costs
     python benchmark.py $phase_2 $data $PHASE_FLAGS $plan > /dev/null

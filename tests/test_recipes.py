@@ -60,9 +60,10 @@ def test_each_command_of_the_whole_training_reads_what_the_one_before_it_has_wri
     convert, one, two, export, evaluate = commands_of(tmp_path, MODEL='sd2', SOURCE='my photos', WORK='s3://b/sd2')
     assert (convert.source, convert.held_out) == (('my photos',), 0.01)
     assert convert.out == one.remote == two.remote
-    both = ['--model_name', 'sd2', '--remote', convert.out, '--results', 'results.jsonl']
-    assert one == parsed(f'@{PHASES[1]}', *both, '--save_folder', one.save_folder)
-    assert two == parsed(f'@{PHASES[2]}', *both, '--save_folder', two.save_folder, '--load_weights', one.save_folder)
+    assert one == parsed(f'@{PHASES[1]}', '--model_name', 'sd2', '--remote', convert.out, '--save_folder',
+                         one.save_folder, '--results', one.results)
+    assert two == parsed(f'@{PHASES[2]}', '--model_name', 'sd2', '--remote', convert.out, '--save_folder',
+                         two.save_folder, '--load_weights', one.save_folder, '--results', two.results)
     assert (export.checkpoint, export.out) == (two.save_folder, evaluate.model)
     assert evaluate.data == f'{convert.out}-held-out'
     assert len({convert.out, one.save_folder, two.save_folder}) == 3

@@ -21,7 +21,7 @@ WIDTH = 120  # of a line, in characters
 FORECAST = 'forecast'  # the status of a record that was calculated
 NOT_IN_IT = """\
 A forecast, from the arithmetic, bytes and kernels of a step. Not in it: waiting for data, checkpoints, evaluations,
-a network between nodes that is slower than the GPUs' own link, and for latents their encoding (encode.py --dry_run)."""
+a network between nodes that is slower than the GPUs' own link, and for latents their encoding."""
 RANGE = f"""\
 In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not seen.
 One figure alone is not tested: no published speed is of this model and size, on this GPU, with as few images a step."""
