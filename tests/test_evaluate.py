@@ -115,11 +115,11 @@ def test_two_processes_with_other_batches_draw_the_same_pictures_and_give_the_sa
     two = json.loads((tmp_path / 'results.jsonl').read_text().splitlines()[-1])
     assert (one['num_devices'], two['num_devices']) == (1, 2)
     assert two['samples_drawn'] == 5
-    pictures = [files_of(tmp_path / name / 'guidance-1.0') for name in ('one', 'two')]
-    assert pictures[0] == pictures[1]
+    pictures = [drawn_in(tmp_path / name, 1.0).int() for name in ('one', 'two')]
     assert len(pictures[0]) == 5
+    assert (pictures[0] - pictures[1]).abs().max() <= 1  # batches of other sizes round otherwise
     for score in ('fid', 'clip_score'):
-        assert two['scores'][0][score] == pytest.approx(one['scores'][0][score], rel=1e-5)
+        assert two['scores'][0][score] == pytest.approx(one['scores'][0][score], rel=1e-3)
 
 
 def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undisturbed_one(
@@ -235,8 +235,11 @@ def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(clip):
     scores = []
     for caption in ('b ' * 200, 'b ' * 75):  # the second is 77 tokens, with its start and its end
         scores.append(metric(image, caption).item())
-    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
-    assert scores[0] != 0
+        metric.model.visual_projection.weight.data.neg_()  # a cosine below 0 is a score of 0, and its opposite is not
+        scores.append(metric(image, caption).item())
+        metric.model.visual_projection.weight.data.neg_()
+    assert scores[:2] == pytest.approx(scores[2:], rel=1e-5)
+    assert max(scores) > 0
 
 
 def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pipeline, small_inception, capfd):
