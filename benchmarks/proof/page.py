@@ -32,7 +32,7 @@ def write_page(folder: Path, records: list[dict], missing: list[str]) -> None:
         draw(folder / 'proof.png', runs)
         blocks += ['## Speed', markdown(runs, ['run', 'microbatch', 'images/s', 'forecast', 'ratio', 's a batch',
                                                'expected', 'notes']),
-                   'The forecast knows no compiler; on published speeds its largest error was '
+                   'The forecast is of runs without the compiler; on published speeds its largest error was '
                    f'{LARGEST_ERROR:.0%}.', '![](proof.png)',
                    '## Memory', markdown(runs, ['run', 'microbatch', 'reserved', 'allocated', 'counted', 'search found',
                                                 'search foreseen']),
