@@ -36,8 +36,8 @@ class Constants:
 
 
 CONSTANTS = Constants(peak_share=0.503, bandwidth_share=1.15, bytes_a_cycle=12.7, seconds_a_kernel=13e-6)
-# Of a compiled step, whose kernels by Triton are bound by the memory alone. Within a CUDA graph nothing is launched, and
-# a kernel costs what MLPerf's eight compiled points say. No published point tests the default mode, without a graph.
+# Of a compiled step, whose kernels by Triton are bound by the memory alone. Within a CUDA graph nothing is launched: a
+# kernel costs what MLPerf's eight compiled points say. No published point tests the default mode, without a graph.
 COMPILED = replace(CONSTANTS, bytes_a_cycle=math.inf)
 IN_A_GRAPH = replace(COMPILED, seconds_a_kernel=3.8e-6)
 # The largest error of a published point, either way, when the constants are fitted without its source
