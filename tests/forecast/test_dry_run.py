@@ -14,6 +14,7 @@ import benchmark
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.forecast.answer import forecast_record
+from sdbench.forecast.compiled_step import NotCounted
 from sdbench.forecast.estimate import Estimate, estimate
 from sdbench.forecast.measured import measured_speeds
 from sdbench.forecast.memory import build_on_meta, lasting_bytes
@@ -238,6 +239,23 @@ def test_a_run_that_no_card_holds_is_refused_with_what_would_help(capfd):
 def test_a_recipe_is_planned_without_a_place_to_save(smallest_model):
     argv = [f'@{ROOT}/recipes/phase-1.txt', *SMALL, '--dry_run', '8', '--model_name', smallest_model, '--gpu', 'H200']
     assert len(benchmark.main(argv)) == 2
+
+
+@pytest.mark.long
+def test_a_compiled_run_is_forecast_by_fewer_bytes_or_said_not_to_be_counted(smallest_model, capfd, monkeypatch):
+    argv = ['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'H100 80GB', '--compile']
+    [compiled] = benchmark.main(argv)
+    assert compiled['compile'] is True
+    assert compiled['images_per_sec_least'] is None  # no published run tests it
+    assert 'fused pointwise kernels' in capfd.readouterr().out
+
+    def fail(*_):
+        raise NotCounted('torch 9: moved')
+    monkeypatch.setattr('sdbench.forecast.estimate.trace_compiled_step', fail)
+    [eager] = benchmark.main(argv)
+    assert eager['compile'] is False
+    assert 'the compiled step could not be counted (torch 9: moved)' in capfd.readouterr().err
+    assert compiled['images_per_sec'] > eager['images_per_sec']
 
 
 def test_a_card_that_is_not_known_is_refused_by_the_flags_alone(capsys):
