@@ -15,9 +15,9 @@ class DataError(Exception):
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:
-    """What an error says, in one line; of a worker's traceback, what the DataError says that it ends with.
+    """Return what an error says, in one line; of a worker's traceback only the DataError that it ends with.
 
-    Of more than `most` characters the last words are left out.
+    The last words are left out where there are more than `most` characters.
     """
     if isinstance(error, OSError) and error.filename:
         return f'{error.filename}: {error.strerror}'
@@ -29,23 +29,28 @@ def one_line(error: BaseException, most: int | None = None) -> str:
 
 
 def redacted(text: str) -> str:
-    """A text without the passwords, keys and signatures that addresses and connection strings can carry."""
+    """Return a text without the passwords, keys and signatures that addresses and connection strings can carry."""
     without_users = re.sub(r'://([^/@:\s]*:\S*|[^/@\s]+)@', '://***@', text)  # a password may hold a /
     without_queries = re.sub(r"\?[^\s']*=[^\s']*", '?***', without_users)
     return re.sub(SECRET_SETTING, r'\1=***', without_queries)
 
 
 def unreadable_shard(error: BaseException, path: str | None = None) -> DataError:
-    """An error of a storage client or a disk as ours, with the remedy where it is known; `path` is the shard's."""
+    """Make an error of a storage client or a disk a DataError, with the remedy where it is known.
+
+    Args:
+        error: of the client or the disk.
+        path: of the shard; None where it is not known.
+    """
     which = f'a shard, {path},' if path else 'a shard'
     text = f'{which} could not be read ({type(error).__name__}: {one_line(error)})'
-    if 'No space left' in str(error):
+    if disk_is_full(error):
         text += '; free some of the disk, or bound the cache with --cache_limit'
     return DataError(text)
 
 
 def ended_worker(error: BaseException) -> str | None:
-    """Of an error because a process of a loader is gone: torch's words, and the remedy. None: it is another error."""
+    """Return torch's words and the remedy for an error because a loader's process is gone; None for another error."""
     for raised in (error.__cause__, error):  # of which the first names the signal, where torch has been told
         if 'DataLoader worker' in str(raised):
             return (f'{one_line(raised).rstrip(".")}; use fewer --num_workers where memory has run out, and a larger '
@@ -54,24 +59,45 @@ def ended_worker(error: BaseException) -> str | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: Python and torch's allocator have an error of their own for it, CUDA and its libraries
-    have not."""
+    """Tell whether memory ran out: Python and torch's allocator have an error for it, CUDA and its libraries do not."""
     if isinstance(error, MemoryError):
         return True
     return type(error).__name__ == 'OutOfMemoryError' or re.search(OUT_OF_MEMORY, str(error)) is not None
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Whether an error, or one that it followed, says so: torch raises another on top."""
+    """Tell whether an error says that a disk is full, or one that came before it: torch raises another on top."""
     while error is not None:
-        if getattr(error, 'errno', None) == errno.ENOSPC:
+        if getattr(error, 'errno', None) == errno.ENOSPC or 'No space left' in str(error):
             return True
         error = error.__context__
     return False
 
 
+def known_reason(error: BaseException, batch_flag: str = '--batch_size') -> str | None:
+    """Return in one line why a command failed, with the remedy; None where the error was not foreseen.
+
+    Args:
+        error: what it ended with.
+        batch_flag: the flag that decides how much memory is needed, with its value where that is known.
+    """
+    if isinstance(error, DataError):
+        return one_line(error)
+    if ended_worker(error):
+        return ended_worker(error)
+    if is_out_of_memory(error):
+        return (f'out of memory at {batch_flag}; use a smaller one, a smaller --image_size, or, in training, '
+                '--gradient_checkpointing')
+    if type(error).__name__ == 'FailOnRecompileLimitHit':  # of torch
+        return ('--compile: a part of the model was compiled as often as torch allows, and would run uncompiled from '
+                'here on; use --no-compile')
+    if disk_is_full(error):
+        return 'a disk is full: free some of it'
+    return None
+
+
 def plural(number: int, one: str, several: str | None = None) -> str:
-    """A number of things, such as '1 batch' and '2,000 batches'.
+    """Return a number of things in words, such as '1 batch' and '2,000 batches'.
 
     Args:
         number: of them.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-from sdbench.errors import DataError, is_out_of_memory, one_line, redacted
+from sdbench.errors import DataError, known_reason, one_line, redacted
 
 
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:
@@ -44,9 +44,10 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
     except (DataError, OSError, ImportError) as error:
         exit_with_error(program, 1, one_line(error) + behind)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        reason = known_reason(error)
+        if reason is None:
             raise
-        exit_with_error(program, 1, f'out of memory ({one_line(error, 200)}); use a smaller --batch_size{behind}')
+        exit_with_error(program, 1, reason + behind)
     except KeyboardInterrupt:
         exit_with_error(program, 130, f'interrupted{behind}')
     finally:

@@ -1,6 +1,7 @@
 """How a training begins, ends and is recorded."""
 import os
 import sys
+import traceback
 import warnings
 
 import torch
@@ -8,7 +9,7 @@ from composer import ComposerModel, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
-from sdbench.errors import DataError, plural
+from sdbench.errors import DataError, known_reason, one_line, plural
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import whole_epochs
@@ -16,7 +17,6 @@ from sdbench.measuring.record import UNMEASURED, append_record, redacted, summar
 from sdbench.measuring.tracing import PROFILED
 from sdbench.models.flops import utilization
 from sdbench.models.loading import UNET_WEIGHTS
-from sdbench.training.failures import reason
 from sdbench.training.loggers import log_record
 from sdbench.training.progress import Progress, batches_in_words
 from sdbench.training.ranks import StopAtSignal
@@ -74,6 +74,15 @@ def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
 def is_over(state: State) -> bool:
     """Whether the checkpoint that a training resumes from is its last."""
     return state.timestamp >= state.max_duration
+
+
+def reason(error: Exception, batch_flag: str) -> str:
+    """Return in one line why a run failed, as `known_reason` does; print the traceback of any other error."""
+    known = known_reason(error, batch_flag)
+    if known is not None:
+        return known
+    traceback.print_exception(error)
+    return f'{type(error).__name__}: {one_line(error)[:500]}'
 
 
 def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:

@@ -5,6 +5,7 @@ from composer import Callback
 from composer.core import Precision
 from composer.utils import dist
 
+from sdbench.errors import DataError
 from sdbench.inputs.stream import VerifiedDataset
 from sdbench.training.kept import require_same_run
 
@@ -12,7 +13,7 @@ MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights w
 GRADIENT_NORM = 'l2_norm/grad/global'  # as Composer's OptimizerMonitor calls it
 
 
-class NonFiniteStep(Exception):
+class NonFiniteStep(DataError):
     """The loss of a batch, or a gradient of it, is infinite or not a number."""
 
 

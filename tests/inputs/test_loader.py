@@ -6,9 +6,9 @@ import pytest
 from torch.utils.data import Dataset
 
 from data import StreamingLAIONDataset, build_loader
+from sdbench.errors import known_reason
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.loader import TimedDataLoader
-from sdbench.training.failures import reason
 from tests.runs import wait_until
 
 
@@ -54,7 +54,7 @@ def test_a_killed_process_of_a_loader_is_one_line_with_the_remedy(number, words,
     loader = TimedDataLoader(Numbers(), 2, num_workers=1, collate_fn=lambda _: os.kill(os.getpid(), number))
     with pytest.raises(RuntimeError) as error:
         list(loader)
-    line = reason(error.value, '')
+    line = known_reason(error.value)
     assert words in line
     assert '--num_workers' in line
     assert '--shm-size' in line
