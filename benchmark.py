@@ -17,7 +17,9 @@ if __name__ == '__main__':
     if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # torch 2.9 has the second as well
         os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'  # or what is freed early leaves holes
     sleep_while_waiting()
-    parse(Train, __doc__)  # a mistake is answered before the imports, which take seconds
+    # A mistake in the flags, or --help, is answered before the imports, which take seconds. `main` parses once more,
+    # since other programs call it with flags of their own.
+    parse(Train, __doc__)
 
 import sys
 from collections.abc import Sequence
@@ -108,7 +110,7 @@ class StableDiffusion(ComposerModel):
         self.text_encoder = build_text_encoder(files, encoder_precision)
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
-        """Training mode for the UNet; the frozen encoders stay in eval mode."""
+        """Put the UNet into training mode; the frozen encoders stay in eval mode."""
         super().train(mode)
         self.text_encoder.eval()
         if self.vae is not None:
@@ -141,7 +143,7 @@ class StableDiffusion(ComposerModel):
 
     @torch.no_grad()
     def encode(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
+        """Return latents float32 (B, 4, H/8, W/8), of unit variance, and text states float32 (B, 77, D)."""
         if MOMENTS in batch:
             moments = batch[MOMENTS]
         else:
@@ -153,13 +155,12 @@ class StableDiffusion(ComposerModel):
 
     @torch.no_grad()
     def text_states(self, caption: torch.Tensor) -> torch.Tensor:
-        """States of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
+        """Return the states of the text encoder, float32 (B, 77, D), for token ids int64 (B, 77)."""
         with self.encoder_autocast(caption.device.type):
             return self.text_encoder(caption)[0].float()
 
     def encoder_autocast(self, device: str) -> torch.autocast:
-        """Autocast as it is set, but none for encoders that are held in half precision: they compute in it as they are.
-        """
+        """Return autocast as it is set, but none for encoders in half precision: they compute in it without."""
         wanted = torch.is_autocast_enabled(device) and self.text_encoder.dtype == torch.float32
         return torch.autocast(device, enabled=wanted)
 
@@ -176,7 +177,7 @@ class StableDiffusion(ComposerModel):
         return (min_snr_weights(alphas_cumprod, self.snr_gamma, self.prediction_type) * errors).mean()
 
     def get_metrics(self, is_train: bool) -> dict:
-        """What an evaluation measures; training needs nothing but its loss."""
+        """Return what an evaluation measures; training needs nothing but its loss."""
         if is_train:
             return {}
         return {METRIC: MeanSquaredError()}
@@ -188,19 +189,19 @@ class StableDiffusion(ComposerModel):
 
     @cached_property
     def flops_per_image(self) -> dict[str, int]:
-        """FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; counted on no data."""
+        """Count the FLOPs (1 multiply-add = 2) of an image: UNet forward and backward, VAE encode, text; on no data."""
         vae_config = None if self.vae is None else self.vae.config
         return flops_of_an_image(self.unet.config, self.text_encoder.config, vae_config, self.image_size,
                                  self.latent_size)
 
     def flops_per_batch(self, batch: dict[str, torch.Tensor]) -> int:
-        """FLOPs of a training batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""
+        """Count the FLOPs of a batch at `image_size`, whatever size it is stored at. Composer's MFU comes from this."""
         return len(batch['caption']) * sum(self.flops_per_image.values())
 
 
 def build_model(settings: Train, latents: bool, device: torch.device | None = None,
                 files: ModelFiles | None = None) -> StableDiffusion:
-    """The model with its switches, its weights drawn from the seed on `device`, by default the one that trains them."""
+    """Build the model with its switches. Its weights are drawn from the seed on `device`; None: the one that trains."""
     torch.manual_seed(settings.seed)
     with device or torch.device(get_device()._device):
         model = StableDiffusion(settings.model_name, settings.image_size, settings.pretrained,
@@ -210,14 +211,14 @@ def build_model(settings: Train, latents: bool, device: torch.device | None = No
 
 
 def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Optimizer:
-    """AdamW over the UNet alone: the frozen encoders need no optimizer."""
+    """Build AdamW over the UNet alone: the frozen encoders need no optimizer."""
     return torch.optim.AdamW(model.unet.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay,
                              betas=settings.adam_betas, fused=settings.fused_optimizer)
 
 
 def build_algorithms(settings: Train, files: ModelFiles | None = None,
                      average: dict | None = None) -> list[Algorithm]:
-    """What changes a batch or the weights' average; `average` is the state of one to go on with."""
+    """Build what changes a batch or averages the weights; `average` is the state of an average to go on with."""
     algorithms = []
     if settings.caption_drop:
         tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
@@ -235,7 +236,7 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
 
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: StopAtSignal,
                     more: Sequence[Callback] = ()) -> list[Callback]:
-    """What watches a run and keeps it alive, in the order in which Composer calls them at each event."""
+    """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
     safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, files, dataset),
                           settings.clip_grad_norm)
@@ -259,7 +260,9 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
 
 
 def build_speed_monitor(settings: Train) -> SpeedMonitor:
-    """Composer's own curves of speed: over 10 batches, or as many as are measured. It knows no GPU's peak but by name.
+    """Build Composer's own curves of speed, over 10 batches, or as many as are measured.
+
+    It is told the GPU's peak, which it would look up by a name that it may not know.
     """
     window = 10
     if settings.measure_batches is not None:
@@ -270,7 +273,7 @@ def build_speed_monitor(settings: Train) -> SpeedMonitor:
 
 def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: StopAtSignal,
                    callbacks: Sequence[Callback] = ()) -> tuple[StableDiffusion, Trainer]:
-    """The model, and its training at its start or at the checkpoint to resume from.
+    """Build the model, and its training at its start or at the checkpoint to resume from.
 
     Args:
         settings: of the run, its times in batches.
@@ -336,7 +339,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
 
 
 def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback]) -> dict:
-    """Train, and keep the record of it; returns that.
+    """Train, keep the record, and return it.
 
     Raises RunFailed if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
@@ -354,7 +357,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
 
 def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> dict:
-    """Run the benchmark, with more callbacks for Composer's Trainer if there are any; returns its record.
+    """Run the benchmark, with more callbacks for Composer's Trainer if there are any, and return its record.
 
     With --dry_run it returns the records of the forecasts instead.
     """

@@ -39,6 +39,7 @@ from sdbench.datasets.job import (
 from sdbench.datasets.output import SKIPPED, Output, part_name
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
+from sdbench.inputs.loader import default_workers
 from sdbench.inputs.shards import IMAGES, index_hash, read_image_index
 from sdbench.measuring.record import append_record, run_metadata
 from sdbench.measuring.reliability import why_unreliable
@@ -151,6 +152,7 @@ def encoding_record(settings: Encode, figures: list[dict], devices: int, stored:
         flops_per_image: of the VAE.
     """
     record = run_metadata('encode', dataclasses.asdict(settings), ENCODING_FLAGS) | {
+        'num_workers_by_default': settings.num_workers == default_workers(settings),
         'dataset': 'streaming', 'status': 'complete', 'num_devices': devices,
         'num_nodes': len({worker['machine'] for worker in figures}), **stored}
     if figures[0]['device']:

@@ -33,7 +33,7 @@ from sdbench.training.weights import Trained, read_trained, trained_pipeline
 
 @contextlib.contextmanager
 def new_folder(out: str) -> Iterator[str]:
-    """A folder that becomes OUT at the end of the context, so that OUT is whole or not there."""
+    """Give a folder that becomes OUT at the end of the context, so that OUT is whole or not there."""
     parent = os.path.dirname(os.path.abspath(out))
     os.makedirs(parent, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix='.export-') as around:

@@ -46,7 +46,6 @@ class SampleFlags:
                              'folder is read in place); without --remote, the folder with the shards')
     num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
                                    converter=whole_number)
-    num_workers_by_default: bool | None = None  # no flag: whether the program chose their number
 
 
 @dataclass(frozen=True, kw_only=True)

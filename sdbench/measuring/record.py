@@ -19,6 +19,7 @@ from sdbench.costs import days_to_train, gpu_hours, price_of
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import LOADER_FLAGS, TRAINING_FLAGS, Train
+from sdbench.inputs.loader import default_workers
 from sdbench.measuring.clock import loader_figures
 from sdbench.measuring.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
 from sdbench.measuring.reliability import busy_cores, remedy, why_unreliable
@@ -50,6 +51,7 @@ def training_settings(settings: Train, latents: bool, microbatch: int | None = N
             values['device_train_microbatch_size'] = microbatch
         stated = run_metadata('train', values, TRAINING_FLAGS)
     return stated | {
+        'num_workers_by_default': settings.num_workers == default_workers(settings),
         'dataset': 'streaming' if settings.remote else 'synthetic',
         'encoders': 'text_in_loop' if latents else 'in_loop',
     }
@@ -69,7 +71,6 @@ def run_metadata(stage: str, values: dict[str, Any], flags: Sequence[str]) -> di
         'model_name': redacted(values['model_name']),
         'image_size': values['image_size'],
         **{flag: values[flag] for flag in flags},
-        'num_workers_by_default': values.get('num_workers_by_default'),
         'versions': {'python': platform.python_version(),
                      'cuda': torch.version.cuda if torch.cuda.is_available() else None, **package_versions()},
     }

@@ -48,7 +48,7 @@ PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own typ
 
 @contextlib.contextmanager
 def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
-    """A context in which no other run saves in a --save_folder; a store has no locks.
+    """Hold the lock of a --save_folder, so that no other run saves in it; a store has no locks.
 
     Raises ValueError on all ranks if another run does, or if there are files that this one does not resume.
     """
@@ -75,7 +75,7 @@ def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitS
 
 
 def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
-    """Paths or URIs of what lies directly in a folder or an object store; none where it is not there.
+    """List the paths or URIs of what lies directly in a folder or an object store; none where it is not there.
 
     Raises ValueError, which names `flag`, if they cannot be listed.
     """
@@ -93,7 +93,7 @@ def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
-    """Those of `names_in` that are Composer's checkpoints, by batch, the oldest first."""
+    """List those of `names_in` that are Composer's checkpoints, by batch, the oldest first."""
     found = []
     for name in names_in(folder, flag):
         match = CHECKPOINT_NAME.fullmatch(os.path.basename(name))
@@ -104,7 +104,7 @@ def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
 
 
 def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
-    """Path or URI of the newest whole checkpoint of a folder or an object store, for all ranks; None if there is none.
+    """Return the path or URI of the newest whole checkpoint of a folder or store, for all ranks; None if there is none.
 
     A newer one that was not written to its end is passed over with a line, and stays. In a store all are whole.
 
@@ -123,7 +123,7 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
 
 
 def newest_whole(folder: str, flag: str) -> str | None:
-    """The newest whole checkpoint that this rank sees. Raises ValueError if one cannot be read."""
+    """Return the newest whole checkpoint that this rank sees. Raises ValueError if one cannot be read."""
     for name in reversed(checkpoints_in(folder, flag)):
         try:
             if '://' in name or is_whole(name):
@@ -137,7 +137,7 @@ def newest_whole(folder: str, flag: str) -> str | None:
 
 
 def is_whole(path: str) -> bool:
-    """Whether a file is an archive with its end. Raises OSError if it cannot be read."""
+    """Tell whether a file is an archive with its end. Raises OSError if it cannot be read."""
     with open(path, 'rb') as file:
         file.read(1)  # zipfile takes a disk's refusal for an archive without an end
         return zipfile.is_zipfile(file)
@@ -145,7 +145,7 @@ def is_whole(path: str) -> bool:
 
 @contextlib.contextmanager
 def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
-    """A context in which torch.load runs no code that a file holds, also where Composer 0.32 asks it to.
+    """Let torch.load run no code that a file holds, while the context lasts, also where Composer 0.32 asks it to.
 
     It maps the file, so that a tensor is read when it is used, and the ranks of a host share what they read.
 
@@ -169,7 +169,7 @@ def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
-    """A context in which Composer's Trainer loads a checkpoint of --save_folder. Raises ValueError if it does not fit.
+    """Let Composer's Trainer load a checkpoint of --save_folder in this context. Raises ValueError if it does not fit.
 
     Other errors, as of memory or a network, stay what they are.
     """
@@ -189,7 +189,7 @@ def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
 
 
 def load_checkpoint(path: str | os.PathLike) -> dict:
-    """A checkpoint, on the CPU. Raises ValueError if it holds more than tensors and plain types, such as code."""
+    """Load a checkpoint on the CPU. Raises ValueError if it holds more than tensors and plain types, such as code."""
     with weights_only_load(path):
         return torch.load(path, map_location='cpu', weights_only=True)
 
@@ -241,15 +241,19 @@ class AtomicCheckpointSaver(CheckpointSaver):
         self.upload: Upload | None = None  # the newest
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over those of the run that is resumed, by their names: its folder may have another name now."""
+        """Take over what the run that is resumed has saved, by file names: its folder may have another name now."""
         super().load_state_dict(state)
+
+        # the checkpoints that are still there, the oldest first, so that they make room for newer ones
         paths = [os.path.join(self.folder, os.path.basename(path)) for path in self.all_saved_checkpoints_to_timestamp]
         self.saved_checkpoints = [path for path in paths if os.path.exists(path)]
-        # at an epoch's end Composer would save the same batch again, under the name of the next epoch
+
+        # else at an epoch's end Composer would save the same batch again, under the name of the next epoch
         self.last_checkpoint_batch = max(saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values())
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
-        """Raises DataError if the disk is full that the checkpoint is written to."""
+        """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full."""
+        # Composer looks its function up in its module, and takes no other
         write_in_place = composer_checkpoint._write_checkpoint_file
         composer_checkpoint._write_checkpoint_file = save_atomically
         try:
@@ -267,7 +271,7 @@ class AtomicCheckpointSaver(CheckpointSaver):
 
     def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
                            logger: Logger) -> None:
-        """Start to send a checkpoint, once the one before it has been sent, or has failed to be."""
+        """Start to send a checkpoint, once the one before it has been sent or has failed. Composer calls this."""
         unsent = self._wait_for_upload()
         if unsent is not None:
             Path(unsent.file).unlink(missing_ok=True)  # this newer one takes its place
@@ -284,7 +288,7 @@ class AtomicCheckpointSaver(CheckpointSaver):
         self.upload = Upload(file, name, done)
 
     def _warn_of_failure(self, name: str, done: Future) -> None:
-        """At the end of an upload, in its thread."""
+        """Warn on the terminal where an upload failed. It is called at the end of each upload, in its thread."""
         error = done.exception()
         if error is not None:
             tqdm.write(f'warning: {os.path.basename(name)} could not be sent to --save_folder {self.address} '
@@ -297,7 +301,7 @@ class AtomicCheckpointSaver(CheckpointSaver):
         return self.upload
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Uploads are looked after when the next one starts, and at the end."""
+        """Do nothing: Composer ends the run here if an upload failed. `_upload_checkpoint` and `fit_end` look at it."""
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait for the last checkpoint, and send it once more if that failed.
@@ -313,6 +317,7 @@ class AtomicCheckpointSaver(CheckpointSaver):
                             f'{unsent.file}')
 
     def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
+        """Remove the oldest of this run's checkpoints that are too many, unless the user has done so."""
         while len(self.saved_checkpoints) > self.num_checkpoints_to_keep:
             Path(self.saved_checkpoints.pop(0)).unlink(missing_ok=True)
 
@@ -325,6 +330,6 @@ def leave_out(state_dict: dict[str, Any]) -> None:
 
 
 def save_atomically(state_dict: dict[str, Any], filename: str) -> None:
-    """Save what Composer saves, under its name once it is on the disk."""
+    """Save what Composer saves; the file has its name once all of it is on the disk."""
     with atomic_write(filename) as file:
         torch.save(state_dict, file)

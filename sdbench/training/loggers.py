@@ -59,7 +59,7 @@ def make_curves_folder(folder: str, name: str | None) -> None:
 
 
 def log_record(logger: Logger, record: dict) -> None:
-    """The numbers of a record, each as a curve of one point."""
+    """Log the numbers of a record, each as a curve of one point."""
     numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
     logger.log_metrics(numbers)
 

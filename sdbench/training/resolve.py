@@ -1,6 +1,5 @@
 """What only this machine knows of the flags that were not given, and which flags it cannot serve."""
 import dataclasses
-import os
 from typing import Any
 
 import torch
@@ -10,17 +9,16 @@ from sdbench.costs import TRAINING_IMAGES
 from sdbench.flags.commands import Encode
 from sdbench.flags.times import to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, TINY_MODEL, Train, number_of_devices
-from sdbench.inputs.loader import queued_batches
+from sdbench.inputs.loader import default_workers, queued_batches
 from sdbench.inputs.shards import read_index
 from sdbench.measuring.reliability import fewest_batches
 from sdbench.paths import number_of_samples, sibling_path
 
-MOST_WORKERS = 8
 FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
 
 
 def resolve_defaults(settings: Train) -> Train:
-    """The settings of a run with each flag filled in. Raises ValueError for what this machine cannot do."""
+    """Return the settings of a run with each flag filled in. Raises ValueError for what this machine cannot do."""
     refuse_more_ranks_than_gpus()
     devices = number_of_devices(settings)
     is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
@@ -34,8 +32,7 @@ def resolve_defaults(settings: Train) -> Train:
         'channels_last': is_for_gpus,
         # blocks send gradients while others still compute; CUDA graphs are tied to weights, which blocks differ in
         'compile_blocks': devices > 1 and settings.compile not in (False, 'reduce-overhead'),
-        'num_workers': default_workers(dist.get_local_world_size()) if settings.remote else 0,
-        'num_workers_by_default': settings.num_workers is None,
+        'num_workers': default_workers(settings),
         'ema_half_life': '1000ba' if settings.use_ema else None,
         'sample_folder': sibling_path(settings.save_folder, 'samples') if settings.save_folder else 'samples',
         'training_images': images_of_training(settings),
@@ -46,10 +43,10 @@ def resolve_defaults(settings: Train) -> Train:
 
 
 def broadcast_from_rank_0(settings: Train) -> Train:
-    """Once the ranks have met: with the length of rank 0's run, and as many loader processes as it has.
+    """Return the settings of this rank with rank 0's length of the run and number of loader processes.
 
-    Ranks whose loaders differ, as hosts with other numbers of cores have them, would train for different numbers of
-    batches.
+    All ranks call it together. Ranks whose loaders differ, as hosts with other numbers of cores have them, would train
+    for different numbers of batches.
     """
     first = dist.all_gather_object(settings)[0]
     return dataclasses.replace(settings, num_workers=first.num_workers, measure_batches=first.measure_batches,
@@ -57,28 +54,31 @@ def broadcast_from_rank_0(settings: Train) -> Train:
 
 
 def resolve_encoding_defaults(settings: Encode) -> Encode:
-    """The settings of an encoding with each flag filled in."""
+    """Return the settings of an encoding with each flag filled in. Raises ValueError if --ray needs a precision."""
     has_gpu = torch.cuda.is_available()
     if settings.ray and settings.encoder_precision is None and not has_gpu:
         raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
-    return with_defaults(with_local_in_place(settings), {
+    settings = with_local_in_place(settings)
+    return with_defaults(settings, {
         'encoder_precision': ENCODER_PRECISIONS[best_precision(has_gpu)],
         'channels_last': None if settings.ray else has_gpu,  # each worker knows
-        'num_workers': default_workers(max(1, torch.cuda.device_count())),
-        'num_workers_by_default': settings.num_workers is None,
+        'num_workers': default_workers(settings),
     })
 
 
 def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
-    """The settings with these values for what was not given."""
+    """Return the settings with these values for the flags that were not given."""
     missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
     return dataclasses.replace(settings, **missing)
 
 
 def images_of_training(settings: Train) -> int | None:
-    """Whose cost is said: those of Stable Diffusion 2, or of a --dry_run with --max_duration its own; None of tiny."""
-    if settings.model_name == TINY_MODEL:  # is for trials
+    """Return the images of the training whose cost is stated; None for the model tiny, which is for trials.
+
+    They are those of Stable Diffusion 2, but those of --max_duration in a dry run that has it.
+    """
+    if settings.model_name == TINY_MODEL:
         return None
     if not settings.dry_run or settings.max_duration is None:
         return TRAINING_IMAGES
@@ -91,7 +91,7 @@ def images_of_training(settings: Train) -> int | None:
 
 
 def with_local_in_place(settings: Train | Encode) -> Train | Encode:
-    """Where --local is the only place that is given, it is the data."""
+    """Return the settings with --local as the data where it is the only place that is given."""
     is_synthetic = isinstance(settings, Train) and (settings.use_synth_data or settings.use_synth_latents)
     if settings.remote or is_synthetic:
         return settings
@@ -99,7 +99,7 @@ def with_local_in_place(settings: Train | Encode) -> Train | Encode:
 
 
 def best_precision(is_for_gpus: bool) -> str:
-    """amp_bf16 on a GPU that has it, amp_fp16 on another, fp32 on a CPU. --dry_run speaks of a GPU that has it."""
+    """Return amp_bf16 for a GPU that has it, amp_fp16 for another, fp32 for a CPU. A dry run is for one that has it."""
     if not is_for_gpus:
         return 'fp32'
     if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -107,14 +107,11 @@ def best_precision(is_for_gpus: bool) -> str:
     return 'amp_bf16'
 
 
-def default_workers(devices: int) -> int:
-    """Loader processes of each of the machine's devices: as many as its share of the cores."""
-    cores = len(os.sched_getaffinity(0)) // devices
-    return max(1, min(MOST_WORKERS, cores))
-
-
 def with_length(settings: Train) -> Train:
-    """Without --max_duration the run is as long as the measurement; with it, all after the warm-up is measured."""
+    """Return the settings with the length of the run: without --max_duration that of the measurement.
+
+    With --max_duration all batches after the warm-up are measured.
+    """
     if settings.max_duration and not settings.loader_only:
         return settings
     queue = queued_batches(settings.num_workers) if settings.remote else 0
@@ -124,7 +121,7 @@ def with_length(settings: Train) -> Train:
 
 
 def refuse_more_ranks_than_gpus() -> None:
-    """Raises ValueError if two ranks would share a GPU. It comes before anything that touches one, and so may fail."""
+    """Raise ValueError if two ranks would share a GPU. Nothing that touches a GPU, and so may fail, comes before it."""
     processes = dist.get_local_world_size()
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and processes > gpus:
@@ -132,14 +129,14 @@ def refuse_more_ranks_than_gpus() -> None:
 
 
 def refuse_half_precision_without_a_gpu(settings: Train) -> None:
-    """Raises ValueError if a training would compute in a precision that Composer has for GPUs alone."""
+    """Raise ValueError if a training would compute in a precision that Composer has for GPUs alone."""
     if settings.precision != 'fp32' and not torch.cuda.is_available():
         raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
                          'fp32, after a recipe that has the other')
 
 
 def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, devices: int) -> None:
-    """Raises ValueError, with the flag, its value and the remedy, if a flag would do nothing, or wrong."""
+    """Raise ValueError, with the flag, its value and the remedy, if a flag would do nothing or the wrong thing."""
     device_batch_size = settings.batch_size // devices
     if settings.searches_microbatch and not is_for_gpus:
         raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {device_batch_size}')

@@ -30,7 +30,7 @@ class RunFailed(DataError):
 
 
 def log_config(settings: Train) -> None:
-    """On rank 0, since building and the first batch can take minutes, or without a GPU hours."""
+    """Say on rank 0 what is being built: that and the first batch can take minutes, or without a GPU hours."""
     if dist.get_global_rank():
         return
     if settings.model_name == SD2_BASE and not torch.cuda.is_available():
@@ -43,7 +43,7 @@ def log_config(settings: Train) -> None:
 
 
 def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
-    """On rank 0: what is resumed or started from, and what will not come of it."""
+    """Say on rank 0 what the run resumes or starts from, and warn of what will not come of it."""
     if dist.get_global_rank():
         return
     if is_over(state):
@@ -72,7 +72,7 @@ def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
 
 
 def is_over(state: State) -> bool:
-    """Whether the checkpoint that a training resumes from is its last."""
+    """Tell whether the checkpoint that a training resumes from is its last."""
     return state.timestamp >= state.max_duration
 
 
@@ -164,7 +164,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
 
 
 def where_it_stopped(settings: Train, state: State) -> str:
-    """Of an interrupted run, and how to go on."""
+    """Return the line of a summary that says where an interrupted run stopped, and how to go on."""
     stopped = f'{"stopped":<15} after batch {state.timestamp.batch.value}; '
     if settings.save_folder:
         return stopped + f'a checkpoint is in {settings.save_folder}: the same command with --autoresume goes on'

@@ -32,7 +32,7 @@ def lay_out_as_weights(optimizer: torch.optim.Optimizer) -> None:
 
 
 def trained_parameters(state) -> list[torch.nn.Parameter]:
-    """What the optimizer moves: it has a list, where a model is searched through all its modules."""
+    """Return what the optimizer moves. It has a list; a model would be searched through all its modules."""
     parameters = []
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
@@ -91,7 +91,7 @@ class Safeguard(Callback):
         self._loss = self._loss + state.loss.detach()
 
     def after_train_batch(self, state, logger) -> None:
-        """Before the optimizer steps: agree with the other ranks on whether to take the step, and clip its gradients.
+        """Agree with the other ranks, before the optimizer steps, on whether it does, and clip the gradients.
 
         A GPU is waited for once. The norm that tells whether the gradients are finite is the one that they are clipped
         by: Composer's own GradientClipping comes before callbacks, and makes zeros of gradients whose norm is infinite.

@@ -29,7 +29,7 @@ CAPTION_LINES = 3  # below a picture
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts in a file, one a line. Raises ValueError if there is none."""
+    """Read the prompts in a file, one a line. Raises ValueError if there is none."""
     lines = Path(path).read_text(encoding='utf-8-sig').split('\n')
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
@@ -44,7 +44,7 @@ def refuse_drawings_of_another_run(folder: str) -> None:
 
 
 def with_caption(picture: Image.Image, caption: str) -> Image.Image:
-    """A picture with as much of its caption below it as three lines take."""
+    """Return a picture with as much of its caption below it as three lines take."""
     size = max(8, picture.width // 24)  # of the letters, in pixels
     font = ImageFont.truetype(findfont('DejaVu Sans'), size)
     letters = max(1, int(picture.width / font.getlength('n')))  # in a line
@@ -109,15 +109,20 @@ class Sampling(Callback):
 
     def _draw_and_keep(self, state: State, logger: Logger) -> None:
         """Draw with the weights of now, and keep the grid as a PNG and with the loggers."""
+        # the average where it has started, else the live weights
         unet, weights = self.model.unet, 'live'
         for algorithm in state.algorithms:
             if getattr(algorithm, 'ema_started', False):  # of EMA
                 unet, weights = algorithm.get_ema_model(self.model).unet, 'averaged'
+
+        # a picture of each prompt, in a grid
         pictures = []
         for picture, prompt in zip(self.draw(unet, state.device_train_microbatch_size), self.prompts, strict=True):
             pictures.append(pil_to_tensor(with_caption(picture, prompt)))
         columns = math.ceil(math.sqrt(len(pictures)))
         grid = make_grid(pictures, columns, padding=0, pad_value=255)  # uint8 (3, H, W), white behind the last
+
+        # as a PNG that says what it shows, and as an image of the loggers
         text = PngInfo()
         text.add_itxt('prompts', '\n'.join(self.prompts))
         text.add_itxt('weights', weights)
@@ -128,7 +133,7 @@ class Sampling(Callback):
         logger.log_images(grid.numpy(), 'samples', use_table=False)
 
     def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
-        """The pictures, with no more at once in the UNet than in training, where gradients come on top."""
+        """Draw the pictures, with no more at once in the UNet than in training, where gradients come on top."""
         at_once = max(1, microbatch // 2)  # each is there with its caption and without
         pipeline = build_pipeline(unet, self._vae, self.model.scheduler.config)
         pictures = []
@@ -144,7 +149,13 @@ class Sampling(Callback):
 
     def _draw_some(self, pipeline: StableDiffusionPipeline, first: int,
                    tokens: list[torch.Tensor]) -> list[Image.Image]:
-        """The pictures of the prompts from number `first` on, of which `tokens` are, each int64 (77,)."""
+        """Draw some pictures.
+
+        Args:
+            pipeline: draws them.
+            first: number of the first prompt; the noise depends on it.
+            tokens: of these prompts, each int64 (77,).
+        """
         side = self.model.image_size
         with get_precision_context(self.settings.precision):
             text = self.model.text_states(torch.stack(tokens))  # (B, 77, D)

@@ -54,7 +54,7 @@ class Trained:
 
 
 def read_trained(source: str, flag: str) -> Trained:
-    """The model of a checkpoint, of the newest in a folder, or of either in an object store.
+    """Read the model of a checkpoint, of the newest in a folder, or of either in an object store.
 
     Files are mapped, not read: the optimizer's moments, most of a checkpoint, never come into memory. All ranks call
     this together.
@@ -78,7 +78,7 @@ def read_trained(source: str, flag: str) -> Trained:
 
 
 def trained_of(state: dict) -> Trained:
-    """The model in the state of a checkpoint. KeyError, TypeError or the like if it is none."""
+    """Return the model in the state of a checkpoint. Raises KeyError, TypeError or the like if it is none."""
     model = state['model']
     ema = dict(state.get('algorithms', ())).get('EMA')
     if ema is not None:
@@ -96,7 +96,7 @@ def trained_of(state: dict) -> Trained:
 
 
 def live_and_averaged(model: dict[str, torch.Tensor], ema: dict) -> tuple[dict[str, torch.Tensor], dict | None]:
-    """The live weights of a checkpoint, and the state of its average; None where the average has not started.
+    """Return the live weights of a checkpoint, and the state of its average or None where that has not started.
 
     Composer's own EMA saves while the average is in the model, and the live weights are in its shadow. Of a run on
     several devices, the names in its shadow have DDP's prefix.
@@ -121,7 +121,7 @@ def live_and_averaged(model: dict[str, torch.Tensor], ema: dict) -> tuple[dict[s
 
 @contextlib.contextmanager
 def fetched(name: str, flag: str) -> Iterator[str]:
-    """The path of a checkpoint: itself, or for the URI of an object in a store that of a copy, one on each node.
+    """Give the path of a checkpoint; for an object in a store that of a copy, one on each node.
 
     What is mapped of the copy stays readable when it has gone with the context.
     """
@@ -143,7 +143,7 @@ def fetched(name: str, flag: str) -> Iterator[str]:
 
 
 def with_prefix_removed(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Those whose name has the prefix, without it."""
+    """Return the tensors whose name has the prefix, by their names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -181,7 +181,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
 
 
 def unet_folder(path: str) -> Path | None:
-    """The folder with the UNet in a folder of diffusers, itself or that of a pipeline; None if it is none."""
+    """Return the folder with the UNet in a folder of diffusers, perhaps that of a pipeline; None if there is none."""
     for folder in (Path(path, 'unet'), Path(path)):
         if (folder / 'config.json').is_file():
             return folder
@@ -220,7 +220,7 @@ def warn_of_another_tokenizer(trained: Trained, name: str | None, label: str) ->
 
 
 def require_same_encoders(trained: Trained, model: ComposerModel, label: str) -> None:
-    """Raises ValueError if the UNet was trained with another VAE or text encoder than `model`, in any precision."""
+    """Raise ValueError if the UNet was trained with another VAE or text encoder than `model`, in any precision."""
     for part in ('vae', 'text_encoder'):
         theirs = getattr(trained, part)
         module = getattr(model, part)
@@ -233,7 +233,7 @@ def require_same_encoders(trained: Trained, model: ComposerModel, label: str) ->
 
 
 def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same but for the rounding to half precision."""
+    """Tell whether two tensors are the same but for the rounding to half precision."""
     if one.shape != other.shape:
         return False
     return torch.allclose(one.float(), other.cpu().float(), rtol=0.01, atol=1e-6)
@@ -243,7 +243,7 @@ def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def trained_pipeline(trained: Trained, label: str, model_name: str | None = None, tokenizer: str | None = None,
                      pretrained: bool = False, live: bool = False) -> StableDiffusionPipeline:
-    """The pipeline of a checkpoint, on the CPU.
+    """Make the pipeline of a checkpoint, on the CPU.
 
     Args:
         trained: what the checkpoint holds; its tensors in float32 are not copied.
@@ -258,6 +258,8 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
     name = model_name or trained.flags.get('model_name')
     if name is None:
         raise ValueError(f'{label} does not say what model it is of; give --model_name of export.py')
+
+    # the model's files, which must be of what was trained
     files = find_model(name, pretrained and trained.vae is None)
     difference = difference_of_models(trained.flags, files.configs)
     if difference:
@@ -267,6 +269,8 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
     if files.pretrained and encoded_by not in (None, files.vae_sha256):
         raise ValueError(f'--model_name {name} has another VAE than the one that encoded the latents of {label}; give '
                          'the model of the encoding')
+
+    # the parts with their weights
     unet_config = dict(files.configs['unet'])
     if 'image_size' in trained.flags:
         unet_config['sample_size'] = files.latent_size(trained.flags['image_size'])
@@ -311,7 +315,7 @@ def trained_tokenizer(trained: Trained, files: ModelFiles, given: str | None, la
 
 
 def with_weights(make: Callable[[], torch.nn.Module], weights: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """The module that `make` gives, its parameters made without memory, with `weights` in float32 in their place.
+    """Return the module that `make` gives, with `weights` in float32 as its parameters, which are made without memory.
 
     Raises RuntimeError if they do not fit.
     """

@@ -108,7 +108,7 @@ def test_a_local_without_a_remote_is_the_data():
     here = settings_of('--local', 'shards', *TINY)
     assert (here.remote, here.local) == ('shards', None)
     there = resolve_encoding_defaults(parse(Encode, '', ['--local', 'shards', '--out', 'x']))
-    assert (there.remote, there.local, there.num_workers_by_default) == ('shards', None, True)
+    assert (there.remote, there.local) == ('shards', None)
 
 
 def test_a_dry_run_speaks_of_gpus_without_one_and_without_data():
