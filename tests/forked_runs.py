@@ -18,7 +18,7 @@ import torch
 from composer import Callback
 
 import benchmark
-from tests.runs import free_port
+from tests.runs import assert_same_training, free_port
 
 RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
        '--max_duration', '12ba', '--autoresume']
@@ -209,3 +209,27 @@ def traced(folder: Path, ranks: int) -> list[dict[int, set]]:
             number, *seen = json.loads(line)
             batches.setdefault(number, set()).add(json.dumps(seen))
     return found
+
+
+def batches_of_a_run_that_no_kill_changes(server, folder: Path, argv: list, ranks: int, kills: list,
+                                          needed_at_first: Path | None = None) -> list[dict]:
+    """What each rank saw and lost in each batch, the same with the kills and without; and so are weights and figures.
+
+    `needed_at_first` is a folder that is gone after the first kill.
+    """
+    whole, killed = folder / 'whole', folder / 'killed'
+    whole.mkdir(), killed.mkdir()
+    assert run(server, ranks, argv, whole) == [0] * ranks, (whole / 'log').read_text()
+    for kill in kills:
+        codes = run(server, ranks, argv, killed, kill)
+        assert -signal.SIGKILL in codes, (kill, codes, (killed / 'log').read_text())
+        if needed_at_first is not None:
+            shutil.rmtree(needed_at_first, ignore_errors=True)
+    assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
+    batches = traced(whole, ranks)
+    assert traced(killed, ranks) == batches
+    assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
+    losses = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1])['eval_loss']
+              for place in (whole, killed)]
+    assert losses[0] == losses[1]
+    return batches

@@ -81,8 +81,10 @@ def refused(argv: list, capfd) -> str:
     return error
 
 
-def test_the_pipeline_has_the_averaged_unet_or_the_live_one(checkpoints, exported, tmp_path):
-    export([f'{checkpoints}/latest-rank0.pt', str(tmp_path / 'live'), '--live'])
+def test_the_pipeline_has_the_averaged_unet_or_the_live_one_also_from_a_store(checkpoints, exported, tmp_path, s3):
+    for name in ('ep0-ba2-rank0.pt', 'ep0-ba4-rank0.pt'):
+        s3.client.upload_file(f'{checkpoints}/{name}', 'bucket', f'runs/1/{name}')
+    export(['s3://bucket/runs/1', str(tmp_path / 'live'), '--live'])  # of its newest
     state = load_checkpoint(f'{checkpoints}/ep0-ba4-rank0.pt')['state']
     averages = dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
     for out, expected in ((exported, averages), (tmp_path / 'live', state['model'])):

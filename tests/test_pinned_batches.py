@@ -24,9 +24,3 @@ def test_the_synthetic_batch_is_pinned_once_however_many_batches(pinned):
     assert len(pinned) == 2
     for batch in batches:
         assert {batch['image'].data_ptr(), batch['caption'].data_ptr()} == {tensor.data_ptr() for tensor in pinned}
-
-
-def test_nothing_is_pinned_without_a_gpu(pinned, as_on_a_gpu):
-    as_on_a_gpu(count=0)
-    list(build_loader(SyntheticImageCaptionDataset(64, num_samples=8), batch_size=4, num_workers=0).dataloader)
-    assert pinned == []

@@ -21,32 +21,16 @@ from sdbench.training.checkpoints import (
     load_checkpoint,
     locked_save_folder,
     newest_checkpoint,
-    resuming,
 )
 from sdbench.training.kept import hash_of_configs
-from tests.forked_runs import RUN, on_small_disk, run, run_program, traced
-from tests.runs import TINY, assert_same_training, error_line, failed, final_state, flags_of, one_error_line
+from tests.forked_runs import RUN, batches_of_a_run_that_no_kill_changes, on_small_disk, run_program
+from tests.runs import TINY, error_line, failed, final_state, flags_of, one_error_line
 from tests.samples import Hostile, good, write_shards
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
 KILLS = {'3ba': [('start', 2), ('write', 3), ('link', 6), ('start', 7), ('write', 9), ('update', 11)],
          '1ep': [('start', 4), ('start', 7), ('update', 11)]}
-
-
-def batches_of_a_run_that_no_kill_changes(server, folder: Path, argv: list, ranks: int, kills: list) -> list[dict]:
-    """What each rank saw and lost in each batch, the same with the kills and without; and so are the weights."""
-    whole, killed = folder / 'whole', folder / 'killed'
-    whole.mkdir(), killed.mkdir()
-    assert run(server, ranks, argv, whole) == [0] * ranks, (whole / 'log').read_text()
-    for kill in kills:
-        codes = run(server, ranks, argv, killed, kill)
-        assert -signal.SIGKILL in codes, (kill, codes, (killed / 'log').read_text())
-    assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
-    batches = traced(whole, ranks)
-    assert traced(killed, ranks) == batches
-    assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
-    return batches
 
 
 def test_a_run_killed_while_it_saves_goes_on_in_the_middle_of_an_epoch_as_if_it_never_was(server, tmp_path, shards):
@@ -105,18 +89,6 @@ def test_a_checkpoint_that_is_loaded_takes_no_memory_until_its_tensors_are_used(
     loaded = load_checkpoint(path)
     assert process.memory_info().rss - before < 2 ** 25
     assert loaded['state']['model'].sum() == 2 ** 24
-
-
-@pytest.mark.parametrize('error, expected', [
-    (RuntimeError('Error(s) in loading state_dict for StableDiffusion'), ValueError),
-    (KeyError('optimizers'), ValueError),
-    (RuntimeError('CUDA out of memory'), RuntimeError),
-    (ConnectionError('refused'), ConnectionError),
-])
-def test_only_what_does_not_fit_is_called_so_when_a_run_resumes(error, expected):
-    with pytest.raises(expected) as raised, resuming('kept/ep0-ba1-rank0.pt', 'kept'):
-        raise error
-    assert ('does not fit this run' in str(raised.value)) == (expected is ValueError)
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, capfd):

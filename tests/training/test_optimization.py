@@ -1,4 +1,6 @@
 """The optimizer, its schedule, the clipping of gradients and the average: as asked, in a run and in its checkpoint."""
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -6,13 +8,16 @@ import torch
 from composer import Callback
 from composer.core import Time, Timestamp
 from composer.optim import ConstantScheduler
+from composer.utils import dist
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
 import benchmark
 from benchmark import main
+from ema import unwrapped
 from sdbench.training.checkpoints import load_checkpoint
 from sdbench.training.optimization import min_snr_weights
+from tests.forked_runs import run_ranks
 from tests.runs import TINY, settings_of
 
 FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4ba', '--use_ema', '--ema_half_life',
@@ -132,12 +137,13 @@ class Losses(Callback):
 
     def fit_start(self, state, logger):
         self.timesteps = []
-        state.model.unet.register_forward_pre_hook(lambda unet, arguments: self.timesteps.append(arguments[1]))
+        self.model = unwrapped(state.model)
+        self.model.unet.register_forward_pre_hook(lambda unet, arguments: self.timesteps.append(arguments[1]))
 
     def after_loss(self, state, logger):
         prediction, target = state.outputs
         errors = (prediction - target).square().mean(dim=(1, 2, 3))
-        weights = weights_of_diffusers(state.model.scheduler, self.timesteps[-1], self.gamma)
+        weights = weights_of_diffusers(self.model.scheduler, self.timesteps[-1], self.gamma)
         self.seen.append(float(state.loss))
         self.expected.append(float((weights * errors).mean()))
 
@@ -156,14 +162,24 @@ def test_a_timestep_of_noise_alone_has_a_finite_weight(prediction_type, weight):
     assert min_snr_weights(torch.tensor([0.0]), 5.0, prediction_type).tolist() == [weight]
 
 
-@pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
-def test_the_loss_of_a_training_has_the_weights_of_diffusers(prediction_type, model_folder, tmp_path):
-    name = 'tiny' if prediction_type == 'epsilon' else model_folder
+def weighted_run(folder: Path, argv: list[str]) -> None:
+    """A run, on one of several ranks, that leaves its losses and those of diffusers."""
     witness = Losses(gamma=0.5)  # low, so that most timesteps weigh less
-    flags = ['--model_name', name, '--device_train_microbatch_size', '2', '--results', str(tmp_path / 'results')]
-    main(['--use_synth_data', *TINY, *flags, '--snr_gamma', '0.5'], [witness])
-    assert len(witness.seen) == 8
-    assert witness.seen == pytest.approx(witness.expected, rel=1e-4)
+    main(argv, [witness])
+    (folder / f'rank{dist.get_global_rank()}.json').write_text(json.dumps([witness.seen, witness.expected]))
+
+
+@pytest.mark.parametrize('prediction_type, ranks', [('epsilon', 1), ('v_prediction', 1), ('epsilon', 2)])
+def test_the_loss_of_a_training_has_the_weights_of_diffusers(prediction_type, ranks, model_folder, tmp_path, server):
+    name = 'tiny' if prediction_type == 'epsilon' else model_folder
+    argv = ['--use_synth_data', *TINY, '--model_name', name, '--device_train_microbatch_size', '1', '--snr_gamma',
+            '0.5', '--results', str(tmp_path / 'results')]
+    codes = run_ranks(server, [tmp_path / 'log'] * ranks, weighted_run, [(tmp_path, argv)] * ranks)
+    assert codes == [0] * ranks, (tmp_path / 'log').read_text()
+    for rank in range(ranks):
+        seen, expected = json.loads((tmp_path / f'rank{rank}.json').read_text())
+        assert len(seen) == 16 // ranks
+        assert seen == pytest.approx(expected, rel=1e-4)
 
 
 def test_without_the_flags_all_is_as_in_the_original():

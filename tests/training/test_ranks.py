@@ -2,6 +2,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import torch
 import benchmark
 from sdbench.training.checkpoints import checkpoints_in
 from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
-from tests.runs import free_port
+from tests.runs import ROOT, free_port
+from tests.test_docs import blocks
 from tests.training import rank_program
 
 TINY_RANKS = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
@@ -103,6 +106,46 @@ def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tm
     seen = ['none' if rank == lost else str(folder / checkpoint.name) for rank in (0, 1)]
     assert line.startswith(f'benchmark.py: error: --save_folder {folder} is not the same folder on every node')
     assert f'{seen[0]} on rank 0, and {seen[1]} on rank 1' in line
+
+
+# What stands for SLURM on this machine: two nodes, of which the first is loopback.
+SRUN = """#!/bin/sh
+SLURM_NODEID=0 "$@" &
+first=$!
+SLURM_NODEID=1 "$@" && wait $first
+"""
+SCONTROL = """#!/bin/sh
+echo 127.0.0.1
+echo another-node
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('launcher', ['srun', 'torchrun'])
+def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_two_nodes(launcher, tmp_path,
+                                                                                     smallest_model):
+    """Of one process each, where the page has 4 nodes of 8 GPUs."""
+    [block] = [block for block in blocks(ROOT / 'docs/operations.md', 'sh') if f'{launcher} ' in block]
+    port = str(free_port())
+    block = block.replace('8', '1').replace('29500', port)
+    if launcher == 'torchrun':
+        changes = {'--nnodes 4': '--nnodes 2', ' N ': ' $SLURM_NODEID ', 'HOST': f'127.0.0.1 --master_port {port}'}
+        for words, others in changes.items():
+            assert words in block
+            block = block.replace(words, others)
+        block = f"srun bash -c '{block}'"
+    records = tmp_path / 'records'
+    flags = f'--model_name {smallest_model} --image_size 16 --batch_size 4 --max_duration 2ba --results {records}'
+    for name, script in (('srun', SRUN), ('scontrol', SCONTROL),
+                         ('job', block.replace('--use_synth_data', f'--use_synth_data {flags}'))):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o700)
+    environment = {**os.environ, 'PATH': f'{tmp_path}:{Path(sys.executable).parent}:{os.environ["PATH"]}',
+                   'SLURM_NNODES': '2', 'SLURM_JOB_NODELIST': 'two-nodes'}
+    job = subprocess.run(['bash', tmp_path / 'job'], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert job.returncode == 0, job.stderr
+    [record] = map(json.loads, records.read_text().splitlines())
+    assert (record['num_devices'], record['num_nodes'], record['trained_batches']) == (2, 2, 2)
 
 
 def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):

@@ -1,7 +1,6 @@
-"""A second phase: it starts from the weights of the first, and goes on from its own checkpoints when it is resumed."""
+"""A second phase starts from the weights of the first, and what a checkpoint holds is told apart whoever wrote it."""
 import json
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ from composer import Callback
 from benchmark import StableDiffusion, main
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from sdbench.training.weights import load_initial_weights
-from tests.forked_runs import RUN, run, traced
-from tests.runs import TINY, assert_equal, assert_same_training, flags_of, one_error_line
+from sdbench.training.weights import load_initial_weights, read_trained, trained_pipeline
+from tests.forked_runs import RUN, batches_of_a_run_that_no_kill_changes, run_ranks
+from tests.runs import TINY, assert_equal, flags_of, one_error_line
 from tests.samples import Hostile, good, write_shards
+from tests.training import composers_average
 
 
 @pytest.fixture(scope='module')
@@ -66,22 +66,10 @@ def test_two_ranks_resume_a_second_phase_from_its_own_checkpoints_exactly(server
     held_out = write_shards(tmp_path / 'held', [good(100 + i) for i in range(5)])
     argv = [*RUN, '--remote', shards, '--image_size', '96', '--max_duration', '4ba', '--save_interval', '1ba',
             '--caption_drop', '0.5', '--eval_remote', held_out, '--eval_interval', '2ba', '--num_workers', '0']
-    whole, killed = tmp_path / 'whole', tmp_path / 'killed'
-    whole.mkdir(), killed.mkdir()
-    copied = tmp_path / 'first'
-    shutil.copytree(first_phase, copied, symlinks=True)
-    argv += ['--load_weights', str(copied)]
-    assert run(server, 2, argv, whole) == [0, 0], (whole / 'log').read_text()
-    assert -signal.SIGKILL in run(server, 2, argv, killed, ('start', 2))
-    shutil.rmtree(copied)  # a resumed run needs it no more
-    assert run(server, 2, argv, killed) == [0, 0], (killed / 'log').read_text()
-    expected = traced(whole, 2)
-    assert traced(killed, 2) == expected
-    assert all(sorted(rank) == list(range(4)) for rank in expected)
-    assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
-    losses = [json.loads((folder / 'results.jsonl').read_text().splitlines()[-1])['eval_loss']
-              for folder in (whole, killed)]
-    assert losses[0] == losses[1]
+    needed_at_first = shutil.copytree(first_phase, tmp_path / 'first', symlinks=True)
+    argv += ['--load_weights', str(needed_at_first)]
+    batches = batches_of_a_run_that_no_kill_changes(server, tmp_path, argv, 2, [('start', 2)], needed_at_first)
+    assert all(sorted(rank) == list(range(4)) for rank in batches)
 
 
 def fresh_model(seed: int = 17) -> StableDiffusion:
@@ -162,3 +150,45 @@ def test_weights_that_were_trained_with_another_text_encoder_are_refused(first_p
                            results], capfd)
     assert 'was trained with another vae' in line
     assert '--seed' in line
+
+
+# What Composer's own EMA has saved
+
+@pytest.fixture(scope='module', params=[1, 2], ids=['one rank', 'two ranks'])
+def trained_by_composer(request, tmp_path_factory, server, smallest_model):
+    """A folder with a checkpoint that Composer's own EMA wrote, and what the weights then were."""
+    folder = tmp_path_factory.mktemp('composer')
+    logs = [folder / f'log{rank}' for rank in range(request.param)]
+    codes = run_ranks(server, logs, composers_average.main, [(smallest_model, folder)] * request.param)
+    assert codes == [0] * request.param, [log.read_text() for log in logs]
+    return folder / 'kept', torch.load(folder / 'weights.pt')
+
+
+def test_the_average_and_the_weights_that_composers_own_ema_saved_are_told_apart(trained_by_composer):
+    checkpoints, expected = trained_by_composer
+    trained = read_trained(str(checkpoints), 'CHECKPOINT')
+    assert trained.batch == composers_average.BATCHES
+    assert not torch.equal(expected['live'], expected['averaged'])
+    torch.testing.assert_close(trained.live['conv_in.bias'], expected['live'], atol=0, rtol=0)
+    torch.testing.assert_close(trained.averaged['conv_in.bias'], expected['averaged'], atol=1e-7, rtol=1e-5)
+
+
+def test_the_pipeline_of_such_a_checkpoint_draws_with_the_average_unless_it_is_told_otherwise(
+        trained_by_composer, smallest_model):
+    checkpoints, expected = trained_by_composer
+    for live, weights in ((False, 'averaged'), (True, 'live')):
+        trained = read_trained(str(checkpoints), 'CHECKPOINT')
+        pipeline = trained_pipeline(trained, 'CHECKPOINT', smallest_model, live=live)
+        torch.testing.assert_close(pipeline.unet.conv_in.bias.detach(), expected[weights], atol=1e-7, rtol=1e-5)
+
+
+def test_a_training_that_starts_from_such_a_checkpoint_has_its_weights_and_its_average(trained_by_composer,
+                                                                                       smallest_model):
+    checkpoints, expected = trained_by_composer
+    torch.manual_seed(3)  # of the random encoders, which have to be the same
+    model = composers_average.StableDiffusion(smallest_model, image_size=16)
+    state = load_initial_weights(str(checkpoints), model, find_model(smallest_model))
+    average = state['ema_model']['named_parameters_dict']['unet.conv_in.bias']
+    torch.testing.assert_close(model.unet.conv_in.bias.detach(), expected['live'], atol=0, rtol=0)
+    torch.testing.assert_close(average, expected['averaged'], atol=1e-7, rtol=1e-5)
+    assert not state['ema_weights_active']
