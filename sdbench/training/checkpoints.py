@@ -1,13 +1,15 @@
 """Checkpoints as Composer writes them: saved whole, found again, and loaded without running code."""
 import contextlib
 import datetime
+import multiprocessing
 import os
 import pickle
 import re
+import signal
 import sys
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +32,7 @@ from tqdm import tqdm
 from sdbench.errors import DataError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
 from sdbench.training.kept import DatasetChanged
-from sdbench.training.ranks import on_every_rank, on_rank_0
+from sdbench.training.ranks import SIGNALS, on_every_rank, on_rank_0
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
@@ -201,7 +203,7 @@ class Upload:
     Attributes:
         file: on this machine.
         name: in the store.
-        done: the end of its thread.
+        done: the end of its process.
     """
     file: str
     name: str
@@ -278,17 +280,27 @@ class AtomicCheckpointSaver(CheckpointSaver):
         self._start_upload(local_file_name, remote_file_name)
 
     def _start_upload(self, file: str, name: str) -> None:
-        """Send a file to the store by a thread of its own, which removes it when it is there."""
+        """Send a file to the store by a process of its own, which removes it when it is there.
+
+        A thread would compete with the training for Python's lock (GIL). While 900 MB were sent on two cores, the tiny
+        model's training lost 3.4 to 3.9 s beside a thread, and 0.6 to 1.6 s beside a process.
+        """
         uploader = self.remote_uploader
-        executor = ThreadPoolExecutor(1)
-        done = executor.submit(_upload_file_to_object_store, uploader.remote_backend_name, uploader.backend_kwargs,
-                               name, file, self.overwrite, uploader.num_attempts)
+
+        # a terminal and a cluster send their signals to that process as well: it keeps them blocked
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            executor = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
+            done = executor.submit(_upload_file_to_object_store, uploader.remote_backend_name, uploader.backend_kwargs,
+                                   name, file, self.overwrite, uploader.num_attempts)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        executor.shutdown(wait=False)  # nothing more comes to this process
         done.add_done_callback(partial(self._warn_of_failure, name))
-        executor.shutdown(wait=False)  # nothing more comes to this thread
         self.upload = Upload(file, name, done)
 
     def _warn_of_failure(self, name: str, done: Future) -> None:
-        """Warn on the terminal where an upload failed. It is called at the end of each upload, in its thread."""
+        """Warn on the terminal where an upload failed. It is called at the end of each upload, in a thread."""
         error = done.exception()
         if error is not None:
             tqdm.write(f'warning: {os.path.basename(name)} could not be sent to --save_folder {self.address} '
