@@ -1,5 +1,4 @@
 """Encoding once: every sample, once, and the same training afterwards."""
-import functools
 import json
 import os
 import shutil
@@ -264,7 +263,11 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
     def as_it_is(graph, inputs):
         graphs.append(graph)
         return graph.forward
-    monkeypatch.setattr(torch.nn.Module, 'compile', functools.partialmethod(torch.nn.Module.compile, backend=as_it_is))
+    compile_module = torch.nn.Module.compile
+
+    def compile_as_it_is(module, **options):
+        compile_module(module, **(options | {'backend': as_it_is}))
+    monkeypatch.setattr(torch.nn.Module, 'compile', compile_as_it_is)
     argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
     torch._dynamo.reset()
     plain, compiled = (Encoder(resolve_encoding_defaults(parse(Encode, '', [*argv, *flags])), None)
