@@ -1,0 +1,79 @@
+"""Make the table of plans: what a training in phases takes, from the speed at the size of each."""
+import pandas as pd
+
+from sdbench.costs import days_to_train
+from sdbench.errors import plural
+from sdbench.flags.commands import Report
+from sdbench.report.markdown import printed
+from sdbench.report.records import FORECAST, MEASURED, SETTINGS
+from sdbench.report.speeds import UNKNOWN, with_costs
+
+SPEED = 'images_per_sec'
+RANGE = ['images_per_sec_least', 'images_per_sec_most']
+OF_A_PHASE = ['image_size', 'device_train_microbatch_size']  # settings that may differ from phase to phase
+
+
+def plan_in_words(phases: tuple[tuple[int, str], ...]) -> str:
+    """Return what the plan of --phase is, as the heading of its table."""
+    sizes = [f'{plural(images, "image")} at {size} px' for images, size in phases]
+    return f'Plan, for each number of devices that was measured: train on {", then ".join(sizes)}'
+
+
+def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """Return a row for each setting and number of devices that was measured, or forecast, at the size of every phase of
+    --phase; and what else was trained, each with the reason why it has none.
+
+    A phase takes the speed of the fastest run of its size, whatever the microbatch. Raises ValueError if there is none.
+    """
+    # only speeds to rely on
+    trained = records[records['stage'] == 'train']
+    left_out = []
+    planned = trained['status'].isin([MEASURED, FORECAST])
+    for _, row in trained[~planned].iterrows():
+        left_out.append(f'{row["num_devices"]} x {row["device"]}, {row["notes"]}')
+    trained = trained[planned]
+
+    # a plan for the runs of each setting
+    keys = ['status', *(key for key in SETTINGS if key not in OF_A_PHASE), 'num_devices', 'num_nodes']
+    sizes = [size for _, size in settings.phase]
+    plans = []
+    for _, runs in trained.groupby(keys, sort=False):
+        of_settings = runs.groupby(OF_A_PHASE)[[SPEED, *RANGE]].median()
+        speeds = of_settings.sort_values(SPEED).groupby('image_size').tail(1).droplevel(1)  # (sizes, speed and range)
+        unmeasured = [size for size in sizes if size not in speeds.index]
+        if unmeasured:
+            first = runs.iloc[0]
+            left_out.append(f'{first["num_devices"]} x {first["device"]}, not measured at '
+                            f'{" and ".join(unmeasured)} px')
+            continue
+        plans.append(plan_row(runs, speeds, settings))
+    if not plans:
+        raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
+                         'px; measure each size with the same flags')
+    return pd.concat(plans).sort_values('num_devices', kind='stable'), left_out
+
+
+def plan_row(runs: pd.DataFrame, speeds: pd.DataFrame, settings: Report) -> pd.DataFrame:
+    """Return the row of a plan.
+
+    Args:
+        runs: the rows of its setting.
+        speeds: of each size the speed, and the least and the most that a forecast may be; NaN: not known.
+        settings: of the report.
+    """
+    # days of each phase: (phases, speed and range)
+    days = pd.DataFrame([days_to_train(speeds.loc[size], images) for images, size in settings.phase])
+    sizes = [size for _, size in settings.phase]
+    notes = [f'{printed("days", some)} days at {size} px' for some, size in zip(days[SPEED], sizes, strict=True)]
+    if runs['status'].iloc[0] == FORECAST:
+        least, most = sorted(days[RANGE].sum(skipna=False))
+        not_tested = [size for size, most in zip(sizes, days[RANGE[1]], strict=True) if pd.isna(most)]
+        if not_tested:
+            notes.insert(0, f'forecast, not tested at {" and ".join(not_tested)} px')
+        else:
+            notes.insert(0, f'forecast: {printed("days", least)} to {printed("days", most)} days')
+    if runs['input'].iloc[0] == 'latents':
+        notes.append('without encoding the images')
+    plan = runs.iloc[[0]].assign(stage='plan', image_size=', then '.join(sizes), device_train_microbatch_size='',
+                                 notes=', '.join(notes), **UNKNOWN)
+    return with_costs(plan, pd.Series(days[SPEED].sum(), index=plan.index), settings.dollars_per_gpu_hour)
