@@ -269,8 +269,8 @@ def test_forecasts_are_planned_and_priced_by_card_and_told_apart_from_what_was_m
     by_gpu = {plan['device']: plan for plan in plans}
     assert by_gpu['NVIDIA H200']['cost'] == '$768'  # 2 days of 8 GPUs at $2
     assert by_gpu['NVIDIA B200']['cost'] == '$960'  # 1 day at $5
-    assert by_gpu['NVIDIA H200']['notes'].startswith('forecast: 1.60 to 2.50 days, 1.00 days at 256 px, ')
-    assert by_gpu['NVIDIA B200']['notes'].startswith('forecast, not tested at 256 px, 0.500 days at 256 px, ')
+    assert by_gpu['NVIDIA H200']['notes'].endswith('days at 256 px (0.800 to 1.25), 1.00 days at 512 px (0.800 to 1.25)')
+    assert by_gpu['NVIDIA B200']['notes'].startswith('forecast: 0.500 days at 256 px (not tested), ')
 
 
 @pytest.fixture

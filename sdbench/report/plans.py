@@ -61,19 +61,28 @@ def plan_row(runs: pd.DataFrame, speeds: pd.DataFrame, settings: Report) -> pd.D
         speeds: of each size the speed, and the least and the most that a forecast may be; NaN: not known.
         settings: of the report.
     """
-    # days of each phase: (phases, speed and range)
-    days = pd.DataFrame([days_to_train(speeds.loc[size], images) for images, size in settings.phase])
-    sizes = [size for _, size in settings.phase]
-    notes = [f'{printed("days", some)} days at {size} px' for some, size in zip(days[SPEED], sizes, strict=True)]
+    days = []
+    notes = []
+    for images, size in settings.phase:
+        speed, *bounds = speeds.loc[size]
+        days.append(days_to_train(speed, images))
+        note = f'{printed("days", days[-1])} days at {size} px'
+        if runs['status'].iloc[0] == FORECAST:
+            note += f' ({range_in_words(images, bounds)})'
+        notes.append(note)
     if runs['status'].iloc[0] == FORECAST:
-        least, most = sorted(days[RANGE].sum(skipna=False))
-        not_tested = [size for size, most in zip(sizes, days[RANGE[1]], strict=True) if pd.isna(most)]
-        if not_tested:
-            notes.insert(0, f'forecast, not tested at {" and ".join(not_tested)} px')
-        else:
-            notes.insert(0, f'forecast: {printed("days", least)} to {printed("days", most)} days')
+        notes[0] = f'forecast: {notes[0]}'
     if runs['input'].iloc[0] == 'latents':
         notes.append('without encoding the images')
+    sizes = [size for _, size in settings.phase]
     plan = runs.iloc[[0]].assign(stage='plan', image_size=', then '.join(sizes), device_train_microbatch_size='',
                                  notes=', '.join(notes), **UNKNOWN)
-    return with_costs(plan, pd.Series(days[SPEED].sum(), index=plan.index), settings.dollars_per_gpu_hour)
+    return with_costs(plan, pd.Series(sum(days), index=plan.index), settings.dollars_per_gpu_hour)
+
+
+def range_in_words(images: int, speeds: list[float]) -> str:
+    """Return the days of so many images at the least and the most images per second; NaN: not known."""
+    if any(pd.isna(speed) for speed in speeds):
+        return 'not tested'
+    least, most = sorted(days_to_train(speed, images) for speed in speeds)
+    return f'{printed("days", least)} to {printed("days", most)}'
