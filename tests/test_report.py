@@ -269,7 +269,8 @@ def test_forecasts_are_planned_and_priced_by_card_and_told_apart_from_what_was_m
     by_gpu = {plan['device']: plan for plan in plans}
     assert by_gpu['NVIDIA H200']['cost'] == '$768'  # 2 days of 8 GPUs at $2
     assert by_gpu['NVIDIA B200']['cost'] == '$960'  # 1 day at $5
-    assert by_gpu['NVIDIA H200']['notes'].endswith('days at 256 px (0.800 to 1.25), 1.00 days at 512 px (0.800 to 1.25)')
+    of_h200 = by_gpu['NVIDIA H200']['notes']
+    assert of_h200 == 'forecast: 1.00 days at 256 px (0.800 to 1.25), 1.00 days at 512 px (0.800 to 1.25)'
     assert by_gpu['NVIDIA B200']['notes'].startswith('forecast: 0.500 days at 256 px (not tested), ')
 
 
@@ -370,18 +371,20 @@ def legend(axes) -> list[str]:
 def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measured(drawn, original, write):
     forecast = FORECAST | {'device': 'NVIDIA H100 80GB HBM3', 'images_per_sec': 500.0, 'images_per_sec_least': 400.0,
                            'images_per_sec_most': 625.0, 'device_train_microbatch_size': 32}
-    [axes] = drawn(original, write(forecast), '--figure', 'days.png').axes
+    path = write(forecast, forecast | {'num_devices': 16, 'images_per_sec': 1000.0, 'device_train_microbatch_size': 16,
+                                       'images_per_sec_least': None})
+    [axes] = drawn(original, path, '--figure', 'days.png').axes
     assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'log')
-    assert legend(axes)[:2] == ['A100 40GB, microbatch 4', 'H100 80GB, microbatch 32, forecast']
+    assert legend(axes)[:2] == ['A100 40GB', 'H100 80GB, forecast']
     drawn_lines = [line for line in axes.lines if len(line.get_xdata())]
     filled = [line for line in drawn_lines if line.get_marker() == 'o' and line.get_markerfacecolor() != 'white']
     hollow = [line for line in drawn_lines if line.get_marker() == 'o' and line.get_markerfacecolor() == 'white']
     assert [list(line.get_xdata()) for line in filled] == [[8, 16, 32, 64, 128]]
     assert filled[0].get_ydata() == pytest.approx([258.85, 130.65, 68.32, 36.38, 20.50], 1e-3)
-    assert [list(line.get_xdata()) for line in hollow] == [[256], [8]]
+    assert [list(line.get_xdata()) for line in hollow] == [[256], [8, 16]]
     [of_forecast] = [line for line in drawn_lines if list(line.get_xdata()) == [8, 8]]
     assert of_forecast.get_ydata() == pytest.approx([2_867_200_000 / speed / 86_400 for speed in (625, 400)])
-    [ideal] = [line for line in drawn_lines if line.get_linestyle() == '--']
+    ideal, _ = [line for line in drawn_lines if line.get_linestyle() == '--']
     assert ideal.get_ydata() == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
 

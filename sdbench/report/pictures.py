@@ -35,16 +35,22 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator
 
+    # a line has one setting; a forecast takes the largest microbatch, which gets smaller with more GPUs
     rows = rows[rows['days'].notna()].sort_values('num_devices', kind='stable')
-    rows = rows.assign(legend=legend_labels(rows))
+    is_forecast = rows['status'] == FORECAST
+    rows['device_train_microbatch_size'] = rows['device_train_microbatch_size'].mask(is_forecast, '')
+    rows['setting'] = rows['setting'].mask(is_forecast, -1)
+    rows['legend'] = legend_labels(rows)
     lines = rows.groupby(['setting', 'legend'], sort=False)
+
+    # a figure with a caption
     caption = wrapped(f'All: {settings_in_common(rows)}', CAPTION_CHARACTERS)
     height = PANEL_INCHES + LINE_INCHES * (caption.count('\n') + 1)
     figure = Figure(figsize=(10, height), layout='constrained')
     figure.supxlabel(caption, x=0.01, ha='left', fontsize=9)
     axes = figure.subplots()
 
-    # a line for each setting, from what it would be if it were ideal
+    # the lines, each with its ideal
     ends = [rows['num_devices'].min(), rows['num_devices'].max()]
     for number, ((_, label), points) in enumerate(lines):
         color = COLORS[number % len(COLORS)]
