@@ -6,10 +6,9 @@
 """
 import os
 
-from sdbench.exits import end_with_launcher, one_line_errors
 from sdbench.flags.parser import parse
-from sdbench.flags.threads import sleep_while_waiting
 from sdbench.flags.train import Train
+from sdbench.process import end_with_launcher, one_line_errors, sleep_while_waiting
 
 PROGRAM = 'benchmark.py'
 
@@ -57,8 +56,8 @@ from sdbench.models.loading import (
 from sdbench.models.switches import apply_switches, process_switches, switch_callbacks
 from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
+from sdbench.training.compatibility import flags_to_keep
 from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator
-from sdbench.training.kept import flags_to_keep
 from sdbench.training.loggers import build_loggers, name_of_run
 from sdbench.training.microbatch import find_microbatch
 from sdbench.training.optimization import build_schedule, min_snr_weights

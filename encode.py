@@ -8,10 +8,9 @@ training draws another latent each time) and the caption. Every GPU of this mach
 Ray cluster. What cannot be encoded is left out and listed in OUT/skipped.jsonl. A run that was stopped, when started
 again with the same command, encodes only what is missing. OUT/index.json comes last.
 """
-from sdbench.exits import one_line_errors
 from sdbench.flags.commands import ENCODING_FLAGS, Encode
 from sdbench.flags.parser import parse
-from sdbench.flags.threads import sleep_while_waiting
+from sdbench.process import one_line_errors, sleep_while_waiting
 
 PROGRAM = 'encode.py'
 

@@ -10,10 +10,9 @@ it draws on one GPU (python) or on several (composer, torchrun). The same comman
 stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
 error says where to get them. --random_networks tries all of it without them; its scores mean nothing.
 """
-from sdbench.exits import end_with_launcher, one_line_errors
 from sdbench.flags.commands import EVALUATE_FLAGS, Evaluate
 from sdbench.flags.parser import parse
-from sdbench.flags.threads import sleep_while_waiting
+from sdbench.process import end_with_launcher, one_line_errors, sleep_while_waiting
 
 PROGRAM = 'evaluate.py'
 
@@ -60,11 +59,10 @@ from sdbench.models.feature_extractors import (
     random_clip,
     random_inception,
 )
-from sdbench.models.loading import hash_of_weights
-from sdbench.models.precisions import AUTOCAST_DTYPES
+from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.paths import number_of_samples
 from sdbench.progress_bar import progress_bar
-from sdbench.training.kept import MODEL, was_trained_on
+from sdbench.training.compatibility import MODEL, was_trained_on
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import best_precision, refuse_more_ranks_than_gpus
 from sdbench.training.weights import read_trained, trained_pipeline

@@ -7,10 +7,10 @@
 OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
 """
-from sdbench.exits import one_line_errors
 from sdbench.flags.commands import Export
 from sdbench.flags.parser import parse
 from sdbench.flags.times import is_young
+from sdbench.process import one_line_errors
 
 PROGRAM = 'export.py'
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sdbench.exits import exit_with_error
+from sdbench.process import exit_with_error
 
 Settings = TypeVar('Settings')
 

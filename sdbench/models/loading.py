@@ -15,7 +15,6 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from sdbench.errors import one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
 from sdbench.inputs.captions import build_tokenizer
-from sdbench.models.precisions import DTYPES
 from sdbench.paths import find_or_download
 
 # Random weights train as fast. These folders hold none, but those of tiny's VAE.
@@ -25,6 +24,8 @@ CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'co
 UNET_WEIGHTS = 'unet/diffusion_pytorch_model.safetensors'
 VAE_WEIGHTS = 'vae/diffusion_pytorch_model.safetensors'
 TEXT_ENCODER_WEIGHTS = 'text_encoder/model.safetensors'
+DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}  # of --encoder_precision
+AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}  # of --precision, where it has autocast
 SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent
 
 

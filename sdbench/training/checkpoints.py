@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
-from sdbench.training.kept import DatasetChanged
+from sdbench.training.compatibility import DatasetChanged
 from sdbench.training.ranks import SIGNALS, on_every_rank, on_rank_0
 
 NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'

@@ -9,11 +9,11 @@ from composer import ComposerModel, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
-from sdbench.errors import DataError, known_reason, one_line, plural
+from sdbench.errors import DataError, known_reason, one_line, plural, redacted
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import whole_epochs
-from sdbench.measuring.record import UNMEASURED, append_record, redacted, summary, training_settings
+from sdbench.measuring.record import UNMEASURED, append_record, summary, training_settings
 from sdbench.measuring.tracing import PROFILED
 from sdbench.models.flops import utilization
 from sdbench.models.loading import UNET_WEIGHTS

@@ -21,7 +21,7 @@ from sdbench.inputs.captions import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.loading import ModelFiles, build_vae, find_model, load_weights
 from sdbench.training.checkpoints import load_checkpoint, newest_checkpoint
-from sdbench.training.kept import MODEL, difference_of_models, kept_tokenizer
+from sdbench.training.compatibility import MODEL, difference_of_models, kept_tokenizer
 from sdbench.training.ranks import on_rank_0
 
 DDP_PREFIX = 'module.'  # of the names in the average that Composer's own EMA saves on several devices

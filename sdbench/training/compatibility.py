@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of its run beside the weights, and what of it must be the same for whoever reads it."""
+"""What a checkpoint says of its run, and whether another run, a model or a dataset fits it."""
 import hashlib
 import inspect
 import json
@@ -7,11 +7,11 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch.utils.data import Dataset
 from transformers import CLIPTextConfig
 
+from sdbench.errors import redacted
 from sdbench.flags.times import TIMES
 from sdbench.flags.train import SAME_ON_RESUME, Train
 from sdbench.inputs.captions import hash_of_tokenizer
 from sdbench.inputs.shards import IMAGES, hash_of_images
-from sdbench.measuring.record import redacted
 from sdbench.models.loading import ModelFiles
 
 # Among the flags of a checkpoint: the hash of the index of its --remote, and the configuration of its --model_name.
