@@ -13,8 +13,7 @@ from sdbench.errors import DataError, known_reason, one_line, plural, redacted
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import whole_epochs
-from sdbench.measuring.record import UNMEASURED, append_record, summary, training_settings
-from sdbench.measuring.tracing import PROFILED
+from sdbench.measuring.record import PROFILED, UNMEASURED, append_record, summary, training_settings
 from sdbench.models.flops import utilization
 from sdbench.models.loading import UNET_WEIGHTS
 from sdbench.training.loggers import log_record
