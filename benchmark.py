@@ -77,7 +77,7 @@ class StableDiffusion(ComposerModel):
         model_name: a built-in architecture (random weights: they do not change the speed), a local diffusers folder, or
             a hub name.
         image_size: height and width in pixels, a multiple of 8.
-        pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet always starts anew.
+        pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet's are always random.
         encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
         latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
         files: of `model_name`, where they have been found already.

@@ -39,7 +39,7 @@ from sdbench.datasets.output import SKIPPED, Output, part_name
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
 from sdbench.inputs.loader import default_workers
-from sdbench.inputs.shards import IMAGES, index_hash, read_image_index
+from sdbench.inputs.shards import IMAGES_HASH, index_hash, read_image_index
 from sdbench.measuring.record import append_record, run_metadata
 from sdbench.measuring.reliability import why_unreliable
 from sdbench.models.flops import flops_of_latents, utilization
@@ -84,7 +84,7 @@ def encode(settings: Encode) -> dict | None:
         joined = join_parts(output, [part.name for part in parts])
         if joined.samples == 0:
             raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')
-        write_index(output, joined, latents=origin | {IMAGES: index_hash(index)})
+        write_index(output, joined, latents=origin | {IMAGES_HASH: index_hash(index)})
 
     # say what was made
     if not missing:

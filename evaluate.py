@@ -65,11 +65,11 @@ from sdbench.progress_bar import progress_bar
 from sdbench.training.compatibility import MODEL, was_trained_on
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import best_precision, refuse_more_ranks_than_gpus
-from sdbench.training.weights import read_trained, trained_pipeline
+from sdbench.training.weights import read_trained_model, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
-FEWEST_SAMPLES = 10_000  # with fewer, FID is biased upwards by much
+FEWEST_FOR_FID = 10_000  # with fewer, FID is biased upwards by much
 SECONDS_FOR_THE_SLOWEST = 6 * 60 * 60  # a process waits so long for another that draws
 
 
@@ -114,7 +114,7 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
         about['model_name'] = redacted(path)
     # or a checkpoint
     else:
-        trained = read_trained(path, 'MODEL')
+        trained = read_trained_model(path, 'MODEL')
         if trained.vae is None and not trained.flags.get('pretrained'):
             raise ValueError(f'MODEL {path} has no VAE to decode with, because it was trained on latents; make a '
                              'pipeline of it by export.py --model_name FOLDER --pretrained, and evaluate that')
@@ -128,7 +128,7 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
 
 
 def sources_of_pictures(pipeline: StableDiffusionPipeline) -> dict:
-    """Return what pictures depend on beside the weights: the tokenizer's hash, and what the scheduler is set to."""
+    """Return what pictures depend on, apart from weights: the tokenizer's hash, and what the scheduler is set to."""
     # the tokenizer
     tokenizer = json.loads(pipeline.tokenizer.backend_tokenizer.to_str())
     for changing in ('truncation', 'padding'):  # each call sets them
@@ -162,7 +162,8 @@ def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
             bar.update()
 
 
-def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None) -> list[str]:
+def read_references(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None
+                    ) -> list[str]:
     """Read the captions of DATA, and show its images to `fid`, unless that is None. Each rank reads an equal share.
 
     Raises DataError if an image does not decode, or a caption is empty.
@@ -191,7 +192,7 @@ def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetI
     return all_captions
 
 
-def path_of(settings: Evaluate, guidance: float, number: int) -> Path:
+def picture_path(settings: Evaluate, guidance: float, number: int) -> Path:
     """Return the file of a picture."""
     return Path(settings.out, f'guidance-{guidance}', f'{number:06}.png')
 
@@ -207,7 +208,7 @@ def missing_batches(settings: Evaluate) -> list[tuple[float, list[int]]]:
     for guidance in settings.guidance:
         numbers = []
         for number in samples_of_rank(settings):
-            if not path_of(settings, guidance, number).exists():
+            if not picture_path(settings, guidance, number).exists():
                 numbers.append(number)
         for start in range(0, len(numbers), settings.batch_size):
             batches.append((guidance, numbers[start:start + settings.batch_size]))
@@ -226,7 +227,7 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
             drawing = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
                                width=image_size, num_inference_steps=settings.steps, output_type='latent',
                                generator=seeded(settings.seed * SEEDS_APART + number for number in numbers))
-            paths = [path_of(settings, guidance, number) for number in numbers]
+            paths = [picture_path(settings, guidance, number) for number in numbers]
             pictures = decode(pipeline, drawing.images)
             list(saved)  # waits for them, and raises what went wrong
             saved = savers.map(save_picture, pictures, paths)
@@ -272,7 +273,7 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
     starts = range(0, len(numbers), settings.batch_size)
     for start in with_progress(starts, f'scoring at guidance {guidance:g}', len(starts)):
         batch = numbers[start:start + settings.batch_size]
-        pictures = [pil_to_tensor(Image.open(path_of(settings, guidance, number))) for number in batch]
+        pictures = [pil_to_tensor(Image.open(picture_path(settings, guidance, number))) for number in batch]
         for name, metric in metrics.items():
             images = torch.stack(pictures).to(metric.device)  # uint8 (B, 3, H, W)
             if name == 'fid':
@@ -291,7 +292,7 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
     return scores
 
 
-def summary(record: dict) -> str:
+def scores_summary(record: dict) -> str:
     """Write the record for people: what drew, a row of scores for each guidance scale, and cautions."""
     lines = []
     if record['images_per_sec']:
@@ -313,7 +314,7 @@ def summary(record: dict) -> str:
     if record.get('trained_on_data'):
         cautions.append('DATA is what the model was trained on: the scores say nothing of other captions and images')
     if record.get('fid_is_biased'):
-        cautions.append(f'FID of {record["samples"]:,} pictures is too high: below {FEWEST_SAMPLES:,} it is biased, '
+        cautions.append(f'FID of {record["samples"]:,} pictures is too high: below {FEWEST_FOR_FID:,} it is biased, '
                         'and compares only with the same number')
     if record.get('fid_of_published_weights') is False:
         cautions.append('the weights of --inception are not those of published FIDs')
@@ -345,7 +346,7 @@ def record_of(settings: Evaluate, scores: list[dict], image_size: int, about: di
         record['random_scores'] = scores
     if settings.inception:
         record['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
-        record['fid_is_biased'] = settings.samples < FEWEST_SAMPLES
+        record['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
     return record
 
 
@@ -372,14 +373,14 @@ def evaluate(settings: Evaluate) -> dict:
     with contextlib.ExitStack() as stack:
         begun = Output(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))
-        captions = read_samples(settings, index, image_size, metrics.get('fid'))
+        captions = read_references(settings, index, image_size, metrics.get('fid'))
         to_device(pipeline, settings.precision, device)
         drawn = draw_missing(settings, pipeline, captions, image_size)
         scores = [scores_at(settings, guidance, captions, metrics) for guidance in settings.guidance]
 
     trained_on_data = {'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
     record = record_of(settings, scores, image_size, about_model | about_metrics | drawn | trained_on_data)
-    return append_record(record, summary(record), settings.results_file)
+    return append_record(record, scores_summary(record), settings.results_file)
 
 
 def main(argv: list[str] | None = None) -> dict:

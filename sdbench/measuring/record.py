@@ -89,7 +89,7 @@ def processor_name() -> str:
     return platform.machine() if name == 'CPU' else name
 
 
-def summary(record: dict, settings: Train) -> str:
+def run_summary(record: dict, settings: Train) -> str:
     """Write the record of a run for people, with three significant digits or whole units."""
     keys = OF_A_MEASUREMENT if settings.measures else OF_A_TRAINING
     values = record | notes_on_training(record, settings) | notes_on_speed(record, settings)

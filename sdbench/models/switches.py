@@ -100,8 +100,8 @@ def compile_in_place(modules: list[torch.nn.Module], mode: bool | str, backend: 
 def share_attention_processors(unet: UNet2DConditionModel) -> None:
     """Let all attentions of the UNet that compute alike use one processor, which is a function without weights.
 
-    diffusers gives each its own, and torch compiles a block anew for each processor: the blocks of Stable Diffusion 2's
-    UNet have 34 graphs so, and 22 with this.
+    diffusers gives each its own, and torch compiles a block again for each processor. The blocks of Stable Diffusion
+    2's UNet have 34 graphs without this, and 22 with it.
     """
     shared = {}
     for processor in unet.attn_processors.values():

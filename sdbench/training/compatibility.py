@@ -11,7 +11,7 @@ from sdbench.errors import redacted
 from sdbench.flags.times import TIMES
 from sdbench.flags.train import SAME_ON_RESUME, Train
 from sdbench.inputs.captions import hash_of_tokenizer
-from sdbench.inputs.shards import IMAGES, hash_of_images
+from sdbench.inputs.shards import IMAGES_HASH, hash_of_images
 from sdbench.models.loading import ModelFiles
 
 # Among the flags of a checkpoint: the hash of the index of its --remote, and the configuration of its --model_name.
@@ -23,7 +23,7 @@ NOT_KEPT_AT_FIRST = ('pretrained', 'ema_half_life')  # by the first versions, wh
 
 PARTS = {'unet': UNet2DConditionModel, 'vae': AutoencoderKL, 'text_encoder': CLIPTextConfig}
 NO_MATTER = {'sample_size', 'dtype', 'architectures', 'transformers_version'}  # nothing here is computed from them
-NOISE = {'num_train_timesteps': 1000, 'beta_start': 0.0001, 'beta_end': 0.02, 'beta_schedule': 'linear',
+SCHEDULER_DEFAULTS = {'num_train_timesteps': 1000, 'beta_start': 0.0001, 'beta_end': 0.02, 'beta_schedule': 'linear',
          'trained_betas': None, 'rescale_betas_zero_snr': False, 'prediction_type': 'epsilon'}  # diffusers' defaults
 
 
@@ -42,7 +42,7 @@ def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
     if settings.remote:
         flags['remote'] = redacted(settings.remote)
         flags[DATASET] = dataset.index_hash
-        flags[IMAGES] = dataset.images_hash
+        flags[IMAGES_HASH] = dataset.images_hash
         if dataset.latents:
             flags['vae_sha256'] = files.vae_sha256  # of the one that encoded them
     return flags
@@ -87,7 +87,7 @@ def kept_tokenizer(flags: dict) -> str | None:
 def was_trained_on(flags: dict, index: dict) -> bool | None:
     """Return whether the images of an index.json are those that a run was trained on; None: its checkpoint has no data.
     """
-    images = flags.get(IMAGES) or flags.get(DATASET)  # earlier versions kept only the hash of what they read
+    images = flags.get(IMAGES_HASH) or flags.get(DATASET)  # earlier versions kept only the hash of what they read
     if images is None:
         return None
     return images == hash_of_images(index)
@@ -119,7 +119,7 @@ def arguments_of(configs: dict[str, dict]) -> dict[tuple[str, str], str]:
     """
     arguments = {}
     for part, config in configs.items():
-        defaults = NOISE
+        defaults = SCHEDULER_DEFAULTS
         if part in PARTS:
             defaults = {}
             for name, parameter in inspect.signature(PARTS[part]).parameters.items():

@@ -82,7 +82,7 @@ def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
         refuse_drawings_of_another_run(settings.sample_folder)
     if not (settings.run_name or settings.save_folder):
         return None
-    label = label_of(settings.run_name or os.path.abspath(settings.save_folder))
+    label = run_label(settings.run_name or os.path.abspath(settings.save_folder))
     if kept and (settings.run_name is None or kept.rpartition(SEPARATOR)[0] == label):
         return kept
     name = f'{label}{SEPARATOR}{secrets.token_hex(4)}'
@@ -91,7 +91,7 @@ def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
     return name
 
 
-def label_of(name: str) -> str:
+def run_label(name: str) -> str:
     """Return the last part of a name or path, as a folder that is not hidden may be called."""
     last = os.path.basename(name.rstrip('/'))
     return re.sub(r'[^\w.-]+', SEPARATOR, last).strip('-.') or 'run'

@@ -13,7 +13,7 @@ from sdbench.errors import DataError, known_reason, one_line, plural, redacted
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import whole_epochs
-from sdbench.measuring.record import PROFILED, UNMEASURED, append_record, summary, training_settings
+from sdbench.measuring.record import PROFILED, UNMEASURED, append_record, run_summary, training_settings
 from sdbench.models.flops import utilization
 from sdbench.models.loading import UNET_WEIGHTS
 from sdbench.training.loggers import log_record
@@ -57,7 +57,7 @@ def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
     if checkpoint:
         print(f'resuming from {checkpoint}, {batches_in_words(state, state.max_duration.value)}')
     elif settings.autoresume:
-        print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
+        print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting from the first batch')
     elif not settings.measures and not settings.save_folder:
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
     batches = to_batches(settings.max_duration)
@@ -145,7 +145,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
     """
     text = None  # of a run that failed: its error says all
     if record['status'] != 'failed':
-        text = summary(record, settings)
+        text = run_summary(record, settings)
     if record['status'] == 'interrupted':
         text += f'\n{where_it_stopped(settings, trainer.state)}'
     try:
