@@ -22,7 +22,7 @@ if __name__ == '__main__':
 
 import sys
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ from sdbench.forecast.dry_run import dry_run
 from sdbench.inputs.held_out import NOISE, TIMESTEP
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement
-from sdbench.measuring.record import measure_loader, training_settings
+from sdbench.measuring.record import measure_loader
 from sdbench.measuring.tracing import build_profiler
 from sdbench.models.flops import flops_of_an_image, peak_tflops
 from sdbench.models.latents import draw_latents, vae_moments
@@ -62,7 +62,7 @@ from sdbench.training.loggers import build_loggers, name_of_run
 from sdbench.training.microbatch import find_microbatch
 from sdbench.training.optimization import build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
+from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks
 from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
@@ -271,7 +271,8 @@ def build_speed_monitor(settings: Train) -> SpeedMonitor:
 
 
 def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: StopAtSignal,
-                   callbacks: Sequence[Callback] = ()) -> tuple[StableDiffusion, Trainer]:
+                   callbacks: Sequence[Callback] = (), checkpoint: str | None = None
+                   ) -> tuple[StableDiffusion, Trainer]:
     """Build the model, and its training at its start or at the checkpoint to resume from.
 
     Args:
@@ -280,19 +281,14 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
         data: what it trains on.
         stop: ends it at a signal.
         callbacks: more for Composer's Trainer; they come before those that measure and save.
+        checkpoint: to resume from; None: the training starts.
 
     Raises ValueError if it cannot be built as asked.
     """
-    dataset = data.dataloader.dataset
-
     # What is not there, or does not fit, is said before the model is built, which takes a while.
+    dataset = data.dataloader.dataset
     held_out = open_held_out(settings, files, dataset)
-    checkpoint = None
-    if settings.autoresume:
-        checkpoint = newest_checkpoint(settings.save_folder)
-    name = None
-    if settings.tensorboard or settings.wandb_name or settings.wandb_project or settings.sample_prompts:
-        name = on_rank_0(partial(name_of_run, settings, checkpoint))
+    name = name_of_run(settings, checkpoint)
     loggers = build_loggers(settings, name)
 
     # The model with its switches, and the weights that it starts from.
@@ -303,9 +299,9 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     microbatch = find_microbatch(settings, model, data)
-    held_out_data = build_held_out_data(settings, files, held_out, microbatch)
 
     # What changes a batch or the average, what watches the run, and the training itself.
+    held_out_data = build_held_out_data(settings, files, held_out, microbatch)
     algorithms = build_algorithms(settings, files, average)
     callbacks = build_callbacks(settings, model, files, dataset, stop, callbacks)
     with resuming(checkpoint, settings.save_folder):
@@ -329,11 +325,6 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             dist_timeout=settings.dist_timeout,
             profiler=build_profiler(settings),
         )
-
-    # FLOPs are counted here for the loggers, before the clock runs: SpeedMonitor asks for them between two batches.
-    flops = {'flops_per_image': sum(model.flops_per_image.values())}
-    trainer.logger.log_hyperparameters(training_settings(settings, dataset.latents, microbatch) | flops)
-    log_start(settings, trainer.state, checkpoint)
     return model, trainer
 
 
@@ -342,11 +333,18 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
     Raises RunFailed if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
+    # What is trained, and from where on.
     refuse_half_precision_without_a_gpu(settings)
     settings = times_in_batches(settings, len(data.dataloader))
     log_config(settings)
+    checkpoint = None
+    if settings.autoresume:
+        checkpoint = newest_checkpoint(settings.save_folder)
+
+    # The training. A signal ends it, and lets the record be kept.
     with StopAtSignal() as stop:
-        model, trainer = build_training(settings, files, data, stop, callbacks)
+        model, trainer = build_training(settings, files, data, stop, callbacks, checkpoint)
+        log_start(settings, model, trainer, checkpoint)
         if is_over(trainer.state):
             sys.exit(0)
         outcome = fit(trainer, stop)

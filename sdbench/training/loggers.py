@@ -65,7 +65,18 @@ def log_record(logger: Logger, record: dict) -> None:
 
 
 def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
-    """Return the name of a run: the one that --save_folder keeps, or a new one, which it keeps from now on.
+    """Return the name of a run, the same on all ranks; None where it has neither curves nor drawings.
+
+    Args and errors are those of `kept_or_new_name`.
+    """
+    has_curves = settings.tensorboard or settings.wandb_name or settings.wandb_project
+    if not has_curves and not settings.sample_prompts:
+        return None
+    return on_rank_0(partial(kept_or_new_name, settings, checkpoint))
+
+
+def kept_or_new_name(settings: Train, checkpoint: str | None) -> str | None:
+    """Return the name that --save_folder keeps, or draw a new one, which it keeps from now on.
 
     The name is LABEL-DRAWN. The label is --run_name, or the last part of --save_folder; another --run_name than before
     makes a new name. Without both there is none, and Composer draws one for this start alone.
