@@ -97,7 +97,7 @@ def peak_of(device_name: str, precision: str) -> float | None:
 
 
 def has_words(device_name: str, words: str) -> bool:
-    """Return whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens."""
+    """Tell whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens."""
     for word in re.findall('[A-Z0-9]+', words.upper()):
         pattern = rf'\b{"[ -]?".join(word)}\b'  # RTX4090 for RTX 4090, but not A10 for A100
         if not re.search(pattern, device_name.upper()):

@@ -46,8 +46,7 @@ class Window:
 
     @property
     def sustained_share(self) -> float:
-        """Return the share of the samples that the loader made in this time; 1 where the window is too short to tell.
-        """
+        """Share of the samples that the loader made in this time; 1 where the window is too short to tell."""
         batches = len(self.batch_seconds)
         if batches <= self.queue_batches:
             return 1.0
@@ -216,8 +215,7 @@ class Measurement(Callback):
         return max(0, min(self._ready_at_start, left_in_epoch) - ready)
 
     def _turnover(self, state: State) -> int:
-        """Return the batches between warm-up and window: the loader's queue, as far as the run is long enough for it.
-        """
+        """Return the batches between warm-up and window: the loader's queue, if the run is long enough for it."""
         batches_left = state.max_duration.value - state.timestamp.batch.value - self.warmup_batches
         if self.measure_batches is None:
             room = batches_left // (1 + QUEUES_IN_WINDOW)
@@ -275,7 +273,9 @@ def window_figures(window: Window, all_ranks: bool = True) -> dict:
 
 
 def highest_of_ranks(values: Sequence[float], all_ranks: bool) -> np.ndarray:
-    """Return of each value the highest of all ranks, (values,). A run of days has millions: they are never gathered.
+    """Return of each value the highest of all ranks, (values,).
+
+    A run of days has millions of values: those of all ranks are never gathered.
     """
     if not all_ranks or len(values) == 0:
         return np.array(values, dtype=float)

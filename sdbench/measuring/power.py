@@ -13,8 +13,10 @@ QUANTITIES = {'gpu_power_watts': (torch.cuda.power_draw, 1000), 'gpu_sm_clock_mh
 
 
 class GpuMonitor:
-    """Asks this rank's GPU at the end of a measured batch, at most once a second, while its clock is still that of the
-    batch. Where there is no GPU, no driver that answers, or no package nvidia-ml-py, nothing is known.
+    """Asks this rank's GPU for its power and clock at the end of a measured batch, at most once a second.
+
+    Then its clock is still that of the batch. Nothing is known where there is no GPU, no driver that answers, or no
+    package nvidia-ml-py.
     """
 
     def __init__(self):

@@ -52,8 +52,10 @@ def load_inception(path: str) -> Inception:
 
 
 class RandomInception(Inception):
-    """InceptionV3 with random weights that keep the scale of the features; torch-fidelity's cannot be made without a
-    file of weights."""
+    """InceptionV3 with random weights that keep the scale of the features.
+
+    torch-fidelity's cannot be made without a file of weights.
+    """
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Draw the weights of the convolutions, and take none of the file."""

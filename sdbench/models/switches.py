@@ -33,6 +33,7 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
 
     Raises ValueError if xformers is not built for this torch or this GPU.
     """
+    # memory format and precision
     convolutional = [model.unet]
     if model.vae is not None:
         convolutional.append(model.vae)
@@ -43,6 +44,8 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
         switch_norms_to_half(model.unet)
         if model.vae is not None:
             switch_norms_to_half(model.vae.encoder)  # which has five times as many elements in its norms as the UNet
+
+    # attention, and activations that are computed again
     if settings.attention == 'xformers':
         try:
             for part in convolutional:
@@ -51,6 +54,8 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
             raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
     if settings.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
+
+    # kernels that are joined, or left out
     if settings.compile:
         compile_model(model, settings)  # a division in a larger kernel moves nothing
     else:
@@ -122,7 +127,7 @@ def process_switches(settings: Train) -> contextlib.AbstractContextManager:
 
 
 def switch_callbacks(settings: Train) -> list[Callback]:
-    """What the switches do within a step."""
+    """Build what the switches do within a step."""
     if settings.allreduce_precision == 'bf16':
         return [AllReduceInBf16()]
     return []

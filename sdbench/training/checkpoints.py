@@ -227,8 +227,9 @@ class Upload:
 
 
 class AtomicCheckpointSaver(CheckpointSaver):
-    """Composer's saver, with these differences from that of Composer 0.32:
+    """Composer's saver, made safe for runs of days.
 
+    The differences from the saver of Composer 0.32:
     - A checkpoint is whole or not there, even if the run is killed or a disk fills. Composer writes into the file that
       a resume looks for.
     - The checkpoints of a run that is resumed make room as well. Composer forgets them.

@@ -53,6 +53,7 @@ def require_same_run(before: dict, now: dict) -> None:
 
     A flag that a checkpoint does not hold is a newer one, and had its default.
     """
+    # the flags
     for field in SAME_ON_RESUME:
         flag = field.name
         if flag not in before and flag in NOT_KEPT_AT_FIRST:
@@ -63,6 +64,8 @@ def require_same_run(before: dict, now: dict) -> None:
             if flag in TIMES and was is not None:  # another --max_duration makes it another number of batches
                 remedy = f'; give --{flag} {was}'
             raise ValueError(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
+
+    # the data, the model and the tokenizer
     if DATASET in before and before[DATASET] != now.get(DATASET):
         raise DatasetChanged(f'the hash of its index was {before[DATASET]}, and is {now.get(DATASET)} now')
     difference = difference_of_models(before, now[MODEL])
@@ -85,8 +88,7 @@ def kept_tokenizer(flags: dict) -> str | None:
 
 
 def was_trained_on(flags: dict, index: dict) -> bool | None:
-    """Return whether the images of an index.json are those that a run was trained on; None: its checkpoint has no data.
-    """
+    """Tell whether a run was trained on the images of an index.json; None: its checkpoint names no data."""
     images = flags.get(IMAGES_HASH) or flags.get(DATASET)  # earlier versions kept only the hash of what they read
     if images is None:
         return None
