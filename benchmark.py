@@ -92,6 +92,8 @@ class StableDiffusion(ComposerModel):
         super().__init__()
         self.snr_gamma = snr_gamma
         self.image_size = image_size
+
+        # what its files say of latents and noise
         files = files or find_model(model_name, pretrained)
         self.latent_size = files.latent_size(image_size)
         self.scaling_factor = files.scaling_factor
@@ -102,6 +104,8 @@ class StableDiffusion(ComposerModel):
         if self.prediction_type not in ('epsilon', 'v_prediction'):
             raise ValueError(f'--model_name {model_name} has a scheduler with prediction_type {self.prediction_type}; '
                              'only epsilon and v_prediction can be trained here')
+
+        # its parts
         self.unet = UNet2DConditionModel.from_config(files.configs['unet'])
         self.vae = None
         if not latents:
@@ -126,7 +130,10 @@ class StableDiffusion(ComposerModel):
 
         Raises ValueError if the images are whole numbers of another type.
         """
+        # latents and text, without gradients
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
+
+        # noise and timesteps
         if NOISE in batch:
             noise = batch[NOISE][:, 4:]  # (B, 4, H/8, W/8)
             timesteps = batch[TIMESTEP]  # (B,)
@@ -134,6 +141,8 @@ class StableDiffusion(ComposerModel):
             noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)
             timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)  # (B,)
             batch[TIMESTEP] = timesteps  # `loss` weights the images by them
+
+        # what the UNet makes of the noised latents, and what it should
         noised = self.scheduler.add_noise(latents, noise, timesteps)  # (B, 4, H/8, W/8)
         prediction = self.unet(noised, timesteps, text).sample  # (B, 4, H/8, W/8)
         if self.prediction_type == 'epsilon':
@@ -219,12 +228,16 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
                      average: dict | None = None) -> list[Algorithm]:
     """Build what changes a batch or averages the weights; `average` is the state of an average to go on with."""
     algorithms = []
+
+    # augmentation
     if settings.caption_drop:
         tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
         empty_caption = torch.tensor(tokenizer.encode('').ids)  # (77,)
         algorithms.append(CaptionDrop(settings.caption_drop, settings.seed, empty_caption))
     if settings.random_flip:
         algorithms.append(RandomFlip(settings.seed))
+
+    # the average
     if settings.use_ema:
         ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
         if average and not settings.ema_start:
@@ -250,6 +263,8 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         LRMonitor(),
         stop,                   # decides whether this batch is the last, which is drawn and saved
     ]
+
+    # between two batches: drawing, then saving
     if settings.sample_prompts:
         callbacks.append(Sampling(settings, model, files, measurement, stop))
     if settings.save_folder:

@@ -248,12 +248,15 @@ def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[
 
     An evaluation's has its draws as well: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
     """
+    # images or moments, and captions
     if MOMENTS in samples[0]:
         batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
     else:
         batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
     captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
     batch['caption'] = torch.tensor([caption.ids for caption in captions])
+
+    # what an evaluation has drawn, and the samples that others stand in for
     for name in (NOISE, TIMESTEP):
         if name in samples[0]:
             batch[name] = torch.stack([sample[name] for sample in samples])
@@ -306,6 +309,8 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
     workers = {'num_workers': num_workers, 'worker_init_fn': leave_process_group,
                'pin_memory': torch.cuda.is_available()}
+
+    # random data, held-out samples, or shards
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
         loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dataset.collate)
@@ -319,6 +324,8 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
                                           collate_fn=CountedCollate(make_batch, num_workers),
                                           prefetch_factor=BATCHES_PER_WORKER if num_workers else None,
                                           persistent_workers=num_workers > 0, **workers)
+
+    # what the training does with a batch, and on the device with a microbatch
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
 

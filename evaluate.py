@@ -81,6 +81,8 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
     about = {'inception_sha256': None, 'clip_sha256': None, 'clip': None}
     inception = None
     clip = None
+
+    # the networks
     if settings.random_networks:
         inception = random_inception()
         clip = clip_score(*random_clip())
@@ -94,6 +96,7 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
         about['clip_sha256'] = hash_of_weights(clip.model)
         about['clip'] = os.path.basename(os.path.abspath(settings.clip))
 
+    # the metrics
     metrics = {}
     if inception is not None:
         metrics['fid'] = FrechetInceptionDistance(inception, reset_real_features=False).to(device)
@@ -108,6 +111,7 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     Raises ValueError if there is none, or it cannot draw.
     """
     about = {'weights': None, 'trained_batches': None, 'images_seen': None, 'training': None}
+
     # a pipeline folder of diffusers
     if os.path.isfile(os.path.join(path, PIPELINE_INDEX)):
         pipeline = load_pipeline(path, f'MODEL {path}')
@@ -171,6 +175,8 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
     rank, ranks = dist.get_global_rank(), dist.get_world_size()
     first = settings.samples * rank // ranks
     stop = settings.samples * (rank + 1) // ranks
+
+    # captions, and images in batches
     captions = []
     images = []  # of the next batch of `fid`
     dataset = StreamingLAIONDataset(settings.data, image_size=image_size, index=index, batch_size=1)
@@ -186,6 +192,8 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
         if len(images) == settings.batch_size or number == stop - 1:
             fid.update(torch.stack(images).to(fid.device), real=True)
             images.clear()
+
+    # the captions of all ranks
     all_captions = []
     for captions_of_rank in dist.all_gather_object(captions):
         all_captions += captions_of_rank

@@ -80,17 +80,22 @@ def pipeline_summary(flags: Export, trained: TrainedModel) -> str:
 
 def export(flags: Export) -> None:
     """Write OUT."""
+    # the parts of the pipeline
     disable_progress_bar()  # of transformers 5, for a part that is written in a moment
     print(f'reading {flags.checkpoint}', file=sys.stderr, flush=True)
     trained = read_trained_model(flags.checkpoint, 'CHECKPOINT')
     pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
                                 flags.pretrained, flags.live)
     warn_of_random_parts(flags, trained)
+
+    # their folder
     with new_folder(flags.out) as folder:
         try:
             pipeline.save_pretrained(folder)
         except SafetensorError as error:  # as it says of a full disk
             raise OSError(f'OUT {flags.out} could not be written: {error}') from None
+
+    # what it is, and what comes next
     warn_of_young_average(flags, trained)
     print(pipeline_summary(flags, trained))
 

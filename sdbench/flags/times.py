@@ -78,15 +78,20 @@ def times_in_batches(settings: 'Train', batches_per_epoch: int) -> 'Train':
 
     Raises ValueError if the average would start when the run is over.
     """
+    # times that are given
     batches_of_run = to_batches(settings.max_duration, batches_per_epoch)
     in_batches = {'max_duration': f'{batches_of_run}ba'}
     for flag in TIMES:
         time = getattr(settings, flag)
         if time is not None:
             in_batches[flag] = f'{to_batches(time, batches_per_epoch, batches_of_run)}ba'
+
+    # intervals that are not given
     for flag, of in INTERVALS.items():
         if getattr(settings, of) and getattr(settings, flag) is None:  # a short run is saved and judged as well
             in_batches[flag] = f'{min(LONGEST_INTERVAL, math.ceil(batches_of_run / 4))}ba'
+
+    # an average that would never start
     if settings.ema_start is not None and to_batches(in_batches['ema_start']) >= batches_of_run:
         raise ValueError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
                          f'{settings.max_duration}: there would be no average; give an earlier time')

@@ -133,6 +133,8 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
     notes = {'on_waiting': ''}
     if record['data_wait_fraction'] > MUCH_WAITING_FOR_DATA:
         notes['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
+
+    # a caution, or the cost of a whole training
     caution = reliability(record)
     if caution:
         notes['caution'] = caution
@@ -177,12 +179,15 @@ def append_record(record: dict, text: str | None, path: str) -> dict:
     """
     if dist.get_global_rank() != 0:
         return record
+    # keep it
     line = json.dumps(record)
     lines = [line]
     try:
         if path != '-':
             append_line(line, path)
             lines = [f'{"record":<15} appended to {path}']
+
+    # show it, also if it could not be kept
     finally:
         if text is not None:
             lines.insert(0, text)

@@ -167,9 +167,12 @@ def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
 
     Raises ValueError if the checkpoint `name`, which is loaded in it, holds more than tensors and plain types.
     """
-    flag = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
-    before = os.environ.get(flag)
-    os.environ[flag] = '1'
+    # what torch reads wherever it is called from
+    variable = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+    before = os.environ.get(variable)
+    os.environ[variable] = '1'
+
+    # what is loaded in the context
     try:
         with safe_globals(PLAIN_TYPES), loading_config.patch('load.mmap', True):
             yield
@@ -178,9 +181,9 @@ def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
                          ) from None
     finally:
         if before is None:
-            del os.environ[flag]
+            del os.environ[variable]
         else:
-            os.environ[flag] = before
+            os.environ[variable] = before
 
 
 @contextlib.contextmanager

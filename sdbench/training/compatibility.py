@@ -34,10 +34,14 @@ class DatasetChanged(ValueError):
 def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
     """Return what a checkpoint says of its run: its flags, without passwords, and what model and data were."""
     flags = {field.name: getattr(settings, field.name) for field in SAME_ON_RESUME}
+
+    # the model and the tokenizer
     flags['model_name'] = settings.model_name
     flags[MODEL] = files.configs
     flags['tokenizer'] = settings.tokenizer
     flags[TOKENIZER] = hash_of_tokenizer(settings.tokenizer or files.tokenizer)
+
+    # the data
     flags['remote'] = None
     if settings.remote:
         flags['remote'] = redacted(settings.remote)

@@ -79,6 +79,7 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
 
 def trained_model_of(state: dict) -> TrainedModel:
     """Return the model in the state of a checkpoint. Raises KeyError, TypeError or the like if it is none."""
+    # the weights
     model = state['model']
     ema = dict(state.get('algorithms', ())).get('EMA')
     if ema is not None:
@@ -87,6 +88,8 @@ def trained_model_of(state: dict) -> TrainedModel:
     averaged = None
     if ema is not None:
         averaged = live | with_prefix_removed(ema['ema_model']['named_parameters_dict'], 'unet.')
+
+    # the run
     flags = {}
     for callback in dict(state.get('callbacks', ())).values():
         flags = callback.get('flags', flags)
@@ -128,6 +131,8 @@ def fetched(name: str, flag: str) -> Iterator[str]:
     if '://' not in name:
         yield name
         return
+
+    # the first rank of a node fetches it for all
     with tempfile.TemporaryDirectory() as folder:
         first_of_node = dist.get_global_rank() - dist.get_local_rank()
         path = os.path.join(dist.all_gather_object(folder)[first_of_node], 'checkpoint.pt')
@@ -163,6 +168,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
 
     Raises ValueError if there is nothing of the kind, or it does not fit this model.
     """
+    # the weights, of a folder of diffusers or of a checkpoint
     label = f'--load_weights {path}'
     folder = on_rank_0(partial(unet_folder, path))
     if folder is not None:
@@ -173,6 +179,8 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         require_same_encoders(trained, model, label)
         warn_of_another_tokenizer(trained, tokenizer or files.tokenizer, label)
         weights, ema = trained.live, trained.ema
+
+    # their place in the model
     try:
         model.unet.load_state_dict(weights)
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
