@@ -188,10 +188,10 @@ class MeasurementFlags:
         None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
         "with streamed data five times the loader's queue if that is more)", converter=count)
     dry_run: int | None = flag(
-        None, 'train nothing: say, without a GPU, which microbatch fits on which card, and how fast so many GPUs could '
+        None, 'train nothing: say, without a GPU, which microbatch fits on which GPU, and how fast so many GPUs could '
         'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS',
         bare=int(os.environ.get('WORLD_SIZE', 1)))
-    gpu: str | None = flag(None, 'the card, by its name in records or a part of it, such as A100-40GB (default: all '
+    gpu: str | None = flag(None, 'the GPU, by its name in records or a part of it, such as A100-40GB (default: all '
                            'that are known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
     profile: str | None = flag(None, 'folder for a trace of 3 batches after the warm-up, for Perfetto and '
