@@ -12,9 +12,9 @@ keys as columns. A setting is a column where rows differ in it, and stands above
 is rounded once, when printed: to the decimals of the published table, or to three significant digits where these are
 more. --csv holds the rows of all tables unrounded, with every setting.
 """
-from sdbench.exits import one_line_errors
 from sdbench.flags.commands import Report
 from sdbench.flags.parser import parse
+from sdbench.process import one_line_errors
 
 if __name__ == '__main__':
     parse(Report, __doc__)  # a mistake is answered before pandas, which takes a second

@@ -102,7 +102,7 @@ def words_in(text: str) -> list[str]:
 
 
 def has_words(device_name: str, words: str) -> bool:
-    """Return whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens."""
+    """Tell whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens."""
     for word in words_in(words):
         pattern = rf'\b{"[ -]?".join(word)}\b'  # RTX4090 for RTX 4090, but not A10 for A100
         if not re.search(pattern, device_name.upper()):

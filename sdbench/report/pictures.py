@@ -94,8 +94,9 @@ def draw_points(axes, points: pd.DataFrame, color: str) -> None:
 
 
 def legend_labels(rows: pd.DataFrame) -> list[str]:
-    """Return the words of the setting of each row, such as 'A100 40GB, microbatch 4': its GPU, and in what the settings
-    that rows state differ.
+    """Return the words of the setting of each row, such as 'A100 40GB, microbatch 4'.
+
+    They are its GPU, and in what the settings that rows state differ.
     """
     keys = []
     for key in SETTINGS:

@@ -20,10 +20,10 @@ def plan_in_words(phases: tuple[tuple[int, str], ...]) -> str:
 
 
 def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return a row for each setting and number of devices that was measured, or forecast, at the size of every phase of
-    --phase; and what else was trained, each with the reason why it has none.
+    """Return a plan for each setting and number of devices, and what has no plan, each with the reason.
 
-    A phase takes the speed of the fastest run of its size, whatever the microbatch. Raises ValueError if there is none.
+    A plan needs a speed that was measured, or forecast, at the size of every phase of --phase. A phase takes the speed
+    of the fastest run of its size, whatever the microbatch. Raises ValueError if there is no plan.
     """
     # only speeds to rely on
     trained = records[records['stage'] == 'train']

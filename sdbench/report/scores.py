@@ -27,8 +27,9 @@ def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, prices: Prices
 
 
 def training_of(evaluation: dict, trainings: list[dict]) -> dict | None:
-    """Return the last record of a training with the flags of an evaluation's that was as long; None where there is
-    none, or it was on a CPU.
+    """Return the last record of a training with the flags of an evaluation's that was as long.
+
+    It is None where there is none, or it was on a CPU.
     """
     flags = evaluation.get('training', {})
     for training in reversed(trainings):

@@ -18,8 +18,9 @@ TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost
 
 
 def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return a row for each setting and number of devices, or with --compare for each training, with all that follows
-    from its speed; and sentences on them.
+    """Return a row for each setting and number of devices, with all that follows from its speed; and sentences on them.
+
+    With --compare there is a row for each training.
     """
     # the rows, and which of them are of one setting
     rows = records.assign(label=labels(records), setting=records.groupby(SETTINGS, sort=False).ngroup())
@@ -62,8 +63,9 @@ def labels(rows: pd.DataFrame) -> list[str]:
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a row with the median of the measured runs of each setting on so many devices and nodes, and one for each
-    other record.
+    """Return a row with the median of the measured runs of each setting on so many devices and nodes.
+
+    Each other record has a row of its own.
     """
     is_measured = rows['status'] == MEASURED
     merged = []
