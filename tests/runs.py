@@ -79,12 +79,13 @@ def summary_lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if 'waited' not in line]
 
 
-def one_error_line(argv: list, capfd) -> str:
-    """Run what must be refused; the one line that it leaves, beside the one of what it builds."""
+def one_error_line(argv: list, capfd, command: Callable = main) -> str:
+    """Run what must be refused, and return the one line that it leaves beside those that say what it is about to do."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
-        main([str(argument) for argument in argv])
-    error = re.sub('^building .*\n', '', capfd.readouterr().err)
+        command([str(argument) for argument in argv])
+    about_to_do = r'^(building|converting|listing|reaching) .*\n'
+    error = re.sub(about_to_do, '', capfd.readouterr().err, flags=re.MULTILINE)
     assert exit.value.code in (1, 2), error
     assert error.count('\n') == 1, error
     return error
