@@ -18,15 +18,6 @@ def test_an_index_that_makes_no_sense_is_told(tmp_path, content):
         read_index(str(tmp_path))
 
 
-@pytest.mark.parametrize('remote', ['index.json', 'nowhere/index.json', 'a.mds', 's3://bucket/mds/index.json'])
-def test_a_file_is_no_folder(tmp_path, monkeypatch, remote):
-    monkeypatch.chdir(tmp_path)
-    for name in ('index.json', 'a.mds'):
-        (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=f'^--remote {remote} is a file; give the folder that holds index.json'):
-        read_index(remote)
-
-
 def test_nothing_in_a_dataset_runs_code_or_writes_outside_its_cache(tmp_path, capfd):
     trace = tmp_path / 'ran'
     columns = {'jpg': 'bytes', 'caption': 'str', 'extra': 'pkl'}

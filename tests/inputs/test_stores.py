@@ -29,12 +29,6 @@ def no_credentials(monkeypatch, tmp_path):
     stores.client.cache_clear()
 
 
-def test_a_profile_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setenv('AWS_PROFILE', 'nobody')
-    with pytest.raises(ValueError, match=r'OUT s3://b/a: no client .* profile \(nobody\) could not be found'):
-        open_store('s3://b/a', 'OUT')
-
-
 def test_endpoint_region_and_keys_are_those_that_boto3_finds(tmp_path, monkeypatch):
     (tmp_path / 'config').write_text('[profile mine]\nregion = eu-north-1\naws_access_key_id = FROMPROFILE\n'
                                      'aws_secret_access_key = x\n')
