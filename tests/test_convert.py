@@ -1,6 +1,5 @@
 """What goes into convert.py comes out of Streaming's own reader, or is named; nothing unfinished looks finished."""
 import os
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import convert
 from benchmark import main
 from tests.forked_runs import run_program, script
 from tests.local_s3 import local_s3
-from tests.runs import ROOT, TINY, files_of, one_error_line, start, wait_until
+from tests.runs import ROOT, TINY, files_of, one_error_line
 from tests.samples import (
     encoded,
     end_of_first_sample,
@@ -196,34 +195,6 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, caps
     assert 'No space left on device' in error
     assert 'the same command, started again, goes on' in error
     assert not list((tmp_path / 'run/disk').rglob('index.json'))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize('number, status, line', [
-    (signal.SIGINT, 130, 'interrupted'), (signal.SIGTERM, 130, 'interrupted'), (signal.SIGKILL, -9, None)])
-def test_a_conversion_that_was_ended_goes_on_and_equals_one_that_never_was(tmp_path, monkeypatch, number, status, line):
-    out = tmp_path / 'out'
-    with local_s3(monkeypatch) as store:
-        for index in range(9):
-            store.put(f'tars/{index}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', index)).read_bytes())
-        argv = ['s3://bucket/tars', '--size_limit', '1kb', '--num_workers', '2']
-        assert convert.main([*argv, str(tmp_path / 'undisturbed')]) == 0
-        store.delay = 0.3
-        program = ('import signal, runpy, sys; signal.signal(signal.SIGINT, signal.default_int_handler); '
-                   'sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name="__main__")')
-        command = start(tmp_path / 'log', '-c', program, 'convert.py', *argv, out)
-        wait_until(lambda: list(out.glob('*/index.json')))
-        command.send_signal(number)
-        assert command.wait(300) == status
-        assert not (out / 'index.json').exists()
-        store.delay = 0
-        if line:
-            lines = (tmp_path / 'log').read_text().splitlines()
-            assert lines[-1].startswith(f'convert.py: error: {line}; what is done stays in OUT {out}')
-            assert len(lines) == 3
-        assert convert.main([*argv, str(out)]) == 0
-    made = {name: content for name, content in files_of(out).items() if '#' not in name}  # not what was half written
-    assert made == files_of(tmp_path / 'undisturbed')
 
 
 def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, tmp_path, results, capsys):

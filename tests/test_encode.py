@@ -1,8 +1,6 @@
 """Encoding once: every sample, once, and the same training afterwards."""
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,9 +21,8 @@ from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.training.resolve import resolve_encoding_defaults
 from tests.forked_runs import run_ranks
-from tests.local_s3 import local_s3
-from tests.runs import TINY, error_line, files_of, start, wait_until, workers_of
-from tests.samples import encoded, good, picture, write_shards
+from tests.runs import TINY, error_line
+from tests.samples import encoded, picture, write_shards
 
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0']
 
@@ -123,62 +120,20 @@ def test_a_pipeline_of_a_training_on_latents_takes_no_vae_but_that_of_the_encodi
     export.main([kept, str(tmp_path / 'out'), '--model_name', model_folder, '--pretrained'])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize('victim', ['command', 'worker'])
-def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(tmp_path, monkeypatch, shards, latents, model_folder,
-                                                                  victim):
-    out, log = tmp_path / 'latents', tmp_path / 'log'
-    with local_s3(monkeypatch) as store:
-        for path in Path(shards).iterdir():
-            store.put(f'images/{path.name}', path.read_bytes())
-        argv = [*SMALL, '--remote', 's3://bucket/images', '--out', str(out), '--model_name', model_folder,
-                '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
-        store.delay = 0.3
-        command = start(log, 'encode.py', *argv)
-        wait_until(lambda: list(out.glob('*/index.json')))
-        done = {path: path.stat().st_mtime_ns for part in out.glob('*/index.json') for path in part.parent.iterdir()}
-        os.kill(command.pid if victim == 'command' else workers_of(command)[0], signal.SIGKILL)
-        command.wait(300)
-        store.delay = 0
-        if victim == 'command':
-            assert command.returncode == -signal.SIGKILL
-            assert not (out / 'index.json').exists()
-            assert encode.main(argv)['samples'] < 24
-    record = json.loads((tmp_path / 'results.jsonl').read_text())
-    assert record['stored_samples'] == 24, log.read_text()
-    assert record['num_devices'] == 1, log.read_text()
-    assert done
-    assert all(path.stat().st_mtime_ns == time for path, time in done.items())
-    of_latents, of_out = ({name: content for name, content in files_of(Path(folder)).items() if '#' not in name}
-                          for folder in (latents, out))
-    assert of_out.pop('claim.json') != of_latents.pop('claim.json')  # which names --remote
-    assert of_out == of_latents
-
-
-def test_images_that_were_added_to_a_dataset_are_encoded_and_no_others(tmp_path, model_folder):
+def test_images_that_were_added_are_encoded_and_no_others_also_where_a_shard_is_empty(tmp_path, model_folder):
+    """As Streaming's own writer leaves one before a sample that is larger than a shard."""
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(12)]
+    samples[0]['jpg'] = encoded(picture(0, 512, 512), quality=100)
     images, out = tmp_path / 'images', tmp_path / 'latents'
     write_shards(images, samples[:9], size_limit=6000)
     assert encode_shards(images, out, model_folder)['samples'] == 9
     shutil.rmtree(images)
     write_shards(images, samples, size_limit=6000)
+    assert read_index(str(images))['shards'][0]['samples'] == 0
     record = encode_shards(images, out, model_folder)
     assert record['samples'] < 9
     assert record['stored_samples'] == 12
     assert captions(out) == [str(index) for index in range(12)]
-
-
-def test_every_part_holds_its_own_shard_also_where_one_is_empty(tmp_path, model_folder):
-    """As Streaming's own writer leaves one before a sample that is larger than a shard."""
-    samples = [good(index) for index in range(6)]
-    samples[0]['jpg'] = encoded(picture(0, 512, 512), quality=100)
-    images, out = write_shards(tmp_path / 'images', samples, size_limit=3000), tmp_path / 'latents'
-    shards = read_index(images)['shards']
-    assert shards[0]['samples'] == 0
-    assert len(shards) > 3
-    for _ in range(2):
-        encode_shards(images, out, model_folder)
-        assert captions(out) == [sample['caption'] for sample in samples]
 
 
 def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, capfd):
@@ -272,15 +227,10 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
 
 
 @pytest.mark.long
-def test_several_ranks_train_on_what_was_encoded(tmp_path, shards, model_folder, server):
-    model = ['--model_name', model_folder, '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
-    encoding = [*SMALL, *model, '--remote', shards, '--out', str(tmp_path / 'latents')]
-    training = [*TINY, *model, '--remote', str(tmp_path / 'latents')]
+def test_several_ranks_train_on_what_was_encoded(tmp_path, latents, model_folder, server):
+    argv = ['--remote', latents, *TINY, '--model_name', model_folder, '--pretrained', '--results',
+            str(tmp_path / 'results.jsonl')]
     log = tmp_path / 'log'
-    encode.main(encoding)
-    assert run_ranks(server, [log, log], benchmark.main, [(training,)] * 2) == [0, 0], log.read_text()
-    records = [json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
-    assert [(record['stage'], record.get('encoders'), record['num_devices']) for record in records] == [
-        ('encode', None, 1), ('train', 'text_in_loop', 2)]
-    assert records[0]['samples'] == 24
-    assert captions(tmp_path / 'latents') == captions(shards)
+    assert run_ranks(server, [log, log], benchmark.main, [(argv,)] * 2) == [0, 0], log.read_text()
+    record = json.loads((tmp_path / 'results.jsonl').read_text())
+    assert (record['stage'], record['encoders'], record['num_devices']) == ('train', 'text_in_loop', 2)
