@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmark import main
+from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
@@ -22,6 +23,9 @@ ROOT = Path(__file__).parent.parent
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
         '--measure_batches', '3']
+
+COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'evaluate.py': Evaluate,
+            'export.py': Export, 'report.py': Report}  # and their flags
 
 RECORD_KEYS = {
     'date', 'command', 'git_commit', 'device', 'num_devices', 'num_nodes', 'versions', 'model_name', 'image_size',

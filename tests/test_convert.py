@@ -1,5 +1,6 @@
 """What goes into convert.py comes out of Streaming's own reader, or is named; nothing unfinished looks finished."""
 import os
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -25,11 +26,6 @@ from tests.samples import (
 
 def pairs(*shades: int, suffix: str = 'jpg') -> list[tuple[bytes, str]]:
     return [(sample_files('', shade, suffix)[f'.{suffix}'], f'caption {shade}') for shade in shades]
-
-
-def kinds_of_reasons(out: Path) -> dict[str, str]:
-    """Return why each sample was left out, by its key."""
-    return {line['key']: line['reason'].partition(':')[0] for line in skipped(out)}
 
 
 def times(out: Path) -> dict[Path, int]:
@@ -80,7 +76,9 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
 
 def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
     good, image = sample_files('good', 0), shaded(1)
-    write_tar(tmp_path / 'x.tar', {
+    link = tarfile.TarInfo('link.txt')
+    link.type, link.linkname = tarfile.SYMTYPE, '/etc/passwd'
+    write_tar(tmp_path / 'in/x.tar', {
         **good, 'noise.jpg': b'not an image', 'noise.txt': b'a', 'cut.jpg': image[:len(image) // 2], 'cut.txt': b'a',
         'nothing.jpg': b'', 'nothing.txt': b'a', 'blank.jpg': image, 'blank.txt': b' \n', 'bare.jpg': image,
         'latin.jpg': image, 'latin.txt': 'café'.encode('latin-1'), 'words.txt': b'no picture',
@@ -88,18 +86,27 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
         'null.json': b'{"caption": null}', 'bomb.jpg': image, 'bomb.json': b'[' * 1_000_000,
         'thin.png': encoded(picture(0, 4000, 1), 'PNG'), 'thin.txt': b'a line',
         'surrogate.jpg': image, 'surrogate.json': b'{"caption": "\\ud800"}',
-        'json.jpg': shaded(7), 'json.json': '{"caption": "caption 7 ü"}'.encode()})
-    assert convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out')]) == 0
+        'link.jpg': image, link: None, 'inner.tar': b'1', 'README': b'1', 'film.mp4': b'1', '._a.jpg': image,
+        './json.jpg': shaded(7), './json.json': '{"caption": "caption 7 ü"}'.encode()})
+    write_tar(tmp_path / 'in/empty.tar', {})
+    assert convert.main([str(tmp_path / 'in'), str(tmp_path / 'out')]) == 0
     assert read_back(tmp_path / 'out') == [*pairs(0), (shaded(7), 'caption 7 ü')]
     expected = {'noise': 'image does not decode', 'cut': 'image does not decode', 'nothing': 'image does not decode',
                 'blank': 'empty caption', 'bare': 'no caption', 'latin': 'caption is not UTF-8', 'words': 'no image',
                 'two': 'more than one image', 'null': 'no caption', 'bomb': 'no caption',
-                'surrogate': 'caption is not UTF-8', 'thin': 'image is narrower than 8 pixels'}
-    assert kinds_of_reasons(tmp_path / 'out') == expected
+                'surrogate': 'caption is not UTF-8', 'thin': 'image is narrower than 8 pixels',
+                'link': 'no caption: a link, a pipe or a device in a tar is not read',
+                'inner': 'no image: .tar is not read', 'README': 'no image: a file without a suffix is not read',
+                'film': 'no image: .mp4 is not read', '._a': 'no image: it is hidden',
+                '': 'no image: nothing is in this tar'}
+    listed = {line['key']: line['reason'] for line in skipped(tmp_path / 'out')}
+    assert listed.keys() == expected.keys()
+    for key, reason in expected.items():
+        assert listed[key].startswith(reason)
     printed = capsys.readouterr().out
     assert 'converted  2 samples' in printed
-    for reason, number in Counter(expected.values()).items():
-        assert f'{number} {reason}' in printed
+    for kind, number in Counter(reason.partition(':')[0] for reason in expected.values()).items():
+        assert f'{number} {kind}' in printed
 
 
 def test_where_nothing_was_converted_a_command_with_other_flags_may_take_the_same_out(tmp_path, capsys):

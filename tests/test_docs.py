@@ -21,16 +21,12 @@ from pathlib import Path
 import pytest
 
 import report
-from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import build_parser
-from sdbench.flags.train import Train
+from tests.runs import COMMANDS, ROOT
 from tests.samples import encoded, picture
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
-KINDS = {'benchmark.py': Train, 'encode.py': Encode, 'export.py': Export, 'report.py': Report, 'convert.py': Convert,
-         'evaluate.py': Evaluate}
-PARSERS = {program: build_parser(kind, '', program) for program, kind in KINDS.items()}
+PARSERS = {program: build_parser(kind, '', program) for program, kind in COMMANDS.items()}
 FOLDERS = 'benchmarks|docs|recipes|sdbench|tests'  # whose files the pages name
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
@@ -135,6 +131,25 @@ def test_every_flag_is_explained_in_some_page():
             is_positional = not action.option_strings
             is_hidden = action.help == argparse.SUPPRESS
             assert is_positional or is_hidden or named & set(action.option_strings), (program, action.option_strings)
+
+
+FLAG = re.compile(r'(?<![\w-])--[a-z][a-z_]*(?:-[a-z_]+)*')
+OF_OTHERS = {'--always', '--dirty', '--abbrev', '--exclude', '--shm-size', '--head', '--local-dir'}  # git, docker, ...
+NO_FLAGS = {'--flag', '--no'}  # as --help says, and as in f'--no-{name}'
+
+
+def texts_of(path: Path) -> list[str]:
+    """Return the texts in a program, but for its docstrings."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [constant.value for constant in constants if isinstance(constant.value, str)]
+
+
+def test_every_flag_that_an_error_or_an_advice_names_is_one():
+    known = set().union(OF_OTHERS, NO_FLAGS, *map(flags_of, PARSERS.values()))
+    for path in (*ROOT.glob('*.py'), *ROOT.glob('sdbench/**/*.py')):
+        assert set(FLAG.findall('\n'.join(texts_of(path)))) <= known, path
 
 
 def test_launchers_are_called_as_composer_takes_it():
