@@ -118,6 +118,13 @@ def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope='session')
+def pipeline(tmp_path_factory) -> str:
+    """A pipeline of the tiny model that draws pictures of 32 pixels."""
+    from tests.scoring_models import save_pipeline
+    return save_pipeline(tmp_path_factory.mktemp('pipeline') / 'pipeline')
+
+
 @pytest.fixture
 def s3(monkeypatch):
     """An S3 server on loopback that takes signed requests alone, with a boto3 `client` of its bucket called bucket."""

@@ -79,12 +79,12 @@ def summary_lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if 'waited' not in line]
 
 
-def one_error_line(argv: list, capfd) -> str:
-    """Run what must be refused; the one line that it leaves, beside the one of what it builds."""
+def one_error_line(argv: list, capfd, program: Callable = main) -> str:
+    """Run a command that must be refused, and return its one line, without those of what it builds or reads."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
-        main([str(argument) for argument in argv])
-    error = re.sub('^building .*\n', '', capfd.readouterr().err)
+        program([str(argument) for argument in argv])
+    error = re.sub('^(building|reading) .*\n', '', capfd.readouterr().err)
     assert exit.value.code in (1, 2), error
     assert error.count('\n') == 1, error
     return error

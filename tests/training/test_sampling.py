@@ -10,14 +10,15 @@ from diffusers import StableDiffusionPipeline
 from PIL import Image
 
 from benchmark import StableDiffusion, main
+from evaluate import load_model
 from export import main as export
-from sdbench.models.drawing import GUIDANCE
+from sdbench.models.drawing import GUIDANCE, load_pipeline
 from sdbench.models.loading import find_model
 from sdbench.training import sampling
 from sdbench.training.sampling import Sampling
 from tests.forked_runs import RUN
 from tests.forked_runs import run as run_ranks
-from tests.runs import TINY, assert_same_training, one_error_line, settings_of
+from tests.runs import TINY, assert_equal, assert_same_training, one_error_line, settings_of
 
 PROMPTS = ['a red square', 'Wow! a blue one', 'Über den Dächern, with letters beyond ASCII']
 
@@ -115,6 +116,8 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
     export([str(tmp_path / 'kept-latents'), str(tmp_path / 'out'), '--pretrained'])
     for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
+    evaluated, _ = load_model(str(tmp_path / 'kept-latents'))
+    assert_equal(evaluated.vae.state_dict(), load_pipeline(str(tmp_path / 'out'), 'MODEL').vae.state_dict())
 
 
 def test_drawing_leaves_modes_random_state_and_terminal_alone(model_folder, prompts, few_steps, capfd):
