@@ -211,11 +211,17 @@ def traced(folder: Path, ranks: int) -> list[dict[int, set]]:
     return found
 
 
-def batches_of_a_run_that_no_kill_changes(server, folder: Path, argv: list, ranks: int, kills: list,
-                                          needed_at_first: Path | None = None) -> list[dict]:
-    """What each rank saw and lost in each batch, the same with the kills and without; and so are weights and figures.
+def assert_no_kill_changes_a_run(server, folder: Path, argv: list, ranks: int, kills: list,
+                                 needed_at_first: Path) -> None:
+    """Run a training with kills and without, and compare batches, losses, weights and figures.
 
-    `needed_at_first` is a folder that is gone after the first kill.
+    Args:
+        server: of processes.
+        folder: of both trainings.
+        argv: flags of benchmark.py.
+        ranks: of each training.
+        kills: a moment and a batch each, as `traced_run` has them.
+        needed_at_first: a folder that is gone after the first kill.
     """
     whole, killed = folder / 'whole', folder / 'killed'
     whole.mkdir(), killed.mkdir()
@@ -223,13 +229,11 @@ def batches_of_a_run_that_no_kill_changes(server, folder: Path, argv: list, rank
     for kill in kills:
         codes = run(server, ranks, argv, killed, kill)
         assert -signal.SIGKILL in codes, (kill, codes, (killed / 'log').read_text())
-        if needed_at_first is not None:
-            shutil.rmtree(needed_at_first, ignore_errors=True)
+        shutil.rmtree(needed_at_first, ignore_errors=True)
     assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
+    records = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1]) for place in (whole, killed)]
     batches = traced(whole, ranks)
+    assert all(sorted(rank) == list(range(records[0]['trained_batches'])) for rank in batches)
     assert traced(killed, ranks) == batches
     assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
-    losses = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1])['eval_loss']
-              for place in (whole, killed)]
-    assert losses[0] == losses[1]
-    return batches
+    assert records[0]['eval_loss'] == records[1]['eval_loss']

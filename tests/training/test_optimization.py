@@ -116,7 +116,7 @@ def test_an_average_starts_when_it_is_told_moves_in_every_batch_and_is_in_the_ch
 # Min-SNR
 
 def weights_of_diffusers(scheduler, timesteps: torch.Tensor, gamma: float) -> torch.Tensor:
-    """As diffusers' train_text_to_image.py has them, by its own SNR."""
+    """Return the weights of diffusers' train_text_to_image.py, by its own SNR."""
     snr = compute_snr(scheduler, timesteps)
     weights = torch.stack([snr, gamma * torch.ones_like(snr)], dim=1).min(dim=1)[0]
     if scheduler.config.prediction_type == 'epsilon':
@@ -163,7 +163,7 @@ def test_a_timestep_of_noise_alone_has_a_finite_weight(prediction_type, weight):
 
 
 def weighted_run(folder: Path, argv: list[str]) -> None:
-    """A run, on one of several ranks, that leaves its losses and those of diffusers."""
+    """Train on one of several ranks, and leave its losses and those of diffusers."""
     witness = Losses(gamma=0.5)  # low, so that most timesteps weigh less
     main(argv, [witness])
     (folder / f'rank{dist.get_global_rank()}.json').write_text(json.dumps([witness.seen, witness.expected]))
@@ -182,7 +182,7 @@ def test_the_loss_of_a_training_has_the_weights_of_diffusers(prediction_type, ra
         assert seen == pytest.approx(expected, rel=1e-4)
 
 
-def test_without_the_flags_all_is_as_in_the_original():
+def test_without_the_flags_all_is_as_in_the_original_but_that_the_unet_alone_is_optimized():
     settings = settings_of('--use_synth_data', '--use_ema', *TINY)
     [ema] = benchmark.build_algorithms(settings)
     assert ema.smoothing == 2 ** (-1 / 1000)
@@ -191,4 +191,5 @@ def test_without_the_flags_all_is_as_in_the_original():
     [group] = benchmark.build_optimizer(model, settings).param_groups
     assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)
     assert group['betas'] == (0.9, 0.999)
+    assert {id(p) for p in group['params']} == {id(p) for p in model.unet.parameters()}
     assert isinstance(benchmark.build_schedule('constant', None), ConstantScheduler)
