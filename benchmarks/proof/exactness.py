@@ -61,7 +61,7 @@ def build(settings: Train, device: torch.device | str) -> benchmark.StableDiffus
 
 
 def loss_and_gradient(argv: Sequence[str], device: torch.device | str = 'cpu') -> tuple[float, torch.Tensor]:
-    """Return the loss of one batch and all gradients as one vector; with fp16 the loss is scaled, as a scaler begins."""
+    """Return the loss of one batch and its gradients as a vector; with fp16 the loss is scaled, as a scaler begins."""
     settings = resolve_defaults(parse(Train, '', [*PLAIN, *argv], 'benchmark.py'))
     scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
     precision = settings.precision
