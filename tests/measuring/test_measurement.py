@@ -1,5 +1,4 @@
 """The clock shows the speed that lasts: not the loader's queue, not checkpoints, not the beginning of a long run."""
-import heapq
 import json
 from types import SimpleNamespace
 
@@ -22,32 +21,29 @@ class SimulatedLoader:
     def __init__(self, clock, workers: int, seconds: float):
         self.clock, self.seconds, self.workers = clock, seconds, workers
         self.queue_length = 2 * workers
-        self.free_at = [0.0] * workers
-        self.finished = []  # when each batch that was asked for is ready, in the order of being ready
-        self.taken = 0
         self.waited = 0.0
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Drop what lay ready, since it is of the epoch before, and let the processes start again."""
+        self.ready_at: list[float] = []  # when each batch that was asked for is ready
+        self.taken = 0
         for _ in range(self.queue_length):
             self._ask()
 
     def _ask(self) -> None:
-        start = max(self.clock.now, heapq.heappop(self.free_at))
-        heapq.heappush(self.free_at, start + self.seconds)
-        heapq.heappush(self.finished, start + self.seconds)
+        """Ask for a batch of the process that has made the one `workers` batches before it."""
+        start = self.clock.now
+        if len(self.ready_at) >= self.workers:
+            start = max(start, self.ready_at[-self.workers])
+        self.ready_at.append(start + self.seconds)
 
     def take(self) -> None:
-        ready = heapq.heappop(self.finished)
-        wait = max(0.0, ready - self.clock.now)
+        wait = max(0.0, self.ready_at[self.taken] - self.clock.now)
         self.waited += wait
         self.clock.now += wait
         self.taken += 1
         self._ask()
-
-    def begin_epoch(self) -> None:
-        """Drop what lay ready, since it is of the epoch before, and let the processes start again."""
-        self.finished.clear()
-        self.free_at = [self.clock.now] * self.workers
-        for _ in range(self.queue_length):
-            self._ask()
 
     def seconds_waited(self) -> float:
         waited, self.waited = self.waited, 0.0
@@ -55,7 +51,7 @@ class SimulatedLoader:
 
     @property
     def ready_batches(self) -> int:
-        return sum(time <= self.clock.now for time in self.finished)
+        return sum(time <= self.clock.now for time in self.ready_at[self.taken:])
 
 
 class Clock:

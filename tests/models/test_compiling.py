@@ -69,7 +69,7 @@ def assert_same_step(wrapped: torch.nn.Module, model: StableDiffusion, expected:
 @pytest.mark.long
 @pytest.mark.parametrize('flags, num_graphs', [
     ([], 3), (['--gradient_checkpointing'], 3),  # the UNet, the VAE's encoder and the text encoder's layers
-    (['--compile_blocks'], 8)], ids=str)
+    (['--compile_blocks'], 6)], ids=str)
 def test_compiling_trains_as_without_it_and_ddp_cuts_no_graph(graphs, smallest_with_attention, flags, num_graphs):
     expected = switched_model(name=smallest_with_attention, side=16)
     model = switched_model('--compile', *flags, name=smallest_with_attention, side=16)
@@ -116,12 +116,10 @@ def test_the_unet_of_stable_diffusion_2_is_compiled_in_22_graphs_by_blocks():
 
 
 def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
-    modes = []
-    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode, backend: modes.append(mode))
+    modes = set()
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode, backend: modes.add(mode))
     switched_model('--compile')
+    assert modes == {None}
     switched_model('--compile', 'max-autotune-no-cudagraphs')
     switched_model('--compile', 'reduce-overhead', '--compile_blocks')
-    assert set(modes[:3]) == {None}
-    assert set(modes[3:6]) == {'max-autotune-no-cudagraphs'}
-    assert set(modes[6:]) == {'reduce-overhead'}
-    assert len(modes) > 10
+    assert modes == {None, 'max-autotune-no-cudagraphs', 'reduce-overhead'}

@@ -45,7 +45,7 @@ def kept(folder: Path) -> list[str]:
 
 
 def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
-    """Those in the grid of three prompts, int (size, size, 3), each with its prompt below it."""
+    """Cut the grid of three prompts into its pictures, int (size, size, 3), each of which has its prompt below it."""
     grid = np.asarray(Image.open(path), dtype=int)
     row = len(grid) // 2
     assert grid.shape == (2 * row, 2 * size, 3)
@@ -59,16 +59,12 @@ def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
     return pictures
 
 
-def noise_of_pictures() -> torch.Tensor:
-    """That of each prompt from a seed of its own, (3, 4, 8, 8)."""
-    return torch.cat([torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(17 + n)) for n in range(3)])
-
-
 def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
-    """The prompts by an exported pipeline, from the same noise."""
+    """Draw the prompts by an exported pipeline, from the noise of a seed for each."""
+    noise = torch.cat([torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(17 + n)) for n in range(3)])
     pipeline = StableDiffusionPipeline.from_pretrained(str(out))
     pipeline.set_progress_bar_config(disable=True)
-    drawn = pipeline(PROMPTS, latents=noise_of_pictures(), num_inference_steps=sampling.STEPS, guidance_scale=GUIDANCE)
+    drawn = pipeline(PROMPTS, latents=noise, num_inference_steps=sampling.STEPS, guidance_scale=GUIDANCE)
     return [np.asarray(picture, dtype=int) for picture in drawn.images]
 
 
