@@ -404,7 +404,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, l
     """Return a row for each setting and number of devices that was measured, or forecast, at the size of every phase of
     --phase; and what else was trained, each with the reason why it has none.
 
-    A phase takes the speed of the fastest run of its size, whatever the microbatch. Raises ValueError if there is none.
+    A phase takes the speed of the fastest run of its size, whatever the microbatch. A plan on latents has the encoding
+    of their images in it, once at each size, where the records have one. Raises ValueError if there is no plan.
     """
     trained = records[records['stage'] == 'train']
     left_out = []
@@ -429,7 +430,10 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, l
         if runs['status'].iloc[0] == FORECAST:
             notes.insert(0, 'forecast')
         if runs['input'].iloc[0] == 'latents':
-            notes.append('without encoding the images')
+            for size in dict.fromkeys(sizes):
+                some, note = days_to_encode(records, runs.iloc[0], size)
+                days.append(some)
+                notes.append(note)
         plan = runs.iloc[[0]].assign(stage='plan', image_size=', then '.join(sizes),
                                      device_train_microbatch_size='', notes=', '.join(notes), **UNKNOWN)
         plans.append(with_costs(plan, pd.Series(sum(days), index=plan.index), settings.dollars_per_gpu_hour))
@@ -437,6 +441,28 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, l
         raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
                          'px; measure each size with the same flags')
     return pd.concat(plans).sort_values('num_devices', kind='stable'), left_out
+
+
+def days_to_encode(records: pd.DataFrame, run: pd.Series, size: str) -> tuple[float, str]:
+    """Return the days of encoding the images of a dataset once at a size, on the GPUs of a run, and a note on them.
+
+    A record of encode.py says how many images its dataset has and how fast they are encoded. Of several of the same
+    model, size and GPUs the one with the most images counts. Without one it is 0 days.
+    """
+    same = {'stage': 'encode', 'image_size': size}
+    for key in ('model_name', 'device', 'num_devices'):
+        same[key] = run[key]
+    encoding = None
+    images = 0
+    for _, row in records[records['status'].isin([MEASURED, FORECAST])].iterrows():
+        stored = row['record'].get('stored_samples', 0)
+        if stored > images and all(row[key] == value for key, value in same.items()):
+            encoding, images = row, stored
+    if encoding is None:
+        return 0.0, f'without encoding the images at {size} px'
+    days = days_to_train(encoding['images_per_sec'], images)
+    by_forecast = ' by forecast' if encoding['status'] == FORECAST else ''
+    return days, f'{printed("days", days)} days to encode {plural(images, "image")} at {size} px{by_forecast}'
 
 
 def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, prices: Prices) -> pd.DataFrame:
