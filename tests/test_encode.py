@@ -18,6 +18,7 @@ from data import StreamingLAIONDataset, collate, normalize
 from sdbench.datasets.encoder import Encoder, ImageShard
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
+from sdbench.forecast.encoding import estimate_encoding
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.training.resolve import resolve_encoding_defaults
@@ -85,6 +86,15 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
     for index in (0, 23):
         posterior = vae.encode(images[index]['image'][None] / 127.5 - 1).latent_dist
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
+
+
+def test_a_dry_run_counts_the_bytes_of_the_shards_without_their_captions(latents, shards, model_folder):
+    settings = parse(Encode, '', ['--dry_run', '1', '--model_name', str(model_folder), '--image_size', '64'])
+    counted = 24 * estimate_encoding(resolve_encoding_defaults(settings)).latent_bytes
+    files = list(Path(latents).glob('*/shard.*.mds'))
+    stored = sum(path.stat().st_size for path in files)
+    headers = 600 * len(files)  # at most, with the names of the columns
+    assert 0 < stored - sum(len(caption) for caption in captions(shards)) - counted < headers
 
 
 def test_latents_say_of_which_images_they_are_and_are_the_same_dataset_as_if_they_did_not(latents, shards):
