@@ -83,17 +83,23 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(SampleFlags, Model, Encoders, Warmup, Results, DryRun, Seed, Cluster):
+class EncodingCost:
+    heading = 'forecast'
+
+    images: int | None = flag(
+        None, f'images of the dataset that a dry run is for (default: those of --remote, or without it '
+        f'{DATASET_IMAGES}, on which mosaicml/diffusion trained Stable Diffusion 2)', converter=count, needs='dry_run')
+    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE', needs='dry_run')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encode(SampleFlags, Model, Encoders, Warmup, Results, DryRun, EncodingCost, Seed, Cluster):
     heading = 'latents'
 
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
     batch_size: int = flag(32, 'images at once on each device', converter=count)
     cpu: bool = flag(False, 'work on the CPUs of the Ray cluster (default: off, on its GPUs, which are waited for)',
                      needs='ray')
-    images: int | None = flag(
-        None, f'images of the dataset that a dry run is for (default: those of --remote, or without it '
-        f'{DATASET_IMAGES}, on which mosaicml/diffusion trained Stable Diffusion 2)', converter=count, needs='dry_run')
-    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE', needs='dry_run')
 
     def check(self) -> None:
         if self.dry_run:
