@@ -32,7 +32,15 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, gpu_hours, price_of
+from sdbench.costs import (
+    SECONDS_PER_DAY,
+    TRAINING_IMAGES,
+    Prices,
+    days_to_train,
+    gpu_hours,
+    price_of,
+    storage_in_words,
+)
 from sdbench.errors import plural
 from sdbench.flags.train import SWITCHES
 from sdbench.measuring.figures import FIGURES, IN_TABLES, Figure
@@ -446,8 +454,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, l
 def days_to_encode(records: pd.DataFrame, run: pd.Series, size: str) -> tuple[float, str]:
     """Return the days of encoding the images of a dataset once at a size, on the GPUs of a run, and a note on them.
 
-    A record of encode.py says how many images its dataset has and how fast they are encoded. Of several of the same
-    model, size and GPUs the one with the most images counts. Without one it is 0 days.
+    A record of encode.py says how many images its dataset has, how fast they are encoded, and into how many bytes. Of
+    several of the same model, size and GPUs the one with the most images counts. Without one it is 0 days.
     """
     same = {'stage': 'encode', 'image_size': size}
     for key in ('model_name', 'device', 'num_devices'):
@@ -461,8 +469,12 @@ def days_to_encode(records: pd.DataFrame, run: pd.Series, size: str) -> tuple[fl
     if encoding is None:
         return 0.0, f'without encoding the images at {size} px'
     days = days_to_train(encoding['images_per_sec'], images)
-    by_forecast = ' by forecast' if encoding['status'] == FORECAST else ''
-    return days, f'{printed("days", days)} days to encode {plural(images, "image")} at {size} px{by_forecast}'
+    note = f'{printed("days", days)} days to encode {plural(images, "image")} at {size} px'
+    if encoding['status'] == FORECAST and run['status'] != FORECAST:
+        note += ' by forecast'
+    if 'bytes_per_image' in encoding['record']:
+        note += f' ({storage_in_words(images * encoding["record"]["bytes_per_image"])})'
+    return days, note
 
 
 def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, prices: Prices) -> pd.DataFrame:

@@ -40,3 +40,10 @@ def prices_in_words(prices: Prices) -> str:
     named = [f'{words} ${dollars:g}' for words, dollars in prices if words is not None]
     for_all = price_of('', prices)
     return ', '.join([f'${for_all:g} a GPU-hour', *named])
+
+
+def storage_in_words(nbytes: float) -> str:
+    """Return a number of bytes in GB or TB, such as '51.8 TB'."""
+    unit, size = ('TB', 1e12) if nbytes >= 1e12 else ('GB', 1e9)
+    amount = nbytes / size
+    return f'{amount:.3g} {unit}' if amount < 100 else f'{amount:,.0f} {unit}'

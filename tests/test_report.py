@@ -260,8 +260,8 @@ def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has
     assert row['days'] == '7.00'  # 4 of training, 2 and 1 of encoding
     assert row['cost'] == '$2,688'
     assert row['notes'].endswith(
-        'at 64 px, 1.00 days to encode 432,000,000 images at 256 px by forecast, 2.00 days to encode 864,000,000 '
-        'images at 512 px, without encoding the images at 64 px')
+        'at 64 px, 1.00 days to encode 432,000,000 images at 256 px by forecast (21.6 TB), 2.00 days to encode '
+        '864,000,000 images at 512 px (43.2 TB), without encoding the images at 64 px')
 
 
 # Files

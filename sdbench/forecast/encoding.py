@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sdbench.costs import DATASET_IMAGES, gpu_hours, price_of, prices_in_words
+from sdbench.costs import DATASET_IMAGES, gpu_hours, price_of, prices_in_words, storage_in_words
 from sdbench.datasets.encoder import build_encoding_vae, encode_images
 from sdbench.errors import one_line, plural
 from sdbench.flags.commands import ENCODING_FLAGS, Encode
@@ -261,7 +261,7 @@ def answer(estimate: EncodingEstimate, cards: list[Card], records: list[dict]) -
                      'dollars': three_digits(dollars) if is_known else 'not known'})
     notes = [f'Hours and dollars: {images}, {prices_in_words(settings.dollars_per_gpu_hour)} (--dollars_per_gpu_hour).',
              f'Latents to store: {estimate.latent_bytes:,} bytes an image beside its caption, '
-             f'{in_bytes(estimate.latent_bytes * settings.images)} in all.', EVIDENCE]
+             f'{storage_in_words(estimate.latent_bytes * settings.images)} in all.', EVIDENCE]
 
     # where the time of the first card goes
     [first] = [card for card in cards if card.name == records[0]['device']]
@@ -270,10 +270,3 @@ def answer(estimate: EncodingEstimate, cards: list[Card], records: list[dict]) -
         seconds = seconds_by_kind(first, estimate.work, estimate.layout, estimate.constants)
         blocks.append(textwrap.fill(time_in_words(seconds), WIDTH))
     return '\n\n'.join(blocks)
-
-
-def in_bytes(number: int) -> str:
-    """Return a number of bytes in GB or TB."""
-    if number < 10 ** 12:
-        return f'{three_digits(number / 10 ** 9)} GB'
-    return f'{three_digits(number / 10 ** 12)} TB'
