@@ -10,10 +10,9 @@ again with the same command, encodes only what is missing. OUT/index.json comes 
 
     python encode.py --dry_run 8 --image_size 256     # how long and how much 8 GPUs of each kind would take
 """
-from sdbench.exits import one_line_errors
 from sdbench.flags.commands import ENCODING_FLAGS, Encode
 from sdbench.flags.parser import parse
-from sdbench.flags.threads import sleep_while_waiting
+from sdbench.process import one_line_errors, sleep_while_waiting
 
 PROGRAM = 'encode.py'
 
@@ -43,7 +42,7 @@ from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
 from sdbench.forecast.encoding import dry_run
 from sdbench.inputs.loader import default_workers
-from sdbench.inputs.shards import IMAGES, index_hash, read_image_index
+from sdbench.inputs.shards import IMAGES_HASH, index_hash, read_image_index
 from sdbench.measuring.record import append_record, run_metadata
 from sdbench.measuring.reliability import why_unreliable
 from sdbench.models.flops import flops_of_latents, utilization
@@ -94,7 +93,7 @@ def encode(settings: Encode) -> dict | None:
         joined = join_parts(output, [part.name for part in parts])
         if joined.samples == 0:
             raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')
-        write_index(output, joined, latents=origin | {IMAGES: index_hash(index)})
+        write_index(output, joined, latents=origin | {IMAGES_HASH: index_hash(index)})
 
     # say what was made
     if not missing:

@@ -258,7 +258,7 @@ def test_the_record_is_kept_with_what_was_judged_and_by_what(tmp_path, pipeline,
     assert record['batch_size'] == 2
     again = run(pipeline, shards, tmp_path / 'out', *clip)
     assert (again['samples_drawn'], again['images_per_sec']) == (0, None)
-    summary = evaluate.summary(record | {'fid_is_biased': True, 'fid_of_published_weights': False})
+    summary = evaluate.scores_summary(record | {'fid_is_biased': True, 'fid_of_published_weights': False})
     assert 'too high: below 10,000 it is biased' in summary
     assert 'not those of published FIDs' in summary
 

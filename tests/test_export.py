@@ -14,7 +14,7 @@ from benchmark import main
 from export import main as export
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.training.checkpoints import load_checkpoint
-from sdbench.training.weights import read_trained, trained_pipeline
+from sdbench.training.weights import read_trained_model, trained_pipeline
 from tests.runs import TINY
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
@@ -156,7 +156,7 @@ def test_a_pipeline_of_another_model_or_tokenizer_than_the_trained_one_is_refuse
     line = refused([checkpoints, out, '--model_name', epsilon_folder], capfd)
     assert 'prediction_type of its scheduler was "v_prediction", and is "epsilon" now' in line
     with pytest.raises(ValueError, match='is not the model of'):
-        trained_pipeline(read_trained(checkpoints, 'MODEL'), 'MODEL', epsilon_folder)  # as evaluate.py draws
+        trained_pipeline(read_trained_model(checkpoints, 'MODEL'), 'MODEL', epsilon_folder)  # as evaluate.py draws
     line = refused([latent_checkpoints, out, '--tokenizer', model_folder], capfd)
     assert f'was trained with another tokenizer than {model_folder}, whose token ids differ' in line
     assert not out.exists()

@@ -37,8 +37,8 @@ def test_a_peak_is_of_the_exact_card_and_of_the_precision(name, bf16, fp16, as_o
     assert peak_tflops('fp32') is None
 
 
-def names(text: str | None) -> list[str]:
-    return [card.name for card in cards_named(text)]
+def names(*texts: str) -> list[str]:
+    return [card.name for card in cards_named(texts)]
 
 
 @pytest.mark.parametrize('text', ['RTX4090', 'RTX 4090', 'rtx-4090', 'GeForce RTX4090', '4090'])
@@ -51,7 +51,8 @@ def test_a_card_is_found_by_its_name_in_records_or_by_words_of_it():
     assert names('NVIDIA H100 80GB HBM3') == ['NVIDIA H100 80GB HBM3']
     assert names('a100sxm440gb') == ['NVIDIA A100-SXM4-40GB']
     assert names('mi300x') == ['AMD Instinct MI300X']
-    assert names(None) == list(CARDS)
+    assert names() == list(CARDS)
+    assert names('NVIDIA-H200', 'B200', 'H200') == ['NVIDIA H200', 'NVIDIA B200', 'NVIDIA H200 NVL']
 
 
 @pytest.mark.parametrize('text, found', [
@@ -62,7 +63,7 @@ def test_a_card_is_not_found_by_a_part_of_a_word(text, found):
 
 def test_a_card_that_is_not_known_is_one_line_with_those_that_are():
     with pytest.raises(ValueError, match='^--gpu RTX4091 is no GPU that is known here; give one of NVIDIA A100[^\n]+$'):
-        cards_named('RTX4091')
+        cards_named(('RTX4091',))
 
 
 def test_cards_of_nvidia_have_what_the_forecast_needs():

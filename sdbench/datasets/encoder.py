@@ -24,10 +24,10 @@ from sdbench.flags.commands import Encode
 from sdbench.inputs.images import decode_image, normalize_images, stack_images
 from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
 from sdbench.inputs.stream import Shards, is_readable_in_place, open_shards
-from sdbench.models.compiling import compile_in_place
 from sdbench.models.latents import vae_moments
 from sdbench.models.layers import skip_divisions_by_one
 from sdbench.models.loading import ModelFiles, build_vae, find_model
+from sdbench.models.switches import compile_in_place
 
 
 class ImageShard(NamedTuple):

@@ -62,13 +62,13 @@ def dry_run(settings: Train, build_model: Callable) -> list[dict]:
     return keep_forecasts(records, settings.results)
 
 
-def cards_to_forecast(words: str | None, precision: str) -> list[Card]:
+def cards_to_forecast(names: tuple[str, ...], precision: str) -> list[Card]:
     """Return the cards that --gpu names; without it those whose speed can be forecast, if there are any.
 
-    Raises ValueError if no card has such a name.
+    Raises ValueError for a name that is no card's.
     """
-    cards = cards_named(words)
-    if words is None:
+    cards = cards_named(names)
+    if not names:
         cards = [card for card in cards if can_forecast(card, precision)] or cards
     return cards
 

@@ -34,8 +34,8 @@ from sdbench.inputs.loader import default_workers
 from sdbench.inputs.shards import read_image_index
 from sdbench.measuring.power import GIB
 from sdbench.measuring.record import run_metadata
-from sdbench.models.compiling import compile_in_place
 from sdbench.models.loading import find_model
+from sdbench.models.switches import compile_in_place
 from sdbench.paths import number_of_samples
 from sdbench.training.microbatch import sizes_to_try
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ema import ShadowModel, compute_ema
 from sdbench.forecast.operators import AVERAGE, EXCHANGE, UPDATE, Operator, count_operator
 from sdbench.forecast.speed import Bucket, StepWork, Work
-from sdbench.models.precisions import AUTOCAST_DTYPES
+from sdbench.models.loading import AUTOCAST_DTYPES
 from sdbench.training.microbatch import blank_batch
 
 ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')

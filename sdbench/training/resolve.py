@@ -1,4 +1,4 @@
-"""What only this machine knows of the flags that were not given, and which flags it cannot serve."""
+"""Fill in the flags that were not given, by what this machine knows, and refuse those that it cannot serve."""
 import dataclasses
 from typing import Any
 

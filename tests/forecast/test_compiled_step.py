@@ -28,9 +28,8 @@ from sdbench.forecast.fake_step import ITEMS, StepMemory, norms_in_float32, trac
 from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import CONVOLUTIONS, FUSED, FUSED_REDUCTIONS, PRODUCTS
 from sdbench.forecast.speed import StepWork, Work
-from sdbench.models.compiling import compile_in_place
 from sdbench.models.loading import find_model
-from sdbench.models.switches import compile_model
+from sdbench.models.switches import compile_in_place, compile_model
 from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of
 

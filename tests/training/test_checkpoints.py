@@ -22,7 +22,7 @@ from sdbench.training.checkpoints import (
     locked_save_folder,
     newest_checkpoint,
 )
-from sdbench.training.kept import hash_of_configs
+from sdbench.training.compatibility import hash_of_configs
 from tests.forked_runs import RUN, batches_of_a_run_that_no_kill_changes, on_small_disk, run_program
 from tests.runs import TINY, error_line, failed, final_state, flags_of, one_error_line
 from tests.samples import Hostile, good, write_shards

@@ -6,7 +6,7 @@ import pytest
 
 from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
-from sdbench.training.loggers import build_loggers, name_of_run
+from sdbench.training.loggers import build_loggers, kept_or_new_name, name_of_run
 from tests.forked_runs import run_program
 from tests.privileges import without_privileges
 from tests.runs import TINY, settings_of
@@ -49,7 +49,7 @@ def test_a_run_that_resumes_goes_on_with_its_curves(tmp_path, results):
 
 
 def named(*flags: str, checkpoint: str | None = None) -> str | None:
-    return name_of_run(settings_of('--use_synth_data', *map(str, flags)), checkpoint)
+    return kept_or_new_name(settings_of('--use_synth_data', *map(str, flags)), checkpoint)
 
 
 def test_two_runs_never_share_a_name_and_one_keeps_its_own(tmp_path, monkeypatch):

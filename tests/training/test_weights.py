@@ -10,7 +10,7 @@ from composer import Callback
 from benchmark import StableDiffusion, main
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from sdbench.training.weights import load_initial_weights, read_trained, trained_pipeline
+from sdbench.training.weights import load_initial_weights, read_trained_model, trained_pipeline
 from tests.forked_runs import RUN, batches_of_a_run_that_no_kill_changes, run_ranks
 from tests.runs import TINY, assert_equal, flags_of, one_error_line
 from tests.samples import Hostile, good, write_shards
@@ -166,7 +166,7 @@ def trained_by_composer(request, tmp_path_factory, server, smallest_model):
 
 def test_the_average_and_the_weights_that_composers_own_ema_saved_are_told_apart(trained_by_composer):
     checkpoints, expected = trained_by_composer
-    trained = read_trained(str(checkpoints), 'CHECKPOINT')
+    trained = read_trained_model(str(checkpoints), 'CHECKPOINT')
     assert trained.batch == composers_average.BATCHES
     assert not torch.equal(expected['live'], expected['averaged'])
     torch.testing.assert_close(trained.live['conv_in.bias'], expected['live'], atol=0, rtol=0)
@@ -177,7 +177,7 @@ def test_the_pipeline_of_such_a_checkpoint_draws_with_the_average_unless_it_is_t
         trained_by_composer, smallest_model):
     checkpoints, expected = trained_by_composer
     for live, weights in ((False, 'averaged'), (True, 'live')):
-        trained = read_trained(str(checkpoints), 'CHECKPOINT')
+        trained = read_trained_model(str(checkpoints), 'CHECKPOINT')
         pipeline = trained_pipeline(trained, 'CHECKPOINT', smallest_model, live=live)
         torch.testing.assert_close(pipeline.unet.conv_in.bias.detach(), expected[weights], atol=1e-7, rtol=1e-5)
 
