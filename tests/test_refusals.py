@@ -93,6 +93,13 @@ ROWS = [
     ('LOCAL_RANK=0 encode.py', '--remote shards --out out', 'start it with python, not with a launcher'),
     ('encode.py', '--remote shards --out out --ray auto', '--ray auto needs --encoder_precision'),
 
+    # Encodings
+    ('encode.py', '--remote shards', 'give both --remote and --out'),
+    ('encode.py', '--remote shards --out out --images 5', '--images 5 needs --dry_run'),
+    ('encode.py', '--remote shards --out out --dollars_per_gpu_hour H100=5', '--dollars_per_gpu_hour needs --dry_run'),
+    ('encode.py', '--dry_run 8 --remote nowhere', '--remote nowhere holds no index.json'),
+    ('encode.py', '--dry_run 8 --gpu H1000', '--gpu H1000 is no GPU that is known here'),
+
     # Evaluations
     ('evaluate.py', 'notes shards --out out', 'give --inception for FID, --clip for the CLIP score, or both; for a '
      'trial, whose scores mean nothing, --random_networks'),
