@@ -83,7 +83,7 @@ def test_the_whole_training_is_refused_without_a_model(tmp_path):
 @pytest.mark.long
 def test_the_plan_of_the_whole_training_adds_up_the_phases_that_it_would_train():
     variables = {'MODEL': 'tiny', 'GPU': 'H200', 'SIZE_1': '32', 'SIZE_2': '64', 'STEPS_1': '20', 'STEPS_2': '30',
-                 'BATCH_SIZE': '8', 'LATENTS': '1', 'IMAGES': '1000000000',
+                 'BATCH_SIZE': '8', 'LATENTS': '1', 'IMAGES': '1000000000', 'PRICES': '2 H200=3.2',
                  'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
     done = subprocess.run(['sh', WHOLE, 'plan'], cwd=ROOT, env=os.environ | variables, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
