@@ -22,16 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from sdbench.errors import one_line
 from sdbench.flags.train import Train
-from sdbench.forecast.fake_step import (
-    StepCounter,
-    StepMemory,
-    counted,
-    norms_in_float32,
-    take_step,
-    trace_update,
-    with_fake_tensors,
-)
+from sdbench.forecast.fake_step import counted, norms_in_float32, take_step, trace_update, with_fake_tensors
 from sdbench.forecast.speed import StepWork
+from sdbench.forecast.step_counter import StepCounter, StepMemory
 from sdbench.models.switches import compile_model
 
 # Images of the step that is traced: a prime that divides the size of nothing else, and so few that 32 bits count the

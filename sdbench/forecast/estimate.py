@@ -11,7 +11,7 @@ from composer import ComposerModel
 
 from sdbench.flags.train import Train
 from sdbench.forecast.compiled_step import trace_compiled_step
-from sdbench.forecast.fake_step import StepMemory, trace_step, updater
+from sdbench.forecast.fake_step import trace_step, updater
 from sdbench.forecast.measured import is_stable_diffusion_2
 from sdbench.forecast.memory import build_on_meta, lasting_bytes
 from sdbench.forecast.operators import AVERAGE
@@ -26,6 +26,7 @@ from sdbench.forecast.speed import (
     images_per_sec,
     is_tested,
 )
+from sdbench.forecast.step_counter import StepMemory
 from sdbench.gpus import Card
 from sdbench.inputs.shards import read_index
 from sdbench.measuring.power import GIB

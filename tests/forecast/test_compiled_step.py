@@ -25,10 +25,11 @@ from sdbench.forecast.compiled_step import (
     norms_as_on_a_gpu,
     trace_compiled_step,
 )
-from sdbench.forecast.fake_step import ITEMS, StepMemory, norms_in_float32, trace_step, with_fake_tensors
+from sdbench.forecast.fake_step import norms_in_float32, trace_step, with_fake_tensors
 from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import CONVOLUTIONS, FUSED, FUSED_REDUCTIONS, PRODUCTS
 from sdbench.forecast.speed import StepWork, Work
+from sdbench.forecast.step_counter import ITEMS, StepMemory
 from sdbench.models.compiling import compile_in_place
 from sdbench.models.loading import find_model
 from sdbench.models.switches import compile_model

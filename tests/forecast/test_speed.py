@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import benchmark
 from benchmarks import forecast
-from sdbench.forecast.fake_step import StepCounter, trace_step, updater
+from sdbench.forecast.fake_step import trace_step, updater
 from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import ATTENTION, AVERAGE, CONVOLUTIONS, NORMS, POINTWISE, PRODUCTS, UPDATE
 from sdbench.forecast.speed import (
@@ -26,6 +26,7 @@ from sdbench.forecast.speed import (
     seconds_of,
     seconds_of_waiting,
 )
+from sdbench.forecast.step_counter import StepCounter
 from sdbench.gpus import Card
 from sdbench.models.loading import find_model
 from tests.runs import settings_of
