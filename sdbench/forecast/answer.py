@@ -24,7 +24,7 @@ A forecast, from the arithmetic, bytes and kernels of a step. Not in it: waiting
 a network between nodes that is slower than the GPUs' own link, and for latents their encoding."""
 RANGE = f"""\
 In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not seen.
-One figure alone is not tested: no published speed is of this model and size, on this GPU, with as few images a step."""
+One figure alone is not tested: no published run had this model, size and GPU, as few images a step, compiled alike."""
 MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
           f'{UNCOUNTED_SHARE:.0%} more.')
 PUBLISHED_RUNS = 'Those of published.csv ran the original program: encoders in float32, channels first.'

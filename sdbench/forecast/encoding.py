@@ -26,9 +26,10 @@ from sdbench.forecast.compiled_step import (
 )
 from sdbench.forecast.dry_run import cards_to_forecast, keep_forecasts
 from sdbench.forecast.estimate import constants_of
-from sdbench.forecast.fake_step import StepCounter, StepMemory, counted, with_fake_tensors
+from sdbench.forecast.fake_step import counted, with_fake_tensors
 from sdbench.forecast.memory import parameter_bytes
 from sdbench.forecast.speed import Constants, Layout, StepWork, can_forecast, images_per_sec, seconds_by_kind
+from sdbench.forecast.step_counter import StepCounter, StepMemory
 from sdbench.gpus import Card
 from sdbench.inputs.loader import default_workers
 from sdbench.inputs.shards import read_image_index
@@ -163,12 +164,13 @@ def trace_compiled_encoding(outline: AutoencoderKL, settings: Encode) -> tuple[S
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     vae = with_fake_tensors(outline, mode).eval()
-    counter = CompiledStepCounter(list(vae.parameters()), TRACED_IMAGES)
+    compiler = Compiler(mode)
     torch._dynamo.reset()
-    compile_in_place([vae.encoder], settings.compile, Compiler(mode, counter))
+    compile_in_place([vae.encoder], settings.compile, compiler)
     try:
         with norms_as_on_a_gpu(), mode:
             encode_batch(vae, settings.image_size, TRACED_IMAGES)  # compiles
+            counter = compiler.counter = CompiledStepCounter(list(vae.parameters()), TRACED_IMAGES)
             with counter:
                 encode_batch(vae, settings.image_size, TRACED_IMAGES)
     except Exception as error:  # of any kind: nothing of Inductor's inside is promised
