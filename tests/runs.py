@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmark import main
+from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
@@ -22,6 +23,9 @@ ROOT = Path(__file__).parent.parent
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
         '--measure_batches', '3']
+
+COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'evaluate.py': Evaluate,
+            'export.py': Export, 'report.py': Report}  # and their flags
 
 RECORD_KEYS = {
     'date', 'command', 'git_commit', 'device', 'num_devices', 'num_nodes', 'versions', 'model_name', 'image_size',
@@ -79,12 +83,13 @@ def summary_lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if 'waited' not in line]
 
 
-def one_error_line(argv: list, capfd) -> str:
-    """Run what must be refused; the one line that it leaves, beside the one of what it builds."""
+def one_error_line(argv: list, capfd, command: Callable = main) -> str:
+    """Run what must be refused, and return the one line that it leaves beside those that say what it is about to do."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
-        main([str(argument) for argument in argv])
-    error = re.sub('^building .*\n', '', capfd.readouterr().err)
+        command([str(argument) for argument in argv])
+    about_to_do = r'^(building|converting|listing|reaching) .*\n'
+    error = re.sub(about_to_do, '', capfd.readouterr().err, flags=re.MULTILINE)
     assert exit.value.code in (1, 2), error
     assert error.count('\n') == 1, error
     return error

@@ -12,10 +12,9 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from benchmark import main
-from sdbench.flags.commands import Convert, Encode, Evaluate, Export
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from tests.runs import ROOT, TINY, files_of, settings_of, wait_until
+from tests.runs import COMMANDS, ROOT, TINY, files_of, settings_of, wait_until
 from tests.samples import encoded, picture
 
 FASTEST = ROOT / 'recipes' / 'fastest.txt'
@@ -36,10 +35,6 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages
     assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/planning.md').read_text()
 
 
-PARSERS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'export.py': Export,
-           'evaluate.py': Evaluate}
-
-
 def commands_of(folder: Path, *argv: str, **variables: str) -> list:
     """Return the settings of each command of the whole training, where no program does more than note its call."""
     for name in ('python', 'composer'):
@@ -51,7 +46,7 @@ def commands_of(folder: Path, *argv: str, **variables: str) -> list:
     commands = []
     for line in (folder / 'called').read_text().splitlines():
         program, *arguments = line.split('\0')[:-1]
-        commands.append(parse(PARSERS[program], '', arguments))
+        commands.append(parse(COMMANDS[program], '', arguments))
     return commands
 
 

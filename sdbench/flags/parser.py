@@ -105,7 +105,7 @@ def check(settings: Any) -> None:
 
 def is_given(value: Any) -> bool:
     """Tell whether a flag that is off or none by default was given."""
-    return value is not None and value is not False
+    return value is not None and value is not False and value != ()
 
 
 def build_parser(cls: type, description: str, program: str | None = None) -> 'Parser':

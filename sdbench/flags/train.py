@@ -26,7 +26,7 @@ def price(text: str) -> tuple[str | None, float]:
     if not is_named:
         return None, amount(text)
     try:
-        cards_named(name, '--dollars_per_gpu_hour')
+        cards_named((name,), '--dollars_per_gpu_hour')
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name, amount(dollars)
@@ -191,8 +191,8 @@ class MeasurementFlags:
         None, 'train nothing: say, without a GPU, which microbatch fits on which GPU, and how fast so many GPUs could '
         'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS',
         bare=int(os.environ.get('WORLD_SIZE', 1)))
-    gpu: str | None = flag(None, 'the GPU, by its name in records or a part of it, such as A100-40GB (default: all '
-                           'that are known)', metavar='NAME', needs='dry_run')
+    gpu: tuple[str, ...] = flag((), 'GPUs by their names in records or a part of it, such as A100-40GB H200 (default: '
+                                'all that are known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
     profile: str | None = flag(None, 'folder for a trace of 3 batches after the warm-up, for Perfetto and '
                                'TensorBoard; no report counts such a run', metavar='DIR')

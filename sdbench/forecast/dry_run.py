@@ -31,7 +31,7 @@ def dry_run(settings: Train, build_model: Callable) -> list[dict]:
         return []
     # What may be refused comes before the trace, which takes a minute.
     cards = cards_named(settings.gpu)
-    if settings.gpu is None:
+    if not settings.gpu:
         cards = [card for card in cards if can_forecast(card, settings.precision)] or cards
     measured, unread = read_json_lines(settings.results_file)
     for words in unread:
