@@ -33,7 +33,7 @@ set -eu
 
 # Which GPUs are planned for.
 : "${GPUS:=8}"
-: "${GPU:=}"                      # the card, such as H100; all that are known without it
+: "${GPU:=}"                      # the GPU, such as H100; all that are known without it
 
 phase_1="@recipes/phase-1.txt --image_size $SIZE_1 --max_duration ${STEPS_1}ba --batch_size $BATCH_SIZE"
 phase_2="@recipes/phase-2.txt --image_size $SIZE_2 --max_duration ${STEPS_2}ba --batch_size $BATCH_SIZE"
