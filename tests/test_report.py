@@ -247,9 +247,22 @@ def test_a_plan_takes_the_fastest_measured_speed_of_a_size(printed, write):
     assert row['days'] == '1.00'
 
 
-def test_a_plan_on_latents_says_that_the_encoding_is_not_in_it(printed, write):
-    [_, [row]] = tables(printed(write({'encoders': 'text_in_loop', 'images_per_sec': 1000}), '--phase', '86400000@512'))
-    assert row['notes'] == '1.00 days at 512 px, without encoding the images'
+def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has_not(printed, write):
+    latents = {'encoders': 'text_in_loop', 'model_name': 'sd2', 'images_per_sec': 1000}
+    encoded = ENCODE | {'model_name': 'sd2', 'images_per_sec': 5000, 'stored_samples': 864_000_000}
+    others = [encoded | {'stored_samples': 1_728_000_000} | changes for changes in (
+        {'model_name': 'tiny'}, {'device': 'H100'}, {'num_devices': 16}, {'image_size': 128}, {'status': 'failed'})]
+    forecast = encoded | {'status': 'forecast', 'image_size': 256, 'stored_samples': 432_000_000}
+    text = printed(write(latents, latents | {'image_size': 256}, latents | {'image_size': 64}, *others, encoded,
+                         encoded | {'stored_samples': 1000}, forecast),  # the former of the held-out samples
+                   '--phase', '86400000@256', '--phase', '86400000@512', '--phase', '86400000@256', '--phase',
+                   '86400000@64')
+    [_, [row]] = tables(text)
+    assert row['days'] == '7.00'  # 4 of training, 2 and 1 of encoding
+    assert row['cost'] == '$2,688'
+    assert row['notes'].endswith(
+        'at 64 px, 1.00 days to encode 432,000,000 images at 256 px (21.6 TB; forecast, not tested), 2.00 days to '
+        'encode 864,000,000 images at 512 px (43.2 TB), without encoding the images at 64 px')
 
 
 # Files

@@ -96,7 +96,8 @@ def check(settings: Any) -> None:
         if isinstance(needed, str):
             needed = (needed,)
         if needed and is_given(value) and not any(is_given(getattr(settings, name)) for name in needed):
-            given = f'--{field.name}' if value is True else f'--{field.name} {value}'
+            is_one_value = value is not True and not isinstance(value, tuple)
+            given = f'--{field.name} {value}' if is_one_value else f'--{field.name}'
             raise ValueError(f'{given} needs --{needed[0]}; give both, or leave it out')
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):

@@ -181,18 +181,27 @@ class Results:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DryRun:
+    heading = 'forecast'
+
+    dry_run: int | None = flag(
+        None, 'do nothing but say, without a GPU, what fits on which GPU, and how fast so many GPUs could be '
+        '(default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS',
+        bare=int(os.environ.get('WORLD_SIZE', 1)))
+    gpu: tuple[str, ...] = flag((), 'GPUs by their names in records or a part of it, such as A100-40GB H200 (default: '
+                                'all that are known)', metavar='NAME', needs='dry_run')
+
+    def check(self) -> None:
+        cards_named(self.gpu)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasurementFlags:
     heading = 'measurement'
 
     measure_batches: int | None = flag(
         None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
         "with streamed data five times the loader's queue if that is more)", converter=count)
-    dry_run: int | None = flag(
-        None, 'train nothing: say, without a GPU, which microbatch fits on which GPU, and how fast so many GPUs could '
-        'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS',
-        bare=int(os.environ.get('WORLD_SIZE', 1)))
-    gpu: tuple[str, ...] = flag((), 'GPUs by their names in records or a part of it, such as A100-40GB H200 (default: '
-                                'all that are known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
     profile: str | None = flag(None, 'folder for a trace of 3 batches after the warm-up, for Perfetto and '
                                'TensorBoard; no report counts such a run', metavar='DIR')
@@ -200,7 +209,6 @@ class MeasurementFlags:
     def check(self) -> None:
         if self.loader_only and (self.profile or self.dry_run):
             raise ValueError('--loader_only has no training for --dry_run or --profile; leave it out')
-        cards_named(self.gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,8 +322,8 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, MeasurementFlags, Results, Seed, Training,
-            Optimizer, EvaluationAndDrawing, Logging, Cost):
+class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, MeasurementFlags, Results, DryRun, Seed,
+            Training, Optimizer, EvaluationAndDrawing, Logging, Cost):
     """All flags of benchmark.py. `training/resolve.py` fills in what is None here and has another default in --help."""
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """Make the table of plans: what a training in phases takes, from the speed at the size of each."""
 import pandas as pd
 
-from sdbench.costs import days_to_train
+from sdbench.costs import days_to_train, storage_in_words
 from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.report.markdown import printed
@@ -23,9 +23,11 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, l
     """Return a plan for each setting and number of devices, and what has no plan, each with the reason.
 
     A plan needs a speed that was measured, or forecast, at the size of every phase of --phase. A phase takes the speed
-    of the fastest run of its size, whatever the microbatch. Raises ValueError if there is no plan.
+    of the fastest run of its size, whatever the microbatch. A plan on latents has the encoding of their images in it,
+    once at each size, where the records have one. Raises ValueError if there is no plan.
     """
     # only speeds to rely on
+    encodings = records[(records['stage'] == 'encode') & records['status'].isin([MEASURED, FORECAST])]
     trained = records[records['stage'] == 'train']
     left_out = []
     planned = trained['status'].isin([MEASURED, FORECAST])
@@ -46,19 +48,20 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, l
             left_out.append(f'{first["num_devices"]} x {first["device"]}, not measured at '
                             f'{" and ".join(unmeasured)} px')
             continue
-        plans.append(plan_row(runs, speeds, settings))
+        plans.append(plan_row(runs, speeds, encodings, settings))
     if not plans:
         raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
                          'px; measure each size with the same flags')
     return pd.concat(plans).sort_values('num_devices', kind='stable'), left_out
 
 
-def plan_row(runs: pd.DataFrame, speeds: pd.DataFrame, settings: Report) -> pd.DataFrame:
+def plan_row(runs: pd.DataFrame, speeds: pd.DataFrame, encodings: pd.DataFrame, settings: Report) -> pd.DataFrame:
     """Return the row of a plan.
 
     Args:
         runs: the rows of its setting.
         speeds: of each size the speed, and the least and the most that a forecast may be; NaN: not known.
+        encodings: the rows of encode.py.
         settings: of the report.
     """
     days = []
@@ -72,9 +75,12 @@ def plan_row(runs: pd.DataFrame, speeds: pd.DataFrame, settings: Report) -> pd.D
         notes.append(note)
     if runs['status'].iloc[0] == FORECAST:
         notes[0] = f'forecast: {notes[0]}'
-    if runs['input'].iloc[0] == 'latents':
-        notes.append('without encoding the images')
     sizes = [size for _, size in settings.phase]
+    if runs['input'].iloc[0] == 'latents':
+        for size in dict.fromkeys(sizes):
+            some, note = days_to_encode(encodings, runs.iloc[0], size)
+            days.append(some)
+            notes.append(note)
     plan = runs.iloc[[0]].assign(stage='plan', image_size=', then '.join(sizes), device_train_microbatch_size='',
                                  notes=', '.join(notes), **UNKNOWN)
     return with_costs(plan, pd.Series(sum(days), index=plan.index), settings.dollars_per_gpu_hour)
@@ -86,3 +92,32 @@ def range_in_words(images: int, speeds: list[float]) -> str:
         return 'not tested'
     least, most = sorted(days_to_train(speed, images) for speed in speeds)
     return f'{printed("days", least)} to {printed("days", most)}'
+
+
+def days_to_encode(encodings: pd.DataFrame, run: pd.Series, size: str) -> tuple[float, str]:
+    """Return the days of encoding the images of a dataset once at a size, on the GPUs of a run, and a note on them.
+
+    A record of encode.py says how many images its dataset has, how fast they are encoded, and into how many bytes. Of
+    several of the same model, size and GPUs the one with the most images counts. Without one it is 0 days.
+    """
+    # the record
+    same = {'image_size': size, 'model_name': run['model_name'], 'device': run['device'],
+            'num_devices': run['num_devices']}
+    encoding = None
+    images = 0
+    for _, row in encodings.iterrows():
+        stored = row['record'].get('stored_samples', 0)
+        if stored > images and all(row[key] == value for key, value in same.items()):
+            encoding, images = row, stored
+    if encoding is None:
+        return 0.0, f'without encoding the images at {size} px'
+
+    # what it says
+    days = days_to_train(encoding[SPEED], images)
+    details = []
+    if 'bytes_per_image' in encoding['record']:
+        details.append(storage_in_words(images * encoding['record']['bytes_per_image']))
+    if encoding['status'] == FORECAST:
+        details.append(encoding['notes'])
+    in_brackets = f' ({"; ".join(details)})' if details else ''
+    return days, f'{printed("days", days)} days to encode {plural(images, "image")} at {size} px{in_brackets}'
