@@ -34,7 +34,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.utils.data import Dataset
 from torchmetrics import MeanSquaredError
 
-from data import build_data, build_held_out_data, normalize, open_held_out
+from data import build_data, build_evaluator, normalize, open_held_out
 from ema import EMA
 from sdbench.flags.times import times_in_batches
 from sdbench.forecast.dry_run import dry_run
@@ -57,7 +57,7 @@ from sdbench.models.switches import apply_switches, process_switches, switch_cal
 from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.compatibility import flags_to_keep
-from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator
+from sdbench.training.evaluation import METRIC, Evaluations
 from sdbench.training.loggers import build_loggers, name_of_run
 from sdbench.training.microbatch import find_microbatch
 from sdbench.training.optimization import build_schedule, min_snr_weights
@@ -316,14 +316,14 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     microbatch = find_microbatch(settings, model, data)
 
     # What changes a batch or the average, what watches the run, and the training itself.
-    held_out_data = build_held_out_data(settings, files, held_out, microbatch)
+    evaluator = build_evaluator(settings, files, held_out, microbatch)
     algorithms = build_algorithms(settings, files, average)
     callbacks = build_callbacks(settings, model, files, dataset, stop, callbacks)
     with resuming(checkpoint, settings.save_folder):
         trainer = Trainer(
             model=model,
             train_dataloader=data,
-            eval_dataloader=build_evaluator(settings, held_out_data, microbatch),
+            eval_dataloader=evaluator,
             optimizers=build_optimizer(model, settings),
             schedulers=build_schedule(settings.lr_schedule, settings.lr_warmup, settings.lr_final),
             algorithms=algorithms,

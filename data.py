@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from composer import Evaluator
 from composer.core import DataSpec
 from composer.utils import dist
 from tokenizers import Tokenizer
@@ -28,6 +29,7 @@ from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 from sdbench.paths import INDEX, number_of_samples
+from sdbench.training.evaluation import LABEL
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 MOST_STAND_INS = 1000  # samples that may be bad in a row
@@ -399,10 +401,12 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed)
 
 
-def build_held_out_data(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None,
-                        microbatch: int) -> DataSpec | None:
-    """Build the loader of the samples of --eval_remote, `microbatch` at a time; None without samples."""
+def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None,
+                    microbatch: int) -> Evaluator | None:
+    """Build the evaluation on the samples of --eval_remote, `microbatch` at a time; None without samples."""
     if held_out is None:
         return None
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
-    return build_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
+    data = build_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
+    return Evaluator(label=LABEL, dataloader=data, eval_interval=settings.eval_interval,
+                     device_eval_microbatch_size=microbatch)

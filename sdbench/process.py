@@ -56,9 +56,7 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         what_stays: of its work, and how to go on; it stands behind what ends with 1 or 130.
     """
     behind = what_stays and f'; {what_stays}'
-
-    # SIGTERM is as Ctrl-C
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, as Ctrl-C does
     try:
         yield
     except ValueError as error:

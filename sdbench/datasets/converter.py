@@ -53,7 +53,7 @@ def convert_part(settings: Convert, outputs: list[Output], part: Part) -> None:
 
 
 def is_held_out(image: bytes, fraction: float, seed: int) -> bool:
-    """Return whether an image is one of the fraction that is held out: by its bytes and the seed alone.
+    """Tell whether an image is one of the fraction that is held out: by its bytes and the seed alone.
 
     So neither the number of workers nor what else SOURCE holds changes that, and copies of an image are on one side.
     """

@@ -198,8 +198,10 @@ class Encoder:
         self.now = Snapshot(self.now.batches + 1, self.now.images + images, time.perf_counter())
 
     def figures(self) -> dict:
-        """Return the speed of this process so far: `measured` images in `measured_batches` and in `seconds`, after its
-        warm-up. A single batch is measured with the start of the loader."""
+        """Return the speed of this process so far: `measured` images in `measured_batches` and in `seconds`.
+
+        It is that after the warm-up. A single batch is measured with the start of the loader.
+        """
         device = None  # the name of a processor takes a second to find out
         if self.device.type == 'cuda':
             device = torch.cuda.get_device_name(self.device)

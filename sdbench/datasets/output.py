@@ -146,7 +146,7 @@ class Output:
                     yield entry['path'].removeprefix(key).lstrip('/')
 
     def is_done(self, part: str) -> bool:
-        """Return whether the part of that name is done."""
+        """Tell whether the part of that name is done."""
         return self.read(f'{part}/{INDEX}') is not None
 
     def parts(self) -> dict[str, bool]:
@@ -159,7 +159,7 @@ class Output:
         return found
 
     def _is_empty(self) -> bool:
-        """Return whether OUT holds nothing but parts without a sample."""
+        """Tell whether OUT holds nothing but parts without a sample."""
         for name in self.names():
             if name in (CLAIM, LOCK, SKIPPED):
                 continue

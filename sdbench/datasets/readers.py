@@ -76,8 +76,10 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
 
 
 def read_files(file: File, columns: Columns) -> Iterator[tuple[Key, str, bytes | Unread]]:
-    """Yield (key, suffix, content) of the files of a tar, of the columns of Parquet's rows, or of an image file and its
-    captions, up to any damage."""
+    """Yield (key, suffix, content) of the files of a tar, of the columns of Parquet's rows, or of an image file.
+
+    An image file comes with its captions. Of what is damaged, all that is before the damage comes.
+    """
     try:
         if split_name(file.name)[1].lower() == '.tar':
             yield from read_tar(file)
@@ -107,8 +109,9 @@ def read_image(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
 
 
 def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
-    """Yield (key, suffix, content) of a tar's files, `a/b.jpg` being the .jpg of a/b, and of all tars that follow it in
-    the same file.
+    """Yield (key, suffix, content) of the files of a tar, and of all tars that follow it in the same file.
+
+    `a/b.jpg` is the .jpg of a/b.
 
     Raises tarfile.ReadError, or nearly anything else, where it is damaged.
     """

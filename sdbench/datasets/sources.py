@@ -58,7 +58,7 @@ class File(NamedTuple):
         return [*self[:4], *(value for value in (self.caption, self.piece) if value is not None)]
 
     def has_byte(self, offset: int) -> bool:
-        """Return whether what begins at a byte of the file belongs to this piece of it."""
+        """Tell whether what begins at a byte of the file belongs to this piece of it."""
         return self.piece is None or self.piece[0] <= offset < self.piece[1]
 
 
@@ -158,7 +158,7 @@ class Search:
         self.left_out.append({'source': name, 'key': key, 'reason': reason})
 
     def is_new(self, path: str, real: str) -> bool:
-        """Return whether a folder or file was not found before. List it if it was found by another name."""
+        """Tell whether a folder or file was not found before. List it if it was found by another name."""
         if real not in self.names:
             self.names[real] = path
             return True
@@ -194,7 +194,7 @@ class Search:
             subfolders[:] = [name for name in subfolders if self.is_to_be_searched(os.path.join(folder, name))]
 
     def is_to_be_searched(self, folder: str) -> bool:
-        """Return whether a folder is searched: not what is made, nothing hidden, and each real folder once."""
+        """Tell whether a folder is searched: not what is made, nothing hidden, and each real folder once."""
         real = os.path.realpath(folder)
         if folder not in self.sources:
             if real in self.excluded_folders:
@@ -338,7 +338,7 @@ def split_file(file: File, part_bytes: int) -> list[File]:
 
 
 def begins_part(file: File, part_bytes: int) -> bool:
-    """Return whether a file begins a part whatever comes before it, as one in about `part_bytes` of files does.
+    """Tell whether a file begins a part whatever comes before it, as one in about `part_bytes` of files does.
 
     So where a file is new, or gone, the parts behind the next such file stay as they were.
     """
@@ -355,12 +355,12 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_image(suffix: str) -> bool:
-    """Return whether a file of this suffix, in any case, is read as an image."""
+    """Tell whether a file of this suffix, in any case, is read as an image."""
     return suffix.lower() in IMAGES or (suffix.lower() in HEIF and 'HEIF' in formats())
 
 
 def is_caption(suffix: str) -> bool:
-    """Return whether a file of this suffix, in any case, may hold a caption."""
+    """Tell whether a file of this suffix, in any case, may hold a caption."""
     return suffix.lower() in CAPTIONS
 
 
@@ -377,15 +377,15 @@ def why_not_read(suffix: str) -> str:
 
 
 def is_parquet(name: str) -> bool:
-    """Return whether a file is Parquet, by its name."""
+    """Tell whether a file is Parquet, by its name."""
     return split_name(name)[1].lower() == '.parquet'
 
 
 def is_of_img2dataset(name: str, present: Set[str]) -> bool:
-    """Return whether img2dataset writes a file of this name for one of the tars that are present."""
+    """Tell whether img2dataset writes a file of this name for one of the tars that are present."""
     return any(name.endswith(end) and f'{name.removesuffix(end)}.tar' in present for end in IMG2DATASET_FILES)
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file is hidden, or lies in a hidden folder, as .Trash/a.jpg and ._a.jpg do."""
+    """Tell whether a file is hidden, or lies in a hidden folder, as .Trash/a.jpg and ._a.jpg do."""
     return any(part.startswith('.') and part not in ('.', '..') for part in name.split('/'))

@@ -243,7 +243,9 @@ def read_json_lines(path: str) -> Iterator[list[str] | dict[str, Any]]:
 
 
 def read_parquet_table(path: str) -> Iterator[list[str] | dict[str, Any]]:
-    """Yield the names of the columns of a Parquet file, and then each row by these. Raises ValueError if it is damaged.
+    """Yield the names of the columns of a Parquet file, and then each row by these.
+
+    Raises ValueError if it is damaged.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile

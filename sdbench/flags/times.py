@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 NUMBER_OF_UNIT = {'ba': '[1-9][0-9]{0,14}', 'ep': '[1-9][0-9]{0,14}', 'dur': '0?[.][0-9]+|1'}
 EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
 
-LONGEST_INTERVAL = 1000  # batches, of intervals that are not given, each with the flag without which it is none
+LONGEST_INTERVAL = 1000  # batches, where none is given
+# each interval, and the flag without which nothing happens at it
 INTERVALS = {'save_interval': 'save_folder', 'eval_interval': 'eval_remote', 'sample_interval': 'sample_prompts'}
 TIMES = ('save_interval', 'lr_warmup', 'ema_half_life', 'ema_start', 'eval_interval', 'sample_interval')
 
@@ -87,8 +88,8 @@ def times_in_batches(settings: 'Train', batches_per_epoch: int) -> 'Train':
             in_batches[flag] = f'{to_batches(time, batches_per_epoch, batches_of_run)}ba'
 
     # intervals that are not given
-    for flag, of in INTERVALS.items():
-        if getattr(settings, of) and getattr(settings, flag) is None:  # a short run is saved and judged as well
+    for flag, needed in INTERVALS.items():
+        if getattr(settings, needed) and getattr(settings, flag) is None:  # a short run is saved and judged as well
             in_batches[flag] = f'{min(LONGEST_INTERVAL, math.ceil(batches_of_run / 4))}ba'
 
     # an average that would never start

@@ -207,8 +207,8 @@ class MeasurementFlags:
                                'TensorBoard; no report counts such a run', metavar='DIR')
 
     def check(self) -> None:
-        if self.loader_only and (self.profile or self.dry_run):
-            raise ValueError('--loader_only has no training for --dry_run or --profile; leave it out')
+        if self.loader_only and self.profile:
+            raise ValueError('--loader_only has no training for --profile; leave one out')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,6 +337,10 @@ class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
 
         # a batch that divides over devices and microbatches
         check_batch(self.batch_size, self.device_train_microbatch_size, number_of_devices(self))
+
+        # a training to forecast
+        if self.loader_only and self.dry_run:
+            raise ValueError('--loader_only has no training for --dry_run; leave one out')
 
         # a VAE that decodes what is drawn
         if self.sample_prompts and not self.pretrained:

@@ -206,8 +206,9 @@ def aligned(table: pd.DataFrame) -> str:
 
 
 def with_range(figures: list[float | None]) -> str:
-    """Return a figure with its range in brackets, such as '70 (57 to 85)'; of three figures the last two are None or
-    its bounds.
+    """Return a figure with its range in brackets, such as '70 (57 to 85)'.
+
+    Of three figures the last two are its bounds, or None.
     """
     figure, *bounds = figures
     if figure is None:

@@ -119,8 +119,7 @@ def dry_run(settings: Encode) -> list[dict]:
 
 
 def images_of_dataset(settings: Encode) -> int:
-    """Return how many images would be encoded: of --images, or of --remote, or of the dataset that is named in --help.
-    """
+    """Return how many images would be encoded: those of --images, of --remote, or of the dataset that --help names."""
     if settings.images is not None:
         return settings.images
     if settings.remote:

@@ -94,7 +94,7 @@ class Estimate:
         return speed * self.settings.dry_run
 
     def is_tested(self, card: Card) -> bool:
-        """Return whether the error of the forecast is known for such a run."""
+        """Tell whether the error of the forecast is known for such a run."""
         settings = self.settings
         if settings.gradient_checkpointing or settings.attention == 'math':
             return False
@@ -108,7 +108,7 @@ class Estimate:
 
 
 def is_on_latents(settings: Train) -> bool:
-    """Return whether the training needs no VAE. Raises ValueError if --remote is no dataset."""
+    """Tell whether the training needs no VAE. Raises ValueError if --remote is no dataset."""
     if not settings.remote:
         return settings.use_synth_latents
     return 'latents' in read_index(settings.remote)

@@ -14,7 +14,7 @@ PUBLISHED = Path(__file__).parents[2] / 'published.csv'
 
 
 def is_stable_diffusion_2(unet_config: dict) -> bool:
-    """Return whether a UNet is that of Stable Diffusion 2, by its configuration, whatever its image size."""
+    """Tell whether a UNet is that of Stable Diffusion 2, by its configuration, whatever its image size."""
     for key, value in find_model(SD2_BASE).configs['unet'].items():
         if key in ('_class_name', 'sample_size'):
             continue

@@ -96,7 +96,7 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
 
 def is_without_kernel(function: torch._ops.OpOverload, name: str, read: list[torch.Tensor],
                       written: list[torch.Tensor]) -> bool:
-    """Return whether a call is a view, or gives memory without content."""
+    """Tell whether a call is a view, or gives memory without content."""
     if function._schema.is_mutable:
         return False
     if not written or name.startswith(('empty', 'new_empty', 'detach', 'lift_fresh', '_local_scalar')):
@@ -161,5 +161,5 @@ def copies_for_layout(images: list[torch.Tensor], is_as_needed) -> list[int]:
 
 
 def is_channels_last(image: torch.Tensor) -> bool:
-    """Return whether an image is laid out as tensor cores read it."""
+    """Tell whether an image is laid out as tensor cores read it."""
     return image.is_contiguous(memory_format=torch.channels_last)

@@ -140,7 +140,7 @@ class StepWork:
 
 
 def can_forecast(card: Card, precision: str) -> bool:
-    """Return whether the constants are of such cards, and the peak of this one is known in the precision."""
+    """Tell whether the constants are of such cards, and the peak of this one is known in the precision."""
     return card.multiprocessors is not None and peak_of(card.name, precision) is not None
 
 
@@ -187,8 +187,10 @@ def images_per_sec(card: Card, step: StepWork, layout: Layout, constants: Consta
 
 
 def is_tested(card: Card, num_devices: int, images: int, in_a_graph: bool = False) -> bool:
-    """Return whether the forecast was compared with a speed on at least as many of these GPUs, with at most as many
-    images a step on each: there the exchange and the update weighed as much as here, or more.
+    """Tell whether the forecast was compared with a speed on at least as many of these GPUs.
+
+    It must have been with at most as many images a step on each, so that the exchange of gradients and the update
+    weighed as much as here, or more.
 
     Args:
         card: the GPU.

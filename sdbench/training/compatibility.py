@@ -22,9 +22,11 @@ TOKENIZER = 'tokenizer_sha256'  # `hash_of_tokenizer`
 NOT_KEPT_AT_FIRST = ('pretrained', 'ema_half_life')  # by the first versions, which had them
 
 PARTS = {'unet': UNet2DConditionModel, 'vae': AutoencoderKL, 'text_encoder': CLIPTextConfig}
-NO_MATTER = {'sample_size', 'dtype', 'architectures', 'transformers_version'}  # nothing here is computed from them
-SCHEDULER_DEFAULTS = {'num_train_timesteps': 1000, 'beta_start': 0.0001, 'beta_end': 0.02, 'beta_schedule': 'linear',
-         'trained_betas': None, 'rescale_betas_zero_snr': False, 'prediction_type': 'epsilon'}  # diffusers' defaults
+WITHOUT_EFFECT = {'sample_size', 'dtype', 'architectures', 'transformers_version'}  # on what is computed here
+SCHEDULER_DEFAULTS = {  # of diffusers, for what noise and target of a training depend on
+    'num_train_timesteps': 1000, 'beta_start': 0.0001, 'beta_end': 0.02, 'beta_schedule': 'linear',
+    'trained_betas': None, 'rescale_betas_zero_snr': False, 'prediction_type': 'epsilon',
+}
 
 
 class DatasetChanged(ValueError):
@@ -121,7 +123,7 @@ def difference_of_models(flags: dict, configs: dict[str, dict]) -> str | None:
 def arguments_of(configs: dict[str, dict]) -> dict[tuple[str, str], str]:
     """Return what the parts of a model are made with, as JSON by part and name; what a file leaves out has its default.
 
-    Of the scheduler this is what noise and target of a training depend on.
+    Of the scheduler only SCHEDULER_DEFAULTS count.
     """
     arguments = {}
     for part, config in configs.items():
@@ -129,7 +131,7 @@ def arguments_of(configs: dict[str, dict]) -> dict[tuple[str, str], str]:
         if part in PARTS:
             defaults = {}
             for name, parameter in inspect.signature(PARTS[part]).parameters.items():
-                if name not in NO_MATTER and parameter.default is not parameter.empty:
+                if name not in WITHOUT_EFFECT and parameter.default is not parameter.empty:
                     defaults[name] = parameter.default
         for name, default in defaults.items():
             arguments[part, name] = json.dumps(config.get(name, default), default=str)

@@ -1,13 +1,10 @@
-"""The evaluation of a run on samples that are held out, and what it says and its record knows of it."""
+"""What a run says, and what its record keeps, of evaluations on samples that are held out."""
 import math
 import sys
 
-from composer import Callback, Evaluator
-from composer.core import DataSpec
+from composer import Callback
 from composer.utils import dist
 from tqdm import tqdm
-
-from sdbench.flags.train import Train
 
 LABEL = 'eval'  # of Composer's Evaluator; its loss is logged as metrics/eval/MeanSquaredError
 METRIC = 'MeanSquaredError'
@@ -38,11 +35,3 @@ class Evaluations(Callback):
     def figures(self, all_ranks: bool) -> dict:
         """Return the record's figures of evaluations, which all ranks know."""
         return {'evaluations': self.count, 'eval_loss': self.loss, 'eval_batch': self.batch}
-
-
-def build_evaluator(settings: Train, data: DataSpec | None, microbatch: int) -> Evaluator | None:
-    """Build the evaluation on held-out samples, in batches of the run's microbatch; None where `data` is None."""
-    if data is None:
-        return None
-    return Evaluator(label=LABEL, dataloader=data, eval_interval=settings.eval_interval,
-                     device_eval_microbatch_size=microbatch)

@@ -79,7 +79,7 @@ def largest_microbatch(model: ComposerModel, data: DataSpec, device_batch_size: 
 
 def on_all_ranks(mine: bool) -> bool:
     """Tell whether `mine` is true on every rank."""
-    agreed = torch.tensor(int(mine), device=get_device()._device)
+    agreed = get_device().tensor_to_device(torch.tensor(int(mine)))
     dist.all_reduce(agreed, 'MIN')
     return bool(agreed.item())
 
