@@ -38,12 +38,12 @@ RECORD_KEYS = {
 
 
 def settings_of(*argv) -> Train:
-    """The settings of a run with these flags, on this machine."""
+    """Return the settings of a run with these flags, on this machine."""
     return resolve_defaults(parse(Train, '', [str(argument) for argument in argv], 'benchmark.py'))
 
 
 def check_record(record: dict) -> None:
-    """What must hold between the figures of any record."""
+    """Check what must hold between the figures of any record."""
     assert RECORD_KEYS <= set(record)
     assert record['measured_batches'] == 3
     assert record['warmup_batches'] == 1
@@ -61,13 +61,13 @@ def check_record(record: dict) -> None:
 
 
 def error_line(capfd) -> str:
-    """The one line of the program's own."""
+    """Return the one line of the program's own."""
     [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
     return line
 
 
 def failed(argv, results, capfd, callbacks=()) -> str:
-    """Run what must fail; its one line, which the record has too."""
+    """Run what must fail, and return its one line, which the record has too."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         main([*map(str, argv), '--results', str(results)], callbacks)
@@ -79,12 +79,12 @@ def failed(argv, results, capfd, callbacks=()) -> str:
 
 
 def summary_lines(output: str) -> list[str]:
-    """The lines of a summary, but for the caution that a busy machine adds."""
+    """Return the lines of a summary, but for the caution that a busy machine adds."""
     return [line for line in output.splitlines() if 'waited' not in line]
 
 
 def one_error_line(argv: list, capfd, command: Callable = main) -> str:
-    """Run what must be refused, and return the one line that it leaves beside those that say what it is about to do."""
+    """Run what must be refused, and return its one line, but for those that say what it is about to do."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         command([str(argument) for argument in argv])
@@ -96,7 +96,7 @@ def one_error_line(argv: list, capfd, command: Callable = main) -> str:
 
 
 def assert_equal(one, other) -> None:
-    """What a checkpoint holds is the same, tensors to the last bit."""
+    """Check that two checkpoints hold the same, tensors to the last bit."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert one.keys() == other.keys()
@@ -111,29 +111,29 @@ def assert_equal(one, other) -> None:
 
 
 def final_state(folder: str | Path) -> dict:
-    """The state in the newest checkpoint of a folder."""
+    """Return the state in the newest checkpoint of a folder."""
     return load_checkpoint(checkpoints_in(str(folder))[-1])['state']
 
 
 def flags_of(checkpoint: dict) -> dict:
-    """What a checkpoint keeps of its run, to be looked at or changed."""
+    """Return what a checkpoint keeps of its run, to be looked at or changed."""
     return dict(checkpoint['state']['callbacks'])['Safeguard']['flags']
 
 
 def assert_same_training(one: str | Path, other: str | Path) -> None:
-    """Weights, optimizer and average of the newest checkpoints in two folders are the same to the last bit."""
+    """Check that weights, optimizer and average of the newest checkpoints in two folders are equal to the last bit."""
     states = final_state(one), final_state(other)
     for part in ('model', 'optimizers', 'algorithms'):
         assert_equal(*(state[part] for state in states))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """All files below a folder, by their names from there."""
+    """Return all files below a folder, by their names from there."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
 
 
 def start(log: Path, *words) -> subprocess.Popen:
-    """What Python does with these words of a command line, in the folder of the programs and in a session of its own.
+    """Start Python with these words of a command line, in the folder of the programs and a session of its own.
 
     It prints to `log`.
     """
@@ -143,25 +143,25 @@ def start(log: Path, *words) -> subprocess.Popen:
 
 
 def start_launcher(log: Path, argv: list) -> subprocess.Popen:
-    """`composer ARGV`, printing to `log`."""
+    """Start `composer ARGV`, which prints to `log`."""
     return start(log, '-m', 'composer.cli.launcher', *argv)
 
 
 def workers_of(command: subprocess.Popen) -> list[int]:
-    """The numbers of the processes that work for a command: those that its own server of processes has forked."""
+    """Return the numbers of the processes that work for a command, which its server of processes has forked."""
     children = psutil.Process(command.pid).children()
     return [worker.pid for child in children for worker in child.children()]
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on."""
+    """Return a port of loopback that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         return listener.getsockname()[1]
 
 
 def wait_until(true: Callable[[], object], seconds: float = 300) -> None:
-    """Until `true()` is; a failure after that many seconds."""
+    """Wait until `true()` is; fail after that many seconds."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

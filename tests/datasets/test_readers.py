@@ -56,7 +56,7 @@ def test_what_cannot_be_read_at_the_moment_is_no_damage_and_ends_the_run(tmp_pat
 
 
 def keys_and_damage(path: Path) -> tuple[list[str], str | None]:
-    """The keys of the samples, and what is said of damage at the end."""
+    """Return the keys of the samples, and what is said of damage at the end."""
     samples = read_file(path)
     damage = None
     if samples[-1][0] is None:
