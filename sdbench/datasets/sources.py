@@ -250,6 +250,7 @@ class Search:
 
     def files(self, folder: Folder, tables: Captions) -> Iterator[File]:
         """Yield the tars, Parquet files and images of a folder that SOURCE names, and list what else it names there."""
+        # sort the files by what they are
         images = defaultdict(list)  # by key
         captions = []
         for name in folder.named:
@@ -271,6 +272,8 @@ class Search:
                 captions.append(name)
             else:
                 self.leave_out(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
+
+        # pair images and captions
         for name in captions:
             if split_name(name)[0] not in images:
                 self.leave_out(os.path.join(folder.path, name), 'no image')
@@ -286,6 +289,7 @@ class Search:
             if key in images and is_caption(suffix) and (entry := folder.find(name)):
                 captions[key][suffix] = entry
 
+        # the captions of a table go before those in files
         for key, entries in images.items():
             for image in entries:
                 of_table = tables.take(image.real_path)

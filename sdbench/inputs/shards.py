@@ -27,6 +27,8 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     label = f'{flag} {remote}'
     if os.path.isfile(remote) or os.path.basename(remote) == INDEX:
         raise ValueError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
+
+    # fetch it
     try:
         index = json.loads(fetch_index(remote))
     except FileNotFoundError:
@@ -35,6 +37,8 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     except Exception as error:  # every storage client has its own
         raise ValueError(f'{label} has no {INDEX} that can be read ({type(error).__name__}: {one_line(error, 200)}); '
                          'check the name and the credentials') from None
+
+    # look at what it says of each shard
     try:
         for shard in index['shards']:
             refuse_harmful_entry(shard, label)
