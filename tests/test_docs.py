@@ -240,18 +240,8 @@ def missing_inputs(words: list[str]) -> list[str]:
     return [path for path in read if not os.path.exists(path)]
 
 
-def trains(words: list[str]) -> bool:
-    return words[1] in ('benchmark.py', 'encode.py')
-
-
-def pages_to_run() -> list[Path]:
-    """Return the pages that have a small training or encoding."""
-    commands = {page: map(words_of, command_lines(page)) for page in PAGES}
-    return [page for page, lines in commands.items() if any(is_small(words) and trains(words) for words in lines)]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize('page', pages_to_run(), ids=lambda page: page.name)
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 def test_what_can_run_here_runs(page, folder, server):
     """All small trainings and encodings do: what they read is made by their page."""
     from tests.forked_runs import run_in_folder, script
@@ -260,7 +250,8 @@ def test_what_can_run_here_runs(page, folder, server):
         if not is_small(words):
             continue
         if missing_inputs(words):
-            assert not trains(words), f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
+            trains = words[1] in ('benchmark.py', 'encode.py')
+            assert not trains, f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
             continue
         code, output, errors = run_in_folder(server, folder, script, words[1:], CUDA_VISIBLE_DEVICES='')
         assert code == 0, f'{command}\n{output}{errors}'

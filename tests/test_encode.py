@@ -21,7 +21,7 @@ from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.training.resolve import resolve_encoding_defaults
 from tests.forked_runs import run_ranks
-from tests.runs import TINY, error_line
+from tests.runs import TINY, error_line, times_of
 from tests.samples import encoded, picture, write_shards
 
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0']
@@ -161,7 +161,7 @@ def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp
 
 def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_refused(
         latents, shards, model_folder, capfd):
-    before = {path: path.stat().st_mtime_ns for path in Path(latents).rglob('*') if path.suffix != '.lock'}
+    before = times_of(Path(latents))
     capfd.readouterr()
     assert encode_shards(shards, latents, model_folder) is None  # and so status 0
     said, command = capfd.readouterr().out.splitlines()
@@ -169,7 +169,7 @@ def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_ref
     assert command.startswith(f'next            composer benchmark.py --remote {latents} --model_name ')
     assert 'was begun with image_size 64, and this command has 32; give' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert times_of(Path(latents)) == before
 
 
 def test_random_weights_are_warned_of_and_those_of_another_seed_are_refused(tmp_path, shards, model_folder, capfd):
