@@ -61,13 +61,13 @@ def check_record(record: dict) -> None:
 
 
 def error_line(capfd) -> str:
-    """Return the one line of the program's own."""
+    """Return the one line of an error of the program's own."""
     [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
     return line
 
 
 def failed(argv, results, capfd, callbacks=()) -> str:
-    """Run what must fail, and return its one line, which the record has too."""
+    """Train what must fail; return its one line, which the record has too."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         main([*map(str, argv), '--results', str(results)], callbacks)
@@ -83,12 +83,12 @@ def summary_lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if 'waited' not in line]
 
 
-def one_error_line(argv: list, capfd, command: Callable = main) -> str:
-    """Run what must be refused, and return its one line, but for those that say what it is about to do."""
+def one_error_line(argv: list, capfd, program: Callable = main) -> str:
+    """Run a command that must be refused, and return its one line, without those of what it builds or reads."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
-        command([str(argument) for argument in argv])
-    about_to_do = r'^(building|converting|listing|reaching) .*\n'
+        program([str(argument) for argument in argv])
+    about_to_do = r'^(building|converting|listing|reaching|reading) .*\n'
     error = re.sub(about_to_do, '', capfd.readouterr().err, flags=re.MULTILINE)
     assert exit.value.code in (1, 2), error
     assert error.count('\n') == 1, error
@@ -96,7 +96,7 @@ def one_error_line(argv: list, capfd, command: Callable = main) -> str:
 
 
 def assert_equal(one, other) -> None:
-    """Check that two checkpoints hold the same, tensors to the last bit."""
+    """Check that what two checkpoints hold is the same, tensors to the last bit."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert one.keys() == other.keys()
@@ -116,19 +116,20 @@ def final_state(folder: str | Path) -> dict:
 
 
 def flags_of(checkpoint: dict) -> dict:
-    """Return what a checkpoint keeps of its run, to be looked at or changed."""
+    """Return what a checkpoint keeps of the flags of its run, to be looked at or changed."""
     return dict(checkpoint['state']['callbacks'])['Safeguard']['flags']
 
 
 def assert_same_training(one: str | Path, other: str | Path) -> None:
-    """Check that weights, optimizer and average of the newest checkpoints in two folders are equal to the last bit."""
+    """Check that weights, optimizer and average of the newest checkpoints in two folders are the same to the last bit.
+    """
     states = final_state(one), final_state(other)
     for part in ('model', 'optimizers', 'algorithms'):
         assert_equal(*(state[part] for state in states))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return all files below a folder, by their names from there."""
+    """Read all files below a folder, by their names from there."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
 
 
@@ -138,9 +139,9 @@ def times_of(folder: Path) -> dict[Path, int]:
 
 
 def start(log: Path, *words) -> subprocess.Popen:
-    """Start Python with these words of a command line, in the folder of the programs and a session of its own.
+    """Start Python with these words of a command line, in the folder of the programs; it prints to `log`.
 
-    It prints to `log`.
+    It is the first process of a group of its own.
     """
     with open(log, 'w') as file:
         return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, stdout=file, stderr=file,
@@ -153,7 +154,7 @@ def start_launcher(log: Path, argv: list) -> subprocess.Popen:
 
 
 def workers_of(command: subprocess.Popen) -> list[int]:
-    """Return the numbers of the processes that work for a command, which its server of processes has forked."""
+    """Return the numbers of the processes that work for a command: those that its server of processes has forked."""
     children = psutil.Process(command.pid).children()
     return [worker.pid for child in children for worker in child.children()]
 

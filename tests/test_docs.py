@@ -244,7 +244,7 @@ def missing_inputs(words: list[str]) -> list[str]:
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 def test_what_can_run_here_runs(page, folder, server):
     """All small trainings and encodings do: what they read is made by their page."""
-    from tests.forked_runs import run_in_folder, script
+    from tests.forked_runs import run_program, script
     for command in command_lines(page):
         words = words_of(command)
         if not is_small(words):
@@ -253,5 +253,5 @@ def test_what_can_run_here_runs(page, folder, server):
             trains = words[1] in ('benchmark.py', 'encode.py')
             assert not trains, f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
             continue
-        code, output, errors = run_in_folder(server, folder, script, words[1:], CUDA_VISIBLE_DEVICES='')
+        code, output, errors = run_program(server, folder, script, words[1:], CUDA_VISIBLE_DEVICES='')
         assert code == 0, f'{command}\n{output}{errors}'

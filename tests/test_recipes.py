@@ -83,11 +83,14 @@ def test_the_whole_training_is_refused_without_a_model(tmp_path):
 @pytest.mark.long
 def test_the_plan_of_the_whole_training_adds_up_the_phases_that_it_would_train():
     variables = {'MODEL': 'tiny', 'GPU': 'H200', 'SIZE_1': '32', 'SIZE_2': '64', 'STEPS_1': '20', 'STEPS_2': '30',
-                 'BATCH_SIZE': '8', 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
+                 'BATCH_SIZE': '8', 'LATENTS': '1', 'IMAGES': '1000000000', 'PRICES': '2 H200=3.2',
+                 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
     done = subprocess.run(['sh', WHOLE, 'plan'], cwd=ROOT, env=os.environ | variables, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert 'train on 160 images at 32 px, then 240 images at 64 px' in done.stdout
-    assert re.search(r'H200 .*\$.*days at 32 px, .* days at 64 px', done.stdout)
+    assert len(re.findall(r'\| encode .*forecast', done.stdout)) == 4  # two cards at two sizes
+    assert re.search(r'H200 .*\$.*days at 32 px, .* days at 64 px, .* days to encode 1,000,000,000 images at 32 px '
+                     r'\(264 GB; .*\), .* days to encode 1,000,000,000 images at 64 px \(1.03 TB; .*\)', done.stdout)
 
 
 def start_whole_training(folder: Path, source: Path) -> subprocess.Popen:

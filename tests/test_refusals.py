@@ -1,9 +1,10 @@
 """What a command cannot do is refused in one line, which names the flag, its value and the remedy.
 
 A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
-It is run in a folder that has `shards` (24 samples), `prompts.txt` (one caption), `records.csv` (a record with a comma
-too many), `notes` (a folder with a file of the user's), `empty` (a folder) and `photo.jpg`; nothing listens at
-S3_ENDPOINT_URL. Refusals that need more than that stand where what they need is made.
+It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
+`blank.txt`, `records.csv` (a record with a comma too many), `notes` (a folder with a file of the user's), `empty` (a
+folder) and `photo.jpg`; nothing listens at S3_ENDPOINT_URL. Refusals that need more than that stand where what they
+need is made.
 """
 import importlib
 import re
@@ -92,6 +93,13 @@ ROWS = [
     ('LOCAL_RANK=0 encode.py', '--remote shards --out out', 'start it with python, not with a launcher'),
     ('encode.py', '--remote shards --out out --ray auto', '--ray auto needs --encoder_precision'),
 
+    # Encodings
+    ('encode.py', '--remote shards', 'give both --remote and --out'),
+    ('encode.py', '--remote shards --out out --images 5', '--images 5 needs --dry_run'),
+    ('encode.py', '--remote shards --out out --dollars_per_gpu_hour H100=5', '--dollars_per_gpu_hour needs --dry_run'),
+    ('encode.py', '--dry_run 8 --remote nowhere', '--remote nowhere holds no index.json'),
+    ('encode.py', '--dry_run 8 --gpu H1000', '--gpu H1000 is no GPU that is known here'),
+
     # Evaluations
     ('evaluate.py', 'notes shards --out out', 'give --inception for FID, --clip for the CLIP score, or both; for a '
      'trial, whose scores mean nothing, --random_networks'),
@@ -112,14 +120,36 @@ ROWS = [
     ('report.py', 'published.csv --extrapolate 4096', 'a batch of as many images as GPUs'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
     ('report.py', 'published.csv --phase 10@256', 'at 256 px'),
+
+    # Folders, weights, pictures and held-out samples of a training, and what is evaluated and exported
+    ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
+    ('benchmark.py', f'{SYNTHETIC} --save_folder notes --autoresume', '--save_folder notes '),
+    ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
+    ('benchmark.py', f'{SYNTHETIC} --tensorboard records.csv/board', '--tensorboard records.csv/board cannot be'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights nowhere', '--load_weights nowhere is not there'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
+    ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
+    ('benchmark.py', f'--remote shards {TINY} --eval_remote shards', '--eval_remote shards is what the run trains on'),
+    ('benchmark.py', f'{SYNTHETIC} --eval_remote nowhere', '--eval_remote nowhere holds no index.json'),
+    ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
+    ('evaluate.py', 'notes shards --out out --random_networks', 'notes is not there, or holds no whole checkpoint'),
+    ('evaluate.py', 'pipeline prompts.txt --out out --random_networks', 'prompts.txt'),
+    ('evaluate.py', 'pipeline shards --out out --random_networks --samples 25', 'fewer than --samples 25'),
+    ('evaluate.py', 'pipeline shards --out notes --random_networks --samples 4', 'notes already holds something'),
+    ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere is not there; fetch it'),
+    ('evaluate.py', 'notes shards --out out --inception prompts.txt', "prompts.txt is not torch-fidelity's file with"),
+    ('export.py', 'notes out', 'holds no whole checkpoint'),
+    ('export.py', 'shards notes', 'notes already exists'),
 ]
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, shards):
+def folder(tmp_path, monkeypatch, shards, pipeline):
     """The folder of the rows, in which the test runs."""
     (tmp_path / 'shards').symlink_to(shards)
+    (tmp_path / 'pipeline').symlink_to(pipeline)
     (tmp_path / 'prompts.txt').write_text('a cat\n')
+    (tmp_path / 'blank.txt').write_text(' \n\n')
     (tmp_path / 'records.csv').write_text('device,num_devices\nx,1,618\n')
     (tmp_path / 'notes').mkdir()
     (tmp_path / 'empty').mkdir()
@@ -143,7 +173,7 @@ def test_what_cannot_be_is_one_line_that_names_the_flag_its_value_and_the_remedy
     with pytest.raises(SystemExit) as exit:
         program.main(shlex.split(flags))
     output, errors = capfd.readouterr()
-    line = re.sub('^(building|reaching) .*\n', '', errors)  # as a command says what it is about to do
+    line = re.sub('^(building|reaching|reading) .*\n', '', errors)  # as a command says what it is about to do
     assert exit.value.code in (1, 2)
     assert output == ''
     assert line.startswith(f'{command}: error: ')

@@ -5,9 +5,9 @@ import torch
 from composer.utils import dist
 
 from sdbench.costs import TRAINING_IMAGES
-from sdbench.exits import one_line_errors
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
+from sdbench.process import one_line_errors
 from sdbench.training.resolve import broadcast_from_rank_0, resolve_encoding_defaults
 from tests.runs import TINY, settings_of
 
