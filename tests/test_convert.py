@@ -216,19 +216,14 @@ def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, 
 
 def test_tars_of_a_store_are_read_over_connections_that_break_and_refusals(tmp_path, monkeypatch, capsys):
     photos = [encoded(picture(number, 512, 512), quality=100) for number in range(40)]
+    tar = Path(write_sample_tar(tmp_path / 'x.tar', [{'jpg': photo, 'caption': 'a'} for photo in photos])).read_bytes()
     with local_s3(monkeypatch) as store:
-        for name, members in (('tars/0.tar', [{'jpg': photo, 'caption': 'a'} for photo in photos]),
-                              ('tars/deep/1.tar', [{'jpg': photos[0], 'caption': 'b'}])):
-            store.put(name, Path(write_sample_tar(tmp_path / 'x.tar', members)).read_bytes())
-        store.put('tars/2.tar', store.objects['tars/0.tar'][:100_000])
+        store.put('tars/0.tar', tar)
+        store.put('tars/1.tar', tar[:100_000])
         store.cuts = [300_000, 400_000, 1000, 10]
         store.refusals = [(503, 'SlowDown'), (500, 'InternalError')] * 2
         assert convert.main(['s3://bucket/tars/', str(tmp_path / 'out'), '--num_workers', '1']) == 1
         assert not store.cuts
         assert not store.refusals
-        expected = [(data, 'a') for data in photos]
-        assert read_back(tmp_path / 'out')[:40] == expected
-        assert read_back(tmp_path / 'out')[-1:] == [(photos[0], 'b')]
-        assert 's3://bucket/tars/2.tar is cut short' in capsys.readouterr().err
-        assert convert.main(['s3://bucket/tars/*/1.tar', str(tmp_path / 'glob')]) == 0
-        assert read_back(tmp_path / 'glob') == [(photos[0], 'b')]
+        assert read_back(tmp_path / 'out')[:40] == [(photo, 'a') for photo in photos]
+        assert 's3://bucket/tars/1.tar is cut short' in capsys.readouterr().err
