@@ -110,6 +110,15 @@ def test_a_dry_run_counts_the_bytes_of_the_shards_without_their_captions(latents
     assert 0 < stored - sum(len(caption) for caption in captions(shards)) - counted < headers
 
 
+def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
+    vae = AutoencoderKL.from_pretrained(f'{model_folder}/vae')
+    images = StreamingLAIONDataset(shards, image_size=64, batch_size=1)
+    stored = StreamingLAIONDataset(latents, image_size=64, batch_size=1)
+    for index in (0, 23):
+        posterior = vae.encode(images[index]['image'][None] / 127.5 - 1).latent_dist
+        torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
+
+
 def test_latents_say_of_which_images_they_are_and_are_the_same_dataset_as_if_they_did_not(latents, shards):
     index = read_index(latents)
     assert hash_of_images(index) == index_hash(read_index(shards))
