@@ -29,6 +29,16 @@ def good(index: int) -> dict:
     return {'jpg': encoded(picture(index)), 'caption': f'picture {index}'}
 
 
+def write_photos(folder: Path, number: int) -> Path:
+    """Write so many JPEGs into a new folder, and a text file with the caption of each."""
+    folder.mkdir()
+    for index in range(number):
+        sample = good(index)
+        (folder / f'{index}.jpg').write_bytes(sample['jpg'])
+        (folder / f'{index}.txt').write_text(sample['caption'])
+    return folder
+
+
 def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 << 14) -> str:
     columns = columns or {'jpg': 'bytes', 'caption': 'str'}
     with MDSWriter(out=str(folder), columns=columns, size_limit=size_limit) as writer:  # several shards

@@ -23,7 +23,7 @@ import pytest
 import report
 from sdbench.flags.parser import build_parser
 from tests.runs import COMMANDS, ROOT
-from tests.samples import encoded, picture
+from tests.samples import write_photos
 
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
 PARSERS = {program: build_parser(kind, '', program) for program, kind in COMMANDS.items()}
@@ -179,11 +179,7 @@ def folder(tmp_path, monkeypatch):
     tracked = subprocess.run(['git', 'ls-files'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in {line.partition('/')[0] for line in tracked.splitlines()}:
         (tmp_path / name).symlink_to(ROOT / name)
-    photos = tmp_path / 'photos'
-    photos.mkdir()
-    for number in range(32):
-        (photos / f'{number}.jpg').write_bytes(encoded(picture(number)))
-        (photos / f'{number}.txt').write_text(f'picture {number}')
+    photos = write_photos(tmp_path / 'photos', 32)
     names = [f'{number}.jpg' for number in range(32)]
     shutil.copytree(photos, tmp_path / 'package/img/google/64')  # as the package of emojis has its pictures
     (photos / 'captions.csv').write_text('\n'.join(['file_name,text', *(f'{name},a cat' for name in names)]))

@@ -15,7 +15,7 @@ from benchmark import main
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from tests.runs import COMMANDS, ROOT, TINY, files_of, settings_of, wait_until
-from tests.samples import encoded, picture
+from tests.samples import write_photos
 
 FASTEST = ROOT / 'recipes' / 'fastest.txt'
 PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}
@@ -109,11 +109,7 @@ def start_whole_training(folder: Path, source: Path) -> subprocess.Popen:
 
 @pytest.mark.long
 def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_with_scores(tmp_path):
-    photos = tmp_path / 'photos'
-    photos.mkdir()
-    for number in range(40):
-        (photos / f'{number}.jpg').write_bytes(encoded(picture(number)))
-        (photos / f'{number}.txt').write_text(f'picture {number}')
+    photos = write_photos(tmp_path / 'photos', 40)
 
     # Ctrl-C as soon as phase 1 has saved a checkpoint.
     training = start_whole_training(tmp_path, photos)
