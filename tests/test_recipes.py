@@ -31,7 +31,8 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages
     args = parsed(f'@{PHASES[phase]}', '--use_synth_data', '--save_folder', 'kept')
     assert (args.image_size, args.batch_size, args.max_duration) == (size, 2048, f'{steps}ba')
     assert (args.learning_rate, args.lr_warmup, args.caption_drop) == (1e-4, '10000ba', 0.1)
-    assert args.use_ema and 2 ** (-1 / int(args.ema_half_life.removesuffix('ba'))) == pytest.approx(0.9999, abs=1e-8)
+    assert args.use_ema
+    assert 2 ** (-1 / int(args.ema_half_life.removesuffix('ba'))) == pytest.approx(0.9999, abs=1e-8)
     assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/planning.md').read_text()
 
 
