@@ -131,10 +131,13 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
 
     Returns the figures of each process, and how many devices have worked at once.
     """
+    # the call, with names that any process finds
     to_do = sum(part.size for part in missing)
     print(f'encoding {plural(to_do, "image")} of {redacted(settings.remote)}', file=sys.stderr, flush=True)
     names = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
     do = partial(encode_parts, dataclasses.replace(settings, **names), output)
+
+    # the workers
     if settings.ray:
         at_once = ON_RAY_AT_ONCE
         workers = RayWorkers(do, settings.ray, on_gpus=not settings.cpu)
@@ -142,6 +145,8 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
         at_once = SHARDS_AT_ONCE
         number = min(max(1, torch.cuda.device_count()), len(missing))
         workers = LocalWorkers(do, number, on_gpus=torch.cuda.is_available())
+
+    # their work, and how fast each was
     with workers:
         answers = make_parts(workers, output, parts, missing, ' images', at_once)
         slots = workers.slots()

@@ -51,13 +51,10 @@ class LocalS3:
     def put(self, key: str, content: bytes) -> None:
         self.backend.put_object('bucket', key, content)
 
-    def refuse(self) -> tuple[int, str] | None:
-        """The status and code to refuse a request with, or None to answer it."""
-        return self.refusals.pop(0) if self.refusals else None
-
     def refusal(self, request: Request) -> Response | None:
+        """Return the answer that refuses a request, or None if it is to be answered."""
         with self.lock:
-            refusal = self.refuse()
+            refusal = self.refusals.pop(0) if self.refusals else None
         if self.access_key and f'Credential={self.access_key}/' not in request.headers.get('Authorization', ''):
             refusal = (403, 'InvalidAccessKeyId')
         if self.is_read_only and request.method in ('PUT', 'POST'):
@@ -68,7 +65,7 @@ class LocalS3:
         return Response(f'<Error><Code>{code}</Code><Message>none</Message></Error>', status)
 
     def cut_after(self, length: int) -> int:
-        """How much of a piece is sent before the connection breaks."""
+        """Return how much of a piece is sent before the connection breaks."""
         with self.lock:
             if self.cuts and length > self.cuts[0]:
                 return self.cuts.pop(0)
@@ -108,7 +105,7 @@ def broken_after(content: bytes) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def local_s3(monkeypatch) -> Iterator[LocalS3]:
-    """A server in a thread of this process, that the environment points to, with a boto3 `client`."""
+    """Run a server in a thread of this process, that the environment points to, with a boto3 `client`."""
     store = LocalS3()
     server = make_server('127.0.0.1', 0, store, threaded=True, request_handler=Handler)
     environment = {'S3_ENDPOINT_URL': f'http://127.0.0.1:{server.server_port}', 'AWS_ACCESS_KEY_ID': 'a',

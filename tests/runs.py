@@ -133,6 +133,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
 
 
+def times_of(folder: Path) -> dict[Path, int]:
+    """Return when each file below a folder was written, but for locks."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob('*') if path.is_file() and path.suffix != '.lock'}
+
+
 def start(log: Path, *words) -> subprocess.Popen:
     """Start Python with these words of a command line, in the folder of the programs; it prints to `log`.
 

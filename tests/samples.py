@@ -13,7 +13,7 @@ from sdbench.inputs.stream import own_shared_memory
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
-    """A smooth random RGB picture: JPEG keeps it nearly as it is."""
+    """Draw a smooth random RGB picture: JPEG keeps it nearly as it is."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.BICUBIC)
 
@@ -25,8 +25,18 @@ def encoded(image: Image.Image, format: str = 'JPEG', **options) -> bytes:
 
 
 def good(index: int) -> dict:
-    """A sample that nothing is wrong with."""
+    """Return a sample that nothing is wrong with."""
     return {'jpg': encoded(picture(index)), 'caption': f'picture {index}'}
+
+
+def write_photos(folder: Path, number: int) -> Path:
+    """Write so many JPEGs into a new folder, and a text file with the caption of each."""
+    folder.mkdir()
+    for index in range(number):
+        sample = good(index)
+        (folder / f'{index}.jpg').write_bytes(sample['jpg'])
+        (folder / f'{index}.txt').write_text(sample['caption'])
+    return folder
 
 
 def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 << 14) -> str:
@@ -50,7 +60,7 @@ def skipped(out: Path) -> list[dict]:
 
 
 def write_tar(path: Path, files: dict[str, bytes] | list) -> Path:
-    """Members are names with bytes, or tarfile.TarInfo objects with None."""
+    """Write a tar; members are names with bytes, or tarfile.TarInfo objects with None."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, 'w') as tar:
         for name, data in files.items() if isinstance(files, dict) else files:
@@ -61,7 +71,7 @@ def write_tar(path: Path, files: dict[str, bytes] | list) -> Path:
 
 
 def write_sample_tar(path: Path, samples: list[dict]) -> str:
-    """As img2dataset writes it: a .jpg and a .txt for each sample."""
+    """Write a tar as img2dataset does: a .jpg and a .txt for each sample."""
     files = {}
     for index, sample in enumerate(samples):
         files[f'{index:05}.jpg'] = sample['jpg']
@@ -70,31 +80,31 @@ def write_sample_tar(path: Path, samples: list[dict]) -> str:
 
 
 def write_parquet(path: Path, columns: dict[str, list], rows_of_group: int = 100) -> Path:
-    """A Parquet file, in row groups of as many rows; a dict in a column becomes a struct, as the hub has its images."""
+    """Write a Parquet file in row groups of so many rows; a dict becomes a struct, as the hub has its images."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows_of_group)
     return path
 
 
 def shaded(shade: int, format: str = 'JPEG') -> bytes:
-    """An image of one colour."""
+    """Return an image of one colour."""
     return encoded(Image.new('RGB', (16, 12), (shade, 0, 255 - shade)), format)
 
 
 def sample_files(key: str, shade: int, suffix: str = 'jpg') -> dict[str, bytes]:
-    """The three files of a sample in a tar of img2dataset."""
+    """Return the three files of a sample in a tar of img2dataset."""
     image = shaded(shade, {'jpg': 'JPEG', 'png': 'PNG', 'webp': 'WEBP'}[suffix])
     return {f'{key}.{suffix}': image, f'{key}.txt': f'caption {shade}'.encode(), f'{key}.json': b'{"width": 16}'}
 
 
 def end_of_first_sample(path: Path) -> int:
-    """In bytes; the first sample is three files."""
+    """Return where the first sample, which is three files, ends in a tar, in bytes."""
     with tarfile.open(path) as tar:
         return [*tar.getmembers(), tar][3].offset
 
 
 def pillow_square(encoded_image: bytes) -> Image.Image:
-    """The middle of an image, as Pillow alone decodes it."""
+    """Return the middle of an image, as Pillow alone decodes it."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded_image))).convert('RGB')
     side = min(image.size)
     left, top = (image.width - side) // 2, (image.height - side) // 2

@@ -10,7 +10,7 @@ import convert
 from benchmark import main
 from tests.forked_runs import run_program, script
 from tests.local_s3 import local_s3
-from tests.runs import ROOT, TINY, files_of, one_error_line
+from tests.runs import ROOT, TINY, files_of, one_error_line, times_of
 from tests.samples import (
     encoded,
     end_of_first_sample,
@@ -26,11 +26,6 @@ from tests.samples import (
 
 def pairs(*shades: int, suffix: str = 'jpg') -> list[tuple[bytes, str]]:
     return [(sample_files('', shade, suffix)[f'.{suffix}'], f'caption {shade}') for shade in shades]
-
-
-def times(out: Path) -> dict[Path, int]:
-    """Return when each file was written."""
-    return {path: path.stat().st_mtime_ns for path in out.rglob('*') if path.is_file() and path.suffix != '.lock'}
 
 
 @pytest.fixture
@@ -126,7 +121,7 @@ def test_where_nothing_was_converted_a_command_with_other_flags_may_take_the_sam
 def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp_path, capsys):
     out = tmp_path / 'out'
     assert convert.main([str(tars), str(out)]) == 0
-    before = times(tmp_path)
+    before = times_of(tmp_path)
     capsys.readouterr()
     assert convert.main([str(tars), str(out)]) == 0
     said = f'done already: OUT {out} holds {len(ALL_SAMPLES)} samples of this SOURCE\n'
@@ -134,7 +129,7 @@ def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp
     for argv, words in (([tars, out, '--size_limit', '1kb'], 'size_limit 67108864, and this command has 1024; give'),
                         ([tmp_path, out], f"source ['{tars}'], and this command has ['{tmp_path}']")):
         assert f'OUT {out} was begun with {words}' in one_error_line(argv, capsys, convert.main)
-    assert times(tmp_path) == before
+    assert times_of(tmp_path) == before
 
 
 def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tars, tmp_path, capsys):
@@ -144,7 +139,7 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     (tars / '00000.tar').write_bytes(whole[:end_of_first_sample(tars / '00000.tar') + 1000])
     assert convert.main(argv) == 1
     assert read_back(out) == pairs(0) + ALL_SAMPLES[3:]
-    before = times(out)
+    before = times_of(out)
     capsys.readouterr()
     assert convert.main(argv) == 1  # it is still damaged: nothing is made again, and it is named
     printed = capsys.readouterr()
@@ -160,7 +155,7 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     assert f'2 folders in OUT {out} no longer in use, since' in errors
     assert read_back(out) == pairs(0, 1, 2) + pairs(4, 5, suffix='webp') + pairs(6)
     parts = {path: time for path, time in before.items() if path.parent != out}
-    assert {path: times(out)[path] for path in parts} == parts  # also those that are no longer used
+    assert {path: times_of(out)[path] for path in parts} == parts  # also those that are no longer used
 
 
 def test_a_share_is_held_out_by_the_images_and_the_seed_alone(tmp_path, capsys):
@@ -221,19 +216,14 @@ def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, 
 
 def test_tars_of_a_store_are_read_over_connections_that_break_and_refusals(tmp_path, monkeypatch, capsys):
     photos = [encoded(picture(number, 512, 512), quality=100) for number in range(40)]
+    tar = Path(write_sample_tar(tmp_path / 'x.tar', [{'jpg': photo, 'caption': 'a'} for photo in photos])).read_bytes()
     with local_s3(monkeypatch) as store:
-        for name, members in (('tars/0.tar', [{'jpg': photo, 'caption': 'a'} for photo in photos]),
-                              ('tars/deep/1.tar', [{'jpg': photos[0], 'caption': 'b'}])):
-            store.put(name, Path(write_sample_tar(tmp_path / 'x.tar', members)).read_bytes())
-        store.put('tars/2.tar', store.objects['tars/0.tar'][:100_000])
+        store.put('tars/0.tar', tar)
+        store.put('tars/1.tar', tar[:100_000])
         store.cuts = [300_000, 400_000, 1000, 10]
         store.refusals = [(503, 'SlowDown'), (500, 'InternalError')] * 2
         assert convert.main(['s3://bucket/tars/', str(tmp_path / 'out'), '--num_workers', '1']) == 1
         assert not store.cuts
         assert not store.refusals
-        expected = [(data, 'a') for data in photos]
-        assert read_back(tmp_path / 'out')[:40] == expected
-        assert read_back(tmp_path / 'out')[-1:] == [(photos[0], 'b')]
-        assert 's3://bucket/tars/2.tar is cut short' in capsys.readouterr().err
-        assert convert.main(['s3://bucket/tars/*/1.tar', str(tmp_path / 'glob')]) == 0
-        assert read_back(tmp_path / 'glob') == [(photos[0], 'b')]
+        assert read_back(tmp_path / 'out')[:40] == [(photo, 'a') for photo in photos]
+        assert 's3://bucket/tars/1.tar is cut short' in capsys.readouterr().err

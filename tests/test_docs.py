@@ -23,7 +23,7 @@ import pytest
 import report
 from sdbench.flags.parser import build_parser
 from tests.runs import COMMANDS, ROOT
-from tests.samples import encoded, picture
+from tests.samples import write_photos
 
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
 PARSERS = {program: build_parser(kind, '', program) for program, kind in COMMANDS.items()}
@@ -179,11 +179,7 @@ def folder(tmp_path, monkeypatch):
     tracked = subprocess.run(['git', 'ls-files'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in {line.partition('/')[0] for line in tracked.splitlines()}:
         (tmp_path / name).symlink_to(ROOT / name)
-    photos = tmp_path / 'photos'
-    photos.mkdir()
-    for number in range(32):
-        (photos / f'{number}.jpg').write_bytes(encoded(picture(number)))
-        (photos / f'{number}.txt').write_text(f'picture {number}')
+    photos = write_photos(tmp_path / 'photos', 32)
     names = [f'{number}.jpg' for number in range(32)]
     shutil.copytree(photos, tmp_path / 'package/img/google/64')  # as the package of emojis has its pictures
     (photos / 'captions.csv').write_text('\n'.join(['file_name,text', *(f'{name},a cat' for name in names)]))
@@ -240,18 +236,8 @@ def missing_inputs(words: list[str]) -> list[str]:
     return [path for path in read if not os.path.exists(path)]
 
 
-def trains(words: list[str]) -> bool:
-    return words[1] in ('benchmark.py', 'encode.py')
-
-
-def pages_to_run() -> list[Path]:
-    """Return the pages that have a small training or encoding."""
-    commands = {page: map(words_of, command_lines(page)) for page in PAGES}
-    return [page for page, lines in commands.items() if any(is_small(words) and trains(words) for words in lines)]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize('page', pages_to_run(), ids=lambda page: page.name)
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 def test_what_can_run_here_runs(page, folder, server):
     """All small trainings and encodings do: what they read is made by their page."""
     from tests.forked_runs import run_program, script
@@ -260,7 +246,8 @@ def test_what_can_run_here_runs(page, folder, server):
         if not is_small(words):
             continue
         if missing_inputs(words):
-            assert not trains(words), f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
+            trains = words[1] in ('benchmark.py', 'encode.py')
+            assert not trains, f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
             continue
         code, output, errors = run_program(server, folder, script, words[1:], CUDA_VISIBLE_DEVICES='')
         assert code == 0, f'{command}\n{output}{errors}'

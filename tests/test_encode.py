@@ -22,7 +22,7 @@ from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.training.resolve import resolve_encoding_defaults
 from tests.forked_runs import run_ranks
-from tests.runs import TINY, error_line
+from tests.runs import TINY, error_line, times_of
 from tests.samples import encoded, picture, write_shards
 
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0']
@@ -110,6 +110,15 @@ def test_a_dry_run_counts_the_bytes_of_the_shards_without_their_captions(latents
     assert 0 < stored - sum(len(caption) for caption in captions(shards)) - counted < headers
 
 
+def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
+    vae = AutoencoderKL.from_pretrained(f'{model_folder}/vae')
+    images = StreamingLAIONDataset(shards, image_size=64, batch_size=1)
+    stored = StreamingLAIONDataset(latents, image_size=64, batch_size=1)
+    for index in (0, 23):
+        posterior = vae.encode(images[index]['image'][None] / 127.5 - 1).latent_dist
+        torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
+
+
 def test_latents_say_of_which_images_they_are_and_are_the_same_dataset_as_if_they_did_not(latents, shards):
     index = read_index(latents)
     assert hash_of_images(index) == index_hash(read_index(shards))
@@ -171,7 +180,7 @@ def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp
 
 def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_refused(
         latents, shards, model_folder, capfd):
-    before = {path: path.stat().st_mtime_ns for path in Path(latents).rglob('*') if path.suffix != '.lock'}
+    before = times_of(Path(latents))
     capfd.readouterr()
     assert encode_shards(shards, latents, model_folder) is None  # and so status 0
     said, command = capfd.readouterr().out.splitlines()
@@ -179,7 +188,7 @@ def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_ref
     assert command.startswith(f'next            composer benchmark.py --remote {latents} --model_name ')
     assert 'was begun with image_size 64, and this command has 32; give' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert times_of(Path(latents)) == before
 
 
 def test_random_weights_are_warned_of_and_those_of_another_seed_are_refused(tmp_path, shards, model_folder, capfd):

@@ -1,4 +1,4 @@
-"""Cards: their peaks against what each architecture gives, and the names that they are found by."""
+"""The figures of each GPU against what its architecture gives, and the names that it is found by."""
 import pytest
 
 from sdbench.gpus import CARDS, cards_named
@@ -30,7 +30,7 @@ def test_a_datasheets_peak_is_what_the_architecture_gives(name):
     ('NVIDIA A100-SXM4-40GB', 312, 312), ('NVIDIA H200', 989, 989), ('NVIDIA B200', 2250, 2250),
     ('NVIDIA H100 PCIe', 756, 756), ('Tesla T4', None, 65),
     ('AMD Instinct MI300X', 1307.4, 1307.4), ('NVIDIA H100', None, None), ('NVIDIA A10G', None, None)])
-def test_a_peak_is_of_the_exact_card_and_of_the_precision(name, bf16, fp16, as_on_a_gpu):
+def test_a_peak_is_of_the_exact_gpu_and_of_the_precision(name, bf16, fp16, as_on_a_gpu):
     as_on_a_gpu(name=name)
     assert peak_tflops('amp_bf16') == peak_tflops('bf16') == bf16
     assert peak_tflops('amp_fp16') == peak_tflops('fp16') == fp16
@@ -48,7 +48,7 @@ def test_a_gpu_is_found_by_its_name_or_by_whole_words_of_it_whatever_the_capital
     assert [card.name for card in cards_named(names)] == found
 
 
-def test_cards_of_nvidia_have_what_the_forecast_needs():
+def test_every_gpu_of_nvidia_has_what_the_forecast_needs():
     for card in CARDS.values():
         is_nvidias = not card.name.startswith('AMD')
         assert (card.multiprocessors is not None) == is_nvidias, card
@@ -56,7 +56,7 @@ def test_cards_of_nvidia_have_what_the_forecast_needs():
         assert (card.link_gigabytes_per_sec is not None) == is_nvidias, card
 
 
-def test_boards_of_nvlink_exchange_faster_than_those_of_pcie():
+def test_gpus_with_nvlink_exchange_faster_than_those_with_pcie():
     slowest = min(CARDS[name].link_gigabytes_per_sec for name in (
         'Tesla V100-SXM2-16GB', 'NVIDIA A100-SXM4-80GB', 'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA B200'))
     for card in CARDS.values():

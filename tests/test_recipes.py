@@ -15,7 +15,7 @@ from benchmark import main
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from tests.runs import COMMANDS, ROOT, TINY, files_of, settings_of, wait_until
-from tests.samples import encoded, picture
+from tests.samples import write_photos
 
 FASTEST = ROOT / 'recipes' / 'fastest.txt'
 PHASES = {1: ROOT / 'recipes' / 'phase-1.txt', 2: ROOT / 'recipes' / 'phase-2.txt'}
@@ -31,7 +31,8 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages
     args = parsed(f'@{PHASES[phase]}', '--use_synth_data', '--save_folder', 'kept')
     assert (args.image_size, args.batch_size, args.max_duration) == (size, 2048, f'{steps}ba')
     assert (args.learning_rate, args.lr_warmup, args.caption_drop) == (1e-4, '10000ba', 0.1)
-    assert args.use_ema and 2 ** (-1 / int(args.ema_half_life.removesuffix('ba'))) == pytest.approx(0.9999, abs=1e-8)
+    assert args.use_ema
+    assert 2 ** (-1 / int(args.ema_half_life.removesuffix('ba'))) == pytest.approx(0.9999, abs=1e-8)
     assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/planning.md').read_text()
 
 
@@ -109,11 +110,7 @@ def start_whole_training(folder: Path, source: Path) -> subprocess.Popen:
 
 @pytest.mark.long
 def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_with_scores(tmp_path):
-    photos = tmp_path / 'photos'
-    photos.mkdir()
-    for number in range(40):
-        (photos / f'{number}.jpg').write_bytes(encoded(picture(number)))
-        (photos / f'{number}.txt').write_text(f'picture {number}')
+    photos = write_photos(tmp_path / 'photos', 40)
 
     # Ctrl-C as soon as phase 1 has saved a checkpoint.
     training = start_whole_training(tmp_path, photos)

@@ -29,7 +29,7 @@ def test_the_notebook_is_stored_with_its_pictures_and_with_no_path_of_the_machin
 
 
 def run_forked(command: list, cwd: Path, env: dict[str, str], **_) -> subprocess.CompletedProcess:
-    """`subprocess.run` of a program of this repository, in a process that has imported it already."""
+    """Run a program of this repository, as `subprocess.run` does, in a process that has imported it already."""
     python, program, *arguments = map(str, command)
     assert python == sys.executable
     server = multiprocessing.get_context('forkserver')
@@ -38,7 +38,7 @@ def run_forked(command: list, cwd: Path, env: dict[str, str], **_) -> subprocess
 
 
 def run_cells(argv: list[str]) -> None:
-    """In a process of its own: run the notebook, and print its code cells with their outputs, and what it leaves."""
+    """Run the notebook in a process of its own, and print its code cells with their outputs, and what it leaves."""
     os.chdir(NOTEBOOK.parent)
     subprocess.run = run_forked
     multiprocessing.get_context('forkserver').set_forkserver_preload(['tests.preloaded'])

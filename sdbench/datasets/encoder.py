@@ -58,6 +58,7 @@ class Batches(Dataset):
         self.image_size = image_size
 
     def __getitem__(self, key: tuple[int, range]) -> dict:
+        """Return the batch of so many samples of a shard."""
         shard, numbers = key
         reader = self.shards.readers[shard]
         batch = {'shard': shard, 'number': [], 'caption': [], 'bad': []}

@@ -149,9 +149,12 @@ def done_already(output: Output, joined: Joined, source: str) -> str:
 
 def training_command(out: str, samples: int, model_name: str, pretrained: bool, flags: Sequence[str] = ()) -> str:
     """Return the command that trains on a dataset: from random weights on many samples, from trained ones on few."""
+    # the data and the model
     command = ['composer', 'benchmark.py', '--remote', out, '--model_name', model_name]
     if pretrained:
         command.append('--pretrained')
+
+    # length and batch, by the number of samples
     if samples >= FEWEST_SAMPLES:
         batch_size = min(BATCH_SIZE, power_of_two(samples // 100))  # an epoch has a hundred batches at least
         command += ['--use_ema', '--ema_half_life', '1ep', '--max_duration', '10ep']
@@ -162,6 +165,8 @@ def training_command(out: str, samples: int, model_name: str, pretrained: bool, 
         command += ['--max_duration', '2000ba']
     if batch_size != BATCH_SIZE:
         command += ['--batch_size', str(batch_size)]
+
+    # the checkpoints
     save_folder = f'{os.path.basename(out.rstrip("/"))}-checkpoints'
     return shlex.join([*command, *flags, '--caption_drop', '0.1', '--save_folder', save_folder, '--autoresume'])
 

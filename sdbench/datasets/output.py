@@ -90,6 +90,7 @@ class Output:
 
     def _claim(self, settings: dict) -> None:
         """Write in OUT what it is made of. Raises ValueError if it is made of something else."""
+        # begin an OUT that nobody has begun
         held = self.read(CLAIM)
         if held is None:
             if not self.is_folder and any(name != CLAIM for name in self.names()):
@@ -97,10 +98,14 @@ class Output:
             if self._create(CLAIM, json.dumps(settings).encode()):
                 return
             held = self.read(CLAIM)  # another run was faster
+
+        # begin one again of which nothing came
         begun = json.loads(held)
         if self.is_folder and begun.get('program') == settings['program'] and self._is_empty():
             self.write(CLAIM, json.dumps(settings).encode())  # nothing came of the earlier command, which was a mistake
             return
+
+        # go on in one that was begun with the same settings
         for key in ('program', *settings, *begun):
             if begun.get(key) == settings.get(key):
                 continue

@@ -119,6 +119,7 @@ def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
         is_empty = True
         is_more = True
         while is_more:
+            # read the files of one tar
             start = reader.tell()
             with tarfile.open(fileobj=reader, mode='r:') as tar:
                 while member := tar.next():
@@ -130,6 +131,8 @@ def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
                         folder, name = os.path.split(member.name)
                         key, suffix = split_name(name)
                         yield os.path.join(folder, key), suffix, read_member(tar, member, suffix)
+
+            # go on to the next, if another follows
             if tar.offset == start > 0:
                 raise tarfile.ReadError('what follows its end is no tar')
             is_more = skip_end(reader, tar.offset)
@@ -185,6 +188,7 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, str
     with (open_file(file.name) as reader,
           ParquetFile(reader, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES,
                       page_checksum_verification=True) as parquet):
+        # find the two columns
         try:
             image, caption = columns.find(file.name, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
         except NoSuchColumn as error:
@@ -193,6 +197,7 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, str
         except ValueError as error:
             raise DataError(str(error)) from None
 
+        # read the row groups that begin in this piece
         number = 0  # of the row
         for index in range(parquet.num_row_groups):
             group = parquet.metadata.row_group(index)
@@ -236,6 +241,8 @@ def make_sample(fields: Fields) -> dict[str, bytes | str]:
     """
     if WHOLE_FILE in fields:
         raise ValueError(fields[WHOLE_FILE])
+
+    # the image
     images = [suffix for suffix in fields if is_image(suffix)]
     if not images:
         unread = [f': {content}' for content in fields.values() if isinstance(content, Unread)]
@@ -243,9 +250,13 @@ def make_sample(fields: Fields) -> dict[str, bytes | str]:
     if len(images) > 1:  # one may be a mask of the other
         raise ValueError('more than one image')
     image = require_read(fields[images[0]], 'no image')
+
+    # the caption
     caption = read_caption(fields)
     if not caption.strip():
         raise ValueError('empty caption')
+
+    # whether the image decodes, and is large enough
     height, width = decode_whole_image(image).shape[1:]
     if min(height, width) < SMALLEST_SIDE:
         raise ValueError(f'image is narrower than {SMALLEST_SIDE} pixels: {width} x {height}')

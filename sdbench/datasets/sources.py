@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import obstore
 from obstore.exceptions import BaseError
+from obstore.store import ObjectStore
 
 from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, Captions, Columns
 from sdbench.errors import DataError, one_line
@@ -64,24 +65,21 @@ class File(NamedTuple):
 
 class Entry(NamedTuple):
     """A file as its folder lists it."""
-    path: str  # or its address
+    path: str
     real_path: str  # without links
     size: int  # in bytes
-    change: int | str  # as in File
+    change: int  # as in File
 
 
 class Folder(NamedTuple):
-    """A folder of this machine, or what a store has below an address."""
+    """A folder of this machine."""
     path: str
     real_path: str  # without links
     present: Set[str]  # names of all its files
     named: list[str]  # those of them that SOURCE names
-    objects: dict[str, Entry] | None = None  # of a store, by their names
 
     def find(self, name: str) -> Entry | None:
         """Return the file of a name; None if it is not a file."""
-        if self.objects is not None:
-            return self.objects.get(name)
         path = os.path.join(self.path, name)
         if not os.path.isfile(path):
             return None
@@ -115,9 +113,15 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     Raises ValueError if a source names nothing or a table of captions cannot be read, and DataError if a folder or a
     store cannot be read.
     """
-    # list the folders, and what of them SOURCE names
+    # list the folders, and what of them and of stores SOURCE names
     search = Search(sources, excluded)
-    folders = [folder for source in search.sources for folder in search.folders(source)]
+    folders = []
+    files = []
+    for source in search.sources:
+        if is_url(source):
+            files += search.stored_files(source)
+        else:
+            folders += search.folders(source)
 
     # read all tables of captions
     tables = Captions(columns, search.leave_out)
@@ -125,11 +129,12 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
         tables.add_named(captions)
     for folder in folders:
         for name in TABLES:
-            if name in folder.present and folder.objects is None and folder.find(name):
+            if name in folder.present and folder.find(name):
                 tables.add_found(os.path.join(folder.path, name))
 
     # sort what is converted from what is left out
-    files = [file for folder in folders for file in search.files(folder, tables)]
+    for folder in folders:
+        files += search.files(folder, tables)
     tables.leave_out_missing()
     return Found(sorted(files, key=lambda file: file.name.split('/')), search.left_out, tables.count())
 
@@ -168,9 +173,6 @@ class Search:
 
     def folders(self, source: str) -> Iterator[Folder]:
         """Yield the folders of a source. Raises ValueError if it names nothing, and DataError if it cannot be read."""
-        if is_url(source):
-            yield from self.stored_folders(source)
-            return
         found = [source]
         if not os.path.lexists(source):
             found = sorted(glob.glob(source, recursive=True))
@@ -210,49 +212,45 @@ class Search:
             raise DataError(f'SOURCE {error.filename} cannot be read ({one_line(error)})') from None
         self.leave_out(error.filename, 'cannot be opened: Permission denied')
 
-    def stored_folders(self, source: str) -> Iterator[Folder]:
-        """Yield the folders of an address in a store, from one list of all objects below it."""
+    def stored_files(self, source: str) -> Iterator[File]:
+        """Yield the tars and Parquet files that a source in a store names, and list what else it names.
+
+        Raises ValueError if it names nothing, and DataError if the store cannot be read.
+        """
+        # list the objects, of a glob all below what stands before its first sign
         store, key = open_store(source, 'SOURCE')
         bucket = source.rstrip('/').removesuffix(key).rstrip('/')
-        beginning = re.split(r'[*?[]', key)[0]  # of a glob, what stands before its first sign
-        if beginning != key:
+        beginning = re.split(r'[*?[]', key)[0]
+        is_glob = beginning != key
+        if is_glob:
             beginning = beginning.rpartition('/')[0]
-
-        # list the objects
-        print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
-        reach(source, 'SOURCE')
-        try:
-            found = [entry for page in obstore.list(store, beginning or None) for entry in page]
-            if not found and key and beginning == key:
-                found = [obstore.head(store, key)]
-        except FileNotFoundError:
-            found = []
-        except (BaseError, OSError) as error:
-            raise DataError(store_error(error, f'SOURCE {source}')) from None
-
-        # sort them by their folders
-        entries = defaultdict(dict)  # of each folder, by their names
-        named = defaultdict(list)  # of each folder, the names that SOURCE names
-        for entry in found:
-            address = f'{bucket}/{entry["path"]}'
-            path, _, name = address.rpartition('/')
-            change = entry['e_tag'] or str(entry['last_modified'])
-            entries[path][name] = Entry(address, address, entry['size'], change)
-            if beginning == key or fnmatch.fnmatchcase(entry['path'], key):  # in which * matches /
-                named[path].append(name)
+        present = {f'{bucket}/{found["path"]}': found for found in list_objects(store, beginning, source)}
+        named = list(present)
+        if is_glob:  # in which * matches /
+            named = [address for address, found in present.items() if fnmatch.fnmatchcase(found['path'], key)]
         if not named:
             raise ValueError(f'SOURCE {source} does not exist; give a file, a folder, or a glob that matches some')
-        for path, names in named.items():
-            if f'{path}/'.startswith(self.excluded_addresses):
+
+        # sort what is converted from what is left out
+        for address in sorted(named):
+            suffix = split_name(address)[1]
+            if address.startswith(self.excluded_addresses) or is_of_img2dataset(address, present.keys()):
                 continue
-            if is_hidden(path.removeprefix(f'{bucket}/{beginning}')):
-                for name in names:
-                    self.leave_out(f'{path}/{name}', 'hidden')
+            if is_hidden(address.removeprefix(f'{bucket}/{beginning}')):
+                self.leave_out(address, 'hidden')
+            elif suffix.lower() == '.tar' or is_parquet(address):
+                if self.is_new(address, address):
+                    change = present[address]['e_tag'] or str(present[address]['last_modified'])
+                    yield File(address, present[address]['size'], changed=(change,))
+            elif is_image(suffix) or is_caption(suffix):
+                self.leave_out(address,
+                               'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
             else:
-                yield Folder(path, path, entries[path].keys(), sorted(names), entries[path])
+                self.leave_out(address, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
 
     def files(self, folder: Folder, tables: Captions) -> Iterator[File]:
         """Yield the tars, Parquet files and images of a folder that SOURCE names, and list what else it names there."""
+        # sort the files by what they are
         images = defaultdict(list)  # by key
         captions = []
         for name in folder.named:
@@ -268,14 +266,14 @@ class Search:
             elif suffix.lower() == '.tar' or is_parquet(name):
                 if self.is_new(path, entry.real_path):
                     yield File(path, entry.size, changed=(entry.change,))
-            elif (is_image(suffix) or is_caption(suffix)) and folder.objects is not None:
-                self.leave_out(path, 'no tar: of a store, tars and Parquet are read; copy the folder here, or pack it')
             elif is_image(suffix):
                 images[key].append(entry)
             elif is_caption(suffix):
                 captions.append(name)
             else:
                 self.leave_out(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
+
+        # pair images and captions
         for name in captions:
             if split_name(name)[0] not in images:
                 self.leave_out(os.path.join(folder.path, name), 'no image')
@@ -291,6 +289,7 @@ class Search:
             if key in images and is_caption(suffix) and (entry := folder.find(name)):
                 captions[key][suffix] = entry
 
+        # the captions of a table go before those in files
         for key, entries in images.items():
             for image in entries:
                 of_table = tables.take(image.real_path)
@@ -307,6 +306,24 @@ class Search:
                     files = [image, *(captions[key][suffix] for suffix in suffixes)]
                     size = sum(file.size for file in files)
                     yield File(image.path, size, tuple(suffixes), tuple(file.change for file in files))
+
+
+def list_objects(store: ObjectStore, key: str, source: str) -> list[dict]:
+    """Return what a store says of the object of a key, or of all objects below it; nothing if there are none.
+
+    Raises DataError, which names `source`, if the store cannot be read.
+    """
+    print(f'listing SOURCE {source}', file=sys.stderr, flush=True)  # a store that does not answer takes minutes
+    reach(source, 'SOURCE')
+    try:
+        found = [entry for page in obstore.list(store, key or None) for entry in page]
+        if not found and key:
+            found = [obstore.head(store, key)]
+    except FileNotFoundError:
+        return []
+    except (BaseError, OSError) as error:
+        raise DataError(store_error(error, f'SOURCE {source}')) from None
+    return found
 
 
 def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:

@@ -171,6 +171,7 @@ def read_table(path: str, columns: Columns, is_named: bool = False) -> Table:
     Raises NoSuchColumn if it lacks the columns, so that it may be a table of something else. Raises ValueError if it
     cannot be read to its end, or a flag must name one of two columns: without it its images would have other captions.
     """
+    # read the names of the columns, and find the two
     readers = {'.parquet': read_parquet_table, '.jsonl': read_json_lines}
     read = readers.get(os.path.splitext(path)[1].lower(), read_csv)
     try:
@@ -178,6 +179,8 @@ def read_table(path: str, columns: Columns, is_named: bool = False) -> Table:
         names = next(lines)
         image, caption = columns.find(path, names, IMAGE_COLUMNS, is_named)
         table = Table(path, caption, [], {})
+
+        # read the rows, or say why one is left out
         for number, values in enumerate(lines):
             if isinstance(values, str):
                 table.unread[number] = values

@@ -59,11 +59,14 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
     at_work = {}  # the parts of each call
     deaths = Counter()  # of workers, by the name of the part that each was at
     while waiting or at_work:
+        # give work to whoever has none
         slots = workers.slots()
         while waiting and len(at_work) < slots:
             number = min(at_once, 1 + len(waiting) // (2 * slots))  # fewer towards the end
             given = [waiting.popleft() for _ in range(number)]
             at_work[workers.call(given)] = given
+
+        # take what has ended, and put back what a dead worker was at
         for call in workers.ended(list(at_work)):
             given = at_work.pop(call)
             try:

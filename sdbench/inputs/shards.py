@@ -29,6 +29,8 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     # the file
     if os.path.isfile(remote) or os.path.basename(remote) == INDEX:
         raise ValueError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
+
+    # its content
     try:
         index = json.loads(fetch_index(remote))
     except FileNotFoundError:

@@ -5,14 +5,12 @@ import shlex
 import threading
 
 import pytest
-from streaming import StreamingDataset
 
-from sdbench.datasets.job import join_parts, training_command, write_index
+from sdbench.datasets.job import join_parts, training_command
 from sdbench.datasets.output import Output, PartWriter
 from sdbench.errors import DataError
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.inputs.stream import own_shared_memory
 from sdbench.paths import CLAIM
 from tests.local_s3 import local_s3
 
@@ -25,62 +23,23 @@ def output(request, tmp_path, monkeypatch):
         yield Output(str(tmp_path / 'out') if request.param == 'folder' else 's3://bucket/some/out', 'OUT')
 
 
-def write_part(output, name: str, captions: list[str], skipped=()) -> None:
-    part = PartWriter(output, name, {'caption': 'str'}, shard_bytes=220)
-    for caption in captions:
-        part.write({'caption': caption})
-    part.finish(skipped)
-
-
 def begin(output, **settings) -> None:
     with output.begun(SETTINGS | settings):
         pass
 
 
-def test_an_index_is_that_of_all_parts_in_their_order(output, tmp_path):
-    begin(output)
-    for number in (2, 0, 1, 3):
-        skipped = [{'source': 'a', 'key': str(number), 'reason': f'no caption: {number}'}]
-        write_part(output, f'part{number}', [f'{number} {index}' for index in range(3 * number)], skipped)
-    assert output.parts() == {f'part{number}': True for number in range(4)}
-    hidden = {'source': 'b', 'key': None, 'reason': 'hidden'}
-    joined = join_parts(output, ['part3', 'part0', 'part2', 'part1'], [hidden])
-    assert write_index(output, joined, about=[1])
-    assert not write_index(output, joined, about=[1])
-    index = json.loads(output.read('index.json'))
-    assert index['about'] == [1]
-    assert joined.skipped == {'no caption': 4, 'hidden': 1}
-    names = [shard['raw_data']['basename'] for shard in index['shards']]
-    assert names[0] == 'part3/shard.00000.mds'
-    assert len(names) > 3
-    assert sum(len(output.read(name)) for name in names) == joined.bytes
-    assert joined.samples == 18
-    lines = [json.loads(line) for line in output.read('skipped.jsonl').splitlines()]
-    assert [line['key'] for line in lines] == [None, '3', '0', '2', '1']
-    if output.is_folder:
-        with own_shared_memory():
-            dataset = StreamingDataset(local=output.out, batch_size=1)
-        assert [dataset[index]['caption'] for index in (0, 9, 15)] == ['3 0', '2 0', '1 0']
-
-
-def test_a_sample_larger_than_a_shard_is_one_and_no_shard_is_empty(output):
-    begin(output)
-    write_part(output, 'one', ['x' * 300, 'a', 'y' * 300])
-    shards = json.loads(output.read('one/index.json'))['shards']
-    assert [shard['samples'] for shard in shards] == [1, 1, 1]
-    write_part(output, 'none', [])
-    assert json.loads(output.read('none/index.json'))['shards'] == []
-
-
-def test_a_part_is_done_once_it_has_its_index_and_a_damaged_one_is_named(output):
+@pytest.mark.parametrize('captions, samples', [(['x' * 300, 'a', 'y' * 300], [1, 1, 1]), ([], [])])
+def test_a_sample_larger_than_a_shard_is_one_and_no_shard_is_empty(output, captions, samples):
     begin(output)
     part = PartWriter(output, 'one', {'caption': 'str'}, shard_bytes=220)
-    for index in range(40):
-        part.write({'caption': str(index)})
-    assert output.parts() == {'one': False}
-    assert not output.is_done('one')
-    write_part(output, 'one', ['a'])  # by another worker
-    assert output.is_done('one')
+    for caption in captions:
+        part.write({'caption': caption})
+    part.finish()
+    assert [shard['samples'] for shard in json.loads(output.read('one/index.json'))['shards']] == samples
+
+
+def test_a_part_whose_index_is_gone_or_damaged_is_named_with_the_remedy(output):
+    begin(output)
     output.write('one/index.json', b'{"shards": [')
     for name in ('one', 'two'):
         with pytest.raises(DataError, match=f'^{name}/index.json of OUT .* is gone or damaged; remove .* {name}, '):

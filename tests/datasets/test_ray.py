@@ -24,12 +24,12 @@ NUM_TARS = 12
 
 
 def finished(out: Path) -> int:
-    """How many parts are done."""
+    """Return how many parts are done."""
     return len(list(out.glob('*/index.json')))
 
 
 def tasks() -> list[psutil.Process]:
-    """The processes in which Ray runs tasks of this test's cluster."""
+    """Return the processes in which Ray runs tasks of this test's cluster."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -55,7 +55,7 @@ def cluster(store):
     cluster = Cluster(initialize_head=True, head_node_args={
         'num_cpus': 1, 'object_store_memory': 1 << 27, 'include_dashboard': False,
         # A machine is lost after twenty failed looks: one that is gone fails each at once, one that is slow does not.
-        # Workers have a niceness of 15 by default, and stand still beside others that are busy
+        # Workers have a niceness of 15 by default, and stand still where other programs are busy
         '_system_config': {'health_check_period_ms': 500, 'health_check_failure_threshold': 20,
                            'worker_register_timeout_seconds': 600, 'worker_niceness': 0}})
     cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
@@ -64,7 +64,7 @@ def cluster(store):
 
 
 def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
-    """A call beside this one, and the list that gets what it returns."""
+    """Make a call in a thread, and return the thread and the list that gets what the call returns."""
     returned = []
     thread = threading.Thread(target=lambda: returned.append(function(*arguments)), daemon=True)
     thread.start()
@@ -73,14 +73,15 @@ def in_thread(function, *arguments) -> tuple[threading.Thread, list]:
 
 @pytest.mark.long
 @pytest.mark.parametrize('done', [0, 5])
-def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path, done):
+def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, store, tmp_path, monkeypatch, done):
+    monkeypatch.chdir(tmp_path)  # where `out` is, also for the cluster, which was started elsewhere
     for number in range(NUM_TARS):
         store.put(f'tars/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
     argv = ['s3://bucket/tars', '--size_limit', '1kb']
     assert convert.main([*argv, str(tmp_path / 'undisturbed')]) == 0
     out = tmp_path / 'out'
     store.delay = 0.3
-    conversion, status = in_thread(convert.convert, parse(Convert, '', [*argv, str(out), '--ray', cluster.address]))
+    conversion, status = in_thread(convert.convert, parse(Convert, '', [*argv, 'out', '--ray', cluster.address]))
     wait_until(lambda: finished(out) >= done and len(tasks()) == 2 or not conversion.is_alive())
     cluster.remove_node(cluster.second_node, allow_graceful=False)
     conversion.join(300)  # on the machine that is left
@@ -108,9 +109,12 @@ def test_a_machine_that_joins_later_gets_work(cluster, store, tmp_path):
 
 
 @pytest.mark.long
-def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, shards, model_folder, tmp_path):
-    argv = ['--remote', shards, '--image_size', '64', '--batch_size', '4', '--num_workers', '0', '--model_name',
-            model_folder, '--pretrained', '--encoder_precision', 'fp32', '--results', str(tmp_path / 'results.jsonl')]
+def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, shards, model_folder, tmp_path,
+                                                                      monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ['--remote', os.path.relpath(shards), '--image_size', '64', '--batch_size', '4', '--num_workers', '0',
+            '--model_name', model_folder, '--pretrained', '--encoder_precision', 'fp32', '--results',
+            str(tmp_path / 'results.jsonl')]
     assert encode.main([*argv, '--out', str(tmp_path / 'undisturbed')])['num_devices'] == 1
     out = tmp_path / 'out'
     killed = []
@@ -121,7 +125,7 @@ def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, s
             task.kill()
             killed.append(task.pid)
     killer, _ = in_thread(kill_one)
-    record = encode.main([*argv, '--out', str(out), '--ray', cluster.address, '--cpu'])
+    record = encode.main([*argv, '--out', 'out', '--ray', cluster.address, '--cpu'])
     killer.join()
     assert killed
     assert record['samples'] == 24
@@ -131,7 +135,7 @@ def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, s
 
 
 def process_of(name: str, parts: list[Part], gpu: int | None = None) -> tuple[int, int | None]:
-    """In which process a task is, and its GPU: work that needs neither."""
+    """Return in which process a task is, and its GPU: work that needs neither."""
     return os.getpid(), gpu
 
 
@@ -152,16 +156,6 @@ def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_i
     [answers] = answers
     assert [gpu for _, (_, gpu) in answers] == [0, 0, 0]
     assert len({process for _, (process, _) in answers}) == 3
-
-
-@pytest.mark.long
-def test_names_lead_on_from_where_the_command_was_started_not_the_cluster(cluster, tmp_path, monkeypatch):
-    for number in range(3):
-        write_tar(tmp_path / 'tars' / f'{number}.tar', sample_files('x', number))
-    monkeypatch.chdir(tmp_path)
-    assert convert.main(['tars', 'undisturbed']) == 0
-    assert convert.main(['tars', 'out', '--ray', cluster.address]) == 0
-    assert files_of(tmp_path / 'out') == files_of(tmp_path / 'undisturbed')
 
 
 @pytest.mark.long

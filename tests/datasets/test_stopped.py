@@ -1,9 +1,10 @@
-"""A conversion or an encoding that was ended in its middle goes on, and ends as one that never was."""
+"""A conversion or an encoding that was ended leaves no worker, goes on, and ends as one that never was."""
 import json
 import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 import convert
@@ -56,9 +57,11 @@ def test_what_was_ended_goes_on_and_equals_what_never_was(store, tmp_path, model
     command = start(tmp_path / 'log', '-c', HEARING_CTRL_C, program, *argv(out))
     wait_until(lambda: list(out.glob('*/index.json')))
     done = {path: path.stat().st_mtime_ns for part in out.glob('*/index.json') for path in part.parent.iterdir()}
-    os.kill(command.pid if victim == 'command' else workers_of(command)[0], number)
+    workers = workers_of(command)
+    os.kill(command.pid if victim == 'command' else workers[0], number)
     log = (tmp_path / 'log').read_text
     assert command.wait(300) == status, log()
+    wait_until(lambda: not any(psutil.pid_exists(worker) for worker in workers))
     store.delay = 0
     if status == 130:
         assert log().splitlines()[-1].startswith(f'convert.py: error: interrupted; what is done stays in OUT {out}')

@@ -1,13 +1,51 @@
-"""Every part is made once, whatever workers die; what kills each of them is named, and none outlives its command."""
+"""Every part is made once, whatever workers die; and what kills each of them is named."""
+import os
 import signal
+import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
-import psutil
 import pytest
 
+from sdbench.datasets.work import LocalWorkers, Part, work
 from sdbench.errors import DataError
-from tests.datasets.slow_work import begun, have_no_memory, kill_itself, make, run
-from tests.runs import start, wait_until, workers_of
+
+
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def have_no_memory() -> None:
+    """Fail as an allocator does that says so, where the system kills nobody."""
+    raise MemoryError
+
+
+def make(folder: Path, seconds: float, fatal: dict[str, int], parts: list[Part], gpu: int | None = None,
+         die: Callable = kill_itself) -> list[str]:
+    """Make a file for each part, slowly; die of some as often as they say."""
+    for part in parts:
+        with open(folder / f'{part.name}-begun', 'a') as notes:
+            print(os.getpid(), gpu, file=notes)
+        time.sleep(seconds)
+        if len(begun(folder, part.name)) <= fatal.get(part.name, 0):
+            die()
+        (folder / part.name).write_text('made')
+    return [part.name for part in parts]
+
+
+def begun(folder: Path, name: str) -> list[str]:
+    """Return a line for each time that a part was begun."""
+    return (folder / f'{name}-begun').read_text().splitlines()
+
+
+def run(folder: Path, number: int, at_once: int = 1, seconds: float = 0.0, fatal: dict | None = None,
+        do=make, on_gpus: bool = False) -> list[str]:
+    """Have so many parts made by two workers, and return the names of those that were answered."""
+    parts = [Part(str(index), [f'{index}.tar']) for index in range(number)]
+    with LocalWorkers(partial(do, folder, seconds, fatal or {}), 2, on_gpus) as workers:
+        answers = list(work(workers, parts, lambda name: (folder / name).exists(), at_once))
+    return [name for _, names in answers for name in names]
 
 
 def refuse(*args) -> None:
@@ -54,13 +92,3 @@ def test_what_a_worker_raises_is_raised(server, tmp_path):
 def test_each_worker_is_told_a_gpu_of_its_own(tmp_path):
     run(tmp_path, 4, seconds=0.5, on_gpus=True)
     assert {line.split()[1] for index in range(4) for line in begun(tmp_path, str(index))} == {'0', '1'}
-
-
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_their_command_however_that_comes(tmp_path, number):
-    command = start(tmp_path / 'log', '-m', 'tests.datasets.slow_work', tmp_path)
-    wait_until(lambda: (tmp_path / '0-begun').exists() and len(workers_of(command)) == 2)
-    workers = workers_of(command)
-    command.send_signal(number)
-    command.wait(300)
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in workers))

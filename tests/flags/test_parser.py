@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 
 import pytest
 
@@ -29,8 +29,6 @@ def test_each_kind_of_flag_takes_what_its_type_says():
     assert train('--use_synth_data', '--use_ema', '--no-use_ema', '--compile', '--no-compile') == plain
     report = parse(Report, '', ['a.jsonl', 'b.jsonl', '--extrapolate', '64', '128'])
     assert (report.records, report.extrapolate) == (('a.jsonl', 'b.jsonl'), (64, 128))
-    with pytest.raises(FrozenInstanceError):
-        given.batch_size = 4
 
 
 def test_a_file_of_flags_stands_for_what_it_holds_and_flags_behind_it_decide(tmp_path):

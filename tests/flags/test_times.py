@@ -27,7 +27,7 @@ def test_every_time_of_a_training_is_in_batches():
 
 @pytest.mark.parametrize('length, interval', [
     ('2ep', '3ba'), ('3999ba', '1000ba'), ('90000ba', '1000ba'), ('1ba', '1ba')])
-def test_a_short_run_is_saved_judged_and_drawn_four_times(length, interval):
+def test_a_short_run_is_saved_and_evaluated_four_times(length, interval):
     flags = ['--use_synth_data', '--max_duration', length, '--save_folder', 'kept', '--eval_remote', 'held']
     settings = times_in_batches(settings_of(*flags), batches_per_epoch=5)
     assert settings.save_interval == interval

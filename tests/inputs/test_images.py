@@ -8,7 +8,7 @@ from PIL import ExifTags, Image
 
 import convert
 from data import StreamingLAIONDataset
-from sdbench.inputs.images import FORMATS, decode_image
+from sdbench.inputs.images import FORMATS, decode_image, formats
 from tests.samples import encoded, picture, pillow_square, pixels
 
 
@@ -64,6 +64,7 @@ def test_larger_images_are_reduced_like_pillows_antialiased_filter(format, side)
 
 
 def test_heic_of_a_phone_is_converted_and_decoded_upright_also_once_its_package_is_there(tmp_path, monkeypatch, capsys):
+    assert 'HEIF' in formats()
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # to be turned to the right
     stored = picture(3, 96, 64).rotate(90, expand=True)

@@ -15,6 +15,7 @@ from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import read_index
 from sdbench.inputs.stream import cache_folder, own_shared_memory
 from tests.forked_runs import RUN, run, traced
+from tests.runs import files_of
 from tests.samples import good, write_shards
 
 CAPTIONS = [f'picture {index:03}' for index in range(24)]
@@ -48,10 +49,6 @@ def by_number(dataset) -> list[str]:
     return [dataset.sample(index)['caption'] for index in range(dataset.num_samples)]
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
 @pytest.fixture
 def remote(tmp_path) -> Path:
     return write(tmp_path / 'remote')
@@ -64,7 +61,7 @@ def cache(tmp_path, remote) -> Path:
 
 
 def loaded(dataset, num_workers: int) -> list[str]:
-    """The captions of an epoch."""
+    """Return the captions of an epoch."""
     loader = StreamingDataLoader(dataset, batch_size=1, num_workers=num_workers, collate_fn=captions)
     return [caption for batch in loader for caption in batch]
 
@@ -84,7 +81,7 @@ def test_the_order_is_streamings_own_in_every_epoch_and_after_a_resume(remote, t
 
 
 def test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index(tmp_path, remote, cache):
-    """Not from a cache that was damaged, nor from a remote that was made anew since the index was read."""
+    """Not from a cache that was damaged, nor from a remote that was written again since the index was read."""
     assert by_number(open_text(remote, tmp_path / 'cache')) == CAPTIONS
     flip(cache / 'shard.00001.mds')
     os.truncate(cache / 'shard.00002.mds', 100)
@@ -104,12 +101,12 @@ def test_no_sample_comes_from_a_shard_that_is_not_the_one_of_the_index(tmp_path,
 def test_a_fault_of_a_shard_that_is_read_in_place_is_told_and_nothing_there_is_changed(remote, fault, words):
     first = remote / 'shard.00000.mds'
     fault(first)
-    before = files(remote)
+    before = files_of(remote)
     dataset = open_text(remote)
     assert dataset.sample(23)['caption'] == CAPTIONS[23]
     with pytest.raises(DataError, match=f'^shard {first} {words}.*; put a good copy in its place'):
         captions(dataset)
-    assert files(remote) == before
+    assert files_of(remote) == before
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
@@ -183,7 +180,7 @@ def test_compressed_shards_are_unpacked_into_a_cache_never_beside_themselves(tmp
     assert (tmp_path / f'mds-cache-{os.getuid()}').stat().st_mode & 0o777 == 0o700
 
 
-def test_a_dataset_that_was_made_anew_has_another_cache(tmp_path, remote):
+def test_a_dataset_that_was_made_again_has_another_cache(tmp_path, remote):
     folder = tmp_path / 'cache'
     folder.mkdir()
     (folder / 'index.json').write_text('mine')  # of another program
@@ -193,7 +190,7 @@ def test_a_dataset_that_was_made_anew_has_another_cache(tmp_path, remote):
     new = open_text(write(remote, 'another'[:7]), folder)
     assert by_number(new) == [f'another {index:03}' for index in range(24)]
     assert by_number(old) == CAPTIONS
-    assert files(folder) == {'index.json': b'mine'}
+    assert (folder / 'index.json').read_text() == 'mine'
     whole = new.streams[0].local
     assert by_number(StreamingLAIONDataset(local=whole, batch_size=1)) == by_number(new)  # which is a dataset
 
@@ -206,7 +203,7 @@ def test_a_split_is_a_dataset_of_its_own(tmp_path):
 
 
 def test_two_datasets_of_a_process_are_read_as_if_alone(shards, tmp_path):
-    """A training set that was resumed in its middle, beside a validation set of other shards."""
+    """A training set that was resumed in its middle, and a validation set of other shards."""
     training = open_text(shards)
     training.load_state_dict({'epoch': 0, 'sample_in_epoch': 14, 'num_canonical_nodes': 1, 'shuffle_seed': 9176})
     validation = open_text(write_shards(tmp_path / 'other', [good(i) for i in range(40)]))
