@@ -134,7 +134,7 @@ def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be
 
 
 def measured(**changes) -> dict:
-    """A record as `summary` takes it: 20 batches at 100 images/s."""
+    """Return a record as `summary` takes it, of 20 batches at 100 images/s."""
     return {'status': 'complete', 'encoders': 'in_loop', 'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0,
             'num_devices': 2, 'device': 'X', 'drift': 0.0, 'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1,
             'batch_seconds_p90': 0.1, 'measured_batches': 20, 'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0,

@@ -62,7 +62,7 @@ def test_a_model_folder_gives_its_architecture_weights_and_tokenizer(shards, sam
 
 
 def drawn_picture() -> torch.Tensor:
-    """A sun over a house on a meadow, from 0 to 1, (1, 3, 64, 64)."""
+    """Draw a sun over a house on a meadow, from 0 to 1, (1, 3, 64, 64)."""
     picture = Image.new('RGB', (64, 64), (170, 210, 250))
     pen = ImageDraw.Draw(picture)
     pen.rectangle((0, 44, 64, 64), (90, 160, 70))
