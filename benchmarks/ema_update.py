@@ -47,8 +47,8 @@ def main() -> None:
     before = peak_gib()
     for _ in range(10):
         compute_ema(unet, ema.ema_model, 0.999)
-    ema._swap(unet)
-    ema._swap(unet)
+    ema.swap_weights(unet)
+    ema.swap_weights(unet)
     after = peak_gib()
     print(f'peak memory before {before:.3f} GiB, after ten updates and two swaps {after:.3f} GiB')
 
@@ -58,7 +58,7 @@ def main() -> None:
         ratios = [
             compare('update', lambda: composer_ema.compute_ema(unet, composers, 0.999),
                     lambda: compute_ema(unet, ema.ema_model, 0.999)),
-            compare('swap', lambda: composers.swap_params(unet), lambda: ema._swap(unet)),
+            compare('swap', lambda: composers.swap_params(unet), lambda: ema.swap_weights(unet)),
         ]
     print(f'memory ratio {after / before:.4f}', *ratios, sep='\n')
 

@@ -15,6 +15,7 @@ from composer import Callback
 
 from benchmark import main
 from ema import EMA
+from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
@@ -24,6 +25,9 @@ ROOT = Path(__file__).parent.parent
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
         '--measure_batches', '3']
+
+COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'evaluate.py': Evaluate,
+            'export.py': Export, 'report.py': Report}  # and their flags
 
 RECORD_KEYS = {
     'date', 'command', 'git_commit', 'device', 'num_devices', 'num_nodes', 'versions', 'model_name', 'image_size',
@@ -86,7 +90,8 @@ def one_error_line(argv: list, capfd, program: Callable = main) -> str:
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         program([str(argument) for argument in argv])
-    error = re.sub('^(building|reading) .*\n', '', capfd.readouterr().err)
+    about_to_do = r'^(building|converting|listing|reaching|reading) .*\n'
+    error = re.sub(about_to_do, '', capfd.readouterr().err, flags=re.MULTILINE)
     assert exit.value.code in (1, 2), error
     assert error.count('\n') == 1, error
     return error

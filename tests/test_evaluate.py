@@ -247,7 +247,7 @@ def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipel
     assert record['batch_size'] == 2
     again = run(pipeline, shards, evaluated.out, *clip, *TWO_SCALES)
     assert (again['samples_drawn'], again['images_per_sec']) == (0, None)
-    summary = evaluate.summary(record)
+    summary = evaluate.scores_summary(record)
     assert 'too high: below 10,000 it is biased' in summary
     assert 'not those of published FIDs' in summary
 

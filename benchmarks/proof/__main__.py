@@ -351,7 +351,7 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from sdbench.exits import one_line_errors
+    from sdbench.process import one_line_errors
     parser = argparse.ArgumentParser('proof.py', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', type=Path, nargs='?', help='of the records and the page')

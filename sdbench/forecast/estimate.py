@@ -11,7 +11,7 @@ from composer import ComposerModel
 
 from sdbench.flags.train import Train
 from sdbench.forecast.compiled_step import trace_compiled_step
-from sdbench.forecast.fake_step import StepMemory, trace_step, updater
+from sdbench.forecast.fake_step import trace_step, updater
 from sdbench.forecast.measured import is_stable_diffusion_2
 from sdbench.forecast.memory import build_on_meta, lasting_bytes
 from sdbench.forecast.operators import AVERAGE
@@ -26,6 +26,7 @@ from sdbench.forecast.speed import (
     images_per_sec,
     is_tested,
 )
+from sdbench.forecast.step_counter import StepMemory
 from sdbench.gpus import Card
 from sdbench.inputs.shards import read_index
 from sdbench.measuring.power import GIB
@@ -35,6 +36,7 @@ from sdbench.training.microbatch import sizes_to_try
 # What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
 # allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
 UNCOUNTED_SHARE = 0.12
+IN_GRAPHS = 'reduce-overhead'  # the mode of --compile that replays CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,15 @@ class Estimate:
     def is_tested(self, card: Card) -> bool:
         """Return whether the error of the forecast is known for such a run."""
         settings = self.settings
-        has_untested_flag = settings.compile or settings.gradient_checkpointing or settings.attention == 'math'
-        if has_untested_flag or settings.image_size != TESTED_SIZE or not is_stable_diffusion_2(self.model.unet.config):
+        if settings.gradient_checkpointing or settings.attention == 'math':
             return False
-        return is_tested(card, settings.dry_run, self.device_batch_size)
+        if settings.image_size != TESTED_SIZE or not is_stable_diffusion_2(self.model.unet.config):
+            return False
+        if not settings.compile:
+            return is_tested(card, settings.dry_run, self.device_batch_size)
+        # published compiled runs were on latents, with the whole UNet in a CUDA graph
+        in_a_graph = settings.compile == IN_GRAPHS and not settings.compile_blocks and self.model.vae is None
+        return in_a_graph and is_tested(card, settings.dry_run, self.device_batch_size, in_a_graph=True)
 
 
 def is_on_latents(settings: Train) -> bool:
@@ -136,7 +143,7 @@ def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, b
 
 def estimate(title: str, settings: Train, latents: bool, build_model: Callable,
              traced_before: Estimate | None = None) -> Estimate:
-    """Count memory and work of a device for the model that is built with these settings.
+    """Count the memory and the work of a device for the model that is built with these settings.
 
     What is the same in `traced_before` is not traced again: all of the step where it differs in the average alone, and
     else the update. Raises NotCounted if this version of torch cannot say what a compiled step does.
@@ -164,6 +171,6 @@ def constants_of(compile: bool | str) -> Constants:
     """Return the constants of the forecast for a mode of --compile."""
     if not compile:
         return CONSTANTS
-    if compile == 'reduce-overhead':
+    if compile == IN_GRAPHS:
         return IN_A_GRAPH
     return COMPILED

@@ -1,157 +1,30 @@
 """Memory and work of a training step, found on tensors that have shapes but no memory: without a GPU and weights.
 
 The model takes a step, forward, backward and update, under torch's FakeTensorMode. At each operator the bytes that are
-alive are noted: so the peak is where it is on a device, and not the sum of what is alive at different times. What each
-operator asks of a GPU is counted in the same trace (operators.py). One trace tells memory and work of every microbatch.
+alive are noted (step_counter.py): so the peak is where it is on a device, and not the sum of what is alive at different
+times. What each operator asks of a GPU is counted in the same trace (operators.py). One trace tells memory and work of
+every microbatch.
 torch's own MemTracker, with which the tests compare it, counts one microbatch, and no model with frozen weights (torch
 2.7).
 """
 import contextlib
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from composer import ComposerModel
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ema import ShadowModel, compute_ema
-from sdbench.forecast.operators import AVERAGE, EXCHANGE, UPDATE, Operator, count_operator
+from sdbench.forecast.operators import AVERAGE, EXCHANGE, UPDATE
 from sdbench.forecast.speed import Bucket, StepWork, Work
-from sdbench.models.precisions import AUTOCAST_DTYPES
+from sdbench.forecast.step_counter import StepCounter, StepMemory
+from sdbench.models.loading import AUTOCAST_DTYPES
 from sdbench.training.microbatch import blank_batch
 
-ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
-# Images of the step that is traced, a prime that divides the size of nothing else: a storage whose bytes it divides
-# holds something for each image.
-TRACED_IMAGES = 1009
 BUCKET_BYTES = 25 * 2**20  # that DistributedDataParallel fills before it sends them
-
-
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes that are alive at each operator of a step, beside the weights, as a function of the microbatch.
-
-    Attributes:
-        fixed: int64 (operators, ITEMS), whatever the microbatch.
-        per_image: int64 (operators, ITEMS), for each image of the microbatch.
-        gradients: of all weights together.
-    """
-    fixed: np.ndarray
-    per_image: np.ndarray
-    gradients: int
-
-    def peak(self, microbatch: int, accumulated: bool) -> dict[str, int]:
-        """Bytes by item where most are alive.
-
-        activations: what autograd keeps for the backward pass. cast weights: those in half precision. working memory:
-        what operators hand each other, the encoders' included, and with gradient checkpointing what is computed again.
-
-        Args:
-            microbatch: images that go through the model at once.
-            accumulated: the gradients of an earlier microbatch are there. Else they come as the activations go.
-        """
-        alive = self.fixed + microbatch * self.per_image
-        if accumulated:
-            alive[:, ITEMS.index('gradients')] = self.gradients
-        row = alive[alive.sum(axis=1).argmax()]
-        return dict(zip(ITEMS, row.tolist(), strict=True))
-
-
-class StepCounter(TorchDispatchMode):
-    """Counts at each operator the bytes of all storages that are alive, but for those of the weights, and its work.
-
-    A gradient is told from other memory by a hook of its weight.
-
-    Attributes:
-        images: of the step.
-        items: of each storage that is alive, by its address.
-        now: int64 (2, ITEMS), what is alive whatever the microbatch, and for each image of it.
-        rows: `now` after each operator.
-        arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
-        fixed, per_image: the work of all operators by kind, whatever the microbatch, and for each image of it.
-    """
-
-    def __init__(self, weights: list[torch.Tensor], images: int = TRACED_IMAGES):
-        super().__init__()
-        self.images = images
-        self.weights = {weight.untyped_storage()._cdata for weight in weights}
-        for weight in weights:
-            if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self.notice_gradient)
-        self.items: dict[int, str] = {}
-        self.now = np.zeros((2, len(ITEMS)), dtype=np.int64)
-        self.rows: list[np.ndarray] = []
-        self.arrivals: list[tuple[int, Work, Work]] = []
-        self.fixed = defaultdict(Work)
-        self.per_image = defaultdict(Work)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function is torch.ops.prim.device.default:  # two of three calls; it has no tensors
-            return result
-        self.count_work(function, args, kwargs or {}, result)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.notice(tensor)
-        if function is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
-            self.count_as('cast weights', result)
-        self.rows.append(self.now.copy())
-        return result
-
-    def count_work(self, function, args: tuple, kwargs: dict, result) -> None:
-        """Add what a call asks of a GPU to the work of its kind."""
-        operator = count_operator(function, args, kwargs, result)
-        if operator is not None:
-            self.add_work(operator)
-
-    def add_work(self, operator: Operator) -> None:
-        of_images = sum(size for size in operator.sizes if size % self.images == 0)
-        of_step = sum(operator.sizes) - of_images
-        self.fixed[operator.kind] += Work(0, of_step, operator.kernels)
-        self.per_image[operator.kind] += Work(operator.flops / self.images, of_images / self.images, 0)
-
-    def notice_gradient(self, weight: torch.Tensor) -> None:
-        """Count a gradient that is there now, and note when it came."""
-        self.count_as('gradients', weight.grad)
-        self.arrivals.append((weight.nbytes, *self.work_so_far()))
-
-    def work_so_far(self) -> tuple[Work, Work]:
-        """Return the work of all kinds, whatever the microbatch, and for each image of it."""
-        return sum(self.fixed.values(), Work()), sum(self.per_image.values(), Work())
-
-    def notice(self, tensor: torch.Tensor) -> None:
-        """Count a storage that is new, until it is freed."""
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self.weights or address in self.items:
-            return
-        self.items[address] = 'working memory'
-        self.add('working memory', storage.nbytes())
-        weakref.finalize(storage, self.free, address, storage.nbytes())
-
-    def count_as(self, item: str, tensor: torch.Tensor) -> None:
-        """From now on, what was counted as working memory is another item."""
-        storage = tensor.untyped_storage()
-        if self.items.get(storage._cdata) == 'working memory':
-            self.items[storage._cdata] = item
-            self.add('working memory', -storage.nbytes())
-            self.add(item, storage.nbytes())
-
-    def free(self, address: int, size: int) -> None:
-        self.add(self.items.pop(address), -size)
-
-    def add(self, item: str, size: int) -> None:
-        column = ITEMS.index(item)
-        if size % self.images == 0:
-            self.now[1, column] += size // self.images
-        else:
-            self.now[0, column] += size
 
 
 def trace_step(outline: ComposerModel, precision: str, prepare_update: Callable | None = None,
@@ -235,7 +108,7 @@ def fill_buckets(arrivals: list[tuple[int, Work, Work]], fixed: Work, per_image:
 
 
 def trace_update(model: ComposerModel, prepare_update: Callable | None, mode: FakeTensorMode) -> dict[str, Work]:
-    """What happens once a step: the work of the second update, since the first makes the optimizer's state."""
+    """Count what happens once a step: the second update, since the first makes the optimizer's state."""
     if prepare_update is None:
         return {}
     works = {}
@@ -250,7 +123,7 @@ def trace_update(model: ComposerModel, prepare_update: Callable | None, mode: Fa
 
 
 def updater(fused: bool, use_ema: bool) -> Callable:
-    """For `trace_step`: AdamW in one kernel or in several, and the average of the weights, as a run has them."""
+    """Return for `trace_step` AdamW in one kernel or in several, and the average of the weights, as a run has them."""
     def prepare(model: ComposerModel) -> dict[str, Callable]:
         optimizer = torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused)
         updates = {UPDATE: optimizer.step}
@@ -263,7 +136,7 @@ def updater(fused: bool, use_ema: bool) -> Callable:
 
 @contextlib.contextmanager
 def norms_in_float32() -> Iterator[None]:
-    """A context in which autocast on a CPU computes group and layer norms in float32, as CUDA's autocast does.
+    """Let autocast on a CPU compute group and layer norms in float32, as CUDA's autocast does.
 
     A CPU's leaves them in half precision. All other operators of the model keep the same for the backward pass.
     """

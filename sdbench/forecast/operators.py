@@ -52,7 +52,7 @@ class Operator(NamedTuple):
 
 def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any
                    ) -> Operator | None:
-    """What a call asks of a GPU; None where nothing is computed: a view, or memory without content."""
+    """Return what a call asks of a GPU; None where nothing is computed: a view, or memory without content."""
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     name = function.overloadpacket.__name__
@@ -96,7 +96,7 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
 
 def is_without_kernel(function: torch._ops.OpOverload, name: str, read: list[torch.Tensor],
                       written: list[torch.Tensor]) -> bool:
-    """Whether a call is a view, or gives memory without content."""
+    """Return whether a call is a view, or gives memory without content."""
     if function._schema.is_mutable:
         return False
     if not written or name.startswith(('empty', 'new_empty', 'detach', 'lift_fresh', '_local_scalar')):
@@ -106,12 +106,12 @@ def is_without_kernel(function: torch._ops.OpOverload, name: str, read: list[tor
 
 
 def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Bytes of each; what an expanded tensor repeats lies in memory once."""
+    """Return the bytes of each; what an expanded tensor repeats lies in memory once."""
     return [min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors]
 
 
 def multi_tensor_operator(function: torch._ops.OpOverload, args: tuple, sizes: list[int]) -> Operator:
-    """An operator on lists of tensors, such as a step of AdamW: those that it changes are written beside."""
+    """Count an operator on lists of tensors, such as a step of AdamW: those that it changes are written beside."""
     arguments = function._schema.arguments
     for argument, value in zip(arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -121,7 +121,7 @@ def multi_tensor_operator(function: torch._ops.OpOverload, args: tuple, sizes: l
 
 
 def attention_flops(name: str, read: list[torch.Tensor]) -> int:
-    """FLOPs of fused attention, which torch's counter does not know by its name on a CPU."""
+    """Return the FLOPs of fused attention, which torch's counter does not know by its name on a CPU."""
     shapes = [tensor.shape for tensor in read]
     if name.endswith('backward'):
         return sdpa_backward_flop_count(*shapes[:4])  # gradient, queries, keys, values
@@ -129,7 +129,7 @@ def attention_flops(name: str, read: list[torch.Tensor]) -> int:
 
 
 def convolution_backward(args: tuple, result: tuple) -> tuple[list[int], int, list[int]]:
-    """Sizes, kernels and sizes of copies: the gradients of image, weight and bias have a kernel each."""
+    """Return sizes, kernels and sizes of copies: the gradients of image, weight and bias have a kernel each."""
     gradient, image, weight = args[:3]
     of_image, of_weight, of_bias = result
     sizes = []
@@ -149,7 +149,7 @@ def convolution_backward(args: tuple, result: tuple) -> tuple[list[int], int, li
 
 
 def copies_for_layout(images: list[torch.Tensor], is_as_needed) -> list[int]:
-    """Bytes of reading and writing each image that a kernel needs in the other layout.
+    """Return the bytes of reading and writing each image that a kernel needs in the other layout.
 
     cuDNN's convolutions in half precision work on channels_last, torch's group norm on channels first.
     """
@@ -161,4 +161,5 @@ def copies_for_layout(images: list[torch.Tensor], is_as_needed) -> list[int]:
 
 
 def is_channels_last(image: torch.Tensor) -> bool:
+    """Return whether an image is laid out as tensor cores read it."""
     return image.is_contiguous(memory_format=torch.channels_last)

@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import benchmark
-from sdbench.forecast import compiled_step
+from sdbench.forecast import inductor_schedule
+from sdbench.forecast.absent_gpu import a_gpu, module_on_gpu, tensor_on_gpu
 from sdbench.forecast.compiled_step import (
     TRACED_IMAGES,
     CompiledStepCounter,
@@ -24,13 +25,13 @@ from sdbench.forecast.compiled_step import (
     norms_as_on_a_gpu,
     trace_compiled_step,
 )
-from sdbench.forecast.fake_step import ITEMS, StepMemory, norms_in_float32, trace_step, with_fake_tensors
+from sdbench.forecast.fake_step import norms_in_float32, trace_step, with_fake_tensors
 from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import CONVOLUTIONS, FUSED, FUSED_REDUCTIONS, PRODUCTS
 from sdbench.forecast.speed import StepWork, Work
-from sdbench.models.compiling import compile_in_place
+from sdbench.forecast.step_counter import ITEMS, StepMemory
 from sdbench.models.loading import find_model
-from sdbench.models.switches import compile_model
+from sdbench.models.switches import compile_in_place, compile_model
 from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of
 
@@ -59,20 +60,22 @@ def counted(module: torch.nn.Module, *shape: int, backward: bool = False) -> Com
     """The work of a compiled module on the meta device, for an input float32 (TRACED_IMAGES, *shape)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with_fake_tensors(module, mode)
-    counter = CompiledStepCounter(list(module.parameters()), TRACED_IMAGES)
-    compile_in_place([module], True, Compiler(mode, counter))
+    compiler = Compiler(mode)
+    compile_in_place([module], True, compiler)
     torch._dynamo.reset()
     with mode, torch.set_grad_enabled(backward):
         inputs = torch.empty(TRACED_IMAGES, *shape, device='cpu')
         if inputs.ndim == 4:
             inputs = inputs.to(memory_format=torch.channels_last)
-        gradient = None
-        for context in (mode, counter):
-            with context:
-                result = module(inputs)
-                if backward:
-                    gradient = torch.empty_like(result) if gradient is None else gradient
-                    torch.autograd.backward(result, gradient)
+        gradient = torch.empty_like(module(inputs))
+        if backward:
+            torch.autograd.backward(module(inputs), gradient)  # all is compiled now
+        counter = CompiledStepCounter(list(module.parameters()), TRACED_IMAGES)
+        compiler.counter = counter
+        with counter:
+            result = module(inputs)
+            if backward:
+                torch.autograd.backward(result, gradient)
     return counter
 
 
@@ -113,16 +116,17 @@ def launches_in_code(module: torch.nn.Module, *shape: int) -> list[float]:
     def write(lowered) -> None:
         text = lowered.codegen()[0]
         code.append(getattr(text, 'value', text))
-        raise compiled_step.Scheduled([])
+        raise inductor_schedule.Scheduled([])
 
-    def write_code(graph: torch.fx.GraphModule, inputs: list, options: dict) -> list:
+    def write_code(graph: torch.fx.GraphModule, inputs: list, mode: FakeTensorMode, options: dict) -> list:
         options.pop('cudagraphs', None)
-        with compiled_step.a_gpu(), mock.patch.object(GraphLowering, 'compile_to_module', write), \
-                inductor_config.patch(settings), pytest.raises(compiled_step.Scheduled):
-            compile_fx_inner(graph, inputs, **options)
+        inputs = [tensor_on_gpu(value, mode) for value in inputs]
+        with a_gpu(), mock.patch.object(GraphLowering, 'compile_to_module', write), \
+                inductor_config.patch(settings), pytest.raises(inductor_schedule.Scheduled):
+            compile_fx_inner(module_on_gpu(graph), inputs, **options)
         return []
 
-    with mock.patch.object(compiled_step, 'schedule', write_code), \
+    with mock.patch.object(inductor_schedule, 'schedule', write_code), \
             mock.patch('torch.utils._triton.triton_hash_with_backend', return_value=''):  # which needs a driver
         counted(module, *shape, backward=True)
     launches = []

@@ -7,8 +7,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import benchmark
-from sdbench.forecast.fake_step import AUTOCAST_DTYPES, StepMemory, norms_in_float32, trace_step
+from sdbench.forecast.fake_step import AUTOCAST_DTYPES, norms_in_float32, trace_step
 from sdbench.forecast.memory import build_on_meta
+from sdbench.forecast.step_counter import StepMemory
 from sdbench.models.loading import find_model
 from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of

@@ -9,9 +9,8 @@ from benchmark import StableDiffusion, apply_switches, build_model
 from sdbench.errors import known_reason
 from sdbench.forecast.fake_step import with_fake_tensors
 from sdbench.forecast.memory import build_on_meta
-from sdbench.models.compiling import compile_in_place
 from sdbench.models.loading import SD2_BASE, find_model
-from sdbench.models.switches import compile_model
+from sdbench.models.switches import compile_in_place, compile_model
 from tests.cuda_rules import one_rank
 from tests.runs import TINY, settings_of
 

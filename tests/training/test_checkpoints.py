@@ -15,7 +15,7 @@ from benchmark import main
 from export import main as export
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint, locked_save_folder, newest_checkpoint
-from sdbench.training.kept import hash_of_configs
+from sdbench.training.compatibility import hash_of_configs
 from tests.forked_runs import RUN, assert_no_kill_changes_a_run, on_small_disk, run_program
 from tests.runs import TINY, error_line, failed, final_state, flags_of, one_error_line
 from tests.samples import Hostile, good, write_shards

@@ -6,7 +6,7 @@ import pytest
 
 from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
-from sdbench.training.loggers import build_loggers, name_of_run
+from sdbench.training.loggers import build_loggers, kept_or_new_name, name_of_run
 from tests.forked_runs import run_program
 from tests.runs import TINY, settings_of
 
@@ -37,7 +37,7 @@ def test_tensorboard_has_the_curves_evaluations_and_figures_of_a_run_and_of_the_
 
 def named(*flags: str, checkpoint: str | None = None) -> str | None:
     """Return the name of a run with these flags."""
-    return name_of_run(settings_of('--use_synth_data', *map(str, flags)), checkpoint)
+    return kept_or_new_name(settings_of('--use_synth_data', *map(str, flags)), checkpoint)
 
 
 def test_two_runs_never_share_a_name_and_one_keeps_its_own(tmp_path, monkeypatch, s3):

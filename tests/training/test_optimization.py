@@ -13,7 +13,7 @@ from diffusers.training_utils import compute_snr
 
 import benchmark
 from benchmark import main
-from ema import unwrapped
+from ema import unwrap_model
 from sdbench.training.checkpoints import load_checkpoint
 from sdbench.training.optimization import min_snr_weights
 from tests.forked_runs import run_ranks
@@ -130,7 +130,7 @@ class Losses(Callback):
 
     def fit_start(self, state, logger):
         self.timesteps = []
-        self.model = unwrapped(state.model)
+        self.model = unwrap_model(state.model)
         self.model.unet.register_forward_pre_hook(lambda unet, arguments: self.timesteps.append(arguments[1]))
 
     def after_loss(self, state, logger):

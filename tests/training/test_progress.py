@@ -23,7 +23,7 @@ def test_a_resumed_run_says_from_where_and_counts_to_its_own_end_with_loss_speed
     argv = ['--use_synth_data', *TINY, '--save_folder', str(folder), '--autoresume', '--results', str(results),
             '--max_duration']
     main([*argv, '2ba'])
-    assert f'--save_folder {folder} holds no checkpoint yet: starting anew' in capfd.readouterr().out
+    assert f'--save_folder {folder} holds no checkpoint yet: starting from the first batch' in capfd.readouterr().out
     record = main([*argv, '4ba'])
     out, err = capfd.readouterr()
     assert f'resuming from {folder}/ep0-ba2-rank0.pt, batch 2 of 4\n' in out

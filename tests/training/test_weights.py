@@ -10,7 +10,7 @@ from composer import Callback
 from benchmark import StableDiffusion, main
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from sdbench.training.weights import load_initial_weights, read_trained, trained_pipeline
+from sdbench.training.weights import load_initial_weights, read_trained_model, trained_pipeline
 from tests.forked_runs import run_ranks
 from tests.runs import TINY, assert_equal, flags_of, one_error_line
 from tests.samples import Hostile
@@ -153,7 +153,7 @@ def test_a_pipeline_draws_with_the_average_that_composers_own_ema_saved_unless_i
     checkpoints, expected = trained_by_composer
     assert not torch.equal(expected['live'], expected['averaged'])
     for live, weights in ((False, 'averaged'), (True, 'live')):
-        trained = read_trained(str(checkpoints), 'CHECKPOINT')
+        trained = read_trained_model(str(checkpoints), 'CHECKPOINT')
         assert trained.batch == composers_average.BATCHES
         pipeline = trained_pipeline(trained, 'CHECKPOINT', smallest_model, live=live)
         torch.testing.assert_close(pipeline.unet.conv_in.bias.detach(), expected[weights], atol=1e-7, rtol=1e-5)

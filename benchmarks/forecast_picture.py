@@ -1,0 +1,88 @@
+"""Draw the published speeds beside their forecasts."""
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.published_steps import layout_of, work_of
+from sdbench.forecast.speed import Constants, images_per_sec
+from sdbench.gpus import CARDS
+
+MICROBATCHES = [1, 2, 4, 8, 16, 32, 64]
+SPEEDS = [5, 10, 20, 40, 80, 160]
+
+
+def draw(fits: list, path: str) -> None:
+    """Write a picture: left the speed over the microbatch, right what is predicted without a source.
+
+    Args:
+        fits: of eager and of compiled steps, each with its `points` and its `constants`.
+        path: of the picture.
+    """
+    # a color for each card, a marker and a kind of line for each program
+    points = pd.concat([fit.points.assign(constants=fit.constants) for fit in fits])
+    points['program'] = points['by'].str.split(',').str[0]  # MLPerf's submitters ran one
+    devices = sorted(points['device'].unique())
+    colors = dict(zip(devices, ('C0', 'C1', 'C2', 'C3', 'C4'), strict=True))
+    markers = dict(zip(points['program'].unique(), 'os^Dv', strict=True))
+    styles = dict(zip(points['program'].unique(), ('-', '--', '-.', ':', (0, (6, 1))), strict=True))
+
+    figure = Figure(figsize=(11, 6.4), layout='constrained')
+    over_microbatch, unseen = figure.subplots(1, 2)
+    handles = []
+    for (program, device), runs in points.groupby(['program', 'device'], sort=False):
+        first = most_alike(runs)
+        [line] = over_microbatch.plot(*speeds_over_microbatch(first.iloc[0]), color=colors[device],
+                                      linestyle=styles[program], linewidth=1.2)
+        [dots] = over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[program],
+                                      color=colors[device])
+        label = f'{device}, {program}' + (', compiled' if runs['compile'].iloc[0] != 'no' else '')
+        handles.append(((line, dots), label))
+        unseen.plot(runs['measured'], runs['unseen'], markers[program], color=colors[device])
+
+    over_microbatch.set(xscale='log', yscale='log', xlabel='microbatch', ylabel='images/s per GPU',
+                        title='Measured (points) and forecast (lines)')
+    set_ticks(over_microbatch.xaxis, MICROBATCHES)
+    set_ticks(over_microbatch.yaxis, SPEEDS)
+    shade(unseen, points['unseen_error'].abs().max())
+    for axes in (over_microbatch, unseen):
+        axes.minorticks_off()
+        axes.spines[['top', 'right']].set_visible(False)
+    pairs, labels = zip(*handles, strict=True)
+    figure.legend(pairs, labels, loc='outside lower center', ncols=3, frameon=False, fontsize=8, handlelength=4)
+    figure.savefig(path, dpi=140)
+
+
+def most_alike(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of a program that one line stands for: of as many GPUs as most have, with or without EMA."""
+    runs = runs[runs['num_devices'] == runs['num_devices'].mode().iloc[0]]
+    return runs[runs['use_ema'] == runs['use_ema'].iloc[0]]
+
+
+def speeds_over_microbatch(point: pd.Series) -> tuple[np.ndarray, list[float]]:
+    """Return microbatches, and the images/s per GPU that a point's run is forecast at with each."""
+    constants: Constants = point['constants']
+    layout = layout_of(point)
+    microbatches = 16 if layout.microbatches > 1 else 1
+    sizes = np.geomspace(MICROBATCHES[0], MICROBATCHES[-1], 25)
+    speeds = []
+    for size in sizes:
+        sized = layout._replace(microbatch=size, images=size * microbatches)
+        speeds.append(images_per_sec(CARDS[f'NVIDIA {point["device"]}'], work_of(point), sized, constants))
+    return sizes, speeds
+
+
+def shade(axes: Axes, worst: float) -> None:
+    """Set up the picture of forecasts over measurements, with a band of the worst error around equality."""
+    limits = np.array([SPEEDS[0] * 0.8, SPEEDS[-1] * 1.1])
+    axes.plot(limits, limits, color='black', linewidth=1)
+    axes.fill_between(limits, limits / (1 + worst), limits * (1 + worst), color='black', alpha=0.08)
+    axes.set(xscale='log', yscale='log', xlim=limits, ylim=limits, xlabel='measured images/s per GPU',
+             ylabel='forecast without its source', title=f'Each source left out in turn; the band is {worst:.0%}')
+    for axis in (axes.xaxis, axes.yaxis):
+        set_ticks(axis, SPEEDS)
+
+
+def set_ticks(axis, values: list[int]) -> None:
+    """Label an axis at these values."""
+    axis.set_ticks(values, [str(value) for value in values])

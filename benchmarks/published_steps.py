@@ -1,0 +1,119 @@
+"""The work of the steps whose speed was published, each traced as its source ran it."""
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from composer import ComposerModel
+from composer.algorithms.ema.ema import compute_ema as composers_compute_ema
+from sdbench.models.precisions import AUTOCAST_DTYPES
+
+from benchmark import build_model
+from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
+from sdbench.forecast.compiled_step import trace_compiled_step
+from sdbench.forecast.fake_step import trace_step
+from sdbench.forecast.memory import build_on_meta
+from sdbench.forecast.operators import UPDATE
+from sdbench.forecast.speed import Layout, StepWork, Work
+from sdbench.inputs.captions import CAPTION_LENGTH
+from sdbench.models.layers import DIVISORS, NoDivision
+from sdbench.models.loading import SD2_BASE, find_model
+from sdbench.training.resolve import resolve_defaults
+
+ROOT = Path(__file__).parent.parent
+LOOPED_OPTIMIZER = 'mosaicml/diffusion-benchmark'  # torch 1 updated each weight by kernels of its own
+# FSDP: each GPU updates a share of the weights, too little to count. What it exchanges is counted as that of DDP.
+SHARDED_OPTIMIZER = 'mosaicml/diffusion'
+# What MLPerf's fused Adam moves for a weight: it reads a gradient in half precision and float32 copies of the weight
+# and two moments, and writes those three and the weight in half precision
+BYTES_OF_FUSED_ADAM = 2 + 3 * 4 + 3 * 4 + 2
+
+
+class Run(NamedTuple):
+    """What a source says of how it ran. The names are those of published_speeds.csv."""
+    by: str
+    image_size: int
+    encoders: str
+    precision: str
+    encoder_precision: str | None
+    half_precision_norms: bool
+    use_ema: bool
+    compile: bool
+
+
+def work_of(point: pd.Series) -> StepWork:
+    """Return the work of a step as a point's source ran it."""
+    encoder_precision = point['encoder_precision'] if isinstance(point['encoder_precision'], str) else None
+    return trace(Run(point['by'], int(point['image_size']), point['encoders'], point['precision'], encoder_precision,
+                     point['half_precision_norms'] == 'yes', point['use_ema'] == 'yes', point['compile'] != 'no'))
+
+
+def layout_of(point: pd.Series) -> Layout:
+    """Return how a point's source spread its batch."""
+    devices = int(point['num_devices'])
+    images = int(point['batch_size'] / devices)
+    return Layout(int(point['device_train_microbatch_size']), images, devices)
+
+
+@cache
+def trace(run: Run) -> StepWork:
+    """Trace a step: eager ones had their images in channels first, compiled ones in channels_last."""
+    # the flags of this repository that are nearest
+    precision = 'amp_fp16' if run.precision == 'fp16' else run.precision
+    argv = ['--dry_run', '1', '--image_size', str(run.image_size), '--precision', precision]
+    argv += ['--compile', '--channels_last'] if run.compile else ['--no-channels_last']
+    if run.encoder_precision:
+        argv += ['--encoder_precision', run.encoder_precision]
+    if run.half_precision_norms:
+        argv.append('--half_precision_norms')
+    settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
+    outline = build_on_meta(settings, find_model(SD2_BASE), run.encoders != 'in_loop', build_model)
+
+    # what no flag has
+    divide_by_one(outline)
+    if run.encoders == 'none':
+        take_text_as_encoded(outline)
+    if run.precision == 'fp16':
+        # autocast then casts neither the weights nor their gradients; diffusers' own `to` warns
+        torch.nn.Module.to(outline.unet, AUTOCAST_DTYPES[precision])
+
+    if not run.compile:
+        _, work = trace_step(outline, precision, their_update(run.by, run.use_ema))
+        return work
+    _, work = trace_compiled_step(outline, settings)
+    weights = sum(weight.numel() for weight in outline.unet.parameters())
+    return dataclasses.replace(work, update={UPDATE: Work(0, BYTES_OF_FUSED_ADAM * weights, 1)})
+
+
+def divide_by_one(network: torch.nn.Module) -> None:
+    """Let a network of this repository divide by 1.0 again, as diffusers has it."""
+    for module in network.modules():
+        for name in DIVISORS:
+            if isinstance(getattr(module, name, None), NoDivision):
+                setattr(module, name, 1.0)
+
+
+def take_text_as_encoded(model: ComposerModel) -> None:
+    """Let a model take the states of its text encoder from somewhere, at no cost."""
+    width = model.text_encoder.config.hidden_size
+    model.text_states = lambda caption: torch.empty(len(caption), CAPTION_LENGTH, width)
+
+
+def their_update(by: str, use_ema: bool) -> Callable | None:
+    """Return for `trace_step` AdamW of the time, and Composer's average, which took the frozen encoders along."""
+    if by == SHARDED_OPTIMIZER:
+        return None
+
+    def prepare(model: ComposerModel) -> dict[str, Callable]:
+        optimizer = torch.optim.AdamW(model.unet.parameters(), foreach=by != LOOPED_OPTIMIZER)
+
+        def update() -> None:
+            optimizer.step()
+            if use_ema:
+                composers_compute_ema(model, model, 0.999)  # of itself: the same work
+        return {UPDATE: update}
+    return prepare

@@ -1,0 +1,53 @@
+"""Print what each flag of recipes/fastest.txt is worth by the forecast, on 8 H100 with EMA.
+
+    python -m benchmarks.recipe [--use_synth_latents]     # ten minutes of a CPU, no GPU
+
+Each figure is the speed of the recipe over its speed without that flag, both at the largest microbatch that fits.
+"""
+import sys
+from dataclasses import replace
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmark import build_model
+from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
+from sdbench.forecast.estimate import Estimate, estimate, is_on_latents
+from sdbench.forecast.fake_step import trace_update, updater, with_fake_tensors
+from sdbench.gpus import CARDS
+from sdbench.training.resolve import resolve_defaults
+
+RECIPE = ['@recipes/fastest.txt', '--dry_run', '8', '--use_ema']
+CARD = CARDS['NVIDIA H100 80GB HBM3']
+
+
+def forecast(argv: list[str]) -> Estimate:
+    """Count a step of a run with these flags."""
+    settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
+    return estimate('', settings, is_on_latents(settings), build_model)
+
+
+def with_loops_in_the_optimizer(recipe: Estimate) -> Estimate:
+    """Return the recipe with --no-fused_optimizer, for which nothing but the update is counted again."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    update = trace_update(with_fake_tensors(recipe.model, mode), updater(fused=False, use_ema=True), mode)
+    return replace(recipe, work=replace(recipe.work, update=update))
+
+
+def speed_of(each: Estimate) -> float:
+    """Return images/s of all GPUs at the largest microbatch."""
+    return each.images_per_sec(CARD, each.largest_microbatch(CARD.gib))
+
+
+def main() -> None:
+    argv = RECIPE + sys.argv[1:]
+    recipe = forecast(argv)
+    speed = speed_of(recipe)
+    print(f'{speed:.0f} images/s at a microbatch of {recipe.largest_microbatch(CARD.gib)}', flush=True)
+    print(f'--fused_optimizer {speed / speed_of(with_loops_in_the_optimizer(recipe)):.3f}', flush=True)
+    for flag in ('compile', 'channels_last', 'half_precision_norms'):
+        print(f'--{flag} {speed / speed_of(forecast([*argv, f"--no-{flag}"])):.3f}', flush=True)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,142 @@
+"""Count memory and work of a step while its operators are called, on tensors that may have no memory."""
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sdbench.forecast.operators import Operator, count_operator
+from sdbench.forecast.speed import Work
+
+ITEMS = ('gradients', 'cast weights', 'activations', 'working memory')
+# Images of the step that is traced, a prime that divides the size of nothing else: a storage whose bytes it divides
+# holds something for each image.
+TRACED_IMAGES = 1009
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that are alive at each operator of a step, beside the weights, as a function of the microbatch.
+
+    Attributes:
+        fixed: int64 (operators, ITEMS), whatever the microbatch.
+        per_image: int64 (operators, ITEMS), for each image of the microbatch.
+        gradients: of all weights together.
+    """
+    fixed: np.ndarray
+    per_image: np.ndarray
+    gradients: int
+
+    def peak(self, microbatch: int, accumulated: bool) -> dict[str, int]:
+        """Return the bytes by item where most are alive.
+
+        activations: what autograd keeps for the backward pass. cast weights: those in half precision. working memory:
+        what operators hand each other, the encoders' included, and with gradient checkpointing what is computed again.
+
+        Args:
+            microbatch: images that go through the model at once.
+            accumulated: the gradients of an earlier microbatch are there. Else they come as the activations go.
+        """
+        alive = self.fixed + microbatch * self.per_image
+        if accumulated:
+            alive[:, ITEMS.index('gradients')] = self.gradients
+        row = alive[alive.sum(axis=1).argmax()]
+        return dict(zip(ITEMS, row.tolist(), strict=True))
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts at each operator the bytes of all storages that are alive, but for those of the weights, and its work.
+
+    A gradient is told from other memory by a hook of its weight.
+
+    Attributes:
+        images: of the step.
+        items: of each storage that is alive, by its address.
+        now: int64 (2, ITEMS), what is alive whatever the microbatch, and for each image of it.
+        rows: `now` after each operator.
+        arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
+        fixed, per_image: the work of all operators by kind, whatever the microbatch, and for each image of it.
+    """
+
+    def __init__(self, weights: list[torch.Tensor], images: int = TRACED_IMAGES):
+        super().__init__()
+        self.images = images
+        self.weights = {weight.untyped_storage()._cdata for weight in weights}
+        for weight in weights:
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self.notice_gradient)
+        self.items: dict[int, str] = {}
+        self.now = np.zeros((2, len(ITEMS)), dtype=np.int64)
+        self.rows: list[np.ndarray] = []
+        self.arrivals: list[tuple[int, Work, Work]] = []
+        self.fixed = defaultdict(Work)
+        self.per_image = defaultdict(Work)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Call an operator, and count what it asks of a GPU and what is alive after it."""
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.prim.device.default:  # two of three calls; it has no tensors
+            return result
+        self.count_work(function, args, kwargs or {}, result)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.notice(tensor)
+        if function is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
+            self.count_as('cast weights', result)
+        self.rows.append(self.now.copy())
+        return result
+
+    def count_work(self, function, args: tuple, kwargs: dict, result) -> None:
+        """Add what a call asks of a GPU to the work of its kind."""
+        operator = count_operator(function, args, kwargs, result)
+        if operator is not None:
+            self.add_work(operator)
+
+    def add_work(self, operator: Operator) -> None:
+        """Add an operator to the work of its kind: bytes that the number of images divides are those of images."""
+        of_images = sum(size for size in operator.sizes if size % self.images == 0)
+        of_step = sum(operator.sizes) - of_images
+        self.fixed[operator.kind] += Work(0, of_step, operator.kernels)
+        self.per_image[operator.kind] += Work(operator.flops / self.images, of_images / self.images, 0)
+
+    def notice_gradient(self, weight: torch.Tensor) -> None:
+        """Count a gradient that is there now, and note when it came."""
+        self.count_as('gradients', weight.grad)
+        self.arrivals.append((weight.nbytes, *self.work_so_far()))
+
+    def work_so_far(self) -> tuple[Work, Work]:
+        """Return the work of all kinds, whatever the microbatch, and for each image of it."""
+        return sum(self.fixed.values(), Work()), sum(self.per_image.values(), Work())
+
+    def notice(self, tensor: torch.Tensor) -> None:
+        """Count a storage that is new, until it is freed."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.weights or address in self.items:
+            return
+        self.items[address] = 'working memory'
+        self.add('working memory', storage.nbytes())
+        weakref.finalize(storage, self.free, address, storage.nbytes())
+
+    def count_as(self, item: str, tensor: torch.Tensor) -> None:
+        """Count as another item from now on what was counted as working memory."""
+        storage = tensor.untyped_storage()
+        if self.items.get(storage._cdata) == 'working memory':
+            self.items[storage._cdata] = item
+            self.add('working memory', -storage.nbytes())
+            self.add(item, storage.nbytes())
+
+    def free(self, address: int, size: int) -> None:
+        """Count a storage no longer."""
+        self.add(self.items.pop(address), -size)
+
+    def add(self, item: str, size: int) -> None:
+        """Add bytes to what is alive of an item: for each image if the number of images divides them."""
+        column = ITEMS.index(item)
+        if size % self.images == 0:
+            self.now[1, column] += size // self.images
+        else:
+            self.now[0, column] += size
