@@ -109,10 +109,13 @@ def test_code_in_a_model_folder_is_not_run_and_nobody_is_asked_about_it(tmp_path
             names = dict.fromkeys(['AutoModel', 'AutoConfig'], 'hostile.Hostile')
             names['AutoTokenizer'] = ['hostile.Hostile', None]  # the slow and the fast one
             file.write_text(json.dumps(json.loads(file.read_text()) | {'auto_map': names}))
-    for load in (partial(StableDiffusion, str(folder), 64, pretrained=True), partial(build_tokenizer, str(folder)),
-                 partial(load_pipeline, str(folder), 'MODEL')):
+    for load in (partial(StableDiffusion, str(folder), 64, pretrained=True), partial(build_tokenizer, str(folder))):
         with contextlib.suppress(ValueError):
             load()
+    config = folder / 'tokenizer/tokenizer_config.json'
+    config.write_text(json.dumps(json.loads(config.read_text()) | {'tokenizer_class': 'Hostile'}))
+    with pytest.raises(ValueError, match='no scheduler or tokenizer that loads'):
+        load_pipeline(str(folder), 'MODEL')
     assert not asked
     assert not trace.exists()
 
