@@ -42,8 +42,7 @@ def run_cell(source: str, names: dict) -> list[dict]:
 
 
 def run_cells(cells: list[dict], names: dict) -> list[dict]:
-    """Run cells of a notebook in this folder, and return them with the outputs of today. `names` gets their variables.
-    """
+    """Run cells of a notebook in this folder, and return them with their new outputs. `names` gets their variables."""
     done = []
     for cell in cells:
         if cell['cell_type'] == 'code':

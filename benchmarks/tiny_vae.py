@@ -88,8 +88,7 @@ def draw_batch(emojis: torch.Tensor, number: int, side: int, generator: torch.Ge
 
 
 def reconstruction_loss(output: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
-    """Return the errors of numbers, absolute and squared, and of their differences to the next number, which are edges.
-    """
+    """Return the errors of numbers, absolute and squared, and of differences to their neighbours, which are edges."""
     loss = F.l1_loss(output, pictures) + F.mse_loss(output, pictures)
     for axis in (2, 3):
         loss = loss + 0.5 * F.l1_loss(output.diff(dim=axis), pictures.diff(dim=axis))

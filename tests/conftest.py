@@ -70,6 +70,19 @@ def shards(tmp_path_factory, samples) -> str:
 
 
 @pytest.fixture(scope='session')
+def held_out_samples() -> list[dict]:
+    """7 samples, which do not divide into batches; of PNGs every decoder makes the same."""
+    from tests.samples import encoded, picture
+    return [{'jpg': encoded(picture(100 + i), 'PNG'), 'caption': f'held out {i}'} for i in range(7)]
+
+
+@pytest.fixture(scope='session')
+def held_out(tmp_path_factory, held_out_samples) -> str:
+    from tests.samples import write_shards
+    return write_shards(tmp_path_factory.mktemp('held_out') / 'shards', held_out_samples)
+
+
+@pytest.fixture(scope='session')
 def model_folder(tmp_path_factory) -> str:
     """A diffusers folder as `save_pretrained` writes it, with a tokenizer, that predicts v."""
     import torch

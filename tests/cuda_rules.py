@@ -1,13 +1,11 @@
-"""What a GPU does to numbers, on a CPU: its types under autocast, its loss scaling, and DDP.
+"""What a GPU does to numbers, on a CPU: its types under autocast, and its loss scaling.
 
 `Dtypes` tells what was computed in which precision, whoever cast it. `composer_on_a_gpu` lets Composer's Trainer run
-with amp_bf16 and amp_fp16 on a CPU, with norms in float32 as CUDA's autocast has them. `one_rank` is for DDP. What they
-cannot show: TF32, the kernels of cuDNN and cuBLAS and their order of summation, and the memory of a GPU.
+with amp_bf16 and amp_fp16 on a CPU, with norms in float32 as CUDA's autocast has them. What they cannot show: TF32,
+the kernels of cuDNN and cuBLAS and their order of summation, and the memory of a GPU.
 """
 import contextlib
-import ctypes
 import functools
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -59,30 +57,3 @@ def composer_on_a_gpu(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(trainer, 'GradScaler', functools.partial(torch.amp.GradScaler, 'cpu'))
     with norms_in_float32():
         yield
-
-
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """Make a process group of this process alone, over gloo, so that DDP wraps a model as it does on several."""
-    if torch.distributed.is_initialized():  # an earlier run in this process has left one
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group('gloo', init_method=f'file://{folder}/store', rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            leave_ranks()
-
-
-def leave_ranks() -> None:
-    """Leave the process group, if this process is in one.
-
-    Its groups stay in memory: where one ends, Gloo waits, without letting Python go on, for threads of its own, which
-    may wait for Python.
-    """
-    if not torch.distributed.is_initialized():
-        return
-    for group in torch.distributed.distributed_c10d._world.pg_map:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    torch.distributed.destroy_process_group()

@@ -5,14 +5,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from composer import Callback
 
 from benchmark import main
+from ema import EMA
 from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
@@ -93,6 +95,36 @@ def one_error_line(argv: list, capfd, program: Callable = main) -> str:
     assert exit.value.code in (1, 2), error
     assert error.count('\n') == 1, error
     return error
+
+
+def flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a copy of the tensors as one vector."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+class Weights(Callback):
+    """The UNet's weights and their averages when each batch ends; gradients of some batches are spoilt.
+
+    Args:
+        broken: the batches whose gradients are spoilt before the optimizer sees them, counted from 0.
+        value: that some of them get.
+    """
+
+    def __init__(self, *broken: int, value: float = float('nan')):
+        self.broken = broken
+        self.value = value
+        self.weights: list[torch.Tensor] = []
+        self.averages: list[torch.Tensor] = []
+
+    def after_backward(self, state, logger):
+        if state.timestamp.batch.value in self.broken:
+            next(state.model.unet.parameters()).grad[:2] = self.value
+
+    def batch_end(self, state, logger):
+        self.weights.append(flat(state.model.unet.parameters()))
+        for algorithm in state.algorithms:
+            if isinstance(algorithm, EMA):
+                self.averages.append(flat(algorithm.ema_model.named_parameters_dict.values()))
 
 
 def assert_equal(one, other) -> None:

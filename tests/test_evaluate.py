@@ -44,7 +44,7 @@ class SmallNetwork(torch.nn.Module):
 
 
 def by_small_network(argv: list[str]) -> None:
-    """evaluate.py in a process of its own, with the small network."""
+    """Run evaluate.py in a process of its own, with the small network."""
     evaluate.load_inception = SmallNetwork.of_file
     evaluate.main(argv)
 
@@ -92,7 +92,7 @@ def refusal(capfd, *given, status: int = 2) -> str:
 
 
 def pixels_of(paths: list[Path]) -> torch.Tensor:
-    """uint8 (B, 3, H, W)."""
+    """Read pictures, uint8 (B, 3, H, W)."""
     return torch.stack([torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in sorted(paths)])
 
 

@@ -17,21 +17,10 @@ from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from tests.runs import TINY, assert_same_training, one_error_line
-from tests.samples import encoded, picture, pillow_square, pixels, write_shards
+from tests.samples import pillow_square, pixels, write_shards
 
 TRAIN = [*TINY, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
          '--max_duration', '4ba']
-
-
-@pytest.fixture(scope='module')
-def held_out_samples() -> list[dict]:
-    """7 samples, which do not divide into batches; of PNGs every decoder makes the same."""
-    return [{'jpg': encoded(picture(100 + i), 'PNG'), 'caption': f'held out {i}'} for i in range(7)]
-
-
-@pytest.fixture(scope='module')
-def held_out(tmp_path_factory, held_out_samples) -> str:
-    return write_shards(tmp_path_factory.mktemp('held') / 'out', held_out_samples)
 
 
 @pytest.fixture(scope='module')

@@ -18,7 +18,7 @@ SMALLER = ['--image_size', '64', '--batch_size', '4', '--max_duration', '4ba', '
 
 
 def commands_of_the_road() -> list[list[str]]:
-    """Those of the page's first section."""
+    """Read the commands of the page's first section."""
     lines = command_lines(ROOT / 'docs/training.md')
     first, last = 'hf download stable-diffusion-v1-5', 'python export.py my-run my-model'
     start = next(number for number, line in enumerate(lines) if line.startswith(first))
@@ -36,7 +36,7 @@ def write_photographs(folder: Path) -> None:
 
 
 def write_pipeline(folder: Path, model_folder: str) -> None:
-    """A pipeline of Stable Diffusion 1.5's kind: it predicts epsilon."""
+    """Write a pipeline of Stable Diffusion 1.5's kind: it predicts epsilon."""
     shutil.copytree(model_folder, folder)
     DDPMScheduler(beta_schedule='scaled_linear', beta_start=0.00085, beta_end=0.012).save_config(folder / 'scheduler')
 

@@ -334,8 +334,7 @@ def record_in(line: str) -> dict | None:
 
 
 def comparison(speeds: dict[str, float], gib: float) -> str:
-    """Return both speeds and their ratio as text; of GPUs of less than LEAST_GIB, also what was changed in the recipes.
-    """
+    """Return both speeds and their ratio as text; of GPUs of less than LEAST_GIB, also what the recipes changed in."""
     original, fastest = speeds['original'], speeds['fastest']
     text = (f'recipes/original.txt  {original:.4g} images/s\n'
             f'recipes/fastest.txt   {fastest:.4g} images/s, {fastest / original:.2f} times as fast')

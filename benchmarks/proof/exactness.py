@@ -52,7 +52,7 @@ def draw_batch(latent_size: int, device: torch.device | str) -> dict[str, torch.
 
 
 def build(settings: Train, device: torch.device | str) -> benchmark.StableDiffusion:
-    """The model with its switches; its weights are drawn on the CPU, so that they are the same on any device."""
+    """Build the model with its switches; its weights are drawn on the CPU, so that they are the same on any device."""
     torch.manual_seed(0)
     model = benchmark.StableDiffusion(settings.model_name, SIDE, encoder_precision=settings.encoder_precision).train()
     model.to(device)

@@ -1,5 +1,4 @@
 """What a GPU says of itself at the end of the measured batches; nothing of it without a GPU."""
-import pytest
 import torch
 from composer.utils import dist
 
@@ -7,28 +6,14 @@ from sdbench.measuring import power
 from sdbench.measuring.power import GIB, QUANTITIES, GpuMonitor, gather_gpu_figures
 
 
-@pytest.fixture
-def watts(as_on_a_gpu, monkeypatch) -> list:
-    """What a GPU answers that is asked for its power, each once; an error is raised."""
-    answers = []
-
-    def power_draw() -> float:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer * 1000
-
-    as_on_a_gpu()
-    monkeypatch.setitem(QUANTITIES, 'gpu_power_watts', (power_draw, 1000))
-    monkeypatch.setitem(QUANTITIES, 'gpu_sm_clock_mhz', (lambda: 1755, 1))
-    monkeypatch.setattr(torch.cuda, 'memory_stats', lambda: {'allocated_bytes.all.peak': 20 * GIB,
-                                                             'num_alloc_retries': 4})
-    return answers
-
-
 def test_a_gpu_is_asked_at_most_once_a_second_an_error_leaves_out_one_value_and_a_part_has_no_power(
-        watts, as_on_a_gpu, monkeypatch):
-    watts += [300, RuntimeError('no driver'), 350]
+        as_on_a_gpu, monkeypatch):
+    as_on_a_gpu()
+    watts = iter([300, None, 350])  # that a GPU answers, but for the second time
+    monkeypatch.setitem(QUANTITIES, 'gpu_power_watts', (lambda: next(watts) * 1000, 1000))
+    monkeypatch.setitem(QUANTITIES, 'gpu_sm_clock_mhz', (lambda: 1755, 1))
+    allocator = {'allocated_bytes.all.peak': 20 * GIB, 'num_alloc_retries': 4}
+    monkeypatch.setattr(torch.cuda, 'memory_stats', lambda: allocator)
     ends = iter((10.0, 10.4, 10.9, 11.5, 13.0, 14.0))  # of batches
     monkeypatch.setattr(power.time, 'monotonic', lambda: next(ends))
     monitor = GpuMonitor()

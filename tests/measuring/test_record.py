@@ -9,6 +9,7 @@ import report
 from benchmark import main
 from sdbench.errors import DataError, redacted
 from sdbench.measuring.record import append_record, run_summary, training_settings
+from sdbench.measuring.reliability import busy_cores, remedy
 from tests.runs import TINY, check_record, settings_of, summary_lines
 
 LENGTH = ['--max_duration', '3ba']
@@ -134,7 +135,7 @@ def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be
 
 
 def measured(**changes) -> dict:
-    """A record as `summary` takes it: 20 batches at 100 images/s."""
+    """Return a record as `summary` takes it, of 20 batches at 100 images/s."""
     return {'status': 'complete', 'encoders': 'in_loop', 'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0,
             'num_devices': 2, 'device': 'X', 'drift': 0.0, 'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1,
             'batch_seconds_p90': 0.1, 'measured_batches': 20, 'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0,
@@ -152,3 +153,19 @@ def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_
     assert cost('--model_name', 'tiny') == ''
     as_on_a_gpu(count=0)
     assert cost() == ''
+
+
+@pytest.mark.parametrize('content, said', [
+    (None, None),  # a machine that does not say how long a process waits
+    ('1000 900 12', None), ('1000 9000 12', 'waited 90% of the time for a core')])
+def test_a_process_that_waits_for_a_core_most_of_its_time_is_to_be_measured_again(tmp_path, content, said):
+    schedstat = tmp_path / 'schedstat'
+    if content is not None:
+        schedstat.write_text(content)
+    caution = busy_cores(str(schedstat))
+    if said is None:
+        assert caution is None
+    else:
+        assert said in caution
+        assert 'fewer programs' in caution
+        assert remedy({'measured_batches': 20, 'drift': 0.4}, caution) == caution

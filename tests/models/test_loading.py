@@ -62,7 +62,7 @@ def test_a_model_folder_gives_its_architecture_weights_and_tokenizer(shards, sam
 
 
 def drawn_picture() -> torch.Tensor:
-    """A sun over a house on a meadow, from 0 to 1, (1, 3, 64, 64)."""
+    """Draw a sun over a house on a meadow, from 0 to 1, (1, 3, 64, 64)."""
     picture = Image.new('RGB', (64, 64), (170, 210, 250))
     pen = ImageDraw.Draw(picture)
     pen.rectangle((0, 44, 64, 64), (90, 160, 70))
@@ -109,10 +109,13 @@ def test_code_in_a_model_folder_is_not_run_and_nobody_is_asked_about_it(tmp_path
             names = dict.fromkeys(['AutoModel', 'AutoConfig'], 'hostile.Hostile')
             names['AutoTokenizer'] = ['hostile.Hostile', None]  # the slow and the fast one
             file.write_text(json.dumps(json.loads(file.read_text()) | {'auto_map': names}))
-    for load in (partial(StableDiffusion, str(folder), 64, pretrained=True), partial(build_tokenizer, str(folder)),
-                 partial(load_pipeline, str(folder), 'MODEL')):
+    for load in (partial(StableDiffusion, str(folder), 64, pretrained=True), partial(build_tokenizer, str(folder))):
         with contextlib.suppress(ValueError):
             load()
+    config = folder / 'tokenizer/tokenizer_config.json'
+    config.write_text(json.dumps(json.loads(config.read_text()) | {'tokenizer_class': 'Hostile'}))
+    with pytest.raises(ValueError, match='no scheduler or tokenizer that loads'):
+        load_pipeline(str(folder), 'MODEL')
     assert not asked
     assert not trace.exists()
 

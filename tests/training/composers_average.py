@@ -25,7 +25,7 @@ class Weights(Callback):
 
 
 def main(model_name: str, folder: Path) -> None:
-    """Leaves a checkpoint in `folder`, and in `weights.pt` what the weight and its average then were."""
+    """Train, and leave a checkpoint in `folder` and in `weights.pt` what the weight and its average then were."""
     if dist.get_world_size() > 1:
         dist.initialize_dist('cpu')
     torch.manual_seed(3)

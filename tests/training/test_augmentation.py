@@ -16,7 +16,7 @@ EMPTY = torch.arange(77)
 
 
 def dropped(batch: int, device_batch: int = 64, seed: int = 17, share: float = 0.5) -> torch.Tensor:
-    """Which captions are left out, bool (device_batch,)."""
+    """Return which captions are left out, bool (device_batch,)."""
     captions = torch.full((device_batch, 77), 320)
     state = SimpleNamespace(timestamp=Timestamp(batch=batch), batch={'caption': captions, 'image': 'untouched'})
     random_before = torch.get_rng_state()
@@ -30,7 +30,7 @@ def dropped(batch: int, device_batch: int = 64, seed: int = 17, share: float = 0
 
 
 def flipped(batch: int, device_batch: int = 64, seed: int = 17) -> torch.Tensor:
-    """Which images are mirrored, bool (device_batch,)."""
+    """Return which images are mirrored, bool (device_batch,)."""
     state = SimpleNamespace(timestamp=Timestamp(batch=batch), batch={'caption': torch.zeros(device_batch, 77)})
     before = state.batch
     RandomFlip(seed).apply(Event.BATCH_START, state, None)

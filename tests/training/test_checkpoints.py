@@ -38,12 +38,11 @@ RUNS = {
 
 @pytest.mark.parametrize('name', [name if number == 0 else pytest.param(name, marks=pytest.mark.long)
                                   for number, name in enumerate(RUNS)])
-def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(server, tmp_path, shards, name):
+def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(server, tmp_path, shards, held_out, name):
     flags, ranks, kills = RUNS[name]
-    places = {'SHARDS': shards, 'FIRST': str(tmp_path / 'first')}
+    places = {'SHARDS': shards, 'HELD_OUT': held_out, 'FIRST': str(tmp_path / 'first')}
     if name == 'a second phase':
         main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', places['FIRST'], '--results', '-'])
-        places['HELD_OUT'] = write_shards(tmp_path / 'held', [good(100 + index) for index in range(5)])
     argv = [*RUN, *(places.get(word, word) for word in flags.split())]
     assert_no_kill_changes_a_run(server, tmp_path, argv, ranks, kills, needed_at_first=tmp_path / 'first')
 

@@ -9,7 +9,6 @@ from sdbench.training.checkpoints import RUN_NAME
 from sdbench.training.loggers import build_loggers, kept_or_new_name, name_of_run
 from tests.forked_runs import run_program
 from tests.runs import TINY, settings_of
-from tests.samples import encoded, picture, write_shards
 
 CURVES = {'loss/train/total', 'lr-AdamW/group0', 'l2_norm/grad/global', 'throughput/samples_per_sec', 'images_per_sec'}
 
@@ -19,10 +18,9 @@ def test_a_run_leaves_its_record_and_nothing_else_without_the_flags_of_a_logger(
 
 
 def test_tensorboard_has_the_curves_evaluations_and_figures_of_a_run_and_of_the_one_that_resumes_it(
-        tmp_path, shards, results):
+        tmp_path, shards, held_out, results):
     import tensorboard.main  # noqa: F401, the server, which needs more packages than the files
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    held_out = write_shards(tmp_path / 'held', [{'jpg': encoded(picture(1)), 'caption': 'held out'}] * 4)
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--eval_remote', held_out,
             '--eval_interval', '1ep', '--save_folder', str(tmp_path / 'a run'), '--autoresume', '--tensorboard',
             str(tmp_path / 'board'), '--results', str(results), '--max_duration']

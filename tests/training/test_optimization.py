@@ -39,30 +39,23 @@ class Witness(Callback):
         self.weights.append(state.model.unet.conv_in.bias.detach().clone())
 
 
-@pytest.fixture(scope='module')
-def run(tmp_path_factory):
-    """What a run of 7 batches with all flags did, its record and its checkpoint."""
-    folder = tmp_path_factory.mktemp('optimization')
+def test_a_run_does_what_its_flags_say_and_has_them_in_its_record_and_in_its_checkpoint(tmp_path):
     witness = Witness()
-    record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--results', str(folder / 'results'),
-                   '--save_folder', str(folder / 'kept')], [witness])
-    state = load_checkpoint(folder / 'kept' / 'latest-rank0.pt')['state']
-    return SimpleNamespace(record=record, witness=witness, state=state)
+    record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--results', str(tmp_path / 'results'),
+                   '--save_folder', str(tmp_path / 'kept')], [witness])
+    state = load_checkpoint(tmp_path / 'kept' / 'latest-rank0.pt')['state']
 
-
-def test_a_run_does_what_its_flags_say_and_has_them_in_its_record_and_in_its_checkpoint(run):
     # a warm-up of four batches, and gradients whose norms would be about 1
-    rates = run.witness.rates
-    assert rates == sorted(rates)
-    assert sorted(set(rates)) == pytest.approx([0, 0.75e-4, 1.5e-4, 2.25e-4, 3e-4])
-    assert run.witness.norms == pytest.approx([0.25] * 7, rel=1e-4)
-    [group] = run.state['optimizers']['AdamW']['param_groups']
+    assert witness.rates == sorted(witness.rates)
+    assert sorted(set(witness.rates)) == pytest.approx([0, 0.75e-4, 1.5e-4, 2.25e-4, 3e-4])
+    assert witness.norms == pytest.approx([0.25] * 7, rel=1e-4)
+    [group] = state['optimizers']['AdamW']['param_groups']
     assert (group['initial_lr'], group['weight_decay'], group['betas']) == (3e-4, 0.02, (0.8, 0.95))
 
     expected = {'learning_rate': 3e-4, 'weight_decay': 0.02, 'lr_warmup': '4ba', 'ema_half_life': '3ba',
                 'ema_start': '2ba', 'clip_grad_norm': 0.25, 'snr_gamma': 5.0, 'adam_betas': (0.8, 0.95)}
-    assert {flag: run.record[flag] for flag in expected} == expected | {'adam_betas': [0.8, 0.95]}  # as in JSON
-    flags = dict(run.state['callbacks'])['Safeguard']['flags']
+    assert {flag: record[flag] for flag in expected} == expected | {'adam_betas': [0.8, 0.95]}  # as in JSON
+    flags = dict(state['callbacks'])['Safeguard']['flags']
     assert {flag: flags[flag] for flag in expected} == expected
 
 

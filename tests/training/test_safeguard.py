@@ -4,43 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from composer import Callback
 from composer.core import Timestamp
 
 import benchmark
 from benchmark import main
-from ema import EMA
 from sdbench.training import safeguard
 from sdbench.training.safeguard import MOST_SKIPS_IN_A_ROW, Safeguard
-from tests.runs import TINY, failed
-
-
-class Weights(Callback):
-    """All weights and averages when each batch ends, and what some gradients are made before the optimizer sees them.
-
-    Args:
-        broken: the batches whose gradients are spoilt, counted from 0.
-        value: that some of them get.
-    """
-
-    def __init__(self, *broken: int, value: float = float('nan')):
-        self.broken = broken
-        self.value = value
-        self.weights: list[torch.Tensor] = []
-        self.averages: list[torch.Tensor] = []
-
-    def after_backward(self, state, logger):
-        if state.timestamp.batch.value in self.broken:
-            next(state.model.unet.parameters()).grad[:2] = self.value
-
-    def batch_end(self, state, logger):
-        [ema] = [algorithm for algorithm in state.algorithms if isinstance(algorithm, EMA)]
-        self.weights.append(flat(state.model.unet.parameters()))
-        self.averages.append(flat(ema.ema_model.named_parameters_dict.values()))
-
-
-def flat(tensors) -> torch.Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+from tests.runs import TINY, Weights, failed
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=['no CUDA', 'CUDA'])

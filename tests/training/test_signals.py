@@ -13,7 +13,6 @@ from benchmark import main
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.ranks import StopAtSignal
 from tests.runs import TINY, assert_same_training, start_launcher, wait_until
-from tests.samples import good, write_shards
 
 
 class Signalled(Callback):
@@ -30,10 +29,9 @@ class Signalled(Callback):
 
 @pytest.mark.parametrize('numbers', [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)], ids=str)
 def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_as_if_it_never_had(
-        results, tmp_path, shards, capfd, numbers):
+        results, tmp_path, shards, held_out, capfd, numbers):
     """The launcher passes Ctrl-C on as SIGTERM; a cluster and the launcher both send SIGTERM. The learning rate follows
     the length of the run, an evaluation and a drawing would come at its end."""
-    held_out = write_shards(tmp_path / 'held', [good(100 + index) for index in range(4)])
     (tmp_path / 'prompts').write_text('a cat')
     argv = ['--remote', shards, '--use_ema', *TINY, '--pretrained', '--num_workers', '1', '--max_duration', '7ba',
             '--lr_schedule', 'cosine', '--eval_remote', held_out, '--eval_interval', '1000ba', '--save_interval',
