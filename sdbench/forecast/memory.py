@@ -16,7 +16,7 @@ from sdbench.training.optimization import ADAM_MOMENTS
 
 def build_on_meta(settings: Train, files: ModelFiles, latents: bool,
                   build_model: Callable[..., ComposerModel]) -> ComposerModel:
-    """The model of a run with its switches on the meta device: shapes and types alone.
+    """Build the model of a run with its switches on the meta device: shapes and types alone.
 
     Args:
         settings: of the run.
@@ -31,7 +31,7 @@ def build_on_meta(settings: Train, files: ModelFiles, latents: bool,
 
 
 def lasting_bytes(settings: Train, model: ComposerModel, num_devices: int) -> dict[str, int]:
-    """Bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
+    """Return the bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
 
     A model without memory will do.
     """
@@ -48,4 +48,5 @@ def lasting_bytes(settings: Train, model: ComposerModel, num_devices: int) -> di
 
 
 def parameter_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of all weights of a module."""
     return sum(parameter.nbytes for parameter in module.parameters())
