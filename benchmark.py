@@ -6,10 +6,9 @@
 """
 import os
 
-from sdbench.exits import end_with_launcher, one_line_errors
 from sdbench.flags.parser import parse
-from sdbench.flags.threads import sleep_while_waiting
 from sdbench.flags.train import Train
+from sdbench.process import end_with_launcher, one_line_errors, sleep_while_waiting
 
 PROGRAM = 'benchmark.py'
 
@@ -23,7 +22,7 @@ if __name__ == '__main__':
 
 import sys
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +41,7 @@ from sdbench.forecast.dry_run import dry_run
 from sdbench.inputs.held_out import NOISE, TIMESTEP
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement
-from sdbench.measuring.record import measure_loader, training_settings
+from sdbench.measuring.record import measure_loader
 from sdbench.measuring.tracing import build_profiler
 from sdbench.models.flops import flops_of_an_image, peak_tflops
 from sdbench.models.latents import draw_latents, vae_moments
@@ -57,13 +56,13 @@ from sdbench.models.loading import (
 from sdbench.models.switches import apply_switches, process_switches, switch_callbacks
 from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
+from sdbench.training.compatibility import flags_to_keep
 from sdbench.training.evaluation import METRIC, Evaluations, build_evaluator
-from sdbench.training.kept import flags_to_keep
 from sdbench.training.loggers import build_loggers, name_of_run
 from sdbench.training.microbatch import find_microbatch
 from sdbench.training.optimization import build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
+from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks
 from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
@@ -78,7 +77,7 @@ class StableDiffusion(ComposerModel):
         model_name: a built-in architecture (random weights: they do not change the speed), a local diffusers folder, or
             a hub name.
         image_size: height and width in pixels, a multiple of 8.
-        pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet always starts anew.
+        pretrained: load the weights of the VAE and the text encoder from `model_name`; the UNet's are always random.
         encoder_precision: 'bf16' or 'fp16' holds the frozen encoders in it; 'fp32' leaves them to autocast.
         latents: train on the VAE's moments, as encode.py stores them; the VAE is not made at all.
         files: of `model_name`, where they have been found already.
@@ -93,6 +92,8 @@ class StableDiffusion(ComposerModel):
         super().__init__()
         self.snr_gamma = snr_gamma
         self.image_size = image_size
+
+        # what its files say of latents and noise
         files = files or find_model(model_name, pretrained)
         self.latent_size = files.latent_size(image_size)
         self.scaling_factor = files.scaling_factor
@@ -103,6 +104,8 @@ class StableDiffusion(ComposerModel):
         if self.prediction_type not in ('epsilon', 'v_prediction'):
             raise ValueError(f'--model_name {model_name} has a scheduler with prediction_type {self.prediction_type}; '
                              'only epsilon and v_prediction can be trained here')
+
+        # its parts
         self.unet = UNet2DConditionModel.from_config(files.configs['unet'])
         self.vae = None
         if not latents:
@@ -127,7 +130,10 @@ class StableDiffusion(ComposerModel):
 
         Raises ValueError if the images are whole numbers of another type.
         """
+        # latents and text, without gradients
         latents, text = self.encode(batch)  # (B, 4, H/8, W/8), (B, 77, D)
+
+        # noise and timesteps
         if NOISE in batch:
             noise = batch[NOISE][:, 4:]  # (B, 4, H/8, W/8)
             timesteps = batch[TIMESTEP]  # (B,)
@@ -135,6 +141,8 @@ class StableDiffusion(ComposerModel):
             noise = torch.randn_like(latents)  # (B, 4, H/8, W/8)
             timesteps = torch.randint(len(self.scheduler), (len(latents),), device=latents.device)  # (B,)
             batch[TIMESTEP] = timesteps  # `loss` weights the images by them
+
+        # what the UNet makes of the noised latents, and what it should
         noised = self.scheduler.add_noise(latents, noise, timesteps)  # (B, 4, H/8, W/8)
         prediction = self.unet(noised, timesteps, text).sample  # (B, 4, H/8, W/8)
         if self.prediction_type == 'epsilon':
@@ -220,12 +228,16 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
                      average: dict | None = None) -> list[Algorithm]:
     """Build what changes a batch or averages the weights; `average` is the state of an average to go on with."""
     algorithms = []
+
+    # augmentation
     if settings.caption_drop:
         tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
         empty_caption = torch.tensor(tokenizer.encode('').ids)  # (77,)
         algorithms.append(CaptionDrop(settings.caption_drop, settings.seed, empty_caption))
     if settings.random_flip:
         algorithms.append(RandomFlip(settings.seed))
+
+    # the average
     if settings.use_ema:
         ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
         if average and not settings.ema_start:
@@ -251,6 +263,8 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         LRMonitor(),
         stop,                   # decides whether this batch is the last, which is drawn and saved
     ]
+
+    # between two batches: drawing, then saving
     if settings.sample_prompts:
         callbacks.append(Sampling(settings, model, files, measurement, stop))
     if settings.save_folder:
@@ -272,7 +286,8 @@ def build_speed_monitor(settings: Train) -> SpeedMonitor:
 
 
 def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: StopAtSignal,
-                   callbacks: Sequence[Callback] = ()) -> tuple[StableDiffusion, Trainer]:
+                   callbacks: Sequence[Callback] = (), checkpoint: str | None = None
+                   ) -> tuple[StableDiffusion, Trainer]:
     """Build the model, and its training at its start or at the checkpoint to resume from.
 
     Args:
@@ -281,19 +296,14 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
         data: what it trains on.
         stop: ends it at a signal.
         callbacks: more for Composer's Trainer; they come before those that measure and save.
+        checkpoint: to resume from; None: the training starts.
 
     Raises ValueError if it cannot be built as asked.
     """
-    dataset = data.dataloader.dataset
-
     # What is not there, or does not fit, is said before the model is built, which takes a while.
+    dataset = data.dataloader.dataset
     held_out = open_held_out(settings, files, dataset)
-    checkpoint = None
-    if settings.autoresume:
-        checkpoint = newest_checkpoint(settings.save_folder)
-    name = None
-    if settings.tensorboard or settings.wandb_name or settings.wandb_project or settings.sample_prompts:
-        name = on_rank_0(partial(name_of_run, settings, checkpoint))
+    name = name_of_run(settings, checkpoint)
     loggers = build_loggers(settings, name)
 
     # The model with its switches, and the weights that it starts from.
@@ -304,9 +314,9 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     microbatch = find_microbatch(settings, model, data)
-    held_out_data = build_held_out_data(settings, files, held_out, microbatch)
 
     # What changes a batch or the average, what watches the run, and the training itself.
+    held_out_data = build_held_out_data(settings, files, held_out, microbatch)
     algorithms = build_algorithms(settings, files, average)
     callbacks = build_callbacks(settings, model, files, dataset, stop, callbacks)
     with resuming(checkpoint, settings.save_folder):
@@ -330,11 +340,6 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             dist_timeout=settings.dist_timeout,
             profiler=build_profiler(settings),
         )
-
-    # FLOPs are counted here for the loggers, before the clock runs: SpeedMonitor asks for them between two batches.
-    flops = {'flops_per_image': sum(model.flops_per_image.values())}
-    trainer.logger.log_hyperparameters(training_settings(settings, dataset.latents, microbatch) | flops)
-    log_start(settings, trainer.state, checkpoint)
     return model, trainer
 
 
@@ -343,11 +348,18 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
     Raises RunFailed if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
+    # What is trained, and from where on.
     refuse_half_precision_without_a_gpu(settings)
     settings = times_in_batches(settings, len(data.dataloader))
     log_config(settings)
+    checkpoint = None
+    if settings.autoresume:
+        checkpoint = newest_checkpoint(settings.save_folder)
+
+    # The training. A signal ends it, and lets the record be kept.
     with StopAtSignal() as stop:
-        model, trainer = build_training(settings, files, data, stop, callbacks)
+        model, trainer = build_training(settings, files, data, stop, callbacks, checkpoint)
+        log_start(settings, model, trainer, checkpoint)
         if is_over(trainer.state):
             sys.exit(0)
         outcome = fit(trainer, stop)

@@ -12,9 +12,9 @@ Image bytes stay as they are, and samples in the order of the sorted files. What
 listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same command, started again, converts only what
 is missing: what is new in SOURCE, and what was changed there. OUT/index.json comes last.
 """
-from sdbench.exits import one_line_errors
 from sdbench.flags.commands import Convert
 from sdbench.flags.parser import parse
+from sdbench.process import one_line_errors
 
 PROGRAM = 'convert.py'
 MOST_TABLES = 3  # that the summary names

@@ -20,7 +20,7 @@ from torchvision.transforms.functional import to_pil_image
 from sdbench.errors import DataError, plural, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
 from sdbench.inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
-from sdbench.inputs.held_out import HeldOutSamples, collate_held_out
+from sdbench.inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
 from sdbench.inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import MOMENTS, hash_of_images, index_hash, read_index, require_same_origin
@@ -59,7 +59,7 @@ class SyntheticImageCaptionDataset(Dataset):
 
     @property
     def latents(self) -> bool:
-        """Whether the samples are the VAE's moments, not images."""
+        """Tell whether the samples are the VAE's moments, not images."""
         return self.latent_size is not None
 
     def __len__(self) -> int:
@@ -123,10 +123,14 @@ class StreamingLAIONDataset(VerifiedDataset):
             raise ValueError('StreamingLAIONDataset needs a remote, or a local folder with shards')
         self.image_size = image_size
         self.transform = transform
-        self._gives_text = False  # of captions; else token ids
+
+        # captions as token ids, unless a loader tokenizes them
+        self._gives_text = False
         self.tokenizer = None
         if tokenizer_name_or_path != SD2_BASE:
             self.tokenizer = build_tokenizer(tokenizer_name_or_path)
+
+        # the shards
         if split:
             remote = remote and os.path.join(remote, split)
             local = local and os.path.join(local, split)
@@ -141,7 +145,7 @@ class StreamingLAIONDataset(VerifiedDataset):
 
     @property
     def latents(self) -> bool:
-        """Whether the samples are the VAE's moments, not images."""
+        """Tell whether the samples are the VAE's moments, not images."""
         return MOMENTS in self.shards[0].column_names
 
     def __getitem__(self, index: int) -> dict:
@@ -184,6 +188,7 @@ class StreamingLAIONDataset(VerifiedDataset):
 
         Raises ValueError if the sample is bad, and DataError if its shard cannot be had or is not what index.json says.
         """
+        # the columns of its shard
         try:
             columns = super().__getitem__(index)
         except DataError:
@@ -192,6 +197,8 @@ class StreamingLAIONDataset(VerifiedDataset):
             raise ValueError('the caption is not UTF-8') from None
         except Exception as error:  # every storage client has its own
             raise unreadable_shard(error) from None
+
+        # the caption, and the image or its moments
         if not columns['caption'].strip():
             raise ValueError('no caption')
         if self.latents:
@@ -237,13 +244,22 @@ class BadSamples:
 
 
 def collate(samples: list[dict], tokenizer: Tokenizer, image_size: int) -> dict[str, torch.Tensor]:
-    """Return a batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`."""
+    """Return a batch: `image` uint8 (B, 3, H, H) or `moments`, `caption` int64 (B, 77), and any `bad_samples`.
+
+    An evaluation's has its draws as well: `noise` float32 (B, 8, H/8, W/8) and `timestep` int64 (B,).
+    """
+    # images or moments, and captions
     if MOMENTS in samples[0]:
         batch = {MOMENTS: torch.stack([sample[MOMENTS] for sample in samples])}
     else:
         batch = {'image': stack_images([sample['image'] for sample in samples], image_size)}
     captions = tokenizer.encode_batch([sample['caption'] for sample in samples])
     batch['caption'] = torch.tensor([caption.ids for caption in captions])
+
+    # what an evaluation has drawn, and the samples that others stand in for
+    for name in (NOISE, TIMESTEP):
+        if name in samples[0]:
+            batch[name] = torch.stack([sample[name] for sample in samples])
     bad_samples = [entry for sample in samples for entry in sample.get('bad', ())]
     if bad_samples:
         batch['bad_samples'] = bad_samples
@@ -275,52 +291,43 @@ def leave_process_group(worker: int) -> None:
 
 def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer: Tokenizer | None = None,
                  max_bad_samples: float = 0.01) -> DataSpec:
-    """Build the loader of either dataset for Composer's Trainer; every batch is whole.
+    """Build the loader of a dataset for Composer's Trainer.
+
+    Every batch of a training is whole. An evaluation has each sample once, in order and shared by the ranks, and its
+    last batch is smaller.
 
     Args:
-        dataset: a SyntheticImageCaptionDataset or a StreamingLAIONDataset.
+        dataset: for a training, a SyntheticImageCaptionDataset or a StreamingLAIONDataset; for an evaluation,
+            HeldOutSamples.
         batch_size: samples a device.
         num_workers: processes that decode, for each device; the synthetic dataset takes none.
-        tokenizer: for the streamed dataset's captions, which it gives as text from here on.
+        tokenizer: for captions that are text, as the streamed dataset gives them from here on.
         max_bad_samples: the share that may be bad before the run ends.
 
     Raises ValueError if the streamed dataset has a transform, since this loader scales images on the device.
     """
+    make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
+    workers = {'num_workers': num_workers, 'worker_init_fn': leave_process_group,
+               'pin_memory': torch.cuda.is_available()}
+
+    # random data, held-out samples, or shards
     if isinstance(dataset, SyntheticImageCaptionDataset):
         sampler = dist.get_sampler(dataset, drop_last=True)
         loader = TimedDataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=dataset.collate)
+    elif isinstance(dataset, HeldOutSamples):
+        loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset), collate_fn=make_batch, **workers)
     else:
         if dataset.transform:
             raise ValueError('build_loader takes no dataset with a transform; use torch.utils.data.DataLoader')
         dataset.give_captions_as_text()
-        make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
-        loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, num_workers=num_workers, drop_last=True,
+        loader = TimedStreamingDataLoader(dataset, batch_size=batch_size, drop_last=True,
                                           collate_fn=CountedCollate(make_batch, num_workers),
                                           prefetch_factor=BATCHES_PER_WORKER if num_workers else None,
-                                          pin_memory=torch.cuda.is_available(), persistent_workers=num_workers > 0,
-                                          worker_init_fn=leave_process_group)
+                                          persistent_workers=num_workers > 0, **workers)
+
+    # what the training does with a batch, and on the device with a microbatch
     return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
-
-
-def build_held_out_loader(dataset: HeldOutSamples, batch_size: int, num_workers: int, tokenizer: Tokenizer,
-                          max_bad_samples: float = 0.01) -> DataSpec:
-    """Build the loader of an evaluation: every sample once, in order, shared by the ranks; the last batch is smaller.
-
-    Args:
-        dataset: of the samples.
-        batch_size: samples a device.
-        num_workers: processes that decode, for each device; they start with each evaluation, and end with it.
-        tokenizer: for their captions.
-        max_bad_samples: the share that may be bad before the run ends.
-    """
-    image_size = dataset.samples.image_size
-    make_batch = partial(collate, tokenizer=tokenizer, image_size=image_size)
-    loader = DataLoader(dataset, batch_size, sampler=dist.get_sampler(dataset), num_workers=num_workers,
-                        collate_fn=partial(collate_held_out, collate=make_batch),
-                        pin_memory=torch.cuda.is_available(), worker_init_fn=leave_process_group)
-    return DataSpec(loader, batch_transforms=BadSamples(max_bad_samples),
-                    microbatch_transforms=partial(normalize, image_size=image_size))
 
 
 def build_data(settings: Train, files: ModelFiles) -> DataSpec:
@@ -331,12 +338,16 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     image_size = settings.image_size
     seed = settings.seed
     device_batch = settings.batch_size // dist.get_world_size()
+
+    # synthetic data
     if not settings.remote:
         latent_size = files.latent_size(image_size) if settings.use_synth_latents else None
         dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, settings.batch_size),
                                                vocab_size=files.vocab_size, seed=seed + dist.get_global_rank(),
                                                latent_size=latent_size)
         return build_loader(dataset, device_batch, num_workers=0)
+
+    # what --remote holds, and whether the run can be on it
     index = read_index(settings.remote)
     if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
         require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
@@ -346,6 +357,8 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
                          f'{settings.batch_size}; use a smaller batch')
     if settings.random_flip and 'latents' in index:
         raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
+
+    # its samples
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
                                     cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True,
@@ -367,6 +380,8 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     if not remote:
         return None
     flag = '--eval_remote'
+
+    # what it holds, and whether a model that is trained so can be evaluated on it
     index = read_index(remote, flag)
     if 'latents' in index:
         require_same_origin(remote, index, origin_of_latents(files, settings.image_size), flag)
@@ -377,6 +392,8 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
                          'it shards of other samples')
     if number_of_samples(index) == 0:
         raise ValueError(f'{flag} {remote} holds no samples')
+
+    # its samples, each with its noise and timestep
     images = StreamingLAIONDataset(remote, image_size=settings.image_size, index=index, batch_size=1)
     timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
     return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed)
@@ -388,4 +405,4 @@ def build_held_out_data(settings: Train, files: ModelFiles, held_out: HeldOutSam
     if held_out is None:
         return None
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
-    return build_held_out_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
+    return build_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)

@@ -15,7 +15,7 @@ from composer.loggers import Logger
 DDP_PREFIX = 'module.'  # of the names in what Composer saves on several devices
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside DistributedDataParallel's wrapper, or the model itself."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
@@ -43,7 +43,7 @@ class ShadowModel(composers.EMAParameters):
     """
 
     def __init__(self, model: torch.nn.Module, state: dict[str, dict[str, torch.Tensor]] | None = None):
-        super().__init__(unwrapped(model))
+        super().__init__(unwrap_model(model))
         if state is not None:
             saved = {name.removeprefix(DDP_PREFIX): tensor for name, tensor in state['named_parameters_dict'].items()}
             require_same_names(saved, self.named_parameters_dict)
@@ -57,10 +57,10 @@ def pair_by_name(ema_model: torch.nn.Module | ShadowModel, model: torch.nn.Modul
 
     Raises ValueError if names or shapes differ.
     """
-    model = unwrapped(model)
+    model = unwrap_model(model)
     live = dict(model.named_parameters())
     if isinstance(ema_model, torch.nn.Module):
-        ema_model = unwrapped(ema_model)
+        ema_model = unwrap_model(ema_model)
     else:
         live = {name: parameter for name, parameter in live.items() if parameter.requires_grad}
     live |= dict(model.named_buffers())
@@ -155,7 +155,7 @@ class EMA(composers.EMA):
             return
         averages_wanted = event in (Event.EVAL_START, Event.PREDICT_START)
         if averages_wanted != self.ema_weights_active:
-            self._swap(state.model)
+            self.swap_weights(state.model)
 
     def get_ema_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return a model that shares memory with the averages, and shares with `model` what is not averaged.
@@ -164,15 +164,15 @@ class EMA(composers.EMA):
         `model` for an evaluation.
         """
         if not self.ema_started or self.ema_weights_active:
-            raise ValueError('there is no average beside the model: call this after the first EMA update, '
+            raise ValueError('there is no average apart from the model: call this after the first EMA update, '
                              'and not during an evaluation')
         self._ensure_shadow(model)
-        shared = {id(tensor): tensor for tensor in (*unwrapped(model).parameters(), *unwrapped(model).buffers())}
+        shared = {id(tensor): tensor for tensor in (*unwrap_model(model).parameters(), *unwrap_model(model).buffers())}
         for average, live in zip(*pair_by_name(self.ema_model, model), strict=True):
             if isinstance(live, torch.nn.Parameter):
                 average = torch.nn.Parameter(average, requires_grad=False)
             shared[id(live)] = average
-        return copy.deepcopy(unwrapped(model), memo=shared)
+        return copy.deepcopy(unwrap_model(model), memo=shared)
 
     def _ensure_shadow(self, model: torch.nn.Module) -> None:
         """Make the shadow, with the values of a loaded checkpoint or else of the model, on the model's device."""
@@ -191,7 +191,7 @@ class EMA(composers.EMA):
         _, averages, weights = self._pairs
         return averages, weights
 
-    def _swap(self, model: torch.nn.Module) -> None:
+    def swap_weights(self, model: torch.nn.Module) -> None:
         """Swap the averages and the live weights by exchanging their storage, without a copy."""
         for average, live in zip(*pair_by_name(self.ema_model, model), strict=True):
             average.data, live.data = live.data, average.data

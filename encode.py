@@ -6,12 +6,13 @@
 Each image shard becomes shards of its own, with the mean and the log variance of each image's latents (float16, so that
 training draws another latent each time) and the caption. Every GPU of this machine works, or with --ray every GPU of a
 Ray cluster. What cannot be encoded is left out and listed in OUT/skipped.jsonl. A run that was stopped, when started
-again with the same command, encodes only what is missing. OUT/index.json comes last.
+again with the same command, encodes only what is missing. OUT/index.json comes last. Before that, on any machine:
+
+    python encode.py --dry_run 8 --image_size 256     # how long and how much 8 GPUs of each kind would take
 """
-from sdbench.exits import one_line_errors
 from sdbench.flags.commands import ENCODING_FLAGS, Encode
 from sdbench.flags.parser import parse
-from sdbench.flags.threads import sleep_while_waiting
+from sdbench.process import one_line_errors, sleep_while_waiting
 
 PROGRAM = 'encode.py'
 
@@ -39,8 +40,9 @@ from sdbench.datasets.job import (
 from sdbench.datasets.output import SKIPPED, Output, part_name
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
+from sdbench.forecast.encoding import dry_run
 from sdbench.inputs.loader import default_workers
-from sdbench.inputs.shards import IMAGES, index_hash, read_image_index
+from sdbench.inputs.shards import IMAGES_HASH, index_hash, read_image_index
 from sdbench.measuring.record import append_record, run_metadata
 from sdbench.measuring.reliability import why_unreliable
 from sdbench.models.flops import flops_of_latents, utilization
@@ -53,9 +55,15 @@ SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ah
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
 
 
-def main(argv: list[str] | None = None) -> dict | None:
-    """Encode, and return the record, or None if an earlier run has done all."""
+def main(argv: list[str] | None = None) -> dict | list[dict] | None:
+    """Encode, and return the record, or None if an earlier run has done all.
+
+    With --dry_run it returns the records of the forecasts instead.
+    """
     settings = parse(Encode, __doc__, argv, PROGRAM)
+    if settings.dry_run:
+        with one_line_errors(PROGRAM):
+            return dry_run(resolve_encoding_defaults(settings))
     stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):
         return encode(resolve_encoding_defaults(settings))
@@ -85,7 +93,7 @@ def encode(settings: Encode) -> dict | None:
         joined = join_parts(output, [part.name for part in parts])
         if joined.samples == 0:
             raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')
-        write_index(output, joined, latents=origin | {IMAGES: index_hash(index)})
+        write_index(output, joined, latents=origin | {IMAGES_HASH: index_hash(index)})
 
     # say what was made
     if not missing:

@@ -10,10 +10,9 @@ it draws on one GPU (python) or on several (composer, torchrun). The same comman
 stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
 error says where to get them. --random_networks tries all of it without them; its scores mean nothing.
 """
-from sdbench.exits import end_with_launcher, one_line_errors
 from sdbench.flags.commands import EVALUATE_FLAGS, Evaluate
 from sdbench.flags.parser import parse
-from sdbench.flags.threads import sleep_while_waiting
+from sdbench.process import end_with_launcher, one_line_errors, sleep_while_waiting
 
 PROGRAM = 'evaluate.py'
 
@@ -60,18 +59,17 @@ from sdbench.models.feature_extractors import (
     random_clip,
     random_inception,
 )
-from sdbench.models.loading import hash_of_weights
-from sdbench.models.precisions import AUTOCAST_DTYPES
+from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.paths import number_of_samples
 from sdbench.progress_bar import progress_bar
-from sdbench.training.kept import MODEL, was_trained_on
+from sdbench.training.compatibility import MODEL, was_trained_on
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import best_precision, refuse_more_ranks_than_gpus
-from sdbench.training.weights import read_trained, trained_pipeline
+from sdbench.training.weights import read_trained_model, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
-FEWEST_SAMPLES = 10_000  # with fewer, FID is biased upwards by much
+FEWEST_FOR_FID = 10_000  # with fewer, FID is biased upwards by much
 SECONDS_FOR_THE_SLOWEST = 6 * 60 * 60  # a process waits so long for another that draws
 
 
@@ -83,6 +81,8 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
     about = {'inception_sha256': None, 'clip_sha256': None, 'clip': None}
     inception = None
     clip = None
+
+    # the networks
     if settings.random_networks:
         inception = random_inception()
         clip = clip_score(*random_clip())
@@ -96,6 +96,7 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
         about['clip_sha256'] = hash_of_weights(clip.model)
         about['clip'] = os.path.basename(os.path.abspath(settings.clip))
 
+    # the metrics
     metrics = {}
     if inception is not None:
         metrics['fid'] = FrechetInceptionDistance(inception, reset_real_features=False).to(device)
@@ -110,13 +111,14 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     Raises ValueError if there is none, or it cannot draw.
     """
     about = {'weights': None, 'trained_batches': None, 'images_seen': None, 'training': None}
+
     # a pipeline folder of diffusers
     if os.path.isfile(os.path.join(path, PIPELINE_INDEX)):
         pipeline = load_pipeline(path, f'MODEL {path}')
         about['model_name'] = redacted(path)
     # or a checkpoint
     else:
-        trained = read_trained(path, 'MODEL')
+        trained = read_trained_model(path, 'MODEL')
         if trained.vae is None and not trained.flags.get('pretrained'):
             raise ValueError(f'MODEL {path} has no VAE to decode with, because it was trained on latents; make a '
                              'pipeline of it by export.py --model_name FOLDER --pretrained, and evaluate that')
@@ -130,7 +132,7 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
 
 
 def sources_of_pictures(pipeline: StableDiffusionPipeline) -> dict:
-    """Return what pictures depend on beside the weights: the tokenizer's hash, and what the scheduler is set to."""
+    """Return what pictures depend on, apart from weights: the tokenizer's hash, and what the scheduler is set to."""
     # the tokenizer
     tokenizer = json.loads(pipeline.tokenizer.backend_tokenizer.to_str())
     for changing in ('truncation', 'padding'):  # each call sets them
@@ -164,7 +166,8 @@ def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
             bar.update()
 
 
-def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None) -> list[str]:
+def read_references(settings: Evaluate, index: dict, image_size: int, fid: FrechetInceptionDistance | None
+                    ) -> list[str]:
     """Read the captions of DATA, and show its images to `fid`, unless that is None. Each rank reads an equal share.
 
     Raises DataError if an image does not decode, or a caption is empty.
@@ -172,6 +175,8 @@ def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetI
     rank, ranks = dist.get_global_rank(), dist.get_world_size()
     first = settings.samples * rank // ranks
     stop = settings.samples * (rank + 1) // ranks
+
+    # captions, and images in batches
     captions = []
     images = []  # of the next batch of `fid`
     dataset = StreamingLAIONDataset(settings.data, image_size=image_size, index=index, batch_size=1)
@@ -187,13 +192,15 @@ def read_samples(settings: Evaluate, index: dict, image_size: int, fid: FrechetI
         if len(images) == settings.batch_size or number == stop - 1:
             fid.update(torch.stack(images).to(fid.device), real=True)
             images.clear()
+
+    # the captions of all ranks
     all_captions = []
     for captions_of_rank in dist.all_gather_object(captions):
         all_captions += captions_of_rank
     return all_captions
 
 
-def path_of(settings: Evaluate, guidance: float, number: int) -> Path:
+def picture_path(settings: Evaluate, guidance: float, number: int) -> Path:
     """Return the file of a picture."""
     return Path(settings.out, f'guidance-{guidance}', f'{number:06}.png')
 
@@ -209,7 +216,7 @@ def missing_batches(settings: Evaluate) -> list[tuple[float, list[int]]]:
     for guidance in settings.guidance:
         numbers = []
         for number in samples_of_rank(settings):
-            if not path_of(settings, guidance, number).exists():
+            if not picture_path(settings, guidance, number).exists():
                 numbers.append(number)
         for start in range(0, len(numbers), settings.batch_size):
             batches.append((guidance, numbers[start:start + settings.batch_size]))
@@ -228,7 +235,7 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
             drawing = pipeline([captions[number] for number in numbers], guidance_scale=guidance, height=image_size,
                                width=image_size, num_inference_steps=settings.steps, output_type='latent',
                                generator=seeded(settings.seed * SEEDS_APART + number for number in numbers))
-            paths = [path_of(settings, guidance, number) for number in numbers]
+            paths = [picture_path(settings, guidance, number) for number in numbers]
             pictures = decode(pipeline, drawing.images)
             list(saved)  # waits for them, and raises what went wrong
             saved = savers.map(save_picture, pictures, paths)
@@ -274,7 +281,7 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
     starts = range(0, len(numbers), settings.batch_size)
     for start in with_progress(starts, f'scoring at guidance {guidance:g}', len(starts)):
         batch = numbers[start:start + settings.batch_size]
-        pictures = [pil_to_tensor(Image.open(path_of(settings, guidance, number))) for number in batch]
+        pictures = [pil_to_tensor(Image.open(picture_path(settings, guidance, number))) for number in batch]
         for name, metric in metrics.items():
             images = torch.stack(pictures).to(metric.device)  # uint8 (B, 3, H, W)
             if name == 'fid':
@@ -293,7 +300,7 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
     return scores
 
 
-def summary(record: dict) -> str:
+def scores_summary(record: dict) -> str:
     """Write the record for people: what drew, a row of scores for each guidance scale, and cautions."""
     lines = []
     if record['images_per_sec']:
@@ -315,7 +322,7 @@ def summary(record: dict) -> str:
     if record.get('trained_on_data'):
         cautions.append('DATA is what the model was trained on: the scores say nothing of other captions and images')
     if record.get('fid_is_biased'):
-        cautions.append(f'FID of {record["samples"]:,} pictures is too high: below {FEWEST_SAMPLES:,} it is biased, '
+        cautions.append(f'FID of {record["samples"]:,} pictures is too high: below {FEWEST_FOR_FID:,} it is biased, '
                         'and compares only with the same number')
     if record.get('fid_of_published_weights') is False:
         cautions.append('the weights of --inception are not those of published FIDs')
@@ -347,7 +354,7 @@ def record_of(settings: Evaluate, scores: list[dict], image_size: int, about: di
         record['random_scores'] = scores
     if settings.inception:
         record['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
-        record['fid_is_biased'] = settings.samples < FEWEST_SAMPLES
+        record['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
     return record
 
 
@@ -374,14 +381,14 @@ def evaluate(settings: Evaluate) -> dict:
     with contextlib.ExitStack() as stack:
         begun = Output(settings.out, '--out').begun(made_of)
         on_rank_0(lambda: stack.enter_context(begun))
-        captions = read_samples(settings, index, image_size, metrics.get('fid'))
+        captions = read_references(settings, index, image_size, metrics.get('fid'))
         to_device(pipeline, settings.precision, device)
         drawn = draw_missing(settings, pipeline, captions, image_size)
         scores = [scores_at(settings, guidance, captions, metrics) for guidance in settings.guidance]
 
     trained_on_data = {'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
     record = record_of(settings, scores, image_size, about_model | about_metrics | drawn | trained_on_data)
-    return append_record(record, summary(record), settings.results_file)
+    return append_record(record, scores_summary(record), settings.results_file)
 
 
 def main(argv: list[str] | None = None) -> dict:

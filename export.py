@@ -7,10 +7,10 @@
 OUT holds the UNet with its averaged weights where there are any, the VAE, the text encoder, the tokenizer and the
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
 """
-from sdbench.exits import one_line_errors
 from sdbench.flags.commands import Export
 from sdbench.flags.parser import parse
 from sdbench.flags.times import is_young
+from sdbench.process import one_line_errors
 
 PROGRAM = 'export.py'
 
@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from sdbench.errors import plural
-from sdbench.training.weights import Trained, read_trained, trained_pipeline
+from sdbench.training.weights import TrainedModel, read_trained_model, trained_pipeline
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def new_folder(out: str) -> Iterator[str]:
         os.rename(folder, out)
 
 
-def warn_of_random_parts(flags: Export, trained: Trained) -> None:
+def warn_of_random_parts(flags: Export, trained: TrainedModel) -> None:
     """Say where the pipeline has a VAE that cannot decode, or a text encoder that knows no words."""
     if trained.vae is None and not flags.pretrained:
         print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random one in its '
@@ -53,7 +53,7 @@ def warn_of_random_parts(flags: Export, trained: Trained) -> None:
               'will be noise', file=sys.stderr)
 
 
-def warn_of_young_average(flags: Export, trained: Trained) -> None:
+def warn_of_young_average(flags: Export, trained: TrainedModel) -> None:
     """Say where the average is still near the weights that the training started from."""
     half_life = trained.flags.get('ema_half_life')
     if trained.averaged is None or flags.live or not trained.batch:
@@ -64,7 +64,7 @@ def warn_of_young_average(flags: Export, trained: Trained) -> None:
               'live weights', file=sys.stderr)
 
 
-def summary(flags: Export, trained: Trained) -> str:
+def pipeline_summary(flags: Export, trained: TrainedModel) -> str:
     """Say what was written, how to draw from it, and how to score what it draws."""
     weights = 'averaged'
     if flags.live:
@@ -80,19 +80,24 @@ def summary(flags: Export, trained: Trained) -> str:
 
 def export(flags: Export) -> None:
     """Write OUT."""
+    # the parts of the pipeline
     disable_progress_bar()  # of transformers 5, for a part that is written in a moment
     print(f'reading {flags.checkpoint}', file=sys.stderr, flush=True)
-    trained = read_trained(flags.checkpoint, 'CHECKPOINT')
+    trained = read_trained_model(flags.checkpoint, 'CHECKPOINT')
     pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
                                 flags.pretrained, flags.live)
     warn_of_random_parts(flags, trained)
+
+    # their folder
     with new_folder(flags.out) as folder:
         try:
             pipeline.save_pretrained(folder)
         except SafetensorError as error:  # as it says of a full disk
             raise OSError(f'OUT {flags.out} could not be written: {error}') from None
+
+    # what it is, and what comes next
     warn_of_young_average(flags, trained)
-    print(summary(flags, trained))
+    print(pipeline_summary(flags, trained))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Images/s of convert.py, with as many processes as there are cores, against a plain loop of tarfile and MDSWriter.
+"""Time convert.py, with as many processes as there are cores, against a plain loop of tarfile and MDSWriter.
 
     python -m benchmarks.conversion [ROUNDS]     # about a minute a round
 
@@ -65,7 +65,7 @@ def convert(tars: Path, out: Path) -> None:
 
 
 def images_per_sec(way: Callable[[Path, Path], None], folder: Path) -> float:
-    """Time one way of converting."""
+    """Time one way of converting; return images a second."""
     start = time.perf_counter()
     way(folder / 'tars', folder / 'out')
     seconds = time.perf_counter() - start

@@ -1,14 +1,15 @@
-"""One EMA update and one swap of the SD2-base UNet on the CPU: this repository's against Composer's, in one process.
+"""Time an EMA update and a swap of the SD2-base UNet on the CPU: this repository's against Composer's.
 
     python -m benchmarks.ema_update     # needs 15 GB
 
-Each figure is the median of alternating runs; the ratios come last.
+Each figure is the median of alternating runs in one process; the ratios come last.
 
 docs/speed.md has the ratios of 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
 import resource
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 from composer.algorithms.ema import ema as composer_ema
@@ -18,13 +19,15 @@ from ema import EMA, ShadowModel, compute_ema
 from sdbench.models.loading import SD2_BASE, find_model
 
 
-def seconds(run) -> float:
+def seconds(run: Callable[[], object]) -> float:
+    """Time one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
-def compare(name: str, theirs, ours, runs: int = 5) -> str:
+def compare(name: str, theirs: Callable[[], object], ours: Callable[[], object], runs: int = 5) -> str:
+    """Time both in turn, print their medians, and return a line with the ratio."""
     times = [(seconds(theirs), seconds(ours)) for _ in range(runs)]
     their_median, our_median = (statistics.median(column) for column in zip(*times, strict=True))
     print(f'{name:<8} Composer {their_median:8.4f} s   here {our_median:8.4f} s')
@@ -32,27 +35,30 @@ def compare(name: str, theirs, ours, runs: int = 5) -> str:
 
 
 def peak_gib() -> float:
+    """Return the most memory that this process has held, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** 20
 
 
 def main() -> None:
+    # memory: updates and swaps need no copy of the model
     unet = UNet2DConditionModel.from_config(find_model(SD2_BASE).configs['unet'])
     ema = EMA()
     ema.ema_model = ShadowModel(unet)
     before = peak_gib()
     for _ in range(10):
         compute_ema(unet, ema.ema_model, 0.999)
-    ema._swap(unet)
-    ema._swap(unet)
+    ema.swap_weights(unet)
+    ema.swap_weights(unet)
     after = peak_gib()
     print(f'peak memory before {before:.3f} GiB, after ten updates and two swaps {after:.3f} GiB')
 
+    # seconds
     composers = composer_ema.EMAParameters(unet)
     with torch.no_grad():
         ratios = [
             compare('update', lambda: composer_ema.compute_ema(unet, composers, 0.999),
                     lambda: compute_ema(unet, ema.ema_model, 0.999)),
-            compare('swap', lambda: composers.swap_params(unet), lambda: ema._swap(unet)),
+            compare('swap', lambda: composers.swap_params(unet), lambda: ema.swap_weights(unet)),
         ]
     print(f'memory ratio {after / before:.4f}', *ratios, sep='\n')
 

@@ -7,7 +7,7 @@ pictures are stored as latents whose first three channels are the colours, in sh
 train a small UNet on latents of 4 by 4, are stopped, resume, and go on at 8 by 8 from the weights of the first phase.
 diffusers' own pipeline draws each caption from new noise. A picture is right if of all 16 it is nearest to the one that
 its caption names, and near to it as well. Three captions are kept out of the training: a colour in a place that it saw
-only apart. They are counted beside the others, and have a black frame in the figure. The last line is the result as
+only apart. They are counted apart from the others, and have a black frame in the figure. The last line is the result as
 JSON; the argument is the file for the pictures.
 
 docs/training.md has the result of two cores of an AMD EPYC.
@@ -58,12 +58,12 @@ EDGE = 4  # pixels around each picture of the figure
 
 
 def captions_of(colours: int = 4, places: int = 4) -> list[str]:
-    """A caption for each of so many colours in each of so many places."""
+    """Return a caption for each of so many colours in each of so many places."""
     return [f'{colour} {place}' for colour in [*COLOURS][:colours] for place in [*PLACES][:places]]
 
 
 def picture_of(caption: str, size: int) -> np.ndarray:
-    """The colours of a caption's picture, float32 (3, size, size) from -1 to 1: a patch on grey."""
+    """Draw a caption's picture, float32 (3, size, size) from -1 to 1: a patch of its colour on grey."""
     colour, place = caption.split(' ', 1)
     row, column = PLACES[place]
     half = size // 2
@@ -74,8 +74,9 @@ def picture_of(caption: str, size: int) -> np.ndarray:
 
 
 def write_model(folder: Path, unet: dict) -> None:
-    """A diffusers folder: the tiny model with a smaller text encoder and with the UNet `unet`, and random weights of
-    the VAE and the text encoder, as --pretrained takes them.
+    """Write a diffusers folder of the tiny model with a smaller text encoder and with the UNet `unet`.
+
+    The weights of its VAE and its text encoder, which --pretrained takes, are random.
     """
     shutil.copytree(BUILT_IN['tiny'], folder)
     for part, changes in (('unet', unet), ('text_encoder', TEXT_ENCODER)):
@@ -89,7 +90,7 @@ def write_model(folder: Path, unet: dict) -> None:
 
 def write_latents(folder: Path, model: Path, captions: list[str], image_size: int, samples: int,
                   jitter: float = JITTER) -> None:
-    """Shards with the moments of the captions' pictures, as encode.py writes them, so many samples of all."""
+    """Write shards with the moments of the captions' pictures, as encode.py does, so many samples of all."""
     files = find_model(str(model), pretrained=True)
     size = files.latent_size(image_size)
     columns = LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{size},{size}'}
@@ -108,7 +109,7 @@ def write_latents(folder: Path, model: Path, captions: list[str], image_size: in
 
 
 def draw(pipeline_folder: Path, captions: list[str], each: int, guidance: float = GUIDANCE) -> np.ndarray:
-    """Colours float32 (captions, each, 3, H/8, W/8) that the pipeline draws, about -1 to 1."""
+    """Draw each caption so many times; return colours, float32 (captions, each, 3, H/8, W/8), about -1 to 1."""
     pipeline = StableDiffusionPipeline.from_pretrained(str(pipeline_folder))
     pipeline.set_progress_bar_config(disable=True)
     latents = pipeline(captions, num_images_per_prompt=each, num_inference_steps=STEPS, guidance_scale=guidance,
@@ -118,21 +119,26 @@ def draw(pipeline_folder: Path, captions: list[str], each: int, guidance: float 
     return colours.reshape(len(captions), each, *colours.shape[1:]).numpy()
 
 
-def judged(drawn: np.ndarray, captions: list[str], near: float = NEAR, unseen: Sequence[str] = ()
-           ) -> dict[str, float]:
-    """How good the pictures `drawn` (captions, each, 3, H, W) are.
+def share_of_right_pictures(drawn: np.ndarray, captions: list[str], near: float = NEAR, unseen: Sequence[str] = ()
+                            ) -> dict[str, float]:
+    """Count which of the pictures `drawn` (captions, each, 3, H, W) are what their captions say.
 
     `right` is the share with the right colour in the right place, and near to it, of the captions that were trained.
     `right_unseen` is that of those that were not, `unseen`, where there are any. `distance` is the median over all, of
     the root mean square of the difference to the right picture.
     """
+    # how far each picture is from that of each caption
     pictures = np.stack([picture_of(caption, drawn.shape[-1]) for caption in captions])  # (captions, 3, H, W)
     differences = drawn[:, :, None] - pictures  # (captions, each, captions, 3, H, W)
     distances = np.sqrt(np.square(differences).mean(axis=(3, 4, 5)))  # (captions, each, captions)
+
+    # whether it is nearest to its own
     own = np.arange(len(captions))  # (captions,)
     is_nearest = distances.argmin(axis=2) == own[:, None]
     is_near = distances.min(axis=2) < near
     right = is_nearest & is_near  # (captions, each)
+
+    # the shares of all
     is_unseen = np.isin(captions, unseen)  # (captions,)
     verdict = {'right': float(right[~is_unseen].mean()), 'distance': float(np.median(distances[own, :, own]))}
     if is_unseen.any():
@@ -141,7 +147,7 @@ def judged(drawn: np.ndarray, captions: list[str], near: float = NEAR, unseen: S
 
 
 def train(folder: Path, phase: int, *flags: str) -> None:
-    """One phase by the real program: stopped halfway by a signal, and started again."""
+    """Train one phase by the real program, which is stopped halfway by a signal and started again."""
     image_size, batches = PHASES[phase]
     kept = folder / f'phase-{phase}'
     command = [str(Path(sys.executable).with_name('composer')), '-n', '2', 'benchmark.py', '--remote',
@@ -150,6 +156,8 @@ def train(folder: Path, phase: int, *flags: str) -> None:
                '--learning_rate', '2e-3', '--lr_warmup', '50ba', '--caption_drop', '0.1', '--use_ema',
                '--ema_half_life', '100ba', '--num_workers', '1', '--save_folder', str(kept), '--save_interval',
                f'{batches // CHECKPOINTS}ba', '--autoresume', '--results', str(folder / 'results.jsonl'), *flags]
+
+    # a run that is stopped when half of its checkpoints are there, and the one that resumes it
     with open(folder / 'log', 'ab') as log:
         first = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         while first.poll() is None and len(checkpoints_in(str(kept))) < CHECKPOINTS // 2:
@@ -157,6 +165,8 @@ def train(folder: Path, phase: int, *flags: str) -> None:
         first.send_signal(signal.SIGTERM)
         first.wait()
         ended = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log).returncode
+
+    # what their records say of it
     statuses = [json.loads(line)['status'] for line in (folder / 'results.jsonl').read_text().splitlines()]
     if ended or statuses[-2:] != ['interrupted', 'complete']:
         raise SystemExit(f'learn.py: phase {phase} did not stop and resume; its output ends with\n'
@@ -164,19 +174,23 @@ def train(folder: Path, phase: int, *flags: str) -> None:
 
 
 def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np.ndarray]:
-    """How good the pictures of each kind of weights are, and those of the average, (captions, 8, 3, H, W)."""
+    """Draw with each kind of weights, and count the pictures that are right.
+
+    Returns the counts of each kind, and the pictures of the average, (captions, 8, 3, H, W).
+    """
     verdicts = {}
     for kind, flags in (('live', ['--live']), ('averaged', [])):
         out = folder / f'{kind}-{phase}'
         export([str(folder / f'phase-{phase}'), str(out), '--pretrained', *flags])
         drawn = draw(out, captions, each=8)
-        verdicts[kind] = judged(drawn, captions, unseen=UNSEEN)
+        verdicts[kind] = share_of_right_pictures(drawn, captions, unseen=UNSEEN)
     return verdicts, drawn
 
 
 def figure(drawn: np.ndarray, captions: list[str]) -> Image.Image:
-    """The first picture of each caption, enlarged, in one: a row a colour, a column a place. Those of UNSEEN have a
-    black frame, all others a white one.
+    """Put the first picture of each caption, enlarged, into one: a row a colour, a column a place.
+
+    Those of UNSEEN have a black frame, all others a white one.
     """
     pictures = []
     for caption, colours in zip(captions, drawn[:, 0], strict=True):  # (3, H, W)
@@ -196,16 +210,23 @@ def main() -> None:
     result = {'chance': 1 / len(captions)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # the data of both phases
         write_model(folder / 'model', UNET)
         for image_size, _ in PHASES.values():
             write_latents(folder / f'latents-{image_size}', folder / 'model', seen, image_size, samples=4096)
+
+        # the two phases, and what is drawn after each
         train(folder, 1)
         result['phase_1'], _ = drawn_after(folder, 1, captions)
         train(folder, 2, '--load_weights', str(folder / 'phase-1'))
         result['phase_2'], drawn = drawn_after(folder, 2, captions)
+
+        # the figure
         picture = Path(sys.argv[1])
         picture.parent.mkdir(parents=True, exist_ok=True)
         figure(drawn, captions).save(picture)
+
+    # what is printed
     for phase in ('phase_1', 'phase_2'):
         for kind, verdict in result[phase].items():
             print(f'{phase}, {kind:<8} weights: {verdict["right"]:.1%} of the pictures are right, of the captions that '

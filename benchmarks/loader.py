@@ -1,4 +1,4 @@
-"""The streamed loader in one process, 256 px JPEGs for training at 512 px, against the original's way.
+"""Time the streamed loader in one process, on 256 px JPEGs for training at 512 px, against the original's way.
 
     python -m benchmarks.loader [FOLDER_OF_MDS_SHARDS]     # default: made here, 20 KB an image
 
@@ -28,6 +28,7 @@ from sdbench.inputs.shards import MDS_COLUMNS
 IMAGE_SIZE = 512  # pixels to train at
 BATCH_SIZE = 32
 NUM_SAMPLES = 512
+PICTURES = 512  # that differ
 
 
 class OriginalDataset(StreamingDataset):
@@ -45,10 +46,10 @@ class OriginalDataset(StreamingDataset):
         return {'image': image, 'caption': torch.tensor(ids)}
 
 
-def write_photographs(folder: str, num_samples: int = NUM_SAMPLES) -> None:
+def write_photographs(folder: str, num_samples: int) -> None:
     """Write shards of photographs with captions of 14 words; of many samples each picture comes several times."""
     random = np.random.default_rng(0)
-    pictures = [photograph(random) for _ in range(min(num_samples, NUM_SAMPLES))]
+    pictures = [photograph(random) for _ in range(min(num_samples, PICTURES))]
     words = 'a photo of the old red house by sea with two dogs and their small boat under grey sky'.split()
     with MDSWriter(out=folder, columns=MDS_COLUMNS) as writer:
         for number in range(num_samples):
@@ -57,7 +58,7 @@ def write_photographs(folder: str, num_samples: int = NUM_SAMPLES) -> None:
 
 
 def images_per_sec(loader) -> float:
-    """Time one epoch of a loader."""
+    """Time one epoch of a loader; return images a second."""
     start = time.perf_counter()
     images = sum(len(batch['image']) for batch in loader)
     return images / (time.perf_counter() - start)
@@ -66,9 +67,12 @@ def images_per_sec(loader) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
+        # the samples
         shards = sys.argv[1] if len(sys.argv) > 1 else f'{folder}/shards'
         if len(sys.argv) == 1:
-            write_photographs(shards)
+            write_photographs(shards, NUM_SAMPLES)
+
+        # the two loaders, in turn
         clip_tokenizer().model.save(folder)  # vocab.json and merges.txt
         slow = CLIPTokenizer.from_pretrained(folder, pad_token='!')
         original = StreamingDataLoader(OriginalDataset(shards, slow), batch_size=BATCH_SIZE)

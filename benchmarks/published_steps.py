@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 from composer import ComposerModel
 from composer.algorithms.ema.ema import compute_ema as composers_compute_ema
+from sdbench.models.precisions import AUTOCAST_DTYPES
 
 from benchmark import build_model
 from sdbench.flags.parser import parse
@@ -21,7 +22,6 @@ from sdbench.forecast.speed import Layout, StepWork, Work
 from sdbench.inputs.captions import CAPTION_LENGTH
 from sdbench.models.layers import DIVISORS, NoDivision
 from sdbench.models.loading import SD2_BASE, find_model
-from sdbench.models.precisions import AUTOCAST_DTYPES
 from sdbench.training.resolve import resolve_defaults
 
 ROOT = Path(__file__).parent.parent

@@ -1,9 +1,10 @@
-"""What a dataset of many samples costs a training before the first is read, by Streaming alone and without any data.
+"""Measure what a dataset of many samples costs a training before the first is read, without any data.
 
     python -m benchmarks.sizes 10000000 100000000     # samples, the fewest first; 100 million need about 6 GB
 
 Every process of a training opens the dataset: it holds its index, and for a moment more. The first process of each node
-then shuffles the numbers of all samples, on one core. The shards are listed in index.json, and need not be there.
+then shuffles the numbers of all samples, on one core. Both are Streaming's own work, and all that runs here. The shards
+are listed in index.json, and need not be there.
 
 docs/planning.md has the figures of one core of an AMD EPYC.
 """
@@ -26,7 +27,7 @@ GIB = 2 ** 30
 
 
 def entry(number: int) -> dict:
-    """The entry of a shard in index.json, as convert.py writes it."""
+    """Return the entry of a shard in index.json, as convert.py writes it."""
     return {'samples': SAMPLES_A_SHARD, 'raw_data': {'basename': f'{number:06}/shard.00000.mds', 'bytes': 60_000_000,
                                                      'hashes': {'xxh64': f'{number:016x}'}},
             'zip_data': None, 'version': 2, 'format': 'mds', 'compression': None, 'hashes': ['xxh64'],
@@ -35,18 +36,19 @@ def entry(number: int) -> dict:
 
 
 def resident_gib() -> float:
-    """Memory that this process holds."""
+    """Return the memory that this process holds, in GiB."""
     pages = int(Path('/proc/self/statm').read_text().split()[1])
     return pages * resource.getpagesize() / GIB
 
 
 def peak_gib() -> float:
-    """The most that it has held since it began."""
+    """Return the most memory that this process has held, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 def measure(num_samples: int) -> str:
-    """Seconds and memory of opening and of shuffling so many samples."""
+    """Open and shuffle so many samples; return a line with the seconds and the memory that it took."""
+    # opened, as every process does
     before = resident_gib()
     with tempfile.TemporaryDirectory() as folder:
         shards = [entry(number) for number in range(num_samples // SAMPLES_A_SHARD)]
@@ -55,6 +57,8 @@ def measure(num_samples: int) -> str:
         dataset = StreamingDataset(local=folder, shuffle=True, batch_size=BATCH_SIZE,
                                    num_canonical_nodes=WORLD.num_nodes, shuffle_block_size=1 << 18)
     kept, most = resident_gib() - before, peak_gib() - before
+
+    # shuffled, as the first process of a node does
     dataset.initial_physical_nodes = WORLD.num_nodes
     start = time.perf_counter()
     generate_work('random', dataset, WORLD, 0, 0)

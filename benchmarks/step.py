@@ -1,9 +1,9 @@
-"""A full SD2-base training step on the CPU (64 px, batch 4, microbatch 2, fp32, EMA), against the original's recipe.
+"""Time a full SD2-base training step on the CPU (64 px, batch 4, microbatch 2, fp32, EMA) by two recipes.
 
     python -m benchmarks.step [ROUNDS]     # needs 22 GB; about 3 minutes a round
 
-The original's recipe: AdamW over all parameters, not fused, and Composer's own EMA. The recipes take turns, each in a
-process of its own since two full models do not fit; the ratio comes last.
+The original's recipe is AdamW over all parameters, not fused, and Composer's own EMA. The other is this repository's.
+They take turns, each in a process of its own since two full models do not fit; the ratio comes last.
 
 docs/speed.md has the ratio of 2026-11-20, on two cores of an Intel Xeon with torch 2.7.0.
 """
@@ -16,8 +16,8 @@ FLAGS = ['--use_synth_data', '--use_ema', '--image_size', '64', '--batch_size', 
          '2', '--precision', 'fp32', '--warmup_batches', '1', '--measure_batches', '3', '--results', '-']
 
 
-def run(recipe: str) -> dict:
-    """The record of one run, in this process."""
+def run(recipe: str, flags: list[str]) -> None:
+    """Train by a recipe in this process, which prints its record."""
     import composer.algorithms
     import torch
 
@@ -26,12 +26,13 @@ def run(recipe: str) -> dict:
         def optimizer(model, *_):
             return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.001)
         benchmark.build_optimizer, benchmark.EMA = optimizer, composer.algorithms.EMA
-    return benchmark.main(FLAGS)
+    benchmark.main(flags)
 
 
 def measure(recipe: str) -> dict:
-    """The record of one run, in a process of its own."""
-    child = subprocess.run([sys.executable, '-m', 'benchmarks.step', recipe], capture_output=True, text=True)
+    """Train by a recipe in a process of its own; return the record."""
+    command = [sys.executable, '-m', 'benchmarks.step', recipe, *FLAGS]
+    child = subprocess.run(command, capture_output=True, text=True)
     if child.returncode:
         sys.exit(child.stderr)
     return json.loads(child.stdout.splitlines()[-1])
@@ -39,10 +40,13 @@ def measure(recipe: str) -> dict:
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    # the records of both recipes, in turn
     records = {recipe: [] for recipe in ('original', 'here')}
     for _ in range(rounds):
         for recipe in records:
             records[recipe].append(measure(recipe))
+
+    # the medians and their ratio
     medians = {}
     for recipe, found in records.items():
         medians[recipe] = statistics.median(record['batch_seconds_median'] for record in found)
@@ -52,7 +56,7 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    if sys.argv[1:] in (['original'], ['here']):
-        run(sys.argv[1])
+    if sys.argv[1:2] in (['original'], ['here']):
+        run(sys.argv[1], sys.argv[2:])
     else:
         main()

@@ -1,4 +1,4 @@
-"""Train the VAE of the tiny model, whose weights are in models/tiny/vae, on pictures of emojis.
+"""Train the VAE of the tiny model, whose weights are in sdbench/models/tiny/vae, on pictures of emojis.
 
     npm pack emoji-datasource-google@16.0.0
     tar -xzf emoji-datasource-google-16.0.0.tgz
@@ -32,7 +32,7 @@ SIDE = 64  # pixels of a picture
 CROP = 32  # pixels of what most of the training sees
 HELD_OUT = 10  # one emoji in so many
 TONES = re.compile('-1f3f[b-f]')  # of skin, in the name of a file
-KL_WEIGHT = 1e-3  # of the divergence of a number of the latents, beside the errors of a number of the pictures
+KL_WEIGHT = 1e-3  # of the divergence of a number of the latents; that of the errors of a number of a picture is 1
 LEARNING_RATE = 3e-3
 PHASES = ((CROP, 16, 0.7), (SIDE, 8, 0.3))  # pixels of a side, pictures of a batch, share of the batches
 AS_THEY_ARE = 0.5  # share of the training pictures that are on white, in their own colours
@@ -167,6 +167,8 @@ def main() -> None:
     parser.add_argument('--batches', type=int, default=3000)
     parser.add_argument('--out', type=Path, default=BUILT_IN['tiny'] / VAE_WEIGHTS, help='file for the weights')
     args = parser.parse_args()
+
+    # the weights
     emojis, held_out = read_emojis(args.emojis)
     torch.manual_seed(17)
     vae = build_vae(find_model('tiny'), 'fp32').requires_grad_(True)
@@ -174,6 +176,7 @@ def main() -> None:
     normalize_latents(vae, emojis)
     save_file(vae.half().state_dict(), args.out, {'format': 'pt'})
 
+    # how well they reconstruct what they have not seen
     before = on_background(held_out, 1.0)
     after = reconstruct(vae.float(), before)
     each = psnr(before, after)

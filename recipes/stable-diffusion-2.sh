@@ -33,22 +33,32 @@ set -eu
 
 # Which GPUs are planned for.
 : "${GPUS:=8}"
-: "${GPU:=}"                      # the card, such as H100; all that are known without it
+: "${GPU:=}"                      # which, such as 'H100-80GB NVIDIA-H200'; all that are known without it
+: "${PRICES:=2}"                  # dollars of a GPU-hour, such as '2 H200=3.2'
+: "${PLAN:=}"                     # file that keeps the forecasts, one line of JSON each; none without it
+: "${IMAGES:=}"                   # with LATENTS: how many images are encoded; 790 million without it
 
 phase_1="@recipes/phase-1.txt --image_size $SIZE_1 --max_duration ${STEPS_1}ba --batch_size $BATCH_SIZE"
 phase_2="@recipes/phase-2.txt --image_size $SIZE_2 --max_duration ${STEPS_2}ba --batch_size $BATCH_SIZE"
 
 if [ "${1:-}" = plan ]; then
-    forecasts=$(mktemp)
-    trap 'rm -f "$forecasts"' EXIT
+    forecasts=$PLAN
+    if [ -z "$PLAN" ]; then
+        forecasts=$(mktemp)
+        trap 'rm -f "$forecasts"' EXIT
+    fi
     plan="--dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name $MODEL} --no-pretrained --results $forecasts"
+    # What each command prints says more; the report has the costs.
     data=--use_synth_data
     if [ -n "$LATENTS" ]; then
-        data=--use_synth_latents    # the plan says that the encoding is not in it
+        data=--use_synth_latents
+        python encode.py --image_size "$SIZE_1" ${IMAGES:+--images $IMAGES} $plan > /dev/null
+        python encode.py --image_size "$SIZE_2" ${IMAGES:+--images $IMAGES} $plan > /dev/null
     fi
-    python benchmark.py $phase_1 $data $PHASE_FLAGS $plan > /dev/null    # its summary says more; the report has the costs
+    python benchmark.py $phase_1 $data $PHASE_FLAGS $plan > /dev/null
     python benchmark.py $phase_2 $data $PHASE_FLAGS $plan > /dev/null
-    python report.py "$forecasts" --phase "$((STEPS_1 * BATCH_SIZE))@$SIZE_1" --phase "$((STEPS_2 * BATCH_SIZE))@$SIZE_2"
+    python report.py "$forecasts" --phase "$((STEPS_1 * BATCH_SIZE))@$SIZE_1" \
+        --phase "$((STEPS_2 * BATCH_SIZE))@$SIZE_2" --dollars_per_gpu_hour $PRICES
     exit
 fi
 

@@ -2,6 +2,7 @@
 from sdbench.gpus import has_words
 
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
+DATASET_IMAGES = 790_000_000  # of LAION, on which mosaicml/diffusion trained it again; 300 million for 512 pixels
 DOLLARS_PER_GPU_HOUR = 2.0
 SECONDS_PER_DAY = 86_400
 
@@ -39,3 +40,10 @@ def prices_in_words(prices: Prices) -> str:
     named = [f'{words} ${dollars:g}' for words, dollars in prices if words is not None]
     for_all = price_of('', prices)
     return ', '.join([f'${for_all:g} a GPU-hour', *named])
+
+
+def storage_in_words(nbytes: float) -> str:
+    """Return a number of bytes in GB or TB, such as '51.8 TB'."""
+    unit, size = ('TB', 1e12) if nbytes >= 1e12 else ('GB', 1e9)
+    amount = nbytes / size
+    return f'{amount:.3g} {unit}' if amount < 100 else f'{amount:,.0f} {unit}'

@@ -96,18 +96,30 @@ def peak_of(device_name: str, precision: str) -> float | None:
     return CARDS[device_name].tflops
 
 
+def words_in(text: str) -> list[str]:
+    """Return the words of a GPU's name, in capitals, which spaces or hyphens part."""
+    return re.findall('[A-Z0-9]+', text.upper())
+
+
 def has_words(device_name: str, words: str) -> bool:
-    """Return whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens."""
-    for word in re.findall('[A-Z0-9]+', words.upper()):
+    """Tell whether a GPU's name has all of some words, whatever their capitals, spaces and hyphens."""
+    for word in words_in(words):
         pattern = rf'\b{"[ -]?".join(word)}\b'  # RTX4090 for RTX 4090, but not A10 for A100
         if not re.search(pattern, device_name.upper()):
             return False
     return True
 
 
-def cards_named(words: str | None, flag: str = '--gpu') -> list[Card]:
-    """Return the cards whose names have all of some words; None: all cards. Raises ValueError if there is none."""
-    found = [card for card in CARDS.values() if has_words(card.name, words or '')]
-    if not found:
-        raise ValueError(f'{flag} {words} is no GPU that is known here; give one of {", ".join(CARDS)}')
+def cards_named(names: tuple[str, ...], flag: str = '--gpu') -> list[Card]:
+    """Return the cards of some names: the card that has just this name, or else all that have its words in theirs.
+
+    Without names these are all cards. Raises ValueError for a name that is no card's.
+    """
+    found = []
+    for words in names or ('',):
+        cards = [card for card in CARDS.values() if words_in(card.name) == words_in(words)]
+        cards = cards or [card for card in CARDS.values() if has_words(card.name, words)]
+        if not cards:
+            raise ValueError(f'{flag} {words} is no GPU that is known here; give one of {", ".join(CARDS)}')
+        found += [card for card in cards if card not in found]
     return found

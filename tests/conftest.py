@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 # before any library reads them; a GPU would be lost to the processes that the tests fork
 os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline', CUDA_VISIBLE_DEVICES='')
-os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run beside this one
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run at the same time
 # Inductor without processes of its own, and without vectors, whose C++ takes a compiler much longer than the plain one.
 os.environ.update(TORCHINDUCTOR_COMPILE_THREADS='1', TORCHINDUCTOR_VEC_ISA_OK='0')
 
@@ -24,7 +24,7 @@ pytest.register_assert_rewrite('tests.forked_runs', 'tests.runs')
 
 @pytest.fixture(autouse=True)
 def the_same_numbers_are_drawn():
-    """Whatever tests were before this one."""
+    """Seed all random numbers, whatever tests were before this one."""
     import numpy as np
     import torch
     torch.manual_seed(0)
@@ -34,8 +34,10 @@ def the_same_numbers_are_drawn():
 
 @pytest.fixture(scope='session')
 def plain_run(tmp_path_factory) -> SimpleNamespace:
-    """A run on synthetic data, in a `folder` of its own: its `record`, its `output` and `errors`, and what SIGINT and
-    SIGTERM did before and after it."""
+    """Train on synthetic data in a `folder` of its own.
+
+    Returns its `record`, `output` and `errors`, and the handlers of SIGINT and SIGTERM before and after it.
+    """
     from benchmark import main
     from tests.runs import TINY
 
@@ -118,6 +120,13 @@ def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope='session')
+def pipeline(tmp_path_factory) -> str:
+    """A pipeline of the tiny model that draws pictures of 32 pixels."""
+    from tests.scoring_models import save_pipeline
+    return save_pipeline(tmp_path_factory.mktemp('pipeline') / 'pipeline')
+
+
 @pytest.fixture
 def s3(monkeypatch):
     """An S3 server on loopback that takes signed requests alone, with a boto3 `client` of its bucket called bucket."""
@@ -129,7 +138,7 @@ def s3(monkeypatch):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """This machine says that it has a GPU, as far as it is asked and nothing is computed there; call it for another."""
+    """Let this machine say that it has a GPU, as far as nothing is computed there; call the fixture for another one."""
     import torch
 
     def set_up(count: int = 1, name: str = 'NVIDIA A100-SXM4-40GB', gib: int = 40) -> None:
@@ -144,9 +153,9 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.fixture(scope='session', autouse=True)
 def server():
-    """Forks processes that have imported the program already, also the workers of the commands."""
+    """Start a server that forks processes which have imported the program, also the workers of the commands."""
     os.environ['PYTHONPATH'] = str(Path(__file__).parent.parent)
     context = multiprocessing.get_context('forkserver')
     context.set_forkserver_preload(['tests.preloaded'])
-    forkserver.ensure_running()  # it imports beside the first tests
+    forkserver.ensure_running()  # it imports while the first tests run
     return context

@@ -32,7 +32,7 @@ class Dtypes(TorchDispatchMode):
         self.seen: dict[str, set[torch.dtype]] = defaultdict(set)
 
     def of(self, *names: str) -> set[torch.dtype]:
-        """Of all operators of these names together."""
+        """Return the types of all operators of these names together."""
         return set().union(*(self.seen.get(name, set()) for name in names))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -45,7 +45,7 @@ class Dtypes(TorchDispatchMode):
 
 @contextlib.contextmanager
 def composer_on_a_gpu(monkeypatch) -> Iterator[None]:
-    """Composer's Trainer takes amp_bf16 and amp_fp16 on this CPU, computes norms in float32, and scales losses."""
+    """Let Composer's Trainer take amp_bf16 and amp_fp16 on this CPU, compute norms in float32, and scale losses."""
     from composer.trainer import trainer
 
     @contextlib.contextmanager
@@ -63,7 +63,7 @@ def composer_on_a_gpu(monkeypatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone, over gloo, so that DDP wraps a model as it does on several."""
+    """Make a process group of this process alone, over gloo, so that DDP wraps a model as it does on several."""
     if torch.distributed.is_initialized():  # an earlier run in this process has left one
         yield
         return
@@ -76,7 +76,7 @@ def one_rank() -> Iterator[None]:
 
 
 def leave_ranks() -> None:
-    """This process is alone again, if it was not.
+    """Leave the process group, if this process is in one.
 
     Its groups stay in memory: where one ends, Gloo waits, without letting Python go on, for threads of its own, which
     may wait for Python.

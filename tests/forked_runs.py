@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size'
 
 
 def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, function: Callable, arguments: tuple) -> None:
-    """In a process of its own: the environment that a launcher gives to a rank, its output to `log`, the call."""
+    """Set what a launcher sets for a rank, print to `log`, and call the function, in a process of its own."""
     local_ranks = ranks // nodes
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_ranks), NODE_RANK=str(rank // local_ranks),
                       WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(local_ranks), MASTER_ADDR='127.0.0.1',
@@ -40,7 +39,7 @@ def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, functio
 
 def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict[str, str], function: Callable,
                    argv: list[str]) -> None:
-    """In a process of its own: the call, in `folder`, which also gets what it prints and what its small disk held."""
+    """Call the function in a process of its own and in `folder`, which gets what it prints and what its disk held."""
     for name, number in (('out', 1), ('err', 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.environ.update(environment)
@@ -56,7 +55,7 @@ def become_program(folder: Path, disk: tuple[int, str] | None, environment: dict
 
 
 def mount_small_disk(megabytes: int, where: str) -> None:
-    """A file system of that size at `where`, which only this process sees."""
+    """Mount a file system of that size at `where`, which only this process sees."""
     clone_newns = 0x20000
     if ctypes.CDLL(None, use_errno=True).unshare(clone_newns):
         raise OSError(ctypes.get_errno(), 'unshare')
@@ -65,6 +64,7 @@ def mount_small_disk(megabytes: int, where: str) -> None:
 
 
 def skip_unless_mounts_are_allowed(where: str) -> None:
+    """Skip the test where this user may not mount."""
     may_mount = ['unshare', '--mount', 'sh', '-c', f'mount -t tmpfs tmpfs {where}']
     if subprocess.run(may_mount, capture_output=True).returncode:
         pytest.skip('needs a file system of its own, and this user may not mount one')
@@ -72,46 +72,36 @@ def skip_unless_mounts_are_allowed(where: str) -> None:
 
 def run_program(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
                 **environment: str) -> tuple[int, str, str]:
-    """Call `function(argv)` in a new process and in the new folder `folder`; its exit code, stdout and stderr.
+    """Call `function(argv)` in a new process and in a folder; return its exit code, stdout and stderr.
 
     Args:
         server: of processes.
+        folder: is made where it is missing, and gets `out` and `err`.
+        function: of a module, as the process imports it.
+        argv: words and paths.
         disk: megabytes of a file system that the process finds at that place, and whose files are in `folder / 'disk'`
             afterwards.
         environment: more than this process has.
     """
-    folder.mkdir()
-    return run_in_folder(server, folder, function, argv, disk, **environment)
-
-
-def run_in_folder(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
-                  **environment: str) -> tuple[int, str, str]:
-    """The same in a folder that is there."""
-    process = start_in_folder(server, folder, function, argv, disk, **environment)
+    if disk:
+        skip_unless_mounts_are_allowed(disk[1])
+    folder.mkdir(exist_ok=True)
+    arguments = (folder, disk, environment, function, list(map(str, argv)))
+    process = server.Process(target=become_program, args=arguments)
+    process.start()
     process.join(600)
     assert process.exitcode is not None, (folder / 'err').read_text()
     return process.exitcode, (folder / 'out').read_text(), (folder / 'err').read_text()
 
 
-def start_in_folder(server, folder: Path, function: Callable, argv: list, disk: tuple[int, str] | None = None,
-                    **environment: str) -> BaseProcess:
-    """The same, of which nobody waits for the end; it prints to `folder / 'out'` and `folder / 'err'`."""
-    if disk:
-        skip_unless_mounts_are_allowed(disk[1])
-    arguments = (folder, disk, environment, function, list(map(str, argv)))
-    process = server.Process(target=become_program, args=arguments)
-    process.start()
-    return process
-
-
 def script(argv: list[str]) -> None:
-    """What Python does with the words behind `python` of a command line."""
+    """Do what Python does with the words behind `python` of a command line."""
     sys.argv = argv
     runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
 
 
 def on_small_disk(server, megabytes: int, where: str, argv: list, folder: Path) -> tuple[str, str]:
-    """Run the benchmark with a file system of that size at `where`; the line of its error, and what it printed."""
+    """Run the benchmark with a file system of that size at `where`; return its line of an error and its output."""
     code, output, errors = run_program(server, folder, benchmark.main, argv, (megabytes, str(where)))
     assert code in (1, 2), errors
     assert 'Traceback' not in errors, errors
@@ -151,7 +141,7 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
 
 
 def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> None:
-    """A run that writes what it trains on and its losses to `trace`, and kills itself where it is told."""
+    """Train, write the captions and the losses of each batch to `trace`, and kill the process where it is told."""
     moment, batch_to_die = kill or (None, None)
 
     def die(*_):
@@ -194,7 +184,7 @@ def traced_run(rank: int, argv: list[str], trace: Path, kill: tuple | None) -> N
 
 
 def run(server, ranks: int, argv: list, folder: Path, kill=None) -> list[int]:
-    """Start all ranks, let the whole run die with the first that does; returns their exit codes."""
+    """Start all ranks, let the whole run die with the first that does, and return their exit codes."""
     trace = folder / 'rank'
     argv = [*map(str, argv), '--save_folder', str(folder / 'checkpoints'), '--results', str(folder / 'results.jsonl')]
     arguments = [(rank, argv, trace, kill) for rank in range(ranks)]
@@ -202,7 +192,7 @@ def run(server, ranks: int, argv: list, folder: Path, kill=None) -> list[int]:
 
 
 def traced(folder: Path, ranks: int) -> list[dict[int, set]]:
-    """What each rank saw and lost, by batch; more than one thing in a set if it was not the same each time."""
+    """Read the captions and losses of each rank by batch; a set has more than one if they changed."""
     found = [{} for _ in range(ranks)]
     for rank, batches in enumerate(found):
         for line in (folder / f'rank{rank}').read_text().splitlines():
@@ -211,11 +201,17 @@ def traced(folder: Path, ranks: int) -> list[dict[int, set]]:
     return found
 
 
-def batches_of_a_run_that_no_kill_changes(server, folder: Path, argv: list, ranks: int, kills: list,
-                                          needed_at_first: Path | None = None) -> list[dict]:
-    """What each rank saw and lost in each batch, the same with the kills and without; and so are weights and figures.
+def assert_no_kill_changes_a_run(server, folder: Path, argv: list, ranks: int, kills: list,
+                                 needed_at_first: Path) -> None:
+    """Run a training with kills and without, and compare batches, losses, weights and figures.
 
-    `needed_at_first` is a folder that is gone after the first kill.
+    Args:
+        server: of processes.
+        folder: of both trainings.
+        argv: flags of benchmark.py.
+        ranks: of each training.
+        kills: a moment and a batch each, as `traced_run` has them.
+        needed_at_first: a folder that is gone after the first kill.
     """
     whole, killed = folder / 'whole', folder / 'killed'
     whole.mkdir(), killed.mkdir()
@@ -223,13 +219,11 @@ def batches_of_a_run_that_no_kill_changes(server, folder: Path, argv: list, rank
     for kill in kills:
         codes = run(server, ranks, argv, killed, kill)
         assert -signal.SIGKILL in codes, (kill, codes, (killed / 'log').read_text())
-        if needed_at_first is not None:
-            shutil.rmtree(needed_at_first, ignore_errors=True)
+        shutil.rmtree(needed_at_first, ignore_errors=True)
     assert run(server, ranks, argv, killed) == [0] * ranks, (killed / 'log').read_text()
+    records = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1]) for place in (whole, killed)]
     batches = traced(whole, ranks)
+    assert all(sorted(rank) == list(range(records[0]['trained_batches'])) for rank in batches)
     assert traced(killed, ranks) == batches
     assert_same_training(killed / 'checkpoints', whole / 'checkpoints')
-    losses = [json.loads((place / 'results.jsonl').read_text().splitlines()[-1])['eval_loss']
-              for place in (whole, killed)]
-    assert losses[0] == losses[1]
-    return batches
+    assert records[0]['eval_loss'] == records[1]['eval_loss']

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmark import main
+from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
@@ -22,6 +23,9 @@ ROOT = Path(__file__).parent.parent
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
         '--measure_batches', '3']
+
+COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'evaluate.py': Evaluate,
+            'export.py': Export, 'report.py': Report}  # and their flags
 
 RECORD_KEYS = {
     'date', 'command', 'git_commit', 'device', 'num_devices', 'num_nodes', 'versions', 'model_name', 'image_size',
@@ -34,12 +38,12 @@ RECORD_KEYS = {
 
 
 def settings_of(*argv) -> Train:
-    """The settings of a run with these flags, on this machine."""
+    """Return the settings of a run with these flags, on this machine."""
     return resolve_defaults(parse(Train, '', [str(argument) for argument in argv], 'benchmark.py'))
 
 
 def check_record(record: dict) -> None:
-    """What must hold between the figures of any record."""
+    """Check what must hold between the figures of any record."""
     assert RECORD_KEYS <= set(record)
     assert record['measured_batches'] == 3
     assert record['warmup_batches'] == 1
@@ -57,13 +61,13 @@ def check_record(record: dict) -> None:
 
 
 def error_line(capfd) -> str:
-    """The one line of the program's own."""
+    """Return the one line of an error of the program's own."""
     [line] = [line for line in capfd.readouterr().err.splitlines() if 'error:' in line]
     return line
 
 
 def failed(argv, results, capfd, callbacks=()) -> str:
-    """Run what must fail; its one line, which the record has too."""
+    """Train what must fail; return its one line, which the record has too."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         main([*map(str, argv), '--results', str(results)], callbacks)
@@ -75,23 +79,24 @@ def failed(argv, results, capfd, callbacks=()) -> str:
 
 
 def summary_lines(output: str) -> list[str]:
-    """The lines of a summary, but for the caution that a busy machine adds."""
+    """Return the lines of a summary, but for the caution that a busy machine adds."""
     return [line for line in output.splitlines() if 'waited' not in line]
 
 
-def one_error_line(argv: list, capfd) -> str:
-    """Run what must be refused; the one line that it leaves, beside the one of what it builds."""
+def one_error_line(argv: list, capfd, program: Callable = main) -> str:
+    """Run a command that must be refused, and return its one line, without those of what it builds or reads."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
-        main([str(argument) for argument in argv])
-    error = re.sub('^building .*\n', '', capfd.readouterr().err)
+        program([str(argument) for argument in argv])
+    about_to_do = r'^(building|converting|listing|reaching|reading) .*\n'
+    error = re.sub(about_to_do, '', capfd.readouterr().err, flags=re.MULTILINE)
     assert exit.value.code in (1, 2), error
     assert error.count('\n') == 1, error
     return error
 
 
 def assert_equal(one, other) -> None:
-    """What a checkpoint holds is the same, tensors to the last bit."""
+    """Check that what two checkpoints hold is the same, tensors to the last bit."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert one.keys() == other.keys()
@@ -106,31 +111,32 @@ def assert_equal(one, other) -> None:
 
 
 def final_state(folder: str | Path) -> dict:
-    """The state in the newest checkpoint of a folder."""
+    """Return the state in the newest checkpoint of a folder."""
     return load_checkpoint(checkpoints_in(str(folder))[-1])['state']
 
 
 def flags_of(checkpoint: dict) -> dict:
-    """What a checkpoint keeps of its run, to be looked at or changed."""
+    """Return what a checkpoint keeps of the flags of its run, to be looked at or changed."""
     return dict(checkpoint['state']['callbacks'])['Safeguard']['flags']
 
 
 def assert_same_training(one: str | Path, other: str | Path) -> None:
-    """Weights, optimizer and average of the newest checkpoints in two folders are the same to the last bit."""
+    """Check that weights, optimizer and average of the newest checkpoints in two folders are the same to the last bit.
+    """
     states = final_state(one), final_state(other)
     for part in ('model', 'optimizers', 'algorithms'):
         assert_equal(*(state[part] for state in states))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """All files below a folder, by their names from there."""
+    """Read all files below a folder, by their names from there."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob('*')) if path.is_file()}
 
 
 def start(log: Path, *words) -> subprocess.Popen:
-    """What Python does with these words of a command line, in the folder of the programs and in a session of its own.
+    """Start Python with these words of a command line, in the folder of the programs; it prints to `log`.
 
-    It prints to `log`.
+    It is the first process of a group of its own.
     """
     with open(log, 'w') as file:
         return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, stdout=file, stderr=file,
@@ -138,25 +144,25 @@ def start(log: Path, *words) -> subprocess.Popen:
 
 
 def start_launcher(log: Path, argv: list) -> subprocess.Popen:
-    """`composer ARGV`, printing to `log`."""
+    """Start `composer ARGV`, which prints to `log`."""
     return start(log, '-m', 'composer.cli.launcher', *argv)
 
 
 def workers_of(command: subprocess.Popen) -> list[int]:
-    """The numbers of the processes that work for a command: those that its own server of processes has forked."""
+    """Return the numbers of the processes that work for a command: those that its server of processes has forked."""
     children = psutil.Process(command.pid).children()
     return [worker.pid for child in children for worker in child.children()]
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on."""
+    """Return a port of loopback that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(('127.0.0.1', 0))
         return listener.getsockname()[1]
 
 
 def wait_until(true: Callable[[], object], seconds: float = 300) -> None:
-    """Until `true()` is; a failure after that many seconds."""
+    """Wait until `true()` is; fail after that many seconds."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

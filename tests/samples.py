@@ -1,12 +1,15 @@
 """Small real samples as tests write them: pictures, shards, tars, and an object that runs code when unpickled."""
 import io
+import json
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
 from PIL import Image, ImageOps
-from streaming import MDSWriter
+from streaming import MDSWriter, StreamingDataset
+
+from sdbench.inputs.stream import own_shared_memory
 
 
 def picture(seed: int, width: int = 64, height: int = 64) -> Image.Image:
@@ -32,6 +35,18 @@ def write_shards(folder, samples: list[dict], columns=None, size_limit: int = 1 
         for sample in samples:
             writer.write(sample)
     return str(folder)
+
+
+def read_back(folder: Path, **options) -> list[tuple[bytes, str]]:
+    """Return image and caption of each sample of a dataset, as Streaming's own reader has them."""
+    with own_shared_memory():
+        dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1, **options)
+    return [(dataset[i]['jpg'], dataset[i]['caption']) for i in range(len(dataset))]
+
+
+def skipped(out: Path) -> list[dict]:
+    """Return the lines of skipped.jsonl of a dataset."""
+    return [json.loads(line) for line in (out / 'skipped.jsonl').read_text().splitlines()]
 
 
 def write_tar(path: Path, files: dict[str, bytes] | list) -> Path:

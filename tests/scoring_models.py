@@ -13,20 +13,20 @@ from sdbench.models.loading import build_text_encoder, build_vae, find_model
 
 
 def save_inception(path: Path) -> str:
-    """Weights of InceptionV3 in the layout of torch-fidelity's file."""
+    """Save weights of InceptionV3 in the layout of torch-fidelity's file."""
     torch.save(random_inception().state_dict(), path)
     return str(path)
 
 
 def tokenizer_of_letters() -> CLIPTokenizerFast:
-    """That of the program with a token for each letter, which is made and loaded in no time."""
+    """Build the tokenizer of the program with a token for each letter, which is made and loaded in no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captions, 'clip_merges', tuple)
         return captions.pipeline_tokenizer()
 
 
 def save_clip(folder: Path) -> str:
-    """A CLIP model of one layer, with its processor, as transformers saves them."""
+    """Save a CLIP model of one layer with its processor, as transformers does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captions, 'clip_merges', tuple)
         model, processor = random_clip()
@@ -36,7 +36,7 @@ def save_clip(folder: Path) -> str:
 
 
 def save_pipeline(folder: Path) -> str:
-    """A pipeline of the tiny model that draws pictures of 32 pixels."""
+    """Save a pipeline of the tiny model that draws pictures of 32 pixels."""
     files = find_model('tiny')
     torch.manual_seed(4)
     unet = UNet2DConditionModel.from_config(files.configs['unet'] | {'sample_size': 4})

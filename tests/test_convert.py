@@ -1,53 +1,35 @@
 """What goes into convert.py comes out of Streaming's own reader, or is named; nothing unfinished looks finished."""
-import json
 import os
-import signal
+import tarfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from streaming import StreamingDataset
 
 import convert
 from benchmark import main
-from sdbench.inputs.stream import own_shared_memory
 from tests.forked_runs import run_program, script
 from tests.local_s3 import local_s3
-from tests.runs import ROOT, TINY, files_of, start, wait_until
-from tests.samples import encoded, end_of_first_sample, picture, sample_files, shaded, write_sample_tar, write_tar
-
-
-def read_back(out: Path, **kwargs) -> list[tuple[bytes, str]]:
-    with own_shared_memory():
-        dataset = StreamingDataset(local=str(out), shuffle=False, batch_size=1, **kwargs)
-    return [(dataset[i]['jpg'], dataset[i]['caption']) for i in range(len(dataset))]
+from tests.runs import ROOT, TINY, files_of, one_error_line
+from tests.samples import (
+    encoded,
+    end_of_first_sample,
+    picture,
+    read_back,
+    sample_files,
+    shaded,
+    skipped,
+    write_sample_tar,
+    write_tar,
+)
 
 
 def pairs(*shades: int, suffix: str = 'jpg') -> list[tuple[bytes, str]]:
     return [(sample_files('', shade, suffix)[f'.{suffix}'], f'caption {shade}') for shade in shades]
 
 
-def skipped(out: Path) -> dict[str, str]:
-    lines = map(json.loads, (out / 'skipped.jsonl').read_text().splitlines())
-    return {line['key']: line['reason'].partition(':')[0] for line in lines}
-
-
-def error_line(capsys) -> str:
-    """The one line of a command that has failed, beside those of a run that says what it does."""
-    *first_lines, error = capsys.readouterr().err.splitlines()
-    assert all(line.startswith(('converting ', 'listing ', 'reaching ')) for line in first_lines), first_lines
-    assert error.startswith('convert.py: error: ')
-    return error
-
-
-def failing_status(*argv) -> int:
-    with pytest.raises(SystemExit) as stop:
-        convert.main([str(arg) for arg in argv])
-    return stop.value.code
-
-
 def times(out: Path) -> dict[Path, int]:
-    """When each file was written."""
+    """Return when each file was written."""
     return {path: path.stat().st_mtime_ns for path in out.rglob('*') if path.is_file() and path.suffix != '.lock'}
 
 
@@ -88,14 +70,15 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
     monkeypatch.chdir(tmp_path)
     assert convert.main(['photos', 'photos/mds']) == 0
     assert read_back(photos / 'mds') == pairs(1, 2)
-    lines = map(json.loads, (photos / 'mds/skipped.jsonl').read_text().splitlines())
-    assert {line['source']: line['reason'].partition(':')[0] for line in lines} == {
-        f'{photos}/lonely.webp': 'no caption', f'{photos}/pipe.jpg': 'no file'}
+    assert [(line['source'], line['reason'].partition(':')[0]) for line in skipped(photos / 'mds')] == [
+        (f'{photos}/pipe.jpg', 'no file'), (f'{photos}/lonely.webp', 'no caption')]
 
 
 def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
     good, image = sample_files('good', 0), shaded(1)
-    write_tar(tmp_path / 'x.tar', {
+    link = tarfile.TarInfo('link.txt')
+    link.type, link.linkname = tarfile.SYMTYPE, '/etc/passwd'
+    write_tar(tmp_path / 'in/x.tar', {
         **good, 'noise.jpg': b'not an image', 'noise.txt': b'a', 'cut.jpg': image[:len(image) // 2], 'cut.txt': b'a',
         'nothing.jpg': b'', 'nothing.txt': b'a', 'blank.jpg': image, 'blank.txt': b' \n', 'bare.jpg': image,
         'latin.jpg': image, 'latin.txt': 'café'.encode('latin-1'), 'words.txt': b'no picture',
@@ -103,46 +86,41 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
         'null.json': b'{"caption": null}', 'bomb.jpg': image, 'bomb.json': b'[' * 1_000_000,
         'thin.png': encoded(picture(0, 4000, 1), 'PNG'), 'thin.txt': b'a line',
         'surrogate.jpg': image, 'surrogate.json': b'{"caption": "\\ud800"}',
-        'json.jpg': shaded(7), 'json.json': '{"caption": "caption 7 ü"}'.encode()})
-    assert convert.main([str(tmp_path / 'x.tar'), str(tmp_path / 'out')]) == 0
+        'link.jpg': image, link: None, 'inner.tar': b'1', 'README': b'1', 'film.mp4': b'1', '._a.jpg': image,
+        './json.jpg': shaded(7), './json.json': '{"caption": "caption 7 ü"}'.encode()})
+    write_tar(tmp_path / 'in/empty.tar', {})
+    assert convert.main([str(tmp_path / 'in'), str(tmp_path / 'out')]) == 0
     assert read_back(tmp_path / 'out') == [*pairs(0), (shaded(7), 'caption 7 ü')]
     expected = {'noise': 'image does not decode', 'cut': 'image does not decode', 'nothing': 'image does not decode',
                 'blank': 'empty caption', 'bare': 'no caption', 'latin': 'caption is not UTF-8', 'words': 'no image',
                 'two': 'more than one image', 'null': 'no caption', 'bomb': 'no caption',
-                'surrogate': 'caption is not UTF-8', 'thin': 'image is narrower than 8 pixels'}
-    assert skipped(tmp_path / 'out') == expected
+                'surrogate': 'caption is not UTF-8', 'thin': 'image is narrower than 8 pixels',
+                'link': 'no caption: a link, a pipe or a device in a tar is not read',
+                'inner': 'no image: .tar is not read', 'README': 'no image: a file without a suffix is not read',
+                'film': 'no image: .mp4 is not read', '._a': 'no image: it is hidden',
+                '': 'no image: nothing is in this tar'}
+    listed = {line['key']: line['reason'] for line in skipped(tmp_path / 'out')}
+    assert listed.keys() == expected.keys()
+    for key, reason in expected.items():
+        assert listed[key].startswith(reason)
     printed = capsys.readouterr().out
     assert 'converted  2 samples' in printed
-    for reason, number in Counter(expected.values()).items():
-        assert f'{number} {reason}' in printed
+    for kind, number in Counter(reason.partition(':')[0] for reason in expected.values()).items():
+        assert f'{number} {kind}' in printed
 
 
-def test_an_out_that_holds_something_or_is_a_file_is_refused(tars, tmp_path, capsys):
-    before = times(tmp_path)
-    for out, words in ((tars, f'OUT {tars} already holds something'),
-                       (tars / '00000.tar', 'cannot be written to (File exists)')):
-        assert failing_status(tars, out) == 2
-        assert words in error_line(capsys)
-    assert times(tmp_path) == before
-
-
-def test_nothing_to_convert_is_one_line_and_the_same_command_goes_on_when_that_is_put_right(tmp_path, capsys):
-    (tmp_path / 'empty').mkdir()
-    assert failing_status(tmp_path / 'empty', tmp_path / 'out') == 2
-    assert f'nothing to convert in SOURCE {tmp_path}/empty: it holds no tars, Parquet or images' in error_line(capsys)
+def test_where_nothing_was_converted_a_command_with_other_flags_may_take_the_same_out(tmp_path, capsys):
     write_tar(tmp_path / 'in/x.tar', {'a.jpg': b'noise', 'a.txt': b'a', 'b.jpg': shaded(1)})
-    out = tmp_path / 'out'
-    assert failing_status(tmp_path / 'in', out) == 1
-    line = error_line(capsys)
+    argv = [str(tmp_path / 'in'), str(tmp_path / 'out')]
+    line = one_error_line(argv, capsys, convert.main)
     assert 'nothing could be converted' in line
     assert '1 image does not decode, 1 no caption; listed in' in line
-    assert not (out / 'index.json').exists()
-    assert len((out / 'skipped.jsonl').read_text().splitlines()) == 2
-    write_tar(tmp_path / 'in/x.tar', {f'{name}.{suffix}': data for name in 'abcdefgh' for suffix, data in (
-        ('jpg', shaded(1)), ('txt', b'b'))})
-    assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
-    assert len(read_back(out)) == 8
-    assert (out / 'skipped.jsonl').read_text() == ''
+    assert len(skipped(tmp_path / 'out')) == 2
+    assert not (tmp_path / 'out/index.json').exists()
+    write_tar(tmp_path / 'in/x.tar', sample_files('0', 0))
+    assert convert.main([*argv, '--size_limit', '1kb']) == 0
+    assert read_back(tmp_path / 'out') == pairs(0)
+    assert skipped(tmp_path / 'out') == []
 
 
 def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp_path, capsys):
@@ -153,10 +131,9 @@ def test_the_same_command_does_nothing_and_with_other_flags_is_refused(tars, tmp
     assert convert.main([str(tars), str(out)]) == 0
     said = f'done already: OUT {out} holds {len(ALL_SAMPLES)} samples of this SOURCE\n'
     assert capsys.readouterr().out.startswith(said)
-    assert failing_status(tars, out, '--size_limit', '1kb') == 2
-    assert f'OUT {out} was begun with size_limit 67108864, and this command has 1024; give' in error_line(capsys)
-    assert failing_status(tmp_path, out) == 2
-    assert f"was begun with source ['{tars}'], and this command has ['{tmp_path}']" in error_line(capsys)
+    for argv, words in (([tars, out, '--size_limit', '1kb'], 'size_limit 67108864, and this command has 1024; give'),
+                        ([tmp_path, out], f"source ['{tars}'], and this command has ['{tmp_path}']")):
+        assert f'OUT {out} was begun with {words}' in one_error_line(argv, capsys, convert.main)
     assert times(tmp_path) == before
 
 
@@ -184,24 +161,6 @@ def test_the_same_command_converts_what_is_new_or_mended_and_removes_nothing(tar
     assert read_back(out) == pairs(0, 1, 2) + pairs(4, 5, suffix='webp') + pairs(6)
     parts = {path: time for path, time in before.items() if path.parent != out}
     assert {path: times(out)[path] for path in parts} == parts  # also those that are no longer used
-
-
-def test_formats_that_can_be_read_since_make_a_tar_another_part(tars, tmp_path, monkeypatch, capsys):
-    argv = [str(tars), str(tmp_path / 'out'), '--num_workers', '1']
-    assert convert.main(argv) == 0
-    monkeypatch.setattr('convert.formats', lambda: ('HEIF', 'JPEG'))
-    capsys.readouterr()
-    assert convert.main(argv) == 0
-    assert 'converting 3 files in 1 of 1 part' in capsys.readouterr().err
-
-
-def test_a_store_that_refuses_connections_ends_the_command_before_anything_is_read(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
-    monkeypatch.setattr('convert.find_files', lambda *args: pytest.fail('SOURCE is read'))
-    assert failing_status(tmp_path, 's3://bucket/out') == 2
-    first, line = capsys.readouterr().err.splitlines()
-    assert first == 'reaching OUT s3://bucket/out'
-    assert line.startswith('convert.py: error: OUT s3://bucket/out: the connection is refused; check the address, ')
 
 
 def test_a_share_is_held_out_by_the_images_and_the_seed_alone(tmp_path, capsys):
@@ -243,34 +202,6 @@ def test_a_full_disk_is_one_line_and_the_next_run_goes_on(server, tmp_path, caps
     assert 'No space left on device' in error
     assert 'the same command, started again, goes on' in error
     assert not list((tmp_path / 'run/disk').rglob('index.json'))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize('number, status, line', [
-    (signal.SIGINT, 130, 'interrupted'), (signal.SIGTERM, 130, 'interrupted'), (signal.SIGKILL, -9, None)])
-def test_a_conversion_that_was_ended_goes_on_and_equals_one_that_never_was(tmp_path, monkeypatch, number, status, line):
-    out = tmp_path / 'out'
-    with local_s3(monkeypatch) as store:
-        for index in range(9):
-            store.put(f'tars/{index}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', index)).read_bytes())
-        argv = ['s3://bucket/tars', '--size_limit', '1kb', '--num_workers', '2']
-        assert convert.main([*argv, str(tmp_path / 'undisturbed')]) == 0
-        store.delay = 0.3
-        program = ('import signal, runpy, sys; signal.signal(signal.SIGINT, signal.default_int_handler); '
-                   'sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name="__main__")')
-        command = start(tmp_path / 'log', '-c', program, 'convert.py', *argv, out)
-        wait_until(lambda: list(out.glob('*/index.json')))
-        command.send_signal(number)
-        assert command.wait(300) == status
-        assert not (out / 'index.json').exists()
-        store.delay = 0
-        if line:
-            lines = (tmp_path / 'log').read_text().splitlines()
-            assert lines[-1].startswith(f'convert.py: error: {line}; what is done stays in OUT {out}')
-            assert len(lines) == 3
-        assert convert.main([*argv, str(out)]) == 0
-    made = {name: content for name, content in files_of(out).items() if '#' not in name}  # not what was half written
-    assert made == files_of(tmp_path / 'undisturbed')
 
 
 def test_a_remote_gets_its_index_last_and_is_trained_on_from_there(s3, samples, tmp_path, results, capsys):

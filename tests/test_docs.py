@@ -7,6 +7,7 @@ programs go through their own parsers. A command runs as it stands, in a folder 
 - it starts with `python`, needs no other model than the tiny one, and all that it reads is there, because the folder
   has it or an earlier command of its page made it.
 """
+import argparse
 import ast
 import importlib
 import json
@@ -20,46 +21,42 @@ from pathlib import Path
 import pytest
 
 import report
-from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import build_parser
-from sdbench.flags.train import Train
+from tests.runs import COMMANDS, ROOT
 from tests.samples import encoded, picture
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / 'README.md', *sorted(ROOT.glob('docs/*.md'))]
-KINDS = {'benchmark.py': Train, 'encode.py': Encode, 'export.py': Export, 'report.py': Report, 'convert.py': Convert,
-         'evaluate.py': Evaluate}
-PARSERS = {program: build_parser(kind, '', program) for program, kind in KINDS.items()}
-FOLDERS = 'benchmarks|docs|models|recipes|tests'  # whose files the pages name
+PARSERS = {program: build_parser(kind, '', program) for program, kind in COMMANDS.items()}
+FOLDERS = 'benchmarks|docs|recipes|sdbench|tests'  # whose files the pages name
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'\[[^\]]*\]\(([^)\s]+)\)')
 CODE = re.compile('`([^`]+)`')
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The contents of the page's fenced blocks in a language."""
+    """Return the contents of the page's fenced blocks in a language."""
     return [content for name, content in FENCE.findall(page.read_text()) if name == language]
 
 
 def code_in_text(page: Path) -> list[str]:
-    """What stands in backquotes outside the fenced blocks, each on one line."""
+    """Return what stands in backquotes outside the fenced blocks, each on one line."""
     return [' '.join(code.split()) for code in CODE.findall(FENCE.sub('', page.read_text()))]
 
 
 def command_lines(page: Path) -> list[str]:
-    """The commands of the page's blocks of shell in their order, without comments, continued lines joined."""
+    """Return the commands of the page's blocks of shell in their order, without comments, continued lines joined."""
     lines = '\n'.join(blocks(page, 'sh')).replace('\\\n', ' ').splitlines()
     commands = [' '.join(re.sub(r'(^| )#.*', '', line).split()) for line in lines]
     return [command for command in commands if command]
 
 
 def all_commands(page: Path) -> list[str]:
-    """The same, and what may be a command in the text."""
+    """Return the same, and what may be a command in the text."""
     return [*command_lines(page), *code_in_text(page)]
 
 
 def words_of(command: str) -> list[str]:
-    """The words of a command, as the shell splits them; its variables stand for the number 1."""
+    """Split a command as the shell does; its variables stand for the number 1."""
     try:
         return shlex.split(re.sub(r'\$\(\(.*?\)\)|\$\w+', '1', command))
     except ValueError:  # an apostrophe: it is no command
@@ -67,7 +64,7 @@ def words_of(command: str) -> list[str]:
 
 
 def calls(words: list[str]) -> list[tuple[str, list[str]]]:
-    """Our programs among the words of a command, each with its arguments; launchers stand before them."""
+    """Return our programs among the words of a command, each with its arguments; launchers stand before them."""
     if len(words) > 1 and words[0].startswith('@'):  # a file of flags, and others
         return [('benchmark.py', words)]
     for position, word in enumerate(words):
@@ -79,54 +76,36 @@ def calls(words: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def commands_with_our_programs() -> list:
-    """Each command of a page that gives arguments to one of our programs: the page, the command, program, arguments."""
+    """Return the program and the arguments of each command of a page that gives arguments to one of our programs."""
     found = []
     for page in PAGES:
         for command in dict.fromkeys(all_commands(page)):
             for program, arguments in calls(words_of(command)):
-                if arguments:
+                if arguments not in ([], ['--help']):
                     found.append(pytest.param(program, arguments, id=f'{page.name}: {command}'))
     return found
 
 
 def anchors(page: Path) -> set[str]:
-    """What links to the headings of a page end with, as GitHub makes it."""
+    """Return what links to the headings of a page end with, as GitHub makes it."""
     headings = re.findall('^#+ (.*)$', FENCE.sub('', page.read_text()), re.MULTILINE)
     return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
 
 
-def broken_links(page: Path) -> list[str]:
-    """The page's links to files that are not there, or to headings that they do not have."""
-    broken = []
-    for link in LINK.findall(FENCE.sub('', page.read_text())):
-        if '://' in link:
-            continue
-        name, _, anchor = link.partition('#')
-        target = page.parent / name if name else page
-        if not target.exists() or anchor and anchor not in anchors(target):
-            broken.append(link)
-    return broken
-
-
-def refusal(program: str, arguments: list[str], capsys) -> str:
-    """What the program's parser says against the arguments; nothing if it takes them."""
-    try:
-        PARSERS[program].parse_args(arguments)
-    except SystemExit as exit:
-        if exit.code:
-            return capsys.readouterr().err
-    return ''
-
-
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_a_file_and_to_a_heading(page):
-    assert broken_links(page) == []
+    for link in LINK.findall(FENCE.sub('', page.read_text())):
+        if '://' not in link:
+            name, _, anchor = link.partition('#')
+            target = page.parent / name if name else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
 
 
 @pytest.mark.parametrize('program, arguments', commands_with_our_programs())
-def test_the_programs_take_every_command_line(program, arguments, capsys, monkeypatch):
+def test_the_programs_take_every_command_line(program, arguments, monkeypatch):
     monkeypatch.chdir(ROOT)  # where @recipes/... is
-    assert refusal(program, arguments, capsys) == ''
+    PARSERS[program].parse_args(arguments)
 
 
 def flags_of(parser) -> set[str]:
@@ -146,13 +125,31 @@ def test_every_flag_file_and_target_of_make_that_a_page_names_is_there(page):
 
 
 def test_every_flag_is_explained_in_some_page():
-    text = '\n'.join(page.read_text() for page in PAGES)
-    named = set(re.findall(r'--[\w-]+', text))
+    named = {flag for page in PAGES for flag in re.findall(r'--[\w-]+', page.read_text())} | {'--help'}
     for program, parser in PARSERS.items():
         for action in parser._actions:
-            flags = {flag for flag in action.option_strings if flag.startswith('--')}
-            is_hidden = action.help == '==SUPPRESS=='
-            assert not flags or is_hidden or flags & named or flags & {'--help'}, f'{program} {flags}'
+            is_positional = not action.option_strings
+            is_hidden = action.help == argparse.SUPPRESS
+            assert is_positional or is_hidden or named & set(action.option_strings), (program, action.option_strings)
+
+
+FLAG = re.compile(r'(?<![\w-])--[a-z][a-z_]*(?:-[a-z_]+)*')
+OF_OTHERS = {'--always', '--dirty', '--abbrev', '--exclude', '--shm-size', '--head', '--local-dir'}  # git, docker, ...
+NO_FLAGS = {'--flag', '--no'}  # as --help says, and as in f'--no-{name}'
+
+
+def texts_of(path: Path) -> list[str]:
+    """Return the texts in a program, but for its docstrings."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [constant.value for constant in constants if isinstance(constant.value, str)]
+
+
+def test_every_flag_that_an_error_or_an_advice_names_is_one():
+    known = set().union(OF_OTHERS, NO_FLAGS, *map(flags_of, PARSERS.values()))
+    for path in (*ROOT.glob('*.py'), *ROOT.glob('sdbench/**/*.py')):
+        assert set(FLAG.findall('\n'.join(texts_of(path)))) <= known, path
 
 
 def test_launchers_are_called_as_composer_takes_it():
@@ -200,7 +197,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def records() -> list[dict]:
-    """Of trainings at two sizes, on images and on latents, of encodings, of a loader, and of an evaluation."""
+    """Return records of trainings at two sizes, on images and latents, of encodings, of loaders and an evaluation."""
     found = []
     for size, speed in ((256, 480.0), (512, 160.0)):
         machine = {'device': 'NVIDIA H100 80GB HBM3', 'num_devices': 8, 'image_size': size}
@@ -214,7 +211,7 @@ def records() -> list[dict]:
 
 
 def reports() -> list[str]:
-    """Every report that the pages call for, once."""
+    """Return every report that the pages call for, once."""
     return sorted({command for page in PAGES for command in command_lines(page) if ' report.py ' in command})
 
 
@@ -225,7 +222,7 @@ def test_every_report_runs(command, folder, capsys):
 
 
 def is_small(words: list[str]) -> bool:
-    """Whether a command needs neither a launcher nor another model than the tiny one."""
+    """Return whether a command needs neither a launcher nor another model than the tiny one."""
     if len(words) < 3 or words[0] != 'python' or words[1] not in PARSERS:
         return False
     args = PARSERS[words[1]].parse_args(words[2:])
@@ -233,7 +230,7 @@ def is_small(words: list[str]) -> bool:
 
 
 def missing_inputs(words: list[str]) -> list[str]:
-    """What a command reads and is not there."""
+    """Return what a command reads and is not there."""
     args = vars(PARSERS[words[1]].parse_args(words[2:]))
     read = []
     for name in ('records', 'source', 'checkpoint', 'remote', 'eval_remote', 'load_weights', 'sample_prompts', 'model',
@@ -248,7 +245,7 @@ def trains(words: list[str]) -> bool:
 
 
 def pages_to_run() -> list[Path]:
-    """Those with a small training or encoding."""
+    """Return the pages that have a small training or encoding."""
     commands = {page: map(words_of, command_lines(page)) for page in PAGES}
     return [page for page, lines in commands.items() if any(is_small(words) and trains(words) for words in lines)]
 
@@ -257,7 +254,7 @@ def pages_to_run() -> list[Path]:
 @pytest.mark.parametrize('page', pages_to_run(), ids=lambda page: page.name)
 def test_what_can_run_here_runs(page, folder, server):
     """All small trainings and encodings do: what they read is made by their page."""
-    from tests.forked_runs import run_in_folder, script
+    from tests.forked_runs import run_program, script
     for command in command_lines(page):
         words = words_of(command)
         if not is_small(words):
@@ -265,5 +262,5 @@ def test_what_can_run_here_runs(page, folder, server):
         if missing_inputs(words):
             assert not trains(words), f'{command} reads {missing_inputs(words)}, which nothing on the page makes'
             continue
-        code, output, errors = run_in_folder(server, folder, script, words[1:], CUDA_VISIBLE_DEVICES='')
+        code, output, errors = run_program(server, folder, script, words[1:], CUDA_VISIBLE_DEVICES='')
         assert code == 0, f'{command}\n{output}{errors}'

@@ -59,7 +59,7 @@ class Recorder(Callback):
 
 
 def train(model: Net, algorithms, max_duration: str = '12ba', callbacks=(), **options) -> Trainer:
-    """Train on the CPU; `trainer.history` holds the live weights after every batch."""
+    """Train on the CPU and return the trainer, whose `history` holds the live weights after every batch."""
     recorder = Recorder()
     trainer = Trainer(model=model, train_dataloader=loader(), max_duration=max_duration, algorithms=algorithms, seed=3,
                       optimizers=torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[recorder, *callbacks],
@@ -70,7 +70,7 @@ def train(model: Net, algorithms, max_duration: str = '12ba', callbacks=(), **op
 
 
 def average_of(history: list[torch.Tensor], smoothing: float, first: int = 0) -> torch.Tensor:
-    """A plain loop in float64, which starts as a copy of the weights of batch `first`."""
+    """Average in a plain loop in float64, which starts as a copy of the weights of batch `first`."""
     average = history[first].double()
     for weight in history[first + 1:]:
         average = smoothing * average + (1 - smoothing) * weight.double()
@@ -82,7 +82,7 @@ def tensors(shadow) -> dict[str, torch.Tensor]:
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Equal but for whole numbers, which Composer averages as well, so that rounding makes the position 29 a 28."""
+    """Compare all but whole numbers, which Composer averages as well, so that rounding makes the position 29 a 28."""
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         if name == 'position_ids':
@@ -109,7 +109,7 @@ class Comparison(Callback):
 
 
 def fits(average: dict, interval: str | None) -> bool:
-    """Whether Composer takes both: it wants the unit of a half-life, and an interval beside a smoothing."""
+    """Tell whether Composer takes both: it wants the unit of a half-life, and an interval with a smoothing."""
     if average['half_life'] is None:
         return interval is not None
     return interval is None or interval[-2:] == average['half_life'][-2:]
@@ -139,7 +139,8 @@ def test_two_modules_average_as_composers(smoothing):
 def test_evaluation_and_prediction_see_the_average_and_training_the_live_weights():
     plain, model = seeded_net(), seeded_net()
     without = train(plain, [])
-    trainer = train(model, [EMA(smoothing=0.5)], eval_dataloader=loader(), eval_interval='2ba')
+    ema = EMA(smoothing=0.5)
+    trainer = train(model, [ema], eval_dataloader=loader(), eval_interval='2ba')
     for live, expected in zip(trainer.history, without.history, strict=True):
         torch.testing.assert_close(live, expected, atol=0, rtol=0)  # evaluations leave the training alone
     evaluated = model.seen[::4]  # of 4 batches each
@@ -147,36 +148,29 @@ def test_evaluation_and_prediction_see_the_average_and_training_the_live_weights
     for batches, seen in zip((2, 4, 6, 8, 10, 12, 12), [*evaluated, model.seen[-1]], strict=True):
         torch.testing.assert_close(seen.double(), average_of(trainer.history[:batches], 0.5), atol=1e-6, rtol=0)
     torch.testing.assert_close(model.layer.weight, trainer.history[-1], atol=0, rtol=0)
-
-
-def resumed(tmp_path, before: composers.EMA, after: composers.EMA) -> Net:
-    """The model of a training that one algorithm has begun and the other goes on with."""
-    train(seeded_net(), [before], '6ba', save_folder=str(tmp_path), save_interval='6ba', save_filename='half.pt')
-    model = seeded_net(7)
-    train(model, [after], load_path=str(tmp_path / 'half.pt'))
-    return model
+    view = ema.get_ema_model(model)
+    assert view.layer.weight.data_ptr() == ema.ema_model.named_parameters_dict['layer.weight'].data_ptr()
+    assert view.frozen.weight.data_ptr() == model.frozen.weight.data_ptr()
 
 
 @pytest.mark.parametrize('start', ['0ba', '9ba'])
-def test_a_checkpoint_resumes_the_average_to_the_bit_and_one_of_composers_as_if_it_had_been_ours(tmp_path, start):
+@pytest.mark.parametrize('begun_by, resumed_by', [(EMA, EMA), (composers.EMA, EMA), (EMA, composers.EMA)])
+def test_a_training_resumes_as_if_never_stopped_also_from_composers_average_and_into_it(
+        tmp_path, begun_by, resumed_by, start):
     arguments = {'half_life': '4ba', 'ema_start': start}
-    whole, ours, from_composers = EMA(**arguments), EMA(**arguments), EMA(**arguments)
-    whole_model = seeded_net()
+    whole, resumed = resumed_by(**arguments), resumed_by(**arguments)
+    whole_model, model = seeded_net(), seeded_net(7)
     train(whole_model, [whole])
-    model = resumed(tmp_path / 'ours', EMA(**arguments), ours)
-    for name, average in tensors(whole.ema_model).items():
-        assert torch.equal(tensors(ours.ema_model)[name], average), name
-    assert torch.equal(model.layer.weight, whole_model.layer.weight)
-    model = resumed(tmp_path / 'composers', composers.EMA(**arguments), from_composers)
-    assert_same(tensors(from_composers.ema_model), tensors(whole.ema_model))
-    assert_same(dict(model.named_parameters()), dict(whole_model.named_parameters()))
-
-
-def test_our_state_goes_into_composers_ema(tmp_path):
-    whole, theirs = composers.EMA('4ba'), composers.EMA('4ba')
-    train(seeded_net(), [whole])
-    resumed(tmp_path, EMA('4ba'), theirs)
-    assert_same(tensors(theirs.ema_model), tensors(whole.ema_model))
+    train(seeded_net(), [begun_by(**arguments)], '6ba', save_folder=str(tmp_path), save_filename='half.pt',
+          save_interval='6ba')
+    train(model, [resumed], load_path=str(tmp_path / 'half.pt'))
+    ours, expected = tensors(resumed.ema_model), tensors(whole.ema_model)
+    if begun_by is resumed_by:
+        assert all(torch.equal(ours[name], average) for name, average in expected.items())
+        assert torch.equal(model.layer.weight, whole_model.layer.weight)
+    else:
+        assert_same(ours, expected)
+        assert_same(dict(model.named_parameters()), dict(whole_model.named_parameters()))
 
 
 def test_names_of_several_devices_are_those_of_one():
@@ -192,6 +186,8 @@ def test_names_of_several_devices_are_those_of_one():
 
 def test_tensors_pair_by_name_and_a_mismatch_is_told_by_name():
     ema = EMA()
+    with pytest.raises(ValueError, match='no average'):
+        ema.get_ema_model(seeded_net())
     averages = {'named_parameters_dict': {'layer.weight': torch.zeros(2, 2)}, 'named_buffers_dict': {}}
     ema.load_state_dict({'ema_model': averages, 'ema_started': True})
     with pytest.raises(ValueError, match='layer.bias'):
@@ -199,32 +195,3 @@ def test_tensors_pair_by_name_and_a_mismatch_is_told_by_name():
     for average_of in (ShadowModel, copy.deepcopy):
         with pytest.raises(ValueError, match='first weight'):
             compute_ema(torch.nn.Linear(3, 4, bias=False), average_of(torch.nn.Linear(3, 3, bias=False)), 0.9)
-
-
-def test_the_view_shares_memory_with_the_average_and_the_frozen_parts():
-    ema, model = EMA(smoothing=0.5), seeded_net()
-    with pytest.raises(ValueError, match='no average'):
-        ema.get_ema_model(model)
-    assert ema.state_dict()['ema_model'] == {'named_parameters_dict': {}, 'named_buffers_dict': {}}
-    history = train(model, [ema]).history
-    view = ema.get_ema_model(model)
-    assert view.layer.weight.data_ptr() == ema.ema_model.named_parameters_dict['layer.weight'].data_ptr()
-    assert view.frozen.weight.data_ptr() == model.frozen.weight.data_ptr()
-    assert torch.equal(model.layer.weight, history[-1])
-    assert not torch.equal(view.layer.weight, model.layer.weight)
-
-
-def test_a_shadow_lists_its_tensors_as_composers_and_is_put_into_a_model_by_one_call_also_from_its_state():
-    model = seeded_net()
-    shadow = ShadowModel(model)
-    assert_same(tensors(shadow), tensors(composers.EMAParameters(model)))
-    for _, average in shadow.named_parameters():
-        average.add_(1)
-    expected = {name: average.clone() for name, average in shadow.named_parameters()}
-    for source in (shadow, ShadowModel(model, copy.deepcopy(vars(shadow)))):
-        other = seeded_net(5)
-        source.transfer_ema_params(other)
-        for name, average in expected.items():
-            assert torch.equal(other.get_parameter(name), average)
-            assert other.get_parameter(name).data_ptr() != source.named_parameters_dict[name].data_ptr()
-        assert torch.equal(other.frozen.weight, seeded_net(5).frozen.weight)

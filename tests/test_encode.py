@@ -1,8 +1,7 @@
 """Encoding once: every sample, once, and the same training afterwards."""
 import json
-import os
 import shutil
-import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +17,13 @@ from data import StreamingLAIONDataset, collate, normalize
 from sdbench.datasets.encoder import Encoder, ImageShard
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
+from sdbench.forecast.encoding import estimate_encoding
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.training.resolve import resolve_encoding_defaults
 from tests.forked_runs import run_ranks
-from tests.local_s3 import local_s3
-from tests.runs import TINY, error_line, files_of, start, wait_until, workers_of
-from tests.samples import encoded, good, picture, write_shards
+from tests.runs import TINY, error_line
+from tests.samples import encoded, picture, write_shards
 
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0']
 
@@ -35,6 +34,7 @@ def encode_shards(remote, out, model_folder, *flags) -> dict:
 
 
 def refusal(capfd, function, *arguments) -> str:
+    """Call what must be refused, and return its one line."""
     capfd.readouterr()
     with pytest.raises(SystemExit):
         function(*arguments)
@@ -44,6 +44,29 @@ def refusal(capfd, function, *arguments) -> str:
 def captions(folder) -> list[str]:
     dataset = StreamingLAIONDataset(str(folder), image_size=64, batch_size=1)
     return [dataset.sample(index)['caption'] for index in range(dataset.num_samples)]
+
+
+def with_changed_vae(model_folder: str, folder: Path, change: Callable[[AutoencoderKL], object]) -> Path:
+    """Copy the model into a folder, and change its VAE."""
+    shutil.copytree(model_folder, folder)
+    vae = AutoencoderKL.from_pretrained(folder / 'vae')
+    with torch.no_grad():
+        change(vae)
+    vae.save_pretrained(folder / 'vae')
+    return folder
+
+
+def change_weights(vae: AutoencoderKL) -> None:
+    vae.encoder.conv_in.bias += 1
+
+
+def change_scaling_factor(vae: AutoencoderKL) -> None:
+    vae.register_to_config(scaling_factor=0.3)
+
+
+def make_moments_infinite(vae: AutoencoderKL) -> None:
+    """Make them larger than float16 can hold."""
+    vae.quant_conv.weight *= 1e7
 
 
 @pytest.fixture(scope='module')
@@ -78,13 +101,13 @@ def test_a_step_from_latents_has_the_loss_and_gradients_of_one_from_pixels(laten
     assert (gradients[0] - gradients[1]).norm() < 5e-3 * gradients[0].norm()
 
 
-def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
-    vae = AutoencoderKL.from_pretrained(f'{model_folder}/vae')
-    images = StreamingLAIONDataset(shards, image_size=64, batch_size=1)
-    stored = StreamingLAIONDataset(latents, image_size=64, batch_size=1)
-    for index in (0, 23):
-        posterior = vae.encode(images[index]['image'][None] / 127.5 - 1).latent_dist
-        torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
+def test_a_dry_run_counts_the_bytes_of_the_shards_without_their_captions(latents, shards, model_folder):
+    settings = parse(Encode, '', ['--dry_run', '1', '--model_name', str(model_folder), '--image_size', '64'])
+    counted = 24 * estimate_encoding(resolve_encoding_defaults(settings)).latent_bytes
+    files = list(Path(latents).glob('*/shard.*.mds'))
+    stored = sum(path.stat().st_size for path in files)
+    headers = 600 * len(files)  # at most, with the names of the columns
+    assert 0 < stored - sum(len(caption) for caption in captions(shards)) - counted < headers
 
 
 def test_latents_say_of_which_images_they_are_and_are_the_same_dataset_as_if_they_did_not(latents, shards):
@@ -97,11 +120,7 @@ def test_latents_say_of_which_images_they_are_and_are_the_same_dataset_as_if_the
 
 def test_a_pipeline_of_a_training_on_latents_takes_no_vae_but_that_of_the_encoding(
         tmp_path, latents, model_folder, capsys):
-    other = shutil.copytree(model_folder, tmp_path / 'other')
-    vae = AutoencoderKL.from_pretrained(other, subfolder='vae')
-    with torch.no_grad():
-        vae.decoder.conv_out.bias.add_(1)
-    vae.save_pretrained(other / 'vae')
+    other = with_changed_vae(model_folder, tmp_path / 'other', change_weights)
     kept = str(tmp_path / 'kept')
     benchmark.main(['--remote', latents, *TINY, '--model_name', model_folder, '--pretrained', '--num_workers', '0',
                     '--max_duration', '1ba', '--save_folder', kept, '--results', '-'])
@@ -111,62 +130,20 @@ def test_a_pipeline_of_a_training_on_latents_takes_no_vae_but_that_of_the_encodi
     export.main([kept, str(tmp_path / 'out'), '--model_name', model_folder, '--pretrained'])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize('victim', ['command', 'worker'])
-def test_a_killed_encoding_goes_on_and_ends_as_an_undisturbed_one(tmp_path, monkeypatch, shards, latents, model_folder,
-                                                                  victim):
-    out, log = tmp_path / 'latents', tmp_path / 'log'
-    with local_s3(monkeypatch) as store:
-        for path in Path(shards).iterdir():
-            store.put(f'images/{path.name}', path.read_bytes())
-        argv = [*SMALL, '--remote', 's3://bucket/images', '--out', str(out), '--model_name', model_folder,
-                '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
-        store.delay = 0.3
-        command = start(log, 'encode.py', *argv)
-        wait_until(lambda: list(out.glob('*/index.json')))
-        done = {path: path.stat().st_mtime_ns for part in out.glob('*/index.json') for path in part.parent.iterdir()}
-        os.kill(command.pid if victim == 'command' else workers_of(command)[0], signal.SIGKILL)
-        command.wait(300)
-        store.delay = 0
-        if victim == 'command':
-            assert command.returncode == -signal.SIGKILL
-            assert not (out / 'index.json').exists()
-            assert encode.main(argv)['samples'] < 24
-    record = json.loads((tmp_path / 'results.jsonl').read_text())
-    assert record['stored_samples'] == 24, log.read_text()
-    assert record['num_devices'] == 1, log.read_text()
-    assert done
-    assert all(path.stat().st_mtime_ns == time for path, time in done.items())
-    of_latents, of_out = ({name: content for name, content in files_of(Path(folder)).items() if '#' not in name}
-                          for folder in (latents, out))
-    assert of_out.pop('claim.json') != of_latents.pop('claim.json')  # which names --remote
-    assert of_out == of_latents
-
-
-def test_images_that_were_added_to_a_dataset_are_encoded_and_no_others(tmp_path, model_folder):
+def test_images_that_were_added_are_encoded_and_no_others_also_where_a_shard_is_empty(tmp_path, model_folder):
+    """As Streaming's own writer leaves one before a sample that is larger than a shard."""
     samples = [{'jpg': encoded(picture(index)), 'caption': str(index)} for index in range(12)]
+    samples[0]['jpg'] = encoded(picture(0, 512, 512), quality=100)
     images, out = tmp_path / 'images', tmp_path / 'latents'
     write_shards(images, samples[:9], size_limit=6000)
     assert encode_shards(images, out, model_folder)['samples'] == 9
     shutil.rmtree(images)
     write_shards(images, samples, size_limit=6000)
+    assert read_index(str(images))['shards'][0]['samples'] == 0
     record = encode_shards(images, out, model_folder)
     assert record['samples'] < 9
     assert record['stored_samples'] == 12
     assert captions(out) == [str(index) for index in range(12)]
-
-
-def test_every_part_holds_its_own_shard_also_where_one_is_empty(tmp_path, model_folder):
-    """As Streaming's own writer leaves one before a sample that is larger than a shard."""
-    samples = [good(index) for index in range(6)]
-    samples[0]['jpg'] = encoded(picture(0, 512, 512), quality=100)
-    images, out = write_shards(tmp_path / 'images', samples, size_limit=3000), tmp_path / 'latents'
-    shards = read_index(images)['shards']
-    assert shards[0]['samples'] == 0
-    assert len(shards) > 3
-    for _ in range(2):
-        encode_shards(images, out, model_folder)
-        assert captions(out) == [sample['caption'] for sample in samples]
 
 
 def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, capfd):
@@ -187,11 +164,7 @@ def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, cap
 
 
 def test_moments_that_float16_cannot_hold_are_an_error_that_names_the_sample(tmp_path, shards, model_folder, capfd):
-    folder = tmp_path / 'model'
-    shutil.copytree(model_folder, folder)
-    vae = AutoencoderKL.from_pretrained(folder / 'vae')
-    vae.quant_conv.weight.data *= 1e7
-    vae.save_pretrained(folder / 'vae')
+    folder = with_changed_vae(model_folder, tmp_path / 'model', make_moments_infinite)
     line = refusal(capfd, encode_shards, shards, tmp_path / 'latents', folder)
     assert 'sample 0 has moments that are not finite in float16' in line
 
@@ -215,35 +188,17 @@ def test_random_weights_are_warned_of_and_those_of_another_seed_are_refused(tmp_
     assert 'encode.py: warning: without --pretrained the VAE is random' in capfd.readouterr().err
     assert 'out was begun with seed 1, and this command has 2' in refusal(
         capfd, encode_shards, shards, tmp_path / 'out', model_folder, *random, 2)
-    names = []
-    for seed in (1, 2):
-        encode_shards(shards, tmp_path / f'seed{seed}', model_folder, *random, seed)
-        names.append({path.parent.name for path in (tmp_path / f'seed{seed}').glob('*/index.json')})
-    assert not names[0] & names[1]
-
-
-def changed(model_folder, folder: Path, part: str) -> Path:
-    """A copy of the model with another scaling factor or other weights of the VAE."""
-    shutil.copytree(model_folder, folder)
-    if part == 'factor':
-        config = folder / 'vae' / 'config.json'
-        config.write_text(json.dumps(json.loads(config.read_text()) | {'scaling_factor': 0.3}))
-    else:
-        vae = AutoencoderKL.from_pretrained(folder / 'vae')
-        vae.encoder.conv_in.bias.data += 1
-        vae.save_pretrained(folder / 'vae')
-    return folder
 
 
 def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, shards, model_folder, capfd):
     train = ['--remote', latents, *TINY, '--model_name', str(model_folder), '--pretrained']
     assert 'latents with image_size 64, and this run has 32' in refusal(
         capfd, benchmark.main, [*train, '--image_size', '32'])
-    for part, key in (('factor', 'scaling_factor'), ('weights', 'vae_sha256')):
-        other = changed(model_folder, tmp_path / part, part)
+    for change, key in ((change_scaling_factor, 'scaling_factor'), (change_weights, 'vae_sha256')):
+        other = with_changed_vae(model_folder, tmp_path / key, change)
         assert f'latents with {key}' in refusal(capfd, benchmark.main, [*train, '--model_name', str(other)])
     assert 'vae_sha256' in refusal(capfd, benchmark.main, train[:-1])  # random weights are no VAE's
-    assert 'was begun with vae_sha256' in refusal(capfd, encode_shards, shards, latents, tmp_path / 'weights')
+    assert 'was begun with vae_sha256' in refusal(capfd, encode_shards, shards, latents, tmp_path / 'vae_sha256')
     assert 'holds latents; give the images' in refusal(capfd, encode_shards, latents, tmp_path / 'twice', model_folder)
 
 
@@ -282,15 +237,10 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
 
 
 @pytest.mark.long
-def test_several_ranks_train_on_what_was_encoded(tmp_path, shards, model_folder, server):
-    model = ['--model_name', model_folder, '--pretrained', '--results', str(tmp_path / 'results.jsonl')]
-    encoding = [*SMALL, *model, '--remote', shards, '--out', str(tmp_path / 'latents')]
-    training = [*TINY, *model, '--remote', str(tmp_path / 'latents')]
+def test_several_ranks_train_on_what_was_encoded(tmp_path, latents, model_folder, server):
+    argv = ['--remote', latents, *TINY, '--model_name', model_folder, '--pretrained', '--results',
+            str(tmp_path / 'results.jsonl')]
     log = tmp_path / 'log'
-    encode.main(encoding)
-    assert run_ranks(server, [log, log], benchmark.main, [(training,)] * 2) == [0, 0], log.read_text()
-    records = [json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
-    assert [(record['stage'], record.get('encoders'), record['num_devices']) for record in records] == [
-        ('encode', None, 1), ('train', 'text_in_loop', 2)]
-    assert records[0]['samples'] == 24
-    assert captions(tmp_path / 'latents') == captions(shards)
+    assert run_ranks(server, [log, log], benchmark.main, [(argv,)] * 2) == [0, 0], log.read_text()
+    record = json.loads((tmp_path / 'results.jsonl').read_text())
+    assert (record['stage'], record['encoders'], record['num_devices']) == ('train', 'text_in_loop', 2)

@@ -3,6 +3,7 @@ import inspect
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,17 +17,18 @@ from transformers import CLIPModel, CLIPProcessor
 import evaluate
 import report
 from benchmark import main as train
+from export import main as export
 from sdbench.inputs.images import decode_image, resize
-from sdbench.inputs.shards import index_hash, read_index
 from sdbench.models.drawing import load_pipeline
 from sdbench.models.feature_extractors import load_clip
 from tests.forked_runs import run_ranks
-from tests.runs import TINY, error_line, files_of
+from tests.runs import error_line, files_of
 from tests.samples import encoded, picture, pillow_square, write_shards
-from tests.scoring_models import save_clip, save_inception, save_pipeline
+from tests.scoring_models import save_clip, save_inception
 
 SIZE = 32  # pixels
 STEPS = 2
+TWO_SCALES = ['--guidance', '1', '4']
 
 
 class SmallNetwork(torch.nn.Module):
@@ -62,8 +64,13 @@ def clip(tmp_path_factory) -> list:
 
 
 @pytest.fixture(scope='module')
-def pipeline(tmp_path_factory) -> str:
-    return save_pipeline(tmp_path_factory.mktemp('pipeline') / 'pipeline')
+def evaluated(tmp_path_factory, pipeline, shards, clip) -> SimpleNamespace:
+    """An evaluation of four samples at two scales of guidance by both networks: its `out` and its `record`."""
+    out = tmp_path_factory.mktemp('evaluated') / 'out'
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, 'load_inception', SmallNetwork.of_file)
+        record = run(pipeline, shards, out, *clip, '--inception', __file__, *TWO_SCALES)
+    return SimpleNamespace(out=out, record=record)
 
 
 def run(model, data, out: Path, *flags) -> dict:
@@ -76,7 +83,7 @@ def arguments(model, data, out: Path, *flags) -> list[str]:
 
 
 def refusal(capfd, *given, status: int = 2) -> str:
-    """The one line of a run that must end with that exit status."""
+    """Evaluate what must end with that exit status, and return its one line."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         run(*given)
@@ -93,16 +100,14 @@ def drawn_in(out: Path, guidance: float) -> torch.Tensor:
     return pixels_of(list((out / f'guidance-{guidance}').iterdir()))
 
 
-def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_numbers(
-        tmp_path, pipeline, shards, samples, clip):
-    run(pipeline, shards, tmp_path / 'out', *clip, '--guidance', 1, 4)
+def test_the_pictures_are_those_of_diffusers_own_pipeline_from_noise_of_their_numbers(evaluated, pipeline, samples):
     diffusers = StableDiffusionPipeline.from_pretrained(pipeline)
     captions = [sample['caption'] for sample in samples[:4]]
     for guidance in (1.0, 4.0):
         noise = [torch.Generator().manual_seed(17_000_000 + number) for number in range(4)]
         expected = diffusers(captions, generator=noise, num_inference_steps=STEPS, guidance_scale=guidance).images
         expected = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in expected])
-        assert (drawn_in(tmp_path / 'out', guidance).int() - expected.int()).abs().max() <= 1
+        assert (drawn_in(evaluated.out, guidance).int() - expected.int()).abs().max() <= 1
 
 
 def test_two_processes_with_other_batches_draw_the_same_pictures_and_give_the_same_scores(
@@ -123,8 +128,7 @@ def test_two_processes_with_other_batches_draw_the_same_pictures_and_give_the_sa
 
 
 def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undisturbed_one(
-        tmp_path, pipeline, shards, clip, monkeypatch):
-    undisturbed = run(pipeline, shards, tmp_path / 'undisturbed', *clip)
+        tmp_path, evaluated, pipeline, shards, clip, small_inception, monkeypatch):
     out = tmp_path / 'out'
 
     def stop_at_the_third(picture, path: Path):
@@ -136,52 +140,40 @@ def test_a_stopped_evaluation_draws_only_what_is_missing_and_ends_as_an_undistur
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, 'save_picture', stop_at_the_third)
         with pytest.raises(SystemExit):
-            run(pipeline, shards, out, *clip)
+            run(pipeline, shards, out, *clip, *TWO_SCALES)
     times = {path: path.stat().st_mtime_ns for path in out.glob('*/*.png')}
     assert len(times) == 2
-    again = run(pipeline, shards, out, *clip)
-    assert again['samples_drawn'] == 2
-    assert again['scores'] == undisturbed['scores']
+    again = run(pipeline, shards, out, *clip, *small_inception, *TWO_SCALES)
+    assert again['samples_drawn'] == evaluated.record['samples_drawn'] - 2
+    assert again['scores'] == evaluated.record['scores']
     assert all(path.stat().st_mtime_ns == time for path, time in times.items())
-    assert files_of(out) == files_of(tmp_path / 'undisturbed')
+    assert files_of(out) == files_of(evaluated.out)
 
-
-def test_more_samples_and_another_network_draw_only_what_is_new(tmp_path, pipeline, shards, clip, small_inception):
-    run(pipeline, shards, tmp_path / 'out', *clip)
-    more = run(pipeline, shards, tmp_path / 'out', *small_inception, '--samples', 5)
-    assert more['samples_drawn'] == 1
-    assert more['scores'][0]['fid'] > 0
+    # more samples, by one network
+    more = run(pipeline, shards, out, *small_inception, *TWO_SCALES, '--samples', 5)
+    assert more['samples_drawn'] == 2
     assert more['scores'][0]['clip_score'] is None
 
 
-def test_pictures_of_other_settings_and_somebodys_files_are_refused(tmp_path, pipeline, shards, clip, capfd):
-    run(pipeline, shards, tmp_path / 'out', *clip)
-    before = files_of(tmp_path / 'out')
-    line = refusal(capfd, pipeline, shards, tmp_path / 'out', *clip, '--seed', 18)
-    assert 'out was begun with seed 17, and this command has 18' in line
+def test_pictures_of_another_seed_other_data_another_scheduler_or_tokenizer_are_refused(
+        tmp_path, evaluated, pipeline, shards, clip, capfd):
+    before = files_of(evaluated.out)
     others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(9)), 'caption': 'x'}] * 4)
-    assert 'out was begun with data_sha256' in refusal(capfd, pipeline, others, tmp_path / 'out', *clip)
-    assert files_of(tmp_path / 'out') == before
-    (tmp_path / 'mine').mkdir()
-    (tmp_path / 'mine/holiday.png').touch()
-    assert 'already holds something' in refusal(capfd, pipeline, shards, tmp_path / 'mine', *clip)
-    assert list((tmp_path / 'mine').iterdir()) == [tmp_path / 'mine/holiday.png']
-
-
-@pytest.mark.parametrize('file, key', [('scheduler/scheduler_config.json', 'scheduler'),
-                                       ('tokenizer/tokenizer.json', 'tokenizer_sha256')])
-def test_pictures_by_another_tokenizer_or_scheduler_are_refused(tmp_path, pipeline, shards, clip, capfd, file, key):
-    run(pipeline, shards, tmp_path / 'out', *clip)
-    other = shutil.copytree(pipeline, tmp_path / 'other')
-    path = other / file
-    content = json.loads(path.read_text())
-    if key == 'scheduler':
-        content['prediction_type'] = 'v_prediction'
-    else:
-        vocabulary = content['model']['vocab']
-        vocabulary['a'], vocabulary['b'] = vocabulary['b'], vocabulary['a']
-    path.write_text(json.dumps(content))
-    assert f'out was begun with {key} ' in refusal(capfd, other, shards, tmp_path / 'out', *clip)
+    by_scheduler = shutil.copytree(pipeline, tmp_path / 'scheduler')
+    config = by_scheduler / 'scheduler/scheduler_config.json'
+    config.write_text(config.read_text().replace('epsilon', 'v_prediction'))
+    by_tokenizer = shutil.copytree(pipeline, tmp_path / 'tokenizer')
+    file = by_tokenizer / 'tokenizer/tokenizer.json'
+    content = json.loads(file.read_text())
+    vocabulary = content['model']['vocab']
+    vocabulary['a'], vocabulary['b'] = vocabulary['b'], vocabulary['a']
+    file.write_text(json.dumps(content))
+    for model, data, seed, key in ((pipeline, shards, 18, 'seed 17, and this command has 18'),
+                                   (pipeline, others, 17, 'data_sha256'), (by_scheduler, shards, 17, 'scheduler'),
+                                   (by_tokenizer, shards, 17, 'tokenizer_sha256')):
+        line = refusal(capfd, model, data, evaluated.out, *clip, *TWO_SCALES, '--seed', seed)
+        assert f'out was begun with {key}' in line
+    assert files_of(evaluated.out) == before
 
 
 def test_fewer_samples_than_ranks_are_refused_before_anything_is_drawn(tmp_path, pipeline, shards, clip, capfd,
@@ -191,17 +183,14 @@ def test_fewer_samples_than_ranks_are_refused_before_anything_is_drawn(tmp_path,
     assert '--samples 4 is fewer than the 5 ranks' in refusal(capfd, pipeline, shards, tmp_path / 'out', *clip)
 
 
-def test_the_fid_is_that_of_torchmetrics_for_the_pictures_and_the_real_ones(
-        tmp_path, pipeline, shards, samples, small_inception):
-    record = run(pipeline, shards, tmp_path / 'out', *small_inception, '--guidance', 1, 4)
+def test_the_fid_is_that_of_torchmetrics_for_the_pictures_and_the_real_ones(evaluated, samples):
     squares = [pillow_square(sample['jpg']).resize((SIZE, SIZE), Image.BILINEAR) for sample in samples[:4]]
     real = torch.stack([torch.from_numpy(np.array(square)).permute(2, 0, 1) for square in squares])
-    for score in record['scores']:
+    for score in evaluated.record['scores']:
         metric = FrechetInceptionDistance(SmallNetwork())
         metric.update(real, real=True)
-        metric.update(drawn_in(tmp_path / 'out', score['guidance']), real=False)
+        metric.update(drawn_in(evaluated.out, score['guidance']), real=False)
         assert score['fid'] == pytest.approx(metric.compute().item(), rel=0.02)  # by another decoder and resize
-    assert (record['fid_is_biased'], record['fid_of_published_weights']) == (True, False)
 
 
 @pytest.mark.long
@@ -216,17 +205,15 @@ def test_the_fid_by_a_file_of_weights_is_that_of_torchmetrics_own_network(tmp_pa
     assert record['scores'][0]['fid'] == pytest.approx(metric.compute().item(), rel=1e-4)
 
 
-def test_the_clip_score_is_that_of_transformers_by_hand(tmp_path, pipeline, shards, samples, clip):
-    record = run(pipeline, shards, tmp_path / 'out', *clip, '--guidance', 1)
-    pictures = list(drawn_in(tmp_path / 'out', 1.0))
+def test_the_clip_score_is_that_of_transformers_by_hand(evaluated, samples, clip):
     model, processor = (kind.from_pretrained(clip[1]) for kind in (CLIPModel, CLIPProcessor))
     captions = [sample['caption'] for sample in samples[:4]]
-    inputs = processor(text=captions, images=pictures, return_tensors='pt', padding=True)
+    inputs = processor(text=captions, images=list(drawn_in(evaluated.out, 1.0)), return_tensors='pt', padding=True)
     with torch.no_grad():
         output = model(**inputs)  # embeddings of length 1
     by_hand = 100 * (output.image_embeds * output.text_embeds).sum(dim=1).mean().item()
     assert by_hand > 1
-    assert record['scores'] == [{'guidance': 1.0, 'fid': None, 'clip_score': pytest.approx(by_hand, rel=1e-4)}]
+    assert evaluated.record['scores'][0]['clip_score'] == pytest.approx(by_hand, rel=1e-4)
 
 
 def test_a_caption_longer_than_the_model_is_cut_and_keeps_its_end(clip):
@@ -250,15 +237,17 @@ def test_an_image_that_does_not_decode_is_one_line_with_its_number(tmp_path, pip
     assert 'leave that sample out' in line
 
 
-def test_the_record_is_kept_with_what_was_judged_and_by_what(tmp_path, pipeline, shards, clip, capfd):
-    record = run(pipeline, shards, tmp_path / 'out', *clip)
-    assert json.loads((tmp_path / 'results.jsonl').read_text()) == json.loads(json.dumps(record))
-    assert (record['stage'], record['samples'], record['samples_drawn'], record['clip']) == ('evaluate', 4, 4, 'clip')
+def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipeline, shards, clip):
+    record = evaluated.record
+    kept = json.loads(evaluated.out.with_name('results.jsonl').read_text().splitlines()[0])
+    assert kept == json.loads(json.dumps(record))
+    assert (record['stage'], record['samples'], record['samples_drawn'], record['clip']) == ('evaluate', 4, 8, 'clip')
+    assert (record['fid_is_biased'], record['fid_of_published_weights']) == (True, False)
     assert record['images_per_sec'] == record['images_per_sec_per_device'] > 0
     assert record['batch_size'] == 2
-    again = run(pipeline, shards, tmp_path / 'out', *clip)
+    again = run(pipeline, shards, evaluated.out, *clip, *TWO_SCALES)
     assert (again['samples_drawn'], again['images_per_sec']) == (0, None)
-    summary = evaluate.summary(record | {'fid_is_biased': True, 'fid_of_published_weights': False})
+    summary = evaluate.scores_summary(record)
     assert 'too high: below 10,000 it is biased' in summary
     assert 'not those of published FIDs' in summary
 
@@ -283,47 +272,23 @@ def test_scores_of_random_networks_are_no_scores(tmp_path, pipeline, shards, cap
     assert 'no evaluation has both scores' in capfd.readouterr().err
 
 
-def write_checkpoint(path: Path, model: str, with_vae: bool = True, **flags) -> None:
-    """What Composer keeps of a run of the tiny model after 7 batches of 4, with an average that differs."""
-    weights = {}
-    parts = StableDiffusionPipeline.from_pretrained(model)
-    for part in ('unet', 'vae', 'text_encoder'):
-        if part == 'vae' and not with_vae:
-            continue
-        weights |= {f'{part}.{name}': tensor for name, tensor in getattr(parts, part).state_dict().items()}
-    averages = {f'unet.{name}': parameter.detach() + 0.1 for name, parameter in parts.unet.named_parameters()}
-    ema = {'ema_started': True, 'ema_weights_active': False, 'ema_model': {'named_parameters_dict': averages}}
-    flags = {'model_name': 'tiny', 'image_size': SIZE, 'batch_size': 4, 'seed': 17, 'tokenizer': model, **flags}
-    state = {'model': weights, 'algorithms': [('EMA', ema)], 'callbacks': [('Safeguard', {'flags': flags})],
-             'timestamp': {'Timestamp': {'batch': 7, 'sample': 28}}}
-    torch.save({'state': state, 'rng': []}, path)
-
-
 def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_far_it_was_trained(
-        tmp_path, pipeline, shards, clip, capfd):
-    kept = tmp_path / 'kept'
-    kept.mkdir()
-    shutil.copytree(pipeline, tmp_path / 'averaged')
-    unet = tmp_path / 'averaged/unet'
-    network = load_pipeline(pipeline, 'MODEL').unet
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += 0.1
-    network.save_pretrained(unet)
-    write_checkpoint(kept / 'ep0-ba7-rank0.pt', str(pipeline), dataset=index_hash(read_index(shards)))
+        tmp_path, shards, clip, capfd):
+    kept = str(tmp_path / 'kept')
+    train(['--remote', shards, '--model_name', 'tiny', '--pretrained', '--image_size', str(SIZE), '--batch_size', '4',
+           '--use_ema', '--ema_half_life', '1ba', '--max_duration', '2ba', '--num_workers', '0', '--save_folder', kept,
+           '--results', '-'])
     record = run(kept, shards, tmp_path / 'out', *clip)
     assert record['trained_on_data']
     assert 'DATA is what the model was trained on' in capfd.readouterr().out
-    assert (record['trained_batches'], record['images_seen'], record['weights']) == (7, 28, 'averaged')
+    assert (record['trained_batches'], record['images_seen'], record['weights']) == (2, 8, 'averaged')
     assert record['training']['batch_size'] == 4
     assert record['model_name'] == 'tiny'
-    exported = run(tmp_path / 'averaged', shards, tmp_path / 'exported', *clip)
+    export([kept, str(tmp_path / 'pipeline')])
+    exported = run(tmp_path / 'pipeline', shards, tmp_path / 'exported', *clip)
     assert exported['model_sha256'] == record['model_sha256']
     assert exported['trained_on_data'] is None
     assert files_of(tmp_path / 'exported') == files_of(tmp_path / 'out')
-    write_checkpoint(kept / 'ep0-ba8-rank0.pt', pipeline, with_vae=False)
-    assert 'has no VAE to decode with' in refusal(capfd, kept, shards, tmp_path / 'third', *clip)
-    assert 'holds no whole checkpoint' in refusal(capfd, tmp_path, shards, tmp_path / 'third', *clip)
 
 
 def test_the_text_encoder_works_in_float32_and_the_unet_in_half_precision(pipeline):
@@ -337,7 +302,7 @@ def test_the_text_encoder_works_in_float32_and_the_unet_in_half_precision(pipeli
     assert types == {'text_encoder': torch.float32, 'unet': torch.bfloat16, 'vae': torch.float32}
 
 
-def test_a_picture_that_is_not_finite_is_not_judged(pipeline, shards, clip, tmp_path, capfd):
+def test_a_picture_that_is_not_finite_is_not_scored(pipeline, shards, clip, tmp_path, capfd):
     broken = shutil.copytree(pipeline, tmp_path / 'broken')
     vae = load_pipeline(pipeline, 'MODEL').vae
     torch.nn.init.constant_(vae.decoder.conv_out.bias, torch.nan)
@@ -353,33 +318,3 @@ def test_a_score_that_is_not_finite_is_not_kept(pipeline, shards, clip, tmp_path
     line = refusal(capfd, pipeline, shards, tmp_path / 'out', '--clip', broken)
     assert 'the clip_score at guidance 7.5 is nan' in line
     assert not (tmp_path / 'results.jsonl').exists()
-
-
-def test_what_cannot_be_judged_is_one_line(pipeline, shards, clip, tmp_path, capfd):
-    out = tmp_path / 'out'
-    assert 'fewer than --samples 25' in refusal(capfd, pipeline, shards, out, *clip, '--samples', 25)
-    (tmp_path / 'captions.txt').write_text('a cat\n' * 4)
-    assert 'captions.txt' in refusal(capfd, pipeline, tmp_path / 'captions.txt', out, *clip)
-    assert not out.exists()
-
-
-def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, pipeline, monkeypatch):
-    asked = []
-    monkeypatch.setattr('builtins.input', lambda question='': asked.append(question) or 'n')
-    folder = shutil.copytree(pipeline, tmp_path / 'foreign')
-    config = folder / 'tokenizer/tokenizer_config.json'
-    foreign = {'tokenizer_class': 'Mine', 'auto_map': {'AutoTokenizer': ['mine.Mine', None]}}
-    config.write_text(json.dumps(json.loads(config.read_text()) | foreign))
-    with pytest.raises(ValueError, match='no scheduler or tokenizer that loads'):
-        load_pipeline(folder, 'MODEL')
-    assert not asked
-
-
-def test_a_checkpoint_of_a_training_on_latents_draws_with_the_vae_of_its_model(tmp_path, model_folder):
-    kept = str(tmp_path / 'kept')
-    train(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--save_folder', kept,
-           '--results', '-'])
-    pipeline, about = evaluate.load_model(kept)
-    saved = load_file(Path(model_folder, 'vae', 'diffusion_pytorch_model.safetensors'))
-    assert all(torch.equal(saved[name], tensor) for name, tensor in pipeline.vae.state_dict().items())
-    assert about['model_name'] == model_folder

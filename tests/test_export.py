@@ -1,6 +1,5 @@
 """A checkpoint becomes a pipeline of diffusers that draws with what was trained, or nothing at all."""
 import os
-import re
 import shutil
 import signal
 
@@ -11,11 +10,11 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline
 from safetensors import SafetensorError
 
 from benchmark import main
+from evaluate import load_model
 from export import main as export
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.training.checkpoints import load_checkpoint
-from sdbench.training.weights import read_trained, trained_pipeline
-from tests.runs import TINY
+from tests.runs import TINY, one_error_line
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
             'the end <|endoftext|> is not here', 'a\x00b \u200b c']
@@ -64,21 +63,10 @@ def exported_latents(tmp_path_factory, latent_checkpoints, epsilon_folder) -> st
 
 
 def loaded(out, *without: str) -> StableDiffusionPipeline:
-    """The pipeline, without the parts that a test does not look at."""
+    """Load the pipeline without the parts that a test does not look at."""
     pipeline = StableDiffusionPipeline.from_pretrained(str(out), **dict.fromkeys(without))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
-
-
-def refused(argv: list, capfd) -> str:
-    """Export what must be refused; the one line that it leaves, beside the one of what it reads."""
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as exit:
-        export([str(argument) for argument in argv])
-    error = re.sub('^reading .*\n', '', capfd.readouterr().err)
-    assert exit.value.code in (1, 2), error
-    assert error.count('\n') == 1, error
-    return error
 
 
 def test_the_pipeline_has_the_averaged_unet_or_the_live_one_also_from_a_store(checkpoints, exported, tmp_path, s3):
@@ -123,8 +111,8 @@ def test_the_pipeline_tokenizes_as_training_does(exported, latent_checkpoints, e
                 assert ids.input_ids == in_training.encode(caption).ids, caption
 
 
-def test_a_run_on_latents_takes_the_vae_of_the_model_folder(exported_latents, latent_checkpoints, model_folder,
-                                                            tmp_path, capfd):
+def test_a_run_on_latents_takes_the_vae_of_the_model_folder_and_is_not_evaluated_without_one(
+        exported_latents, latent_checkpoints, model_folder, tmp_path, capfd):
     saved = AutoencoderKL.from_pretrained(model_folder, subfolder='vae').state_dict()
     vae = loaded(exported_latents, 'unet', 'text_encoder', 'tokenizer').vae
     assert all(torch.equal(saved[name], tensor) for name, tensor in vae.state_dict().items())
@@ -132,6 +120,8 @@ def test_a_run_on_latents_takes_the_vae_of_the_model_folder(exported_latents, la
     output, errors = capfd.readouterr()
     assert 'cannot decode; give --model_name FOLDER --pretrained' in errors
     assert 'there is no average' in output
+    with pytest.raises(ValueError, match='has no VAE to decode with'):
+        load_model(latent_checkpoints)
 
 
 def test_a_run_without_pretrained_is_told_at_its_start_and_at_its_export_that_its_pictures_will_be_noise(
@@ -143,36 +133,20 @@ def test_a_run_without_pretrained_is_told_at_its_start_and_at_its_export_that_it
     assert 'was trained without --pretrained' in capfd.readouterr().err
 
 
-def test_an_exported_model_is_trained_further(exported, tmp_path):
-    record = main(['--use_synth_data', '--use_ema', *TINY, '--model_name', exported, '--pretrained', '--tokenizer',
-                   exported, '--load_weights', exported, '--results', str(tmp_path / 'results')])
-    assert record['status'] == 'complete'
-    assert 0 < record['loss'] < 5
-
-
-def test_a_pipeline_of_another_model_or_tokenizer_than_the_trained_one_is_refused(
-        checkpoints, latent_checkpoints, model_folder, epsilon_folder, tmp_path, capfd):
-    out = tmp_path / 'out'
-    line = refused([checkpoints, out, '--model_name', epsilon_folder], capfd)
-    assert 'prediction_type of its scheduler was "v_prediction", and is "epsilon" now' in line
-    with pytest.raises(ValueError, match='is not the model of'):
-        trained_pipeline(read_trained(checkpoints, 'MODEL'), 'MODEL', epsilon_folder)  # as evaluate.py draws
-    line = refused([latent_checkpoints, out, '--tokenizer', model_folder], capfd)
-    assert f'was trained with another tokenizer than {model_folder}, whose token ids differ' in line
-    assert not out.exists()
-
-
-def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(checkpoints, tmp_path, capfd):
-    out, empty, other = tmp_path / 'out', tmp_path / 'empty', tmp_path / 'other.pt'
-    empty.mkdir()
-    assert 'holds no whole checkpoint' in refused([empty, out], capfd)
+@pytest.mark.parametrize('source, flags, words', [
+    ('other', [], 'give --model_name'),
+    ('other', ['--model_name', 'tiny'], 'is not the model of'),
+    ('run', ['--model_name', 'EPSILON'], 'prediction_type of its scheduler was "v_prediction", and is "epsilon" now'),
+    ('latents', ['--tokenizer', 'MODEL'], 'was trained with another tokenizer than')])
+def test_another_model_or_tokenizer_than_the_trained_one_is_refused(
+        checkpoints, latent_checkpoints, model_folder, epsilon_folder, tmp_path, capfd, source, flags, words):
+    other = tmp_path / 'other.pt'
     torch.save({'state': {'model': {'weights': torch.zeros(2)}}}, other)
-    assert 'give --model_name' in refused([other, out], capfd)
-    assert 'is not the model of' in refused([other, out, '--model_name', 'tiny'], capfd)
-    assert 'is not the model of' in refused([checkpoints, out, '--model_name',
-                                             'stabilityai/stable-diffusion-2-base'], capfd)
-    assert 'already exists' in refused([checkpoints, empty], capfd)
-    assert sorted(tmp_path.iterdir()) == [empty, other]
+    places = {'other': other, 'run': checkpoints, 'latents': latent_checkpoints, 'EPSILON': epsilon_folder,
+              'MODEL': model_folder}
+    argv = [places[source], tmp_path / 'out', *(places.get(flag, flag) for flag in flags)]
+    assert words in one_error_line(argv, capfd, export)
+    assert list(tmp_path.iterdir()) == [other]
 
 
 @pytest.mark.parametrize('trouble', ['a full disk', 'SIGTERM'])

@@ -12,10 +12,9 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from benchmark import main
-from sdbench.flags.commands import Convert, Encode, Evaluate, Export
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from tests.runs import ROOT, TINY, files_of, settings_of, wait_until
+from tests.runs import COMMANDS, ROOT, TINY, files_of, settings_of, wait_until
 from tests.samples import encoded, picture
 
 FASTEST = ROOT / 'recipes' / 'fastest.txt'
@@ -36,10 +35,6 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages
     assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/planning.md').read_text()
 
 
-PARSERS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'export.py': Export,
-           'evaluate.py': Evaluate}
-
-
 def commands_of(folder: Path, *argv: str, **variables: str) -> list:
     """Return the settings of each command of the whole training, where no program does more than note its call."""
     for name in ('python', 'composer'):
@@ -51,7 +46,7 @@ def commands_of(folder: Path, *argv: str, **variables: str) -> list:
     commands = []
     for line in (folder / 'called').read_text().splitlines():
         program, *arguments = line.split('\0')[:-1]
-        commands.append(parse(PARSERS[program], '', arguments))
+        commands.append(parse(COMMANDS[program], '', arguments))
     return commands
 
 
@@ -88,11 +83,14 @@ def test_the_whole_training_is_refused_without_a_model(tmp_path):
 @pytest.mark.long
 def test_the_plan_of_the_whole_training_adds_up_the_phases_that_it_would_train():
     variables = {'MODEL': 'tiny', 'GPU': 'H200', 'SIZE_1': '32', 'SIZE_2': '64', 'STEPS_1': '20', 'STEPS_2': '30',
-                 'BATCH_SIZE': '8', 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
+                 'BATCH_SIZE': '8', 'LATENTS': '1', 'IMAGES': '1000000000', 'PRICES': '2 H200=3.2',
+                 'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
     done = subprocess.run(['sh', WHOLE, 'plan'], cwd=ROOT, env=os.environ | variables, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert 'train on 160 images at 32 px, then 240 images at 64 px' in done.stdout
-    assert re.search(r'H200 .*\$.*days at 32 px, .* days at 64 px', done.stdout)
+    assert len(re.findall(r'\| encode .*forecast', done.stdout)) == 4  # two cards at two sizes
+    assert re.search(r'H200 .*\$.*days at 32 px, .* days at 64 px, .* days to encode 1,000,000,000 images at 32 px '
+                     r'\(264 GB; .*\), .* days to encode 1,000,000,000 images at 64 px \(1.03 TB; .*\)', done.stdout)
 
 
 def start_whole_training(folder: Path, source: Path) -> subprocess.Popen:

@@ -1,8 +1,10 @@
 """What a command cannot do is refused in one line, which names the flag, its value and the remedy.
 
-A row is a command, its flags and the words that its line must hold. It is run in a folder that has `shards` (24
-samples), `prompts.txt` (one caption), `records.csv` (a record with a comma too many) and `notes` (a folder with a file
-of the user's). Refusals that need more than that stand where what they need is made.
+A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
+It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
+`blank.txt`, `records.csv` (a record with a comma too many), `notes` (a folder with a file of the user's), `empty` (a
+folder) and `photo.jpg`; nothing listens at S3_ENDPOINT_URL. Refusals that need more than that stand where what they
+need is made.
 """
 import importlib
 import re
@@ -12,6 +14,7 @@ import shutil
 import pytest
 
 from tests.runs import ROOT
+from tests.samples import shaded
 
 TINY = '--model_name tiny --image_size 64 --batch_size 4'
 SYNTHETIC = f'--use_synth_data {TINY}'
@@ -34,6 +37,9 @@ ROWS = [
     ('benchmark.py', '--use_synth_data --remote x', 'give only one of --remote, --use_synth_data'),
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
      'does not divide the 6 images that a device gets of --batch_size 6; use 3'),
+    ('WORLD_SIZE=3 benchmark.py', f'{SYNTHETIC} --batch_size 8', '8 does not divide over 3 devices; use 6'),
+    ('WORLD_SIZE=3 benchmark.py', f'{SYNTHETIC} --batch_size 2', '2 does not divide over 3 devices; use 3'),
+    ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu RTX4091 is no GPU that is known here; give one of NVIDIA'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --learning_rate 0', '--learning_rate: 0 is not a number above 0'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),
@@ -62,6 +68,10 @@ ROWS = [
     # Data
     ('benchmark.py', f'--remote nowhere {TINY}', '--remote nowhere holds no index.json, so no whole MDS dataset; '),
     ('benchmark.py', f'--remote notes {TINY}', '--remote notes holds no index.json, so no whole MDS dataset; '),
+    ('benchmark.py', f'--remote shards/index.json {TINY}', '--remote shards/index.json is a file; give the folder'),
+    ('benchmark.py', f'--remote nowhere/index.json {TINY}', '--remote nowhere/index.json is a file; give the folder'),
+    ('benchmark.py', f'--remote s3://b/mds/index.json {TINY}', '--remote s3://b/mds/index.json is a file; give the'),
+    ('benchmark.py', f'--remote photo.jpg {TINY}', '--remote photo.jpg is a file; give the folder that holds'),
     ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
     ('benchmark.py', f'--remote shards {TINY} --cache_limit 1mb', '--cache_limit has no cache to bound'),
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: of stores, s3://, gs:// and azure:// can be used; use '
@@ -69,11 +79,26 @@ ROWS = [
     ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),
     ('convert.py', 'notes nowhere://me:PASSWORD@bucket/out', 'OUT nowhere://***@bucket/out: of stores, s3://, gs://'),
     ('convert.py', 'notes s3://bucket --held_out 0.5', 'OUT s3://bucket is a whole bucket; with --held_out give'),
+    ('convert.py', 'photo.jpg notes', 'OUT notes already holds something; give a new folder'),
+    ('convert.py', 'photo.jpg prompts.txt', 'OUT prompts.txt cannot be written to (File exists)'),
+    ('convert.py', 'photo.jpg s3://bucket/out', 'OUT s3://bucket/out: the connection is refused; check the address'),
+    ('convert.py', 'empty out', 'nothing to convert in SOURCE empty: it holds no tars, Parquet or images'),
     ('convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a glob that matches some'),
     ('convert.py', 'notes out --captions nothing.csv', '--captions nothing.csv cannot be read (No such file'),
     ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),
     ('convert.py', 'notes out --held_out 1000', '--held_out: 1000'),
     ('convert.py', 'notes azure://me.blob.core.windows.net', 'names no bucket'),
+    ('AWS_PROFILE=nobody convert.py', 'photo.jpg s3://b/a', 'profile (nobody) could not be found'),
+    ('LOCAL_RANK=0 convert.py', 'photo.jpg out', 'start it with python, not with a launcher'),
+    ('LOCAL_RANK=0 encode.py', '--remote shards --out out', 'start it with python, not with a launcher'),
+    ('encode.py', '--remote shards --out out --ray auto', '--ray auto needs --encoder_precision'),
+
+    # Encodings
+    ('encode.py', '--remote shards', 'give both --remote and --out'),
+    ('encode.py', '--remote shards --out out --images 5', '--images 5 needs --dry_run'),
+    ('encode.py', '--remote shards --out out --dollars_per_gpu_hour H100=5', '--dollars_per_gpu_hour needs --dry_run'),
+    ('encode.py', '--dry_run 8 --remote nowhere', '--remote nowhere holds no index.json'),
+    ('encode.py', '--dry_run 8 --gpu H1000', '--gpu H1000 is no GPU that is known here'),
 
     # Evaluations
     ('evaluate.py', 'notes shards --out out', 'give --inception for FID, --clip for the CLIP score, or both; for a '
@@ -95,31 +120,60 @@ ROWS = [
     ('report.py', 'published.csv --extrapolate 4096', 'a batch of as many images as GPUs'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
     ('report.py', 'published.csv --phase 10@256', 'at 256 px'),
+
+    # Folders, weights, pictures and held-out samples of a training, and what is evaluated and exported
+    ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
+    ('benchmark.py', f'{SYNTHETIC} --save_folder notes --autoresume', '--save_folder notes '),
+    ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
+    ('benchmark.py', f'{SYNTHETIC} --tensorboard records.csv/board', '--tensorboard records.csv/board cannot be'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights nowhere', '--load_weights nowhere is not there'),
+    ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
+    ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
+    ('benchmark.py', f'--remote shards {TINY} --eval_remote shards', '--eval_remote shards is what the run trains on'),
+    ('benchmark.py', f'{SYNTHETIC} --eval_remote nowhere', '--eval_remote nowhere holds no index.json'),
+    ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
+    ('evaluate.py', 'notes shards --out out --random_networks', 'notes is not there, or holds no whole checkpoint'),
+    ('evaluate.py', 'pipeline prompts.txt --out out --random_networks', 'prompts.txt'),
+    ('evaluate.py', 'pipeline shards --out out --random_networks --samples 25', 'fewer than --samples 25'),
+    ('evaluate.py', 'pipeline shards --out notes --random_networks --samples 4', 'notes already holds something'),
+    ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere is not there; fetch it'),
+    ('evaluate.py', 'notes shards --out out --inception prompts.txt', "prompts.txt is not torch-fidelity's file with"),
+    ('export.py', 'notes out', 'holds no whole checkpoint'),
+    ('export.py', 'shards notes', 'notes already exists'),
 ]
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, shards):
+def folder(tmp_path, monkeypatch, shards, pipeline):
     """The folder of the rows, in which the test runs."""
     (tmp_path / 'shards').symlink_to(shards)
+    (tmp_path / 'pipeline').symlink_to(pipeline)
     (tmp_path / 'prompts.txt').write_text('a cat\n')
+    (tmp_path / 'blank.txt').write_text(' \n\n')
     (tmp_path / 'records.csv').write_text('device,num_devices\nx,1,618\n')
     (tmp_path / 'notes').mkdir()
+    (tmp_path / 'empty').mkdir()
     (tmp_path / 'notes/mine.txt').write_text('mine')
+    (tmp_path / 'photo.jpg').write_bytes(shaded(1))
+    monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
     shutil.copy(ROOT / 'published.csv', tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize('command, flags, words', ROWS)
-def test_what_cannot_be_is_one_line_that_names_the_flag_its_value_and_the_remedy(command, flags, words, folder, capfd):
+def test_what_cannot_be_is_one_line_that_names_the_flag_its_value_and_the_remedy(command, flags, words, folder, capfd,
+                                                                                 monkeypatch):
+    *variables, command = command.split()
+    for variable in variables:
+        monkeypatch.setenv(*variable.split('='))
     program = importlib.import_module(command.removesuffix('.py'))
     before = sorted(folder.rglob('*'))
     capfd.readouterr()
     with pytest.raises(SystemExit) as exit:
         program.main(shlex.split(flags))
     output, errors = capfd.readouterr()
-    line = re.sub('^(building|reaching) .*\n', '', errors)  # as a command says what it is about to do
+    line = re.sub('^(building|reaching|reading) .*\n', '', errors)  # as a command says what it is about to do
     assert exit.value.code in (1, 2)
     assert output == ''
     assert line.startswith(f'{command}: error: ')

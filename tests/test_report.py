@@ -15,6 +15,7 @@ PUBLISHED = str(ROOT / 'published.csv')
 IMAGES_PER_SEC = {8: 128.2, 16: 254.0, 32: 485.7, 64: 912.2, 128: 1618.4, 256: 2589.4}
 MINIMAL = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}
 CPU = {'device': 'Xeon', 'device_type': 'cpu', 'num_devices': 1, 'images_per_sec': 8.0}
+FORECAST = {'status': 'forecast', 'model_name': 'sd2'}
 LOADER = {'stage': 'loader', 'images_per_sec': None, 'loader_images_per_sec': 32_000.0}
 ENCODE = {'stage': 'encode', 'images_per_sec': 4000, 'bytes_per_image': 50_000}
 FLAGS = {'model_name': 'sd2', 'image_size': 512, 'dataset': '5e1f', 'batch_size': 2048, 'seed': 17,
@@ -246,27 +247,44 @@ def test_a_plan_takes_the_fastest_measured_speed_of_a_size(printed, write):
     assert row['days'] == '1.00'
 
 
-def test_a_plan_on_latents_says_that_the_encoding_is_not_in_it(printed, write):
-    [_, [row]] = tables(printed(write({'encoders': 'text_in_loop', 'images_per_sec': 1000}), '--phase', '86400000@512'))
-    assert row['notes'] == '1.00 days at 512 px, without encoding the images'
+def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has_not(printed, write):
+    latents = {'encoders': 'text_in_loop', 'model_name': 'sd2', 'images_per_sec': 1000}
+    encoded = ENCODE | {'model_name': 'sd2', 'images_per_sec': 5000, 'stored_samples': 864_000_000}
+    others = [encoded | {'stored_samples': 1_728_000_000} | changes for changes in (
+        {'model_name': 'tiny'}, {'device': 'H100'}, {'num_devices': 16}, {'image_size': 128}, {'status': 'failed'})]
+    forecast = encoded | {'status': 'forecast', 'image_size': 256, 'stored_samples': 432_000_000}
+    text = printed(write(latents, latents | {'image_size': 256}, latents | {'image_size': 64}, *others, encoded,
+                         encoded | {'stored_samples': 1000}, forecast),  # the former of the held-out samples
+                   '--phase', '86400000@256', '--phase', '86400000@512', '--phase', '86400000@256', '--phase',
+                   '86400000@64')
+    [_, [row]] = tables(text)
+    assert row['days'] == '7.00'  # 4 of training, 2 and 1 of encoding
+    assert row['cost'] == '$2,688'
+    assert row['notes'].endswith(
+        'at 64 px, 1.00 days to encode 432,000,000 images at 256 px (21.6 TB; forecast, not tested), 2.00 days to '
+        'encode 864,000,000 images at 512 px (43.2 TB), without encoding the images at 64 px')
 
 
 # Files
 
 def test_forecasts_are_planned_and_priced_by_card_and_told_apart_from_what_was_measured(printed, write):
-    forecast = {'status': 'forecast', 'model_name': 'sd2', 'images_per_sec_least': 900.0, 'images_per_sec_most': 1100.0}
-    path = write(*[forecast | {'device': device, 'image_size': size, 'images_per_sec': speed}
-                   for device, size, speed in (('NVIDIA H200', 256, 4000.0), ('NVIDIA H200', 512, 1000.0),
-                                               ('NVIDIA B200', 256, 8000.0), ('NVIDIA B200', 512, 2000.0))],
+    path = write(*[FORECAST | {'device': device, 'image_size': size, 'images_per_sec': speed,
+                               'images_per_sec_least': least, 'images_per_sec_most': most}
+                   for device, size, speed, least, most in (
+                       ('NVIDIA H200', 256, 4000.0, 3200.0, 5000.0), ('NVIDIA H200', 512, 1000.0, 800.0, 1250.0),
+                       ('NVIDIA B200', 256, 8000.0, None, None), ('NVIDIA B200', 512, 2000.0, 1600.0, 2500.0))],
                  {'device': 'NVIDIA H200', 'model_name': 'sd2', 'images_per_sec': 990.0})
     rows, plans = tables(printed(path, '--phase', '345600000@256', '--phase', '86400000@512', '--days', '3',
                                  '--dollars_per_gpu_hour', '2', 'B200=5'))
-    assert {row['notes'] for row in rows} == {'forecast: 900 to 1,100 images/s', ''}  # the last was measured
+    assert [row['notes'] for row in rows if row['device'] == 'NVIDIA H200' and row['image_size'] == '512'] == [
+        '', 'forecast: 800 to 1,250 images/s']
     assert [row['images in --days'] for row in rows if row['images/s'] == '990.0'] == ['256,608,000']
     by_gpu = {plan['device']: plan for plan in plans}
     assert by_gpu['NVIDIA H200']['cost'] == '$768'  # 2 days of 8 GPUs at $2
     assert by_gpu['NVIDIA B200']['cost'] == '$960'  # 1 day at $5
-    assert all(plan['notes'].startswith('forecast, ') for plan in plans)
+    of_h200 = by_gpu['NVIDIA H200']['notes']
+    assert of_h200 == 'forecast: 1.00 days at 256 px (0.800 to 1.25), 1.00 days at 512 px (0.800 to 1.25)'
+    assert by_gpu['NVIDIA B200']['notes'].startswith('forecast: 0.500 days at 256 px (not tested), ')
 
 
 @pytest.fixture
@@ -363,12 +381,24 @@ def legend(axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_the_picture_of_days_tells_apart_what_was_measured_and_what_was_extrapolated(drawn, original):
-    days, efficiency = drawn(original, '--figure', 'days.png').axes
-    assert [bar.get_width() for bar in days.patches][::2] == pytest.approx([258.85, 68.32, 20.50], 1e-3)
-    assert [bar.get_facecolor()[3] for bar in days.patches] == [1] * 5 + [0]  # the extrapolated one is hollow
-    assert texts(days)[-2:] == ['20.5', '12.82, extrapolated']
-    assert texts(efficiency)[-2:] == ['78.9%', '63.1%, extrapolated']
+def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measured(drawn, original, write):
+    forecast = FORECAST | {'device': 'NVIDIA H100 80GB HBM3', 'images_per_sec': 500.0, 'images_per_sec_least': 400.0,
+                           'images_per_sec_most': 625.0, 'device_train_microbatch_size': 32}
+    path = write(forecast, forecast | {'num_devices': 16, 'images_per_sec': 1000.0, 'device_train_microbatch_size': 16,
+                                       'images_per_sec_least': None})
+    [axes] = drawn(original, path, '--figure', 'days.png').axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ('log', 'log')
+    assert legend(axes)[:2] == ['A100 40GB', 'H100 80GB, forecast']
+    drawn_lines = [line for line in axes.lines if len(line.get_xdata())]
+    filled = [line for line in drawn_lines if line.get_marker() == 'o' and line.get_markerfacecolor() != 'white']
+    hollow = [line for line in drawn_lines if line.get_marker() == 'o' and line.get_markerfacecolor() == 'white']
+    assert [list(line.get_xdata()) for line in filled] == [[8, 16, 32, 64, 128]]
+    assert filled[0].get_ydata() == pytest.approx([258.85, 130.65, 68.32, 36.38, 20.50], 1e-3)
+    assert [list(line.get_xdata()) for line in hollow] == [[256], [8, 16]]
+    [of_forecast] = [line for line in drawn_lines if list(line.get_xdata()) == [8, 8]]
+    assert of_forecast.get_ydata() == pytest.approx([2_867_200_000 / speed / 86_400 for speed in (625, 400)])
+    ideal, _ = [line for line in drawn_lines if line.get_linestyle() == '--']
+    assert ideal.get_ydata() == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
 
 def test_compare_is_a_bar_of_images_per_second_for_each_training_and_says_which_failed(drawn, write):

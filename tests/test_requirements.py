@@ -12,7 +12,7 @@ LOCKS = {'requirements.lock': ('requirements.txt', 'tests/requirements.txt'),
 
 
 def pins(text: str) -> dict[str, str]:
-    """Each package of a list or a lock and its version; names as the index compares them, without extras."""
+    """Return each package of a list or a lock and its version; names as the index compares them, without extras."""
     found = re.findall(r'^([\w.-]+)(?:\[.*?\])?==([^\s;]+)', text, re.MULTILINE)
     return {re.sub('[-_.]+', '-', name).lower(): version for name, version in found}
 
@@ -23,7 +23,8 @@ def test_a_lock_holds_the_versions_of_its_lists_each_with_hashes_and_names_no_pl
     for path in LOCKS[lock]:
         asked_for |= pins((ROOT / path).read_text())
     text = (ROOT / lock).read_text()
-    assert asked_for and asked_for.items() <= pins(text).items()
+    assert asked_for
+    assert asked_for.items() <= pins(text).items()
     _, *packages = re.split(r'^(?=[\w.-]+(?:\[.*?\])?==)', text, flags=re.MULTILINE)
     assert all('--hash=sha256:' in package for package in packages)
     for word in ('://', '--index-url', '--extra-index-url', '--find-links', '--trusted-host', ' @ ', ' /'):
@@ -31,15 +32,18 @@ def test_a_lock_holds_the_versions_of_its_lists_each_with_hashes_and_names_no_pl
 
 
 def installed(folder, path: str, **environment: str) -> subprocess.CompletedProcess:
-    """install.sh for a lock that is empty, with the programs of `path` alone."""
+    """Run install.sh for a lock that is empty, with the programs of `path` alone."""
     (folder / 'empty.lock').touch()
     return subprocess.run(['sh', ROOT / 'install.sh', folder / 'venv', folder / 'empty.lock'], cwd=folder, text=True,
                           capture_output=True, env={'PATH': path, 'HOME': str(folder), **environment})
 
 
 def assert_one_line(done: subprocess.CompletedProcess, *words: str) -> None:
-    assert done.returncode == 2 and done.stdout == '' and done.stderr.count('\n') == 1, done
-    assert done.stderr.startswith('install.sh: error: ') and all(word in done.stderr for word in words)
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr.startswith('install.sh: error: ')
+    assert done.stderr.count('\n') == 1
+    for word in words:
+        assert word in done.stderr
 
 
 def test_a_machine_without_a_python_that_fits_is_told_in_one_line(tmp_path):

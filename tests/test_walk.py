@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import benchmarks.notebook
-from tests.forked_runs import run_in_folder, run_program, script
+from tests.forked_runs import run_program, script
 from tests.runs import ROOT
 
 NOTEBOOK = ROOT / 'docs' / 'walk.ipynb'
@@ -33,7 +33,7 @@ def run_forked(command: list, cwd: Path, env: dict[str, str], **_) -> subprocess
     python, program, *arguments = map(str, command)
     assert python == sys.executable
     server = multiprocessing.get_context('forkserver')
-    code, output, errors = run_in_folder(server, cwd, script, [program, *arguments], **env)
+    code, output, errors = run_program(server, cwd, script, [program, *arguments], **env)
     return subprocess.CompletedProcess(command, code, output + errors)
 
 

@@ -1,4 +1,4 @@
-"""What holds on the GPUs of this machine: speed, memory, exactness, a training's life, and the forecast of all that.
+"""Measure on the GPUs of this machine speed, memory, exactness, a training's life, and how well they were forecast.
 
     python -m benchmarks.proof results/8xH100                # or make proof: half an hour on an H100
     python -m benchmarks.proof results/8xH100 --minutes 5    # only the first steps, which tell the most
@@ -55,15 +55,16 @@ class Machine:
     tiny: bool
 
     def launch(self, *program: str) -> list[str]:
-        """The command that runs a script, or `-m` and a module, on all devices. One device needs no launcher, which
-        would import all twice.
+        """Return the command that runs a script, or `-m` and a module, on all devices.
+
+        One device needs no launcher, which would import all twice.
         """
         if self.gpus > 1:
             return [sys.executable, '-m', 'composer.cli.launcher', '-n', str(self.gpus), *program]
         return [sys.executable, *program]
 
     def batch_flags(self, device_batch_size: int) -> list[str]:
-        """The flags of the model and of a batch of so many images on each device; 4 of the tiny model."""
+        """Return the flags of the model and of a batch of so many images on each device; of the tiny model it is 4."""
         devices = max(1, self.gpus)
         if self.tiny:
             return [*TINY, '--batch_size', str(4 * devices)]
@@ -91,13 +92,13 @@ class Step:
 
 
 def speed(name: str, seconds: int, expectation: str, *flags: str) -> Step:
-    """A measurement with the average, unless the flags say otherwise, and without data."""
+    """Return a measurement with the average, unless the flags say otherwise, and without data."""
     source = () if '--use_synth_latents' in flags else ('--use_synth_data',)
     return Step(name, 'measure', seconds, (*source, '--use_ema', *flags), expectation, on_all_devices=True)
 
 
 def smoke_steps(machine: Machine) -> list[Step]:
-    """The two recipes on GPUs, with 64 images on each; the tiny model's defaults on a CPU."""
+    """Return the steps of the two recipes on GPUs, with 64 images on each; of the tiny model's defaults on a CPU."""
     flags = machine.batch_flags(64)
     if machine.gpus == 0:
         return [speed('defaults', 20, '', *flags)]
@@ -108,7 +109,7 @@ def smoke_steps(machine: Machine) -> list[Step]:
 
 
 def speed_steps(machine: Machine) -> list[Step]:
-    """Both recipes at each microbatch, and each switch of speed alone at one microbatch, on GPUs."""
+    """Return the steps of both recipes at each microbatch, and of each switch of speed alone at one, on GPUs."""
     sizes = [4, 8, 16, 32]
     common = 8 if machine.gib < 60 else 16  # the microbatch at which switches are compared
     small = []
@@ -116,6 +117,8 @@ def speed_steps(machine: Machine) -> list[Step]:
         sizes, common, small = [1, 2], 1, ['--no-use_ema']
     if machine.tiny:
         sizes, common = [1, 2], 4
+
+    # each recipe at each microbatch
     flags = [*machine.batch_flags(32), *small]
     many = [*machine.batch_flags(128), *small, '--device_train_microbatch_size', 'auto']
     at = '--device_train_microbatch_size'
@@ -130,6 +133,7 @@ def speed_steps(machine: Machine) -> list[Step]:
         steps.append(speed(f'original, {size}', 55, 'by the forecast', '@recipes/original.txt', *flags, at, str(size)))
     steps.append(speed('original, largest', 150, 'by the forecast', '@recipes/original.txt', *many))
 
+    # each switch alone
     flags += [at, str(common)]
     for name, seconds, expectation, switches in (
             ('defaults', 40, 'what the following are compared with', []),
@@ -150,7 +154,8 @@ def speed_steps(machine: Machine) -> list[Step]:
 
 
 def all_steps(machine: Machine) -> list[Step]:
-    """The most telling first."""
+    """Return the steps of a proof, the most telling first."""
+    # what must hold
     tiny = Machine(machine.gpus, machine.device, machine.gib, tiny=True)
     checks = [Step('exactness', 'exactness', 90),
               Step('life', 'life', 120, tuple(tiny.batch_flags(4))),
@@ -161,6 +166,8 @@ def all_steps(machine: Machine) -> list[Step]:
     common = '4' if machine.tiny or machine.gib < LEAST_GIB else '16'
     checks += [Step('loader', 'loader', 110, (*machine.batch_flags(32), '--device_train_microbatch_size', common)),
                Step('average', 'average', 25, ('tiny' if machine.tiny else '',))]
+
+    # what is measured, and forecast before
     speeds = speed_steps(machine) if machine.gpus else [
         speed('latents', 20, '', *machine.batch_flags(4), '--use_synth_latents'),
         speed('microbatch of 2', 20, '', *machine.batch_flags(4), '--device_train_microbatch_size', '2')]
@@ -171,7 +178,7 @@ def all_steps(machine: Machine) -> list[Step]:
 
 
 def find_machine(tiny: bool) -> Machine:
-    """Asked for in another process: one that has asked holds memory of the GPU."""
+    """Ask for the GPUs in another process, since one that has asked holds memory of the GPU."""
     answer = subprocess.run([sys.executable, '-c', PROBE], check=True, capture_output=True, text=True).stdout
     gpus, device, gib = json.loads(answer.splitlines()[-1])
     return Machine(gpus, device, gib, tiny or gpus == 0)
@@ -190,6 +197,7 @@ def run_step(step: Step, machine: Machine, limit: float) -> tuple[list[dict], bo
     """
     from sdbench.errors import one_line
     with tempfile.TemporaryDirectory() as name:
+        # a process with a limit of time
         out, log = Path(name, 'records.jsonl'), Path(name, 'log')
         script = ('-m', 'benchmarks.proof.steps')
         command = machine.launch(*script) if step.on_all_devices else [sys.executable, *script]
@@ -210,6 +218,8 @@ def run_step(step: Step, machine: Machine, limit: float) -> tuple[list[dict], bo
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+
+        # what it has left, and its own line of an error
         seconds = round(time.monotonic() - start, 1)
         records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         if error:
@@ -224,6 +234,7 @@ def run_step(step: Step, machine: Machine, limit: float) -> tuple[list[dict], bo
 
 
 def append(records: list[dict], path: Path) -> None:
+    """Append records to a file, a line each."""
     with open(path, 'a') as file:
         for record in records:
             print(json.dumps(record), file=file)
@@ -251,6 +262,7 @@ def read_records(path: Path, machine: Machine) -> list[dict]:
 
 def prove(folder: Path, machine: Machine, minutes: float | None) -> None:
     """Run the steps that have no record, and write proof.md and its picture of all records."""
+    # the steps that have no record
     start = time.monotonic()
     path = folder / 'records.jsonl'
     records = read_records(path, machine)
@@ -258,6 +270,8 @@ def prove(folder: Path, machine: Machine, minutes: float | None) -> None:
     done = {record['step'] for record in records}
     missing = [step for step in all_steps(machine) if step.name not in done]
     say(f'{len(missing)} steps, on an H100 about {sum(step.seconds for step in missing) / 60:.0f} minutes')
+
+    # one after another, and the page of all, also where it ends early
     try:
         while missing:
             step = missing[0]
@@ -320,7 +334,8 @@ def record_in(line: str) -> dict | None:
 
 
 def comparison(speeds: dict[str, float], gib: float) -> str:
-    """Both speeds in images/s and their ratio; of GPUs of less than LEAST_GIB, what the recipes were changed in."""
+    """Return both speeds and their ratio as text; of GPUs of less than LEAST_GIB, also what was changed in the recipes.
+    """
     original, fastest = speeds['original'], speeds['fastest']
     text = (f'recipes/original.txt  {original:.4g} images/s\n'
             f'recipes/fastest.txt   {fastest:.4g} images/s, {fastest / original:.2f} times as fast')
@@ -331,11 +346,12 @@ def comparison(speeds: dict[str, float], gib: float) -> str:
 
 
 def say(text: str) -> None:
+    """Print to the log of the proof."""
     print(f'proof.py: {text}', file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    from sdbench.exits import one_line_errors
+    from sdbench.process import one_line_errors
     parser = argparse.ArgumentParser('proof.py', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', type=Path, nargs='?', help='of the records and the page')

@@ -1,4 +1,4 @@
-"""How near a GPU's float32 is to a CPU's, and each switch of speed to eager float32 on one device.
+"""Measure how near a GPU's float32 is to a CPU's, and each switch of speed to eager float32 on one device.
 
 The tests compare the switches on a CPU by the same function and the same tolerances.
 """
@@ -42,7 +42,7 @@ GPU_SWITCHES = [
 
 
 def draw_batch(latent_size: int, device: torch.device | str) -> dict[str, torch.Tensor]:
-    """Three images with captions, and the noise and timesteps that they get on any device."""
+    """Draw three images with captions, and the noise and timesteps that they get on any device."""
     generator = torch.Generator().manual_seed(5)
     batch = {'image': torch.rand(3, 3, SIDE, SIDE, generator=generator) * 2 - 1,
              'caption': torch.randint(49408, (3, 77), generator=generator),
@@ -61,7 +61,7 @@ def build(settings: Train, device: torch.device | str) -> benchmark.StableDiffus
 
 
 def loss_and_gradient(argv: Sequence[str], device: torch.device | str = 'cpu') -> tuple[float, torch.Tensor]:
-    """The loss of one batch, and all gradients as one vector; with fp16 the loss is scaled, as a scaler begins."""
+    """Return the loss of one batch and its gradients as a vector; with fp16 the loss is scaled, as a scaler begins."""
     settings = resolve_defaults(parse(Train, '', [*PLAIN, *argv], 'benchmark.py'))
     scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
     precision = settings.precision
@@ -78,7 +78,7 @@ def loss_and_gradient(argv: Sequence[str], device: torch.device | str = 'cpu') -
 
 
 def differences(one: tuple[float, torch.Tensor], other: tuple[float, torch.Tensor]) -> tuple[float, float]:
-    """Of the loss and of all gradients by their norm, relative to the other's."""
+    """Return the differences of the loss, and of all gradients by their norm, relative to the other's."""
     loss, gradient = one
     other_loss, other_gradient = other
     gradient_difference = (gradient - other_gradient).norm() / other_gradient.norm()
@@ -87,7 +87,7 @@ def differences(one: tuple[float, torch.Tensor], other: tuple[float, torch.Tenso
 
 @contextlib.contextmanager
 def full_float32():
-    """Without TF32, which keeps 10 bits of a product's factors."""
+    """Turn off TF32, which keeps 10 bits of a product's factors, while the context lasts."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
@@ -97,11 +97,12 @@ def full_float32():
 
 
 def device_here() -> str:
+    """Return the kind of device of this machine."""
     return 'cuda' if torch.cuda.is_available() else 'cpu'
 
 
 def compare_switches() -> list[dict]:
-    """Each switch against eager float32 on this device. What cannot be built here says why."""
+    """Compare each switch with eager float32 on this device. What cannot be built here says why."""
     results = []
     switches = SWITCHES
     if torch.cuda.is_available():
@@ -120,7 +121,7 @@ def compare_switches() -> list[dict]:
 
 
 def compare_devices() -> dict:
-    """Thirty steps with AdamW and the average, in float32, on this device and on the CPU."""
+    """Compare thirty steps with AdamW and the average, in float32, on this device and on the CPU."""
     with full_float32():
         here, average_here = thirty_steps(device_here())
         cpu, average_cpu = thirty_steps('cpu')
@@ -133,7 +134,7 @@ def compare_devices() -> dict:
 
 
 def thirty_steps(device: torch.device | str) -> tuple[list[tuple[float, float]], torch.Tensor]:
-    """Loss and gradient norm of each step, and the average of the weights (N,) on the CPU."""
+    """Train; return loss and gradient norm of each step, and the average of the weights (N,) on the CPU."""
     settings = resolve_defaults(parse(Train, '', [*PLAIN, *EAGER], 'benchmark.py'))
     model = build(settings, device)
     optimizer = benchmark.build_optimizer(model, settings)

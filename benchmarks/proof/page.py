@@ -1,4 +1,4 @@
-"""The page and the picture of a proof: a table of each part, the forecast beside what was measured."""
+"""Write the page and the picture of a proof: a table of each part, with the forecast and what was measured."""
 import math
 from pathlib import Path
 
@@ -14,18 +14,21 @@ LIFE_TOLERANCE = 1e-3  # of losses, which are about 1, after a resume; kernels o
 
 
 def write_page(folder: Path, records: list[dict], missing: list[str]) -> None:
-    """Writes proof.md, and proof.png where a speed was measured.
+    """Write proof.md, and proof.png where a speed was measured.
 
     Args:
         folder: where they go.
         records: of the steps, as `python -m benchmarks.proof` appends them.
         missing: names of the steps that have none.
     """
+    # results by their steps, and the rows of speeds
     results = {record['step']: record for record in records if record['stage'] == 'proof'}
     runs = [run_row(record, results.get('forecast', {}).get('by_step', {})) for record in records
             if record['stage'] == 'train' and record['step'] != 'loader']
     failed = [record for record in records if record.get('status') == 'failed']
     first = next((record for record in records if record['stage'] == 'train'), {})
+
+    # the blocks of the page, in its order
     blocks = [f'# Proof: {first.get("num_devices", "?")} x {first.get("device", "no device")}',
               '\n'.join(f'- {sentence}' for sentence in plausibility(records))]
     if runs:
@@ -52,7 +55,7 @@ def write_page(folder: Path, records: list[dict], missing: list[str]) -> None:
 
 
 def markdown(rows: list[dict], columns: list[str]) -> str:
-    """A table of these columns, as far as a row has something in them."""
+    """Return a table of these columns, as far as a row has something in them."""
     table = pd.DataFrame(rows, columns=columns).dropna(axis='columns', how='all')
     if table.empty:
         return 'Nothing was measured.'
@@ -60,7 +63,7 @@ def markdown(rows: list[dict], columns: list[str]) -> str:
 
 
 def text_of(value) -> str:
-    """A cell; figures have three significant digits or are whole."""
+    """Return the text of a cell; figures have three significant digits or are whole."""
     if isinstance(value, bool):
         return 'yes' if value else 'NO'
     if value is None or isinstance(value, float) and math.isnan(value):
@@ -71,7 +74,7 @@ def text_of(value) -> str:
 
 
 def run_row(record: dict, forecasts: dict[str, dict]) -> dict:
-    """The row of a measured run, with what the forecast says at its microbatch."""
+    """Return the row of a measured run, with what the forecast says at its microbatch."""
     microbatch = str(record.get('device_train_microbatch_size'))
     forecast = forecasts.get(record['step'], {})
     speed = record.get('images_per_sec')
@@ -87,11 +90,14 @@ def run_row(record: dict, forecasts: dict[str, dict]) -> dict:
 
 
 def plausibility(records: list[dict]) -> list[str]:
-    """Whether the original's recipe is as fast as others found it on this card; it stands first on the page."""
+    """Say whether the original's recipe is as fast as others found it on this GPU. That stands first on the page."""
+    # images/s a GPU of the same work
     published = pd.concat([pd.read_csv(ROOT / name) for name in ('published.csv', 'benchmarks/published_speeds.csv')])
     published = published[(published['image_size'] == 512) & (published['encoders'] == 'in_loop')
                           & (published['device_train_microbatch_size'] >= 4) & (published['num_devices'] <= 8)]
     published = published.assign(each=published['images_per_sec'] / published['num_devices'])
+
+    # each run of the recipe, those that are far off first
     sentences = []
     for record in records:
         is_original = record['step'].startswith('original') and record.get('images_per_sec')
@@ -102,7 +108,7 @@ def plausibility(records: list[dict]) -> list[str]:
         said = (f"The original's recipe trains {speed:.3g} images/s a GPU at a microbatch of "
                 f'{record["device_train_microbatch_size"]}')
         if found.empty:
-            sentences.append(f'{said}; nothing is published for this card.')
+            sentences.append(f'{said}; nothing is published for this GPU.')
         elif found.min() / FAR <= speed <= found.max() * FAR:
             sentences.append(f'{said}, which is plausible: others found {found.min():.3g} to {found.max():.3g}.')
         else:
@@ -113,7 +119,7 @@ def plausibility(records: list[dict]) -> list[str]:
 
 
 def exactness_blocks(result: dict) -> list[str]:
-    """Thirty steps on the device beside those of the CPU, and each switch beside eager float32."""
+    """Return the tables of thirty steps on the device and on the CPU, and of each switch against eager float32."""
     if 'steps_here' not in result:
         return []
     rows = []
@@ -126,10 +132,11 @@ def exactness_blocks(result: dict) -> list[str]:
                 f'the average; tolerance {result["tolerance"]:g}: {"holds" if result["holds"] else "DOES NOT HOLD"}.')
     switches = markdown(result['switches'], ['flags', 'loss', 'gradient', 'tolerance', 'holds', 'error'])
     return ['## Exactness', sentence, markdown(rows, list(rows[0])),
-            'Each switch beside eager float32 on the same device, relative:', switches]
+            'Each switch against eager float32 on the same device, relative:', switches]
 
 
 def life_rows(results: dict[str, dict]) -> list[dict]:
+    """Return the rows of a training that was killed and stopped, and of runs that must end in one line."""
     rows = []
     life = results.get('life', {})
     if 'batches' in life:
@@ -146,11 +153,11 @@ def life_rows(results: dict[str, dict]) -> list[dict]:
 
 
 def loader_and_average_blocks(records: list[dict], average: dict) -> list[str]:
-    """The loader alone and beside the model, and an update of the average."""
+    """Return the table of the loader alone and with the model, and a sentence of an update of the average."""
     rows = []
     for record in records:
         if record['step'] == 'loader' and record['stage'] in ('loader', 'train'):
-            rows.append({'what': {'loader': 'alone', 'train': 'beside the model'}[record['stage']],
+            rows.append({'what': {'loader': 'alone', 'train': 'with the model'}[record['stage']],
                          'images/s': record.get('loader_images_per_sec') or record.get('images_per_sec'),
                          'share of time that waits': record.get('data_wait_fraction'),
                          'processes a device': record.get('num_workers')})
@@ -164,7 +171,7 @@ def loader_and_average_blocks(records: list[dict], average: dict) -> list[str]:
 
 
 def machine_blocks(identity: dict) -> list[str]:
-    """What the devices are and reach, and with which libraries."""
+    """Return what the devices are and reach, and with which libraries."""
     if 'rates' not in identity:
         return []
     versions = ', '.join(f'{name} {version}' for name, version in identity['versions'].items())
@@ -176,7 +183,7 @@ def machine_blocks(identity: dict) -> list[str]:
 
 
 def draw(path: Path, runs: list[dict]) -> None:
-    """Writes bars of speed and of memory, with a mark where the forecast has them."""
+    """Draw bars of speed and of memory, with a mark where the forecast has them."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(11, 1.5 + 0.3 * len(runs)), layout='constrained')
     panels = (('images/s', 'forecast', 'images/s'), ('reserved', 'counted', 'peak memory, GiB'))

@@ -1,4 +1,4 @@
-"""The steps of `python -m benchmarks.proof`, each as `python -m benchmarks.proof.steps WORK OUT FLAGS...`.
+"""Run a step of `python -m benchmarks.proof`, as `python -m benchmarks.proof.steps WORK OUT FLAGS...`.
 
 A step appends its results to the file OUT as lines of JSON; those that are no record of a speed have the stage proof.
 """
@@ -63,16 +63,17 @@ class Witness(Callback):
 
 
 def is_first_rank() -> bool:
+    """Tell whether this process is the first rank of a run, or its only one."""
     return os.environ.get('RANK', '0') == '0'
 
 
 def proof(**result) -> dict:
-    """A result that no report counts."""
+    """Return a result that no report counts."""
     return {'stage': 'proof', 'status': 'complete', **result}
 
 
 def measure(*flags: str) -> list[dict]:
-    """The record of benchmark.py, with the seconds of its batches."""
+    """Run benchmark.py; return its record, with the seconds of its batches."""
     sys.argv = ['benchmark.py', *flags]  # which the record has as its command
     witness = Witness()
     record = benchmark.main([*flags, '--results', os.devnull], [witness])
@@ -80,7 +81,7 @@ def measure(*flags: str) -> list[dict]:
 
 
 def identity() -> list[dict]:
-    """The machine, and what its devices reach in a product and a copy."""
+    """Say what the machine is, and measure what its devices reach in a product and a copy."""
     gpus = torch.cuda.device_count()
     told = []
     if gpus:
@@ -98,7 +99,7 @@ def identity() -> list[dict]:
 
 
 def rates_of(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of a product in bf16, and GB/s, read and written, of a copy."""
+    """Measure TFLOP/s of a product in bf16, and GB/s, read and written, of a copy."""
     side, nbytes = (8192, GIB) if device.type == 'cuda' else (1024, GIB // 16)
     one = torch.randn(side, side, device=device, dtype=torch.bfloat16)
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -109,7 +110,7 @@ def rates_of(device: torch.device) -> dict[str, float]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, times: int = 20) -> float:
-    """Of one call, after a few to warm up."""
+    """Time one call, after a few to warm up."""
     for repeats in (3, times):
         start = time.perf_counter()
         for _ in range(repeats):
@@ -120,11 +121,11 @@ def seconds_of(work: Callable[[], object], device: torch.device, times: int = 20
 
 
 def forecast(devices: str, device: str, runs: str) -> list[dict]:
-    """What --dry_run says of each run: GiB, and where the card is known images/s, by microbatch.
+    """Forecast each run by microbatch, as --dry_run does: GiB, and images/s where the GPU is known.
 
     Args:
         devices: how many.
-        device: name of the card.
+        device: name of the GPU.
         runs: flags of benchmark.py by the name of a step, as JSON.
     """
     from sdbench.forecast.estimate import estimate
@@ -137,6 +138,7 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
         if device == 'CPU':
             argv += ['--precision', 'fp32', '--no-channels_last']
         settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
+
         # a trace depends on neither the size of a batch nor what is not counted: all fused attention is alike
         attention = 'math' if settings.attention == 'math' else 'sdpa'
         alike = dataclasses.replace(settings, batch_size=1, device_train_microbatch_size='auto', compile=False,
@@ -144,6 +146,8 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
                                     allreduce_precision='fp32')
         if alike not in traced:
             traced[alike] = estimate(step, alike, alike.use_synth_latents, benchmark.build_model)
+
+        # what it says of this run
         found = dataclasses.replace(traced[alike], settings=settings)
         gib, speeds = {}, {}
         for size in sizes_to_try(found.device_batch_size):
@@ -158,12 +162,13 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
 
 
 def exactness() -> list[dict]:
+    """Compare this device with the CPU, and each switch with eager float32."""
     from benchmarks.proof.exactness import compare_devices, compare_switches
     return [proof(**compare_devices(), switches=compare_switches())]
 
 
 def child(*words: str) -> subprocess.CompletedProcess:
-    """This script on all devices, or another step of it; what it prints is kept, and passed on for the log."""
+    """Run another step of this module, on all devices; what it prints is kept, and passed on for the log."""
     gpus = torch.cuda.device_count()
     launcher = ['-m', 'composer.cli.launcher', '-n', str(gpus)] if gpus > 1 else []
     command = [sys.executable, *launcher, '-m', 'benchmarks.proof.steps', *words]
@@ -173,15 +178,15 @@ def child(*words: str) -> subprocess.CompletedProcess:
 
 
 def train(losses: str, signal_at: str, number: str, *flags: str) -> list[dict]:
-    """A training that notes its losses, and after batch `signal_at` sends itself a signal."""
+    """Train and note the losses; after batch `signal_at` the training sends itself a signal."""
     record = benchmark.main([*flags, '--results', os.devnull], [Witness(losses, int(signal_at), int(number))])
     return [proof(trained_batches=record['trained_batches'])]
 
 
 def life(*flags: str) -> list[dict]:
-    """Whether a training that was killed, resumed, stopped by SIGTERM and resumed has the losses of one that was not.
-    """
+    """Compare a training that was killed, resumed, stopped by SIGTERM and resumed with one that was not."""
     with tempfile.TemporaryDirectory() as name:
+        # one training that is left alone, and one that is killed and stopped
         folder = Path(name)
         for run, signals in (('whole', [(0, 0)]),
                              ('broken', [(KILLED_AT, signal.SIGKILL), (STOPPED_AT, signal.SIGTERM), (0, 0)])):
@@ -194,6 +199,8 @@ def life(*flags: str) -> list[dict]:
                 statuses.append(out.returncode)
         whole = read_losses(folder / 'whole.txt')
         broken = read_losses(folder / 'broken.txt')
+
+    # what they trained
     trained_twice = range(KILLED_AT - KILLED_AT % SAVED_EVERY + 1, KILLED_AT + 1)  # lost by the kill, not by SIGTERM
     expected = sorted([*range(1, BATCHES + 1), *trained_twice])
     of_whole = dict(whole)
@@ -204,32 +211,32 @@ def life(*flags: str) -> list[dict]:
 
 
 def read_losses(path: Path) -> list[tuple[int, float]]:
-    """Batch and loss of each line."""
+    """Read batch and loss of each line."""
     pairs = [line.split() for line in path.read_text().splitlines()]
     return [(int(batch), float(loss)) for batch, loss in pairs]
 
 
 def answer_of(*flags: str) -> tuple[int, str]:
-    """The exit status of a run, and its own line of an error."""
+    """Run benchmark.py; return its exit status and its own line of an error."""
     done = child('measure', os.devnull, *flags)
     lines = [line for line in done.stdout.splitlines() if line.startswith('benchmark.py: error:')]
     return done.returncode, ' / '.join(lines)
 
 
 def not_a_number(*flags: str) -> list[dict]:
-    """Whether a run whose weights become infinite ends, and says why in one line."""
+    """See whether a run whose weights become infinite ends, and says why in one line."""
     status, said = answer_of('--use_synth_data', *flags, '--learning_rate', '1e38')
     return [proof(exit_status=status, said=said, holds=status != 0 and 'not finite' in said)]
 
 
 def out_of_memory(*flags: str) -> list[dict]:
-    """Whether a batch that no card holds is answered in one line."""
+    """See whether a batch that no GPU holds is answered in one line."""
     status, said = answer_of('--use_synth_data', '--use_ema', *flags)
     return [proof(exit_status=status, said=said, holds=status != 0 and said.count('out of memory') == 1)]
 
 
 def loader(*flags: str) -> list[dict]:
-    """The loader alone, and beside the fastest model that needs no compiler, on JPEGs of this disk."""
+    """Measure the loader alone, and with the fastest model that needs no compiler, on JPEGs of this disk."""
     from benchmarks.loader import write_photographs
     batch_size = int(flags[flags.index('--batch_size') + 1])
     microbatch = flags.index('--device_train_microbatch_size')
@@ -244,7 +251,7 @@ def loader(*flags: str) -> list[dict]:
 
 
 def average(model_name: str) -> list[dict]:
-    """Seconds of an update of the average: Composer's and this repository's, in turn."""
+    """Time an update of the average, Composer's and this repository's in turn."""
     from composer.algorithms.ema import ema as composers
     from diffusers import UNet2DConditionModel
 

@@ -24,9 +24,10 @@ from sdbench.flags.commands import Encode
 from sdbench.inputs.images import decode_image, normalize_images, stack_images
 from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
 from sdbench.inputs.stream import Shards, is_readable_in_place, open_shards
-from sdbench.models.compiling import compile_in_place
 from sdbench.models.latents import vae_moments
+from sdbench.models.layers import skip_divisions_by_one
 from sdbench.models.loading import ModelFiles, build_vae, find_model
+from sdbench.models.switches import compile_in_place
 
 
 class ImageShard(NamedTuple):
@@ -95,6 +96,25 @@ class Snapshot(NamedTuple):
     seconds: float  # of the clock
 
 
+def build_encoding_vae(settings: Encode, files: ModelFiles, device: torch.device) -> AutoencoderKL:
+    """Return the VAE on a device, as it encodes. Random weights are drawn from the seed, the same for all devices."""
+    torch.manual_seed(settings.seed)
+    vae = build_vae(files, settings.encoder_precision).to(device)
+    channels_last = settings.channels_last
+    if channels_last is None:  # on a cluster each worker decides for its device
+        channels_last = device.type == 'cuda'
+    if channels_last:
+        vae.to(memory_format=torch.channels_last)
+    if not settings.compile:
+        skip_divisions_by_one(vae)
+    return vae
+
+
+def encode_images(vae: AutoencoderKL, images: torch.Tensor, image_size: int) -> torch.Tensor:
+    """Return the moments, float16 (B, 8, H/8, W/8), of images uint8 (B, 3, S, S), which get `image_size` pixels."""
+    return vae_moments(vae, normalize_images(images, image_size)).half()
+
+
 class Encoder:
     """The VAE on a device, and how fast it has encoded.
 
@@ -111,25 +131,12 @@ class Encoder:
             self.device = torch.device('cuda', gpu)
             torch.cuda.set_device(self.device)
         files = find_model(settings.model_name, settings.pretrained)
-        self.vae = self.build_vae(files)
+        self.vae = build_encoding_vae(settings, files, self.device)
+        if settings.compile:
+            compile_in_place([self.vae.encoder], settings.compile)
         self.latent_size = files.latent_size(settings.image_size)
         self.now = Snapshot(0, 0, time.perf_counter())
         self.warm = self.now  # where the measurement begins
-
-    def build_vae(self, files: ModelFiles) -> AutoencoderKL:
-        """Return the VAE on its device. Random weights are drawn from the seed, so that all devices have the same."""
-        settings = self.settings
-        torch.manual_seed(settings.seed)
-        vae = build_vae(files, settings.encoder_precision)
-        vae = vae.to(self.device)
-        channels_last = settings.channels_last
-        if channels_last is None:  # on a cluster each worker decides for its device
-            channels_last = self.device.type == 'cuda'
-        if channels_last:
-            vae.to(memory_format=torch.channels_last)
-        if settings.compile:
-            compile_in_place([vae.encoder], settings.compile)
-        return vae
 
     def encode(self, output: Output, parts: list[Part], copies: str | None) -> None:
         """Encode one part after the other.
@@ -172,11 +179,11 @@ class Encoder:
         """
         if not batch['number']:
             return []
-        images = normalize_images(batch['image'].to(self.device, non_blocking=True), self.settings.image_size)
+        images = batch['image'].to(self.device, non_blocking=True)
         if self.settings.compile:  # the encoder would be compiled again for another number of images
             missing = self.settings.batch_size - len(images)
             images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))
-        moments = vae_moments(self.vae, images)[:len(batch['number'])].half().cpu()
+        moments = encode_images(self.vae, images, self.settings.image_size)[:len(batch['number'])].cpu()
         for number, of_image in zip(batch['number'], moments, strict=True):
             if not of_image.isfinite().all():
                 raise DataError(f'sample {shard.first + number} has moments that are not finite in float16, with '

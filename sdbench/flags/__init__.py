@@ -1,1 +1,1 @@
-"""What a run was told: every flag of every command, and how a command ends. Only `here` needs torch."""
+"""What a run was told: every flag of every command, and times as batches. Nothing here needs torch."""

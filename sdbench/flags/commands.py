@@ -5,10 +5,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from sdbench.costs import TRAINING_IMAGES, Prices
+from sdbench.costs import DATASET_IMAGES, TRAINING_IMAGES, Prices
 from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
 from sdbench.flags.train import (
     PRICES_HELP,
+    DryRun,
     Encoders,
     Model,
     Results,
@@ -82,7 +83,17 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(SampleFlags, Model, Encoders, Warmup, Results, Seed, Cluster):
+class EncodingCost:
+    heading = 'forecast'
+
+    images: int | None = flag(
+        None, f'images of the dataset that a dry run is for (default: those of --remote, or without it '
+        f'{DATASET_IMAGES}, on which mosaicml/diffusion trained Stable Diffusion 2)', converter=count, needs='dry_run')
+    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE', needs='dry_run')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encode(SampleFlags, Model, Encoders, Warmup, Results, DryRun, EncodingCost, Seed, Cluster):
     heading = 'latents'
 
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
@@ -91,6 +102,8 @@ class Encode(SampleFlags, Model, Encoders, Warmup, Results, Seed, Cluster):
                      needs='ray')
 
     def check(self) -> None:
+        if self.dry_run:
+            return
         if not (self.remote or self.local) or not self.out:
             raise ValueError('give both --remote and --out')
 
@@ -178,8 +191,8 @@ class Report:
     phase: tuple[tuple[int, str], ...] = flag(
         (), 'a phase of a plan: how many images to train on, and the side of each in pixels; the next phase stands '
         'behind it (default: no plan)', converter=phase, metavar='IMAGES@SIZE')
-    figure: str | None = flag(None, 'file for a picture, such as days.png: days and efficiency, or with --compare '
-                              'images per second of each record', metavar='FILE')
+    figure: str | None = flag(None, 'file for a picture, such as days.png: days over the number of GPUs, or with '
+                              '--compare images per second of each record', metavar='FILE')
     quality: str | None = flag(None, 'file for a picture, such as quality.png, of what evaluate.py has scored: FID '
                                'against CLIP score, and both against the images of the training', metavar='FILE')
     csv: str | None = flag(None, 'file for the rows of all tables, unrounded', metavar='FILE')

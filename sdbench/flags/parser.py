@@ -21,16 +21,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sdbench.exits import exit_with_error
+from sdbench.process import exit_with_error
 
 Settings = TypeVar('Settings')
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
          bare: Any = None, needs: str | tuple[str, ...] | None = None, may_change: bool = False) -> Any:
-    """A field that is a flag. Its type says what it takes: a bool is on or off (--flag, --no-flag), a Literal one of
-    its texts, tuple[int, ...] one whole number or several, tuple[int, int] two. Of a bool | Literal the value may be
-    left out.
+    """Declare a field that is a flag.
+
+    The field's type says what the flag takes: a bool is on or off (--flag, --no-flag), a Literal one of its texts,
+    tuple[int, ...] one whole number or several, tuple[int, int] two. Of a bool | Literal the value may be left out.
 
     Args:
         default: its value where it is not given; None: see `help`.
@@ -49,7 +50,7 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
 
 
 def positional(help: str) -> Any:
-    """A field that is an argument without dashes, and has to be given; of a tuple, once or more."""
+    """Declare a field that is an argument without dashes. It has to be given; of a tuple, once or more."""
     return dataclasses.field(metadata={'help': help, 'positional': True})
 
 
@@ -95,7 +96,8 @@ def check(settings: Any) -> None:
         if isinstance(needed, str):
             needed = (needed,)
         if needed and is_given(value) and not any(is_given(getattr(settings, name)) for name in needed):
-            given = f'--{field.name}' if value is True else f'--{field.name} {value}'
+            is_one_value = value is not True and not isinstance(value, tuple)
+            given = f'--{field.name} {value}' if is_one_value else f'--{field.name}'
             raise ValueError(f'{given} needs --{needed[0]}; give both, or leave it out')
     for group in reversed(type(settings).__mro__):
         if 'check' in vars(group):
@@ -103,8 +105,8 @@ def check(settings: Any) -> None:
 
 
 def is_given(value: Any) -> bool:
-    """Return whether a flag that is off or none by default was given."""
-    return value is not None and value is not False
+    """Tell whether a flag that is off or none by default was given."""
+    return value is not None and value is not False and value != ()
 
 
 def build_parser(cls: type, description: str, program: str | None = None) -> 'Parser':

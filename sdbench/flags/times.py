@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sdbench.flags.train import Train
 
-NUMBERS = {'ba': '[1-9][0-9]{0,14}', 'ep': '[1-9][0-9]{0,14}', 'dur': '0?[.][0-9]+|1'}  # batches, epochs, a share
+# by the unit, batches, epochs or a share, the numbers that can stand before it
+NUMBER_OF_UNIT = {'ba': '[1-9][0-9]{0,14}', 'ep': '[1-9][0-9]{0,14}', 'dur': '0?[.][0-9]+|1'}
 EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
 
 LONGEST_INTERVAL = 1000  # batches, of intervals that are not given, each with the flag without which it is none
@@ -24,7 +25,7 @@ TIMES = ('save_interval', 'lr_warmup', 'ema_half_life', 'ema_start', 'eval_inter
 
 def split_time(time: str) -> tuple[Fraction, str]:
     """Split a time such as 5000ba into its number and its unit. Raises ValueError if it is none."""
-    for unit, number in NUMBERS.items():
+    for unit, number in NUMBER_OF_UNIT.items():
         if re.fullmatch(f'({number}){unit}', time):
             return Fraction(time.removesuffix(unit)), unit  # exact, so that 0.29 of 100 batches is 29
     raise ValueError(f'{time} is no time')
@@ -63,7 +64,7 @@ def to_batches(time: str, batches_per_epoch: int | None = None, batches_of_run: 
 
 
 def is_young(half_life: str | None, batches: int) -> bool:
-    """Return whether an average is still near the weights that it started from.
+    """Tell whether an average is still near the weights that it started from.
 
     It is False where its half-life is not in batches, as that of a checkpoint of an earlier version.
     """
@@ -77,15 +78,20 @@ def times_in_batches(settings: 'Train', batches_per_epoch: int) -> 'Train':
 
     Raises ValueError if the average would start when the run is over.
     """
+    # times that are given
     batches_of_run = to_batches(settings.max_duration, batches_per_epoch)
     in_batches = {'max_duration': f'{batches_of_run}ba'}
     for flag in TIMES:
         time = getattr(settings, flag)
         if time is not None:
             in_batches[flag] = f'{to_batches(time, batches_per_epoch, batches_of_run)}ba'
+
+    # intervals that are not given
     for flag, of in INTERVALS.items():
         if getattr(settings, of) and getattr(settings, flag) is None:  # a short run is saved and judged as well
             in_batches[flag] = f'{min(LONGEST_INTERVAL, math.ceil(batches_of_run / 4))}ba'
+
+    # an average that would never start
     if settings.ema_start is not None and to_batches(in_batches['ema_start']) >= batches_of_run:
         raise ValueError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
                          f'{settings.max_duration}: there would be no average; give an earlier time')

@@ -26,7 +26,7 @@ def price(text: str) -> tuple[str | None, float]:
     if not is_named:
         return None, amount(text)
     try:
-        cards_named(name, '--dollars_per_gpu_hour')
+        cards_named((name,), '--dollars_per_gpu_hour')
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name, amount(dollars)
@@ -62,16 +62,11 @@ class TrainingSamples:
     tokenizer: str | None = flag(None, "folder or hub name (default: that of --model_name where its folder has one, "
                                  "or else CLIP's own, from the package open_clip_torch)",
                                  may_change=True)  # its place: the token ids must be the same
-    random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn anew in each epoch')
+    random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn again in each epoch')
     caption_drop: float = flag(0.0, 'share of the captions that the empty one replaces, such as 0.1, so that images '
                                'can be drawn with classifier-free guidance', converter=fraction)
 
     def check(self) -> None:
-        given = [bool(self.remote), self.use_synth_data, self.use_synth_latents]
-        if not any(given) and not self.local and not self.dry_run:
-            raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
-        if sum(given) > 1:
-            raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
         if self.random_flip and self.use_synth_latents:
             raise ValueError('--random_flip mirrors images, and --use_synth_latents has none; leave one out')
 
@@ -131,9 +126,6 @@ class Speed:
         needs='compile')
     allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'in which GPUs exchange gradients')
 
-    def check(self) -> None:
-        check_batch(self.batch_size, self.device_train_microbatch_size, number_of_devices(self))
-
 
 def number_of_devices(settings: 'Train') -> int:
     """Return how many devices share the batch: those of this run, or those that --dry_run speaks of."""
@@ -189,18 +181,27 @@ class Results:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DryRun:
+    heading = 'forecast'
+
+    dry_run: int | None = flag(
+        None, 'do nothing but say, without a GPU, what fits on which GPU, and how fast so many GPUs could be '
+        '(default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS',
+        bare=int(os.environ.get('WORLD_SIZE', 1)))
+    gpu: tuple[str, ...] = flag((), 'GPUs by their names in records or a part of it, such as A100-40GB H200 (default: '
+                                'all that are known)', metavar='NAME', needs='dry_run')
+
+    def check(self) -> None:
+        cards_named(self.gpu)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasurementFlags:
     heading = 'measurement'
 
     measure_batches: int | None = flag(
         None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
         "with streamed data five times the loader's queue if that is more)", converter=count)
-    dry_run: int | None = flag(
-        None, 'train nothing: say, without a GPU, which microbatch fits on which card, and how fast so many GPUs could '
-        'be (default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS',
-        bare=int(os.environ.get('WORLD_SIZE', 1)))
-    gpu: str | None = flag(None, 'the card, by its name in records or a part of it, such as A100-40GB (default: all '
-                           'that are known)', metavar='NAME', needs='dry_run')
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
     profile: str | None = flag(None, 'folder for a trace of 3 batches after the warm-up, for Perfetto and '
                                'TensorBoard; no report counts such a run', metavar='DIR')
@@ -208,7 +209,6 @@ class MeasurementFlags:
     def check(self) -> None:
         if self.loader_only and (self.profile or self.dry_run):
             raise ValueError('--loader_only has no training for --dry_run or --profile; leave it out')
-        cards_named(self.gpu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,9 +297,6 @@ class EvaluationAndDrawing:
     def check(self) -> None:
         if self.sample_prompts and not os.path.isfile(self.sample_prompts):
             raise ValueError(f'--sample_prompts {self.sample_prompts} is no file; give one with a prompt on each line')
-        if self.sample_prompts and not self.pretrained:
-            raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
-                             '--pretrained it is random; give --model_name FOLDER --pretrained')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,17 +322,35 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, MeasurementFlags, Results, Seed, Training,
-            Optimizer, EvaluationAndDrawing, Logging, Cost):
+class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, MeasurementFlags, Results, DryRun, Seed,
+            Training, Optimizer, EvaluationAndDrawing, Logging, Cost):
     """All flags of benchmark.py. `training/resolve.py` fills in what is None here and has another default in --help."""
+
+    def check(self) -> None:
+        """Raise ValueError for flags of several groups that do not go together; each group checks its own flags."""
+        # one source of data
+        sources = [bool(self.remote), self.use_synth_data, self.use_synth_latents]
+        if not any(sources) and not self.local and not self.dry_run:
+            raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
+        if sum(sources) > 1:
+            raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
+
+        # a batch that divides over devices and microbatches
+        check_batch(self.batch_size, self.device_train_microbatch_size, number_of_devices(self))
+
+        # a VAE that decodes what is drawn
+        if self.sample_prompts and not self.pretrained:
+            raise ValueError(f'--sample_prompts {self.sample_prompts} needs a VAE that can decode, and without '
+                             '--pretrained it is random; give --model_name FOLDER --pretrained')
 
     @property
     def searches_microbatch(self) -> bool:
+        """Tell whether trials find the microbatch before the run."""
         return self.device_train_microbatch_size == 'auto'
 
     @property
     def measures(self) -> bool:
-        """Return whether a measurement was asked for: without --max_duration, or by --measure_batches."""
+        """Tell whether a measurement was asked for: without --max_duration, or by --measure_batches."""
         return self.measure_batches is not None
 
 

@@ -95,7 +95,9 @@ def answer(given: Estimate, others: list[Estimate], cards: list[Card], forecasts
         blocks.append(aligned(change_rows(given, others, first)))
     blocks.append(f'{aligned(memory_rows(given, first))}\n{MEMORY}')
     if is_forecast:
-        blocks.append(textwrap.fill(time_in_words(given, first), WIDTH))
+        layout = given.layout(given.microbatch_on(first))
+        seconds = seconds_by_kind(first, given.work, layout, given.constants)
+        blocks.append(textwrap.fill(time_in_words(seconds), WIDTH))
 
     # the evidence
     speeds = measured_speeds(settings, given.model.unet.config, latents, first, measured)
@@ -187,9 +189,8 @@ def memory_rows(given: Estimate, card: Card) -> pd.DataFrame:
     return table
 
 
-def time_in_words(given: Estimate, card: Card) -> str:
+def time_in_words(seconds: dict[str, float]) -> str:
     """Return the share of the time of a step by kind of operator, the largest first, down to one in a hundred."""
-    seconds = seconds_by_kind(card, given.work, given.layout(given.microbatch_on(card)), given.constants)
     total = sum(seconds.values())
     shares = []
     for kind, spent in sorted(seconds.items(), key=lambda item: -item[1]):

@@ -13,7 +13,7 @@ from sdbench.forecast.compiled_step import NotCounted
 from sdbench.forecast.estimate import estimate, is_on_latents, with_less_memory
 from sdbench.forecast.measured import read_json_lines
 from sdbench.forecast.speed import can_forecast
-from sdbench.gpus import cards_named
+from sdbench.gpus import Card, cards_named
 from sdbench.measuring.record import append_line
 
 
@@ -30,9 +30,7 @@ def dry_run(settings: Train, build_model: Callable) -> list[dict]:
     if dist.get_global_rank() > 0:
         return []
     # What may be refused comes before the trace, which takes a minute.
-    cards = cards_named(settings.gpu)
-    if settings.gpu is None:
-        cards = [card for card in cards if can_forecast(card, settings.precision)] or cards
+    cards = cards_to_forecast(settings.gpu, settings.precision)
     measured, unread = read_json_lines(settings.results_file)
     for words in unread:
         print(words, file=sys.stderr, flush=True)
@@ -61,13 +59,29 @@ def dry_run(settings: Train, build_model: Callable) -> list[dict]:
     left_out = [card.name for card in cards if card not in fitting]
     if left_out:
         print(f'\nNo room for an image on {", ".join(left_out)}.')
+    return keep_forecasts(records, settings.results)
+
+
+def cards_to_forecast(names: tuple[str, ...], precision: str) -> list[Card]:
+    """Return the cards that --gpu names; without it those whose speed can be forecast, if there are any.
+
+    Raises ValueError for a name that is no card's.
+    """
+    cards = cards_named(names)
+    if not names:
+        cards = [card for card in cards if can_forecast(card, precision)] or cards
+    return cards
+
+
+def keep_forecasts(records: list[dict], results: str | None) -> list[dict]:
+    """Append the records that have a speed to the file of --results, or print them, and return them."""
     forecasts = [record for record in records if record['images_per_sec'] is not None]
-    if settings.results == '-':
+    if results == '-':
         print(*map(json.dumps, forecasts), sep='\n')
-    elif settings.results is not None:
+    elif results is not None:
         for record in forecasts:
-            append_line(json.dumps(record), settings.results)
-        print(f'\n{plural(len(forecasts), "forecast")} appended to {settings.results}')
+            append_line(json.dumps(record), results)
+        print(f'\n{plural(len(forecasts), "forecast")} appended to {results}')
     return forecasts
 
 

@@ -21,7 +21,7 @@ from ema import ShadowModel, compute_ema
 from sdbench.forecast.operators import AVERAGE, EXCHANGE, UPDATE
 from sdbench.forecast.speed import Bucket, StepWork, Work
 from sdbench.forecast.step_counter import StepCounter, StepMemory
-from sdbench.models.precisions import AUTOCAST_DTYPES
+from sdbench.models.loading import AUTOCAST_DTYPES
 from sdbench.training.microbatch import blank_batch
 
 BUCKET_BYTES = 25 * 2**20  # that DistributedDataParallel fills before it sends them

@@ -1,6 +1,4 @@
 """Samples that are held out for an evaluation, each with a noise and a timestep that never change."""
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch.utils.data import Dataset
@@ -24,6 +22,7 @@ class HeldOutSamples(Dataset):
 
     def __init__(self, samples, latent_size: int, num_timesteps: int, seed: int):
         self.samples = samples
+        self.image_size = samples.image_size
         self.latent_size = latent_size
         self.num_timesteps = num_timesteps
         self.seed = seed
@@ -39,9 +38,3 @@ class HeldOutSamples(Dataset):
         draws = {NOISE: torch.randn(8, side, side, generator=generator),
                  TIMESTEP: torch.randint(self.num_timesteps, (), generator=generator)}
         return self.samples.good_sample(index) | draws
-
-
-def collate_held_out(samples: list[dict], collate: Callable[[list[dict]], dict]) -> dict:
-    """Collate samples with `collate`, and stack their `noise` (B, 8, H/8, W/8) and `timestep` (B,)."""
-    draws = {name: torch.stack([sample[name] for sample in samples]) for name in (NOISE, TIMESTEP)}
-    return collate(samples) | draws

@@ -13,7 +13,7 @@ from sdbench.paths import INDEX
 
 LARGEST_SHARD = 1 << 32  # bytes, which MDS counts in 32 bits
 MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
-IMAGES = 'images_sha256'  # among the facts of latents in their index.json: `index_hash` of the images
+IMAGES_HASH = 'images_sha256'  # among the facts of latents in their index.json: `index_hash` of the images
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
 LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in it
 
@@ -25,6 +25,8 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     shard lacks a column.
     """
     label = f'{flag} {remote}'
+
+    # the file
     if os.path.isfile(remote) or os.path.basename(remote) == INDEX:
         raise ValueError(f'{label} is a file; give the folder that holds {INDEX} and the shards')
     try:
@@ -35,6 +37,8 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     except Exception as error:  # every storage client has its own
         raise ValueError(f'{label} has no {INDEX} that can be read ({type(error).__name__}: {one_line(error, 200)}); '
                          'check the name and the credentials') from None
+
+    # what it says of each shard
     try:
         for shard in index['shards']:
             refuse_harmful_entry(shard, label)
@@ -68,7 +72,7 @@ def index_hash(index: dict) -> str:
     Which images latents were made of does not count: earlier versions did not say it, and encode.py adds it to theirs.
     """
     if 'latents' in index:
-        latents = {name: fact for name, fact in index['latents'].items() if name != IMAGES}
+        latents = {name: fact for name, fact in index['latents'].items() if name != IMAGES_HASH}
         index = index | {'latents': latents}
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
@@ -78,7 +82,7 @@ def hash_of_images(index: dict) -> str:
 
     Latents of earlier versions do not say of which images they are: theirs is their own.
     """
-    return index.get('latents', {}).get(IMAGES, index_hash(index))
+    return index.get('latents', {}).get(IMAGES_HASH, index_hash(index))
 
 
 def refuse_harmful_entry(shard: dict, label: str) -> None:

@@ -49,9 +49,11 @@ def parse_address(address: str, flag: str) -> tuple[str, str | None, str, str]:
     if scheme not in ('s3', 'gs', 'azure'):
         raise ValueError(f'{flag} {address}: of stores, s3://, gs:// and azure:// can be used; '
                          'use an S3-compatible address with S3_ENDPOINT_URL')
+
+    # the bucket, or of azure://HOST/CONTAINER/KEY the container
     bucket, _, key = rest.partition('/')
     account = None
-    if scheme == 'azure':  # rest is HOST/CONTAINER/KEY
+    if scheme == 'azure':
         account = os.environ.get('AZURE_ACCOUNT_NAME') or bucket.partition('.')[0]
         bucket, _, key = key.lstrip('/').partition('/')
     if not bucket:

@@ -37,7 +37,7 @@ from sdbench.paths import INDEX
 
 DOWNLOADS = 8  # tries, 1, 2, 4 ... 64 seconds apart: two minutes, as inputs.stores waits for a store
 FINAL_CODES = ('400', '403', '404', 'AccessDenied', 'NoSuchBucket', 'NoSuchKey')  # of S3: no waiting mends these
-NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes
+MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes
 
 
 class VerifiedStream(Stream):
@@ -325,6 +325,6 @@ def draw_number(streams_local: list[str], streams_remote: list[str | None], worl
 
     It takes the place of Streaming's `get_shm_prefix` within `own_shared_memory`.
     """
-    numbers = dist.all_gather_object(secrets.choice(NUMBERS))
+    numbers = dist.all_gather_object(secrets.choice(MEMORY_NUMBERS))
     number = numbers[dist.get_global_rank() - dist.get_local_rank()]  # that of the node's first rank
     return number, SharedMemory(f'{number:06}_{LOCALS}', size=4)

@@ -53,6 +53,41 @@ class Window:
         return (batches - self.drained_batches) / batches
 
 
+class Stopwatch:
+    """Counts the seconds that a run spends between its batches, lap by lap, apart for each of several names.
+
+    Attributes:
+        name: what the time counts as now; None: the watch is paused.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self.name: str | None = None
+        self._lap = dict.fromkeys(names, 0.0)
+        self._earlier_laps = 0.0
+        self._since = 0.0  # what of the time from here on is not counted yet
+
+    def count_as(self, name: str | None) -> None:
+        """Count the time from now on as `name`; None: pause."""
+        now = time.perf_counter()
+        if self.name is not None:
+            self._lap[self.name] += now - self._since
+        self.name = name
+        self._since = now
+
+    def end_lap(self) -> dict[str, float]:
+        """Begin another lap; return the seconds of the one that ends, by name."""
+        self.count_as(self.name)  # up to now
+        lap = self._lap
+        self._earlier_laps += sum(lap.values())
+        self._lap = dict.fromkeys(lap, 0.0)
+        return lap
+
+    def total(self) -> float:
+        """Return the seconds of all laps until now, of all names together."""
+        self.count_as(self.name)  # up to now
+        return self._earlier_laps + sum(self._lap.values())
+
+
 class Measurement(Callback):
     """The clock of a run, on this rank: a warm-up, batches until the loader's queue has turned over, and a window.
 
@@ -63,6 +98,9 @@ class Measurement(Callback):
     Args:
         warmup_batches: before anything is measured.
         measure_batches: length of the window; None is as long as the run goes on.
+
+    Attributes:
+        stopwatch: of what is no part of a batch, by the names of EXCLUDED; its laps are the batches.
     """
 
     def __init__(self, warmup_batches: int, measure_batches: int | None):
@@ -73,10 +111,7 @@ class Measurement(Callback):
         self.loss: float | None = None  # the last finite one of the run
         self.window = Window()
         self.gpu = GpuMonitor()  # of the window
-        self._excluded = dict.fromkeys(EXCLUDED, 0.0)  # seconds of the batch to come that are no part of it
-        self._excluded_until_now = 0.0  # seconds of the whole run
-        self._excluded_name: str | None = None  # what the time counts as now; None: the batch
-        self._excluded_since = 0.0
+        self.stopwatch = Stopwatch(EXCLUDED)
         self._previous_end = 0.0  # of a batch, by the clock
         self._ready_at_start = 0  # batches that the loader had ready when the window began
 
@@ -87,73 +122,63 @@ class Measurement(Callback):
 
     @contextlib.contextmanager
     def excluded(self, name: str) -> Iterator[None]:
-        """What a callback does in this context, between two batches, is part of neither.
-
-        It counts as `name` of EXCLUDED.
+        """Count what a callback does in this context, between two batches, as `name` of EXCLUDED.
 
         All ranks enter it together, and leave it when the last of them is through, whoever of them has the work.
         """
-        before = self._excluded_name
-        self._count_as(name)
+        before = self.stopwatch.name
+        self.stopwatch.count_as(name)
         try:
             yield
             dist.barrier()
         finally:
-            self._count_as(before)
-
-    def _count_as(self, name: str | None) -> None:
-        """From now on the time is that of `name`; None: of the batch."""
-        if name == self._excluded_name:
-            return
-        now = time.perf_counter()
-        if self._excluded_name is not None:
-            self._excluded[self._excluded_name] += now - self._excluded_since
-            self._excluded_until_now += now - self._excluded_since
-        self._excluded_name = name
-        self._excluded_since = now
+            self.stopwatch.count_as(before)
 
     @property
     def seconds_excluded(self) -> float:
-        """Of the run so far, what was spent on anything of EXCLUDED on this rank."""
-        if self._excluded_name is None:
-            return self._excluded_until_now
-        return self._excluded_until_now + time.perf_counter() - self._excluded_since
+        """Return the seconds of the run so far that were no part of a batch, on this rank."""
+        return self.stopwatch.total()
 
     def before_dataloader(self, state: State, logger) -> None:
-        """The next batch begins."""
-        self._count_as(None)
+        """Pause the stopwatch: the next batch begins."""
+        self.stopwatch.count_as(None)
 
     def eval_before_all(self, state: State, logger) -> None:
-        self._count_as('evaluation')
+        self.stopwatch.count_as('evaluation')
 
     def eval_after_all(self, state: State, logger) -> None:
-        self._count_as(None)
+        self.stopwatch.count_as(None)
 
     def batch_checkpoint(self, state: State, logger) -> None:
-        """After a batch: Composer's CheckpointSaver, a later callback than this, may save now."""
-        self._count_as('checkpoint')
+        """Count what follows a batch: Composer's CheckpointSaver, a later callback than this, may save now."""
+        self.stopwatch.count_as('checkpoint')
 
     def epoch_checkpoint(self, state: State, logger) -> None:
-        self._count_as('checkpoint')
+        self.stopwatch.count_as('checkpoint')
 
     def batch_end(self, state: State, logger) -> None:
+        # the batch that has ended
         now = time.perf_counter()
-        loader = state.train_dataloader
-        waited = loader.seconds_waited()
+        seconds = now - self._previous_end
+        excluded = self.stopwatch.end_lap()
+        waited = state.train_dataloader.seconds_waited()
         loss = float(state.total_loss_dict.get('loss/train/total', math.nan))  # none of a step that was left out
         if math.isfinite(loss):
             self.loss = loss
+
+        # it is measured, or before the window
         first = self.warmup_batches + self.turnover_batches
         if self.batches >= first and not self._is_full():
-            self._measure(state, now - self._previous_end, waited)
+            self._measure(state, seconds, waited, excluded)
         elif self.batches < self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more
+
+        # the batch that begins, perhaps the first of the window
         self.batches += 1
         self._previous_end = now
         if self.batches == first:
-            self._ready_at_start = loader.ready_batches
+            self._ready_at_start = state.train_dataloader.ready_batches
             self.gpu.start()
-        self._excluded = dict.fromkeys(EXCLUDED, 0.0)
 
     def figures(self, all_ranks: bool) -> dict:
         """Return the record's figures of speed, memory, power and loss; `all_ranks` as for `window_figures`."""
@@ -161,22 +186,24 @@ class Measurement(Callback):
         found |= gather_gpu_figures(self.gpu, found['images_per_sec'], all_ranks)
         return found | {'turnover_batches': self.turnover_batches, 'loss': self.loss}
 
-    def _measure(self, state: State, seconds: float, waited: float) -> None:
+    def _measure(self, state: State, seconds: float, waited: float, excluded: dict[str, float]) -> None:
+        """Add a batch to the window: its seconds, those of them that it waited, and those that are no part of it."""
         window = self.window
         window.batch_seconds.append(seconds)
         window.wait_seconds.append(waited)
-        window.excluded_seconds.append(sum(self._excluded.values()))
-        for name, spent in self._excluded.items():
+        window.excluded_seconds.append(sum(excluded.values()))
+        for name, spent in excluded.items():
             window.seconds_of[name] += spent
         window.samples += state.timestamp.sample.value - state.previous_timestamp.sample.value
         window.drained_batches = self._drained(state)
         self.gpu.batch_end()
 
     def _is_full(self) -> bool:
+        """Tell whether the window has its length."""
         return self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
 
     def _drained(self, state: State) -> int:
-        """By how many batches the loader's queue is shorter than at the start of the window.
+        """Return by how many batches the loader's queue is shorter than at the start of the window.
 
         At an epoch's end it is empty because there is nothing left to make, and at the start of the next it has yet to
         fill, which is not the loader's slowness: there the last number stays.
@@ -188,7 +215,7 @@ class Measurement(Callback):
         return max(0, min(self._ready_at_start, left_in_epoch) - ready)
 
     def _turnover(self, state: State) -> int:
-        """Batches between warm-up and window: the loader's queue, as far as the run is long enough for it."""
+        """Return the batches between warm-up and window: the loader's queue, if the run is long enough for it."""
         batches_left = state.max_duration.value - state.timestamp.batch.value - self.warmup_batches
         if self.measure_batches is None:
             room = batches_left // (1 + QUEUES_IN_WINDOW)
@@ -198,8 +225,10 @@ class Measurement(Callback):
 
 
 def whole_epochs(state: State) -> int:
-    """Epochs that are trained to their end. Composer counts one only some time after its last batch, and a run can stop
-    in between."""
+    """Count the epochs that are trained to their end.
+
+    Composer counts one only some time after its last batch, and a run can stop in between.
+    """
     epochs = state.timestamp.epoch.value
     if state.timestamp.batch_in_epoch.value == len(state.train_dataloader):  # the loader in use may be an evaluation's
         epochs += 1
@@ -213,13 +242,18 @@ def window_figures(window: Window, all_ranks: bool = True) -> dict:
         window: this rank's.
         all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
     """
+    # of each batch, the seconds on the slowest rank
     excluded = highest_of_ranks(window.excluded_seconds, all_ranks)  # (batches,): the other ranks wait for that one
     seconds = np.array(window.batch_seconds) - excluded  # (batches,)
     slowest = highest_of_ranks(seconds, all_ranks)  # (batches,)
     seconds_of = highest_of_ranks(list(window.seconds_of.values()), all_ranks)  # (names of EXCLUDED,)
+
+    # of the whole window, what each rank has
     mine = (seconds.sum(), sum(window.wait_seconds), window.sustained_share, peak_memory_gib())
     ranks = dist.all_gather_object(mine) if all_ranks else [mine]
     totals, waits, sustained_shares, memory = zip(*ranks, strict=True)
+
+    # the figures
     if not window.batch_seconds:
         return dict.fromkeys(OF_BATCHES) | {'measured_batches': 0}
     images_per_sec = float(window.samples * min(sustained_shares) / max(totals))
@@ -239,7 +273,10 @@ def window_figures(window: Window, all_ranks: bool = True) -> dict:
 
 
 def highest_of_ranks(values: Sequence[float], all_ranks: bool) -> np.ndarray:
-    """Of each value the highest of all ranks, (values,). A run of days has millions: they are never gathered."""
+    """Return of each value the highest of all ranks, (values,).
+
+    A run of days has millions of values: those of all ranks are never gathered.
+    """
     if not all_ranks or len(values) == 0:
         return np.array(values, dtype=float)
     highest = get_device().tensor_to_device(torch.tensor(values, dtype=torch.float64))
@@ -248,7 +285,7 @@ def highest_of_ranks(values: Sequence[float], all_ranks: bool) -> np.ndarray:
 
 
 def drift(batch_seconds: np.ndarray) -> float | None:
-    """By what share the last third of the batches is faster than the first; negative where it is slower.
+    """Return by what share the last third of the batches is faster than the first; negative where it is slower.
 
     None where there are fewer than three batches.
     """
@@ -259,17 +296,22 @@ def drift(batch_seconds: np.ndarray) -> float | None:
 
 
 def loader_figures(data: DataSpec, warmup_batches: int, measure_batches: int) -> dict[str, float]:
-    """Throughput of the loader alone, over all ranks: what it makes after the warm-up, taken as fast as it comes."""
+    """Measure the loader alone, over all ranks: what it makes after the warm-up, taken as fast as it comes."""
+    # the warm-up, and what lay ready after it
     loader = data.dataloader
     epochs = itertools.chain.from_iterable(itertools.repeat(loader))  # one after the other
     batches = map(data.batch_transforms, epochs)
     for _ in range(warmup_batches + loader.queue_length):
         next(batches)
+
+    # the measured batches
     ready_at_start = loader.ready_batches
     start = time.perf_counter()
     images = sum(len(next(batches)['caption']) for _ in range(measure_batches))
     seconds = time.perf_counter() - start
     made = measure_batches + loader.ready_batches - ready_at_start  # in this time: several come at once
+
+    # the slowest rank decides
     mine = (images * made / measure_batches, seconds, data.batch_transforms.found)
     images, seconds, bad = zip(*dist.all_gather_object(mine), strict=True)
     return {'loader_images_per_sec': sum(images) / max(seconds),
@@ -278,7 +320,7 @@ def loader_figures(data: DataSpec, warmup_batches: int, measure_batches: int) ->
 
 
 def peak_memory_gib() -> float:
-    """Most memory this rank took: reserved on its GPU, or resident on the host where there is none."""
+    """Return the GiB of memory that this rank took at most: reserved on its GPU, or of the host where there is none."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved() / GIB
     status = Path('/proc/self/status').read_text()  # ru_maxrss is at least that of the process that started this one

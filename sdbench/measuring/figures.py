@@ -66,14 +66,11 @@ IN_TABLES = tuple(key for key, figure in FIGURES.items() if figure.cell is not N
 
 
 def summary_lines(keys: tuple[str, ...], values: dict[str, Any]) -> list[str]:
-    """The lines of a summary; one is left out where a value of its template is None.
-
-    Raises KeyError for a template with a key that is not among the values, known or None.
-    """
+    """Return the lines of a summary. One is left out where a value of its template is missing, or None."""
     lines = []
     for key in keys:
         figure = FIGURES[key]
         names = [name for _, name, _, _ in string.Formatter().parse(figure.line) if name]
-        if all(values[name] is not None for name in names):
+        if all(values.get(name) is not None for name in names):
             lines.append(f'{figure.heading:<15} {figure.line.format_map(values)}')
     return lines

@@ -13,8 +13,10 @@ QUANTITIES = {'gpu_power_watts': (torch.cuda.power_draw, 1000), 'gpu_sm_clock_mh
 
 
 class GpuMonitor:
-    """Asks this rank's GPU at the end of a measured batch, at most once a second, while its clock is still that of the
-    batch. Where there is no GPU, no driver that answers, or no package nvidia-ml-py, nothing is known.
+    """Asks this rank's GPU for its power and clock at the end of a measured batch, at most once a second.
+
+    Then its clock is still that of the batch. Nothing is known where there is no GPU, no driver that answers, or no
+    package nvidia-ml-py.
     """
 
     def __init__(self):
@@ -23,12 +25,12 @@ class GpuMonitor:
         self._retries_before = 0
 
     def start(self) -> None:
-        """The measured batches begin."""
+        """Begin with the measured batches."""
         if torch.cuda.is_available():
             self._retries_before = torch.cuda.memory_stats()['num_alloc_retries']
 
     def batch_end(self) -> None:
-        """A measured batch has ended."""
+        """Ask the GPU, since a measured batch has ended, unless that was done in the last second."""
         now = time.monotonic()
         if not torch.cuda.is_available() or now < self._next_sample:
             return
@@ -40,7 +42,7 @@ class GpuMonitor:
                 self.samples[quantity].append(ask() / unit)
 
     def figures(self) -> dict[str, float | None]:
-        """Of this rank; None where nothing is known."""
+        """Return the figures of this rank; each is None where nothing is known."""
         found = {}
         for quantity, samples in self.samples.items():
             found[f'{quantity}_mean'] = mean(samples) if samples else None
@@ -55,8 +57,9 @@ class GpuMonitor:
 
 def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ranks: bool = True
                        ) -> dict[str, float | None]:
-    """The record's figures of the GPUs of all ranks, or of this rank's where the others may be gone; None where nothing
-    is known.
+    """Return the record's figures of all ranks' GPUs, or of this rank's where the others may be gone.
+
+    Each is None where nothing is known.
 
     | key                         | meaning                                                              |
     |-----------------------------|----------------------------------------------------------------------|
@@ -66,6 +69,7 @@ def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ra
     | peak_memory_allocated_gib   | most that tensors took on one GPU; the allocator reserves more       |
     | allocator_retries           | on all GPUs: times that the allocator freed its cache to find memory |
     """
+    # each figure, over the ranks that know it
     ranks = [monitor.figures()]
     if all_ranks:
         ranks = dist.all_gather_object(ranks[0])
@@ -78,6 +82,8 @@ def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ra
         elif key == 'allocator_retries':
             combine = sum
         together[key] = combine(values) if values else None
+
+    # the energy of an image, where all know their power
     power = [rank['gpu_power_watts_mean'] for rank in ranks if rank['gpu_power_watts_mean'] is not None]
     together['joules_per_image'] = None
     if images_per_sec and len(power) == dist.get_world_size():

@@ -23,32 +23,36 @@ from sdbench.inputs.loader import default_workers
 from sdbench.measuring.clock import loader_figures
 from sdbench.measuring.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
 from sdbench.measuring.reliability import busy_cores, remedy, why_unreliable
-from sdbench.measuring.tracing import PROFILED
 from sdbench.measuring.versions import git_commit, package_versions
 from sdbench.paths import sibling_path
 
-UNMEASURED = 'unmeasured'  # the status of a run that is over and has no speed: no report counts it
+# two kinds of `status`, of runs that no report counts
+UNMEASURED = 'unmeasured'  # the run is over, and has no speed
+PROFILED = 'profiled'  # the run was traced: its speed is that of a run with a profiler
 MUCH_WAITING_FOR_DATA = 0.05
 
 
 def training_settings(settings: Train, latents: bool, microbatch: int | None = None) -> dict:
-    """What explains the figures of benchmark.py: when, what, where, and every setting that bears on speed.
+    """Return what explains the figures of benchmark.py: when, what, where, and every setting that bears on speed.
 
     Args:
         settings: of the run.
         latents: whether the run is on latents, so that only the text encoder is in its loop.
         microbatch: the one that was found, where the settings leave it to a search.
     """
+    # the flags, as JSON has them and without passwords
     values = dataclasses.asdict(settings)
-    values['adam_betas'] = list(settings.adam_betas)  # as JSON has it
+    values['adam_betas'] = list(settings.adam_betas)
+    for flag in ('load_weights', 'eval_remote'):
+        if values[flag] is not None:
+            values[flag] = redacted(values[flag])
+    if microbatch is not None:
+        values['device_train_microbatch_size'] = microbatch
+
+    # those of the stage, and what follows from them
     if settings.loader_only:
         stated = run_metadata('loader', values, LOADER_FLAGS)
     else:
-        for flag in ('load_weights', 'eval_remote'):
-            if values[flag] is not None:
-                values[flag] = redacted(values[flag])
-        if microbatch is not None:
-            values['device_train_microbatch_size'] = microbatch
         stated = run_metadata('train', values, TRAINING_FLAGS)
     return stated | {
         'num_workers_by_default': settings.num_workers == default_workers(settings),
@@ -58,7 +62,7 @@ def training_settings(settings: Train, latents: bool, microbatch: int | None = N
 
 
 def run_metadata(stage: str, values: dict[str, Any], flags: Sequence[str]) -> dict:
-    """The part of a record that a training shares with an encoding, and of the `values` of flags those of `flags`."""
+    """Return what every record says: when, what and where, the libraries, and the `values` of these `flags`."""
     return {
         'stage': stage,
         'date': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
@@ -77,61 +81,76 @@ def run_metadata(stage: str, values: dict[str, Any], flags: Sequence[str]) -> di
 
 
 def processor_name() -> str:
-    """The model name of the CPU, or its architecture where it has none. It takes a second, once for us and Composer."""
+    """Return the model name of the CPU, or its architecture where it has none.
+
+    It takes a second, once for this program and Composer.
+    """
     name = get_cpu_model()
     return platform.machine() if name == 'CPU' else name
 
 
-def summary(record: dict, settings: Train) -> str:
-    """The record of a run for people; three significant digits or whole units."""
+def run_summary(record: dict, settings: Train) -> str:
+    """Write the record of a run for people, with three significant digits or whole units."""
     keys = OF_A_MEASUREMENT if settings.measures else OF_A_TRAINING
-    return '\n'.join(summary_lines(keys, record | notes(record, settings)))
+    values = record | notes_on_training(record, settings) | notes_on_speed(record, settings)
+    return '\n'.join(summary_lines(keys, values))
 
 
-def notes(record: dict, settings: Train) -> dict[str, Any]:
-    """What a summary says beside the values of the record; None for what would say nothing."""
-    values = dict.fromkeys(('why_no_speed', 'caution', 'on_waiting', 'save_folder', 'sample_folder', 'export_flags',
-                            'young_half_life', 'ema_start_to_come', 'images', 'days', 'gpus', 'gpu_hours', 'dollars'))
-    values['whole_epochs'] = record['trained_epochs'] or None
-    values['resumed_after'] = record['first_batch'] or None
-
-    # where the drawings are, and the checkpoints, and how these become a pipeline
+def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
+    """Return what a summary adds to the record on what was trained: how far, and where it is."""
+    notes = {}
+    if record['trained_epochs']:
+        notes['whole_epochs'] = record['trained_epochs']
+    if record['first_batch']:
+        notes['resumed_after'] = record['first_batch']
     if settings.sample_prompts and os.path.isdir(settings.sample_folder):
-        values['sample_folder'] = settings.sample_folder
-    if record['status'] not in ('failed', 'interrupted'):
-        values['save_folder'] = settings.save_folder
-        values['pipeline'] = sibling_path(settings.save_folder, 'model') if settings.save_folder else None
-    values['export_flags'] = ''
+        notes['sample_folder'] = settings.sample_folder
+
+    # the average, which export.py exports unless it is too young
+    export_flags = ''
     trained = record['trained_batches']
     if settings.ema_start and trained < to_batches(settings.ema_start):
-        values['ema_start_to_come'] = settings.ema_start
+        notes['ema_start_to_come'] = settings.ema_start
     elif is_young(settings.ema_half_life, trained):
-        values['young_half_life'] = settings.ema_half_life
-        values['export_flags'] = ' --live'
-    if record['encoders'] == 'text_in_loop':  # no VAE is in the checkpoints
-        folder = settings.model_name if settings.pretrained else 'FOLDER'
-        values['export_flags'] += f' --model_name {folder} --pretrained'
+        notes['young_half_life'] = settings.ema_half_life
+        export_flags = ' --live'
 
-    # what the speed says, and what it would cost
+    # the checkpoints, and how they become a pipeline
+    if settings.save_folder and record['status'] not in ('failed', 'interrupted'):
+        if record['encoders'] == 'text_in_loop':  # no VAE is in the checkpoints
+            model = settings.model_name if settings.pretrained else 'FOLDER'
+            export_flags += f' --model_name {model} --pretrained'
+        notes['save_folder'] = settings.save_folder
+        notes['pipeline'] = sibling_path(settings.save_folder, 'model')
+        notes['export_flags'] = export_flags
+    return notes
+
+
+def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
+    """Return what a summary adds to the record on its speed: whether to trust it, and what a training would cost."""
     if not record['images_per_sec']:
-        values['why_no_speed'] = 'the run was over before the clock started, so that no batch was measured'
-        return values
-    values['caution'] = reliability(record)
-    values['on_waiting'] = ''
+        return {'why_no_speed': 'the run was over before the clock started, so that no batch was measured'}
+    notes = {'on_waiting': ''}
     if record['data_wait_fraction'] > MUCH_WAITING_FOR_DATA:
-        values['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
-    if settings.training_images and torch.cuda.is_available() and not values['caution']:
+        notes['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
+
+    # a caution, or the cost of a whole training
+    caution = reliability(record)
+    if caution:
+        notes['caution'] = caution
+    elif settings.training_images and torch.cuda.is_available():
         speed = record['images_per_sec']
-        values['images'] = settings.training_images
-        values['days'] = days_to_train(speed, settings.training_images)
-        values['gpus'] = plural(record['num_devices'], 'GPU')
-        values['gpu_hours'] = gpu_hours(speed, record['num_devices'], settings.training_images)
-        values['dollars'] = values['gpu_hours'] * price_of(record['device'], settings.dollars_per_gpu_hour)
-    return values
+        hours = gpu_hours(speed, record['num_devices'], settings.training_images)
+        notes['images'] = settings.training_images
+        notes['days'] = days_to_train(speed, settings.training_images)
+        notes['gpus'] = plural(record['num_devices'], 'GPU')
+        notes['gpu_hours'] = hours
+        notes['dollars'] = hours * price_of(record['device'], settings.dollars_per_gpu_hour)
+    return notes
 
 
 def reliability(record: dict) -> str | None:
-    """Why these figures should not be trusted yet, and the remedy; None where they can be."""
+    """Say why these figures should not be trusted yet, and the remedy; None where they can be."""
     if record.get('status') == PROFILED:
         return 'these figures include the cost of the trace, so that no report counts them'
     busy = None if torch.cuda.is_available() else busy_cores()
@@ -154,18 +173,21 @@ def append_line(line: str, path: str) -> None:
 
 
 def append_record(record: dict, text: str | None, path: str) -> dict:
-    """On rank 0: append the record to `path`, and print `text`, unless it is None, and where the record is.
+    """Append the record to `path` on rank 0, print `text`, unless it is None, and where the record is; return it.
 
-    Where `path` is -, the record itself is printed last; also where it cannot be kept, for which DataError is raised.
+    Where `path` is -, the record itself is printed last. So it is where it cannot be kept; then DataError is raised.
     """
     if dist.get_global_rank() != 0:
         return record
+    # keep it
     line = json.dumps(record)
     lines = [line]
     try:
         if path != '-':
             append_line(line, path)
             lines = [f'{"record":<15} appended to {path}']
+
+    # show it, also if it could not be kept
     finally:
         if text is not None:
             lines.insert(0, text)
@@ -175,7 +197,7 @@ def append_record(record: dict, text: str | None, path: str) -> dict:
 
 
 def measure_loader(settings: Train, data: DataSpec) -> dict:
-    """The record of --loader_only, which is also kept and printed."""
+    """Measure the loader alone, for --loader_only; keep and print the record, and return it."""
     record = training_settings(settings, data.dataloader.dataset.latents) | {'status': 'complete'}
     record |= loader_figures(data, settings.warmup_batches, settings.measure_batches)
     text = f'loader {record["loader_images_per_sec"]:.4g} images/s'

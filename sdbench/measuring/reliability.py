@@ -14,12 +14,12 @@ MUCH_WAITING_FOR_CORES = 0.5  # of a process's time
 
 
 def fewest_batches(queue_batches: int) -> int:
-    """The shortest window that shows the speed of a run whose loader prepares so many batches ahead."""
+    """Return the batches of the shortest window that shows the speed of a run whose loader prepares so many ahead."""
     return max(FEWEST_BATCHES, QUEUES_IN_WINDOW * queue_batches)
 
 
 def why_unreliable(record: dict) -> str:
-    """Why the speed in a record is not to be relied on, in a few words; '' where it is, or where nothing is known."""
+    """Say in a few words why the speed in a record is not to be relied on; '' where it is, or nothing is known."""
     batches = record.get('measured_batches')
     drift = record.get('drift')
     if batches is not None and batches < fewest_batches(record.get('queue_batches') or 0):

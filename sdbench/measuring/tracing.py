@@ -7,11 +7,10 @@ from sdbench.flags.train import Train
 
 TRACE_WARMUP = 1   # batches in which the profiler itself warms up
 TRACED_BATCHES = 3
-PROFILED = 'profiled'  # the status of a run that was traced: its speed is that of a run with a profiler
 
 
 def build_profiler(settings: Train) -> Profiler | None:
-    """Composer's profiler for --profile DIR, or None.
+    """Build Composer's profiler for --profile DIR; None without the flag.
 
     Each rank writes `DIR/torch/rank0.N.pt.trace.json`, with what the CPU and the GPU did, and under `DIR/composer` the
     same with the events of Composer's loop; N is the last batch that was traced. It does so in each epoch.

@@ -13,9 +13,9 @@ from sdbench.flags.commands import CLIP_MODEL
 from sdbench.inputs.captions import pipeline_tokenizer
 from sdbench.models.loading import load_weights
 
-NAME = 'inception-v3-compat'  # torch-fidelity's, in which TensorFlow's weights of 2015 give TensorFlow's features
+INCEPTION = 'inception-v3-compat'  # torch-fidelity's, in which TensorFlow's weights of 2015 give TensorFlow's features
 LAYER = '2048'  # its last pool
-NETWORK = f'{NAME} {LAYER}'
+NETWORK = f'{INCEPTION} {LAYER}'
 # where to get the weights; nothing is fetched here
 INCEPTION_WEIGHTS = ('https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/'
                      'weights-inception-2015-12-05-6726825d.pth')
@@ -45,15 +45,17 @@ def load_inception(path: str) -> Inception:
         raise ValueError(f'--inception {path} is not there; {remedy}')
     try:
         torch.load(path, map_location='cpu', weights_only=True)  # torch-fidelity would run what is in the user's file
-        return Inception(NAME, [LAYER], feature_extractor_weights_path=path)
+        return Inception(INCEPTION, [LAYER], feature_extractor_weights_path=path)
     except Exception:  # of nearly any kind, for what is no file of tensors, and of no use to the reader
         raise ValueError(f"--inception {path} is not torch-fidelity's file with the weights of InceptionV3; {remedy}"
                          ) from None
 
 
 class RandomInception(Inception):
-    """InceptionV3 with random weights that keep the scale of the features; torch-fidelity's cannot be made without a
-    file of weights."""
+    """InceptionV3 with random weights that keep the scale of the features.
+
+    torch-fidelity's cannot be made without a file of weights.
+    """
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         """Draw the weights of the convolutions, and take none of the file."""
@@ -68,7 +70,7 @@ def random_inception() -> Inception:
     torch.save({}, no_weights)
     no_weights.seek(0)
     torch.manual_seed(2)
-    return RandomInception(NAME, [LAYER], feature_extractor_weights_path=no_weights)
+    return RandomInception(INCEPTION, [LAYER], feature_extractor_weights_path=no_weights)
 
 
 class Clip(CLIPModel):

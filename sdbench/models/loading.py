@@ -15,7 +15,6 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from sdbench.errors import one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
 from sdbench.inputs.captions import build_tokenizer
-from sdbench.models.precisions import DTYPES
 from sdbench.paths import find_or_download
 
 # Random weights train as fast. These folders hold none, but those of tiny's VAE.
@@ -25,6 +24,8 @@ CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'co
 UNET_WEIGHTS = 'unet/diffusion_pytorch_model.safetensors'
 VAE_WEIGHTS = 'vae/diffusion_pytorch_model.safetensors'
 TEXT_ENCODER_WEIGHTS = 'text_encoder/model.safetensors'
+DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}  # of --encoder_precision
+AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}  # of --precision, where it has autocast
 SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent
 
 
@@ -60,8 +61,7 @@ class ModelFiles:
         return self.configs['vae'].get('scaling_factor', SCALING_FACTOR)
 
     def latent_size(self, image_size: int) -> int:
-        """Height and width of the VAE's latents of images of `image_size` pixels: each block but the first halves them.
-        """
+        """Return height and width of the latents of an image of so many: the VAE's blocks but the first halve them."""
         blocks = self.configs['vae'].get('block_out_channels', (64,))  # as AutoencoderKL has it
         return image_size // 2 ** (len(blocks) - 1)
 
@@ -75,10 +75,11 @@ class ModelFiles:
 
 
 def find_model(name: str, pretrained: bool = False) -> ModelFiles:
-    """The files of a model: built in, in the folder `name`, or downloaded once from the hub's repository `name`.
+    """Find the files of a model: built in, in the folder `name`, or downloaded once from the hub's repository `name`.
 
     Raises ValueError if there is no such model, or it lacks the weights that `pretrained` asks for.
     """
+    # the folder, with the weights that are needed
     weight_files = []
     if pretrained and name != TINY_MODEL:
         weight_files = [VAE_WEIGHTS, TEXT_ENCODER_WEIGHTS]
@@ -87,6 +88,8 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     else:
         patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()] + ['tokenizer/*', *weight_files]
         folder = find_or_download('--model_name', name, patterns)
+
+    # what its files say
     configs = {}
     for part, file in CONFIG_FILES.items():
         try:
@@ -101,8 +104,7 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
 
 
 def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
-    """A network of diffusers or transformers with the weights of its folder: on the CPU, in float32, frozen, in eval
-    mode.
+    """Load a network of diffusers or transformers with its weights: on the CPU, in float32, frozen, in eval mode.
 
     Args:
         cls: its class, such as UNet2DConditionModel.
@@ -126,7 +128,7 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
 
 
 def hash_of_weights(*networks: torch.nn.Module) -> str:
-    """A SHA-256 of all tensors of networks on the CPU, in hex."""
+    """Return a SHA-256 of all tensors of networks on the CPU, in hex."""
     digest = hashlib.sha256()
     for network in networks:
         for name, tensor in sorted(network.state_dict().items()):
@@ -136,7 +138,7 @@ def hash_of_weights(*networks: torch.nn.Module) -> str:
 
 
 def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
-    """The VAE, frozen, in eval mode, and held in `precision`, one of DTYPES.
+    """Build the VAE, frozen, in eval mode, and held in `precision`, one of DTYPES.
 
     Raises ValueError if its weights do not load.
     """
@@ -148,7 +150,7 @@ def build_vae(files: ModelFiles, precision: str) -> AutoencoderKL:
 
 
 def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
-    """The CLIP text encoder, frozen, in eval mode, and held in `precision`, one of DTYPES.
+    """Build the CLIP text encoder, frozen, in eval mode, and held in `precision`, one of DTYPES.
 
     Raises ValueError if its weights do not load.
     """
@@ -163,7 +165,7 @@ def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
 
 
 def drawn_text_encoder(config: CLIPTextConfig) -> CLIPTextModel:
-    """Return a text encoder with random weights, on the CPU, the same each time.
+    """Build a text encoder with random weights, on the CPU, the same each time.
 
     They take 6 MB as a file. Their states tell captions apart, which is enough for a UNet that learns from nothing.
     """
@@ -173,7 +175,7 @@ def drawn_text_encoder(config: CLIPTextConfig) -> CLIPTextModel:
 
 
 def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:
-    """The module itself, without gradients, in eval mode and in `precision`."""
+    """Freeze a module in eval mode and in `precision`, in place, and return it."""
     module.requires_grad_(False).eval()
     torch.nn.Module.to(module, DTYPES[precision])  # diffusers' own `to` warns of parts that stay in fp32
     return module

@@ -15,7 +15,6 @@ from transformers.models.clip.modeling_clip import CLIPEncoder
 
 from sdbench.errors import one_line
 from sdbench.flags.train import Train
-from sdbench.models.compiling import compile_in_place
 from sdbench.models.layers import skip_divisions_by_one, switch_norms_to_half
 
 # What torch may use for each --attention: the first of these that can.
@@ -34,6 +33,7 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
 
     Raises ValueError if xformers is not built for this torch or this GPU.
     """
+    # memory format and precision
     convolutional = [model.unet]
     if model.vae is not None:
         convolutional.append(model.vae)
@@ -44,6 +44,8 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
         switch_norms_to_half(model.unet)
         if model.vae is not None:
             switch_norms_to_half(model.vae.encoder)  # which has five times as many elements in its norms as the UNet
+
+    # attention, and activations that are computed again
     if settings.attention == 'xformers':
         try:
             for part in convolutional:
@@ -52,6 +54,8 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
             raise ValueError(f'--attention xformers does not work here ({one_line(error)}); use sdpa') from None
     if settings.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
+
+    # kernels that are joined, or left out
     if settings.compile:
         compile_model(model, settings)  # a division in a larger kernel moves nothing
     else:
@@ -77,11 +81,32 @@ def compile_model(model: ComposerModel, settings: Train, backend: str | Callable
     compile_in_place(modules, settings.compile, backend)
 
 
+def compile_in_place(modules: list[torch.nn.Module], mode: bool | str, backend: str | Callable = 'inductor') -> None:
+    """Compile each module when it is first called, for the shapes that come. The names in checkpoints stay.
+
+    Args:
+        modules: each becomes one graph, or the run fails.
+        mode: of torch.compile, as --compile has it; True is torch's default.
+        backend: of torch.compile. A dry run gives one that counts what is compiled.
+
+    Left alone, torch 2.7.0 makes no single graph of a module in two places:
+    - Under DDP it cuts a graph where a bucket of gradients ends, so that they travel while others are computed: the
+      UNet of Stable Diffusion 2 in 71 graphs. With gradient checkpointing that crashes (BackendCompilerFailed).
+    - After 8 compilations of one function (`recompile_limit`) it goes on without compiling, and only warns.
+    """
+    config = torch._dynamo.config
+    config.optimize_ddp = False
+    if hasattr(config, 'fail_on_recompile_limit_hit'):
+        config.fail_on_recompile_limit_hit = True
+    for module in modules:
+        module.compile(dynamic=False, mode=None if mode is True else mode, backend=backend)
+
+
 def share_attention_processors(unet: UNet2DConditionModel) -> None:
     """Let all attentions of the UNet that compute alike use one processor, which is a function without weights.
 
-    diffusers gives each its own, and torch compiles a block anew for each processor: the blocks of Stable Diffusion 2's
-    UNet have 34 graphs so, and 22 with this.
+    diffusers gives each its own, and torch compiles a block again for each processor. The blocks of Stable Diffusion
+    2's UNet have 34 graphs without this, and 22 with it.
     """
     shared = {}
     for processor in unet.attn_processors.values():
@@ -102,7 +127,7 @@ def process_switches(settings: Train) -> contextlib.AbstractContextManager:
 
 
 def switch_callbacks(settings: Train) -> list[Callback]:
-    """What the switches do within a step."""
+    """Build what the switches do within a step."""
     if settings.allreduce_precision == 'bf16':
         return [AllReduceInBf16()]
     return []

@@ -1,4 +1,4 @@
-"""Draw the pictures of a report: speeds of trainings as bars, and scores of evaluations as lines.
+"""Draw the pictures of a report: days over GPUs, speeds as bars, and scores of evaluations.
 
 matplotlib is imported only when there is something to draw.
 """
@@ -7,63 +7,173 @@ import textwrap
 import pandas as pd
 
 from sdbench.errors import plural
+from sdbench.report.records import CONDITIONS, FORECAST, MEASURED, NETWORKS, SETTINGS, VERSIONS
 
-MEASURED = 'measured'  # the status of a row
-EXTRAPOLATED = 'extrapolated'  # the status of a row that nobody has measured: it follows from other rows,
-FORECAST = 'forecast'          # or from the operators of a step
-# Columns that all scores of one line agree in: for any score, and for each kind of score its network's
-CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
-JUDGES = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b')
-PANELS = {'days': '{:,.4g}', 'scaling_efficiency': '{:.1%}', 'images_per_sec': '{:,.4g}'}  # how a figure is printed
 LINE_INCHES = 0.2  # of text
 LABEL_CHARACTERS = 50  # of a line of a label
 CAPTION_CHARACTERS = 130
 TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'}
 PANEL_INCHES = 4.8
 PANEL_CHARACTERS = 60  # of a caption below a panel
+# How a legend writes a setting, where its name and its value are not enough
+IN_WORDS = {'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels', 'input': 'on {}',
+            'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA'}
 
 
-def draw_speeds(path: str, rows: pd.DataFrame, training_images: int, caption: str) -> None:
-    """Write a picture of a table of trainings, with a bar for each row in the order of the table.
+def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
+    """Write a picture of days over the number of GPUs, both logarithmic, with a line for each setting.
 
-    It shows days and efficiency if a row has both, else images per second. Rows of one setting share a color, and
-    extrapolated bars are hollow.
+    Points that were measured are filled. Those that were extrapolated or forecast are hollow, a forecast with its
+    range where it is known. A dashed line shows what each setting would reach if its speed grew as its GPUs do.
+
+    Args:
+        path: of the picture, whose suffix is its format.
+        rows: the table of trainings; those without days are left out.
+        training_images: images of a training, which the days are for.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    # a line has one setting; a forecast takes the largest microbatch, which gets smaller with more GPUs
+    rows = rows[rows['days'].notna()].sort_values('num_devices', kind='stable')
+    is_forecast = rows['status'] == FORECAST
+    rows['device_train_microbatch_size'] = rows['device_train_microbatch_size'].mask(is_forecast, '')
+    rows['setting'] = rows['setting'].mask(is_forecast, -1)
+    rows['legend'] = legend_labels(rows)
+    lines = rows.groupby(['setting', 'legend'], sort=False)
+
+    # a figure with a caption
+    caption = wrapped(f'All: {settings_in_common(rows)}', CAPTION_CHARACTERS)
+    height = PANEL_INCHES + LINE_INCHES * (caption.count('\n') + 1)
+    figure = Figure(figsize=(10, height), layout='constrained')
+    figure.supxlabel(caption, x=0.01, ha='left', fontsize=9)
+    axes = figure.subplots()
+
+    # the lines, each with its ideal
+    ends = [rows['num_devices'].min(), rows['num_devices'].max()]
+    for number, ((_, label), points) in enumerate(lines):
+        color = COLORS[number % len(COLORS)]
+        first = points.iloc[0]
+        if len(points) > 1:
+            ideal = [first['days'] * first['num_devices'] / count for count in ends]
+            axes.plot(ends, ideal, color=color, linestyle='--', linewidth=0.8, alpha=0.6)
+        axes.plot(points['num_devices'], points['days'], color=color, linewidth=1.2)
+        draw_points(axes, points, color)
+        is_hollow = (points['status'] != MEASURED).all()
+        axes.plot([], [], 'o-', color=color, markerfacecolor='white' if is_hollow else color, label=label)
+
+    # what the marks mean
+    axes.plot([], [], 'o', color='black', label='measured')
+    axes.plot([], [], 'o', color='black', markerfacecolor='white', label='extrapolated, or forecast with its range')
+    axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
+
+    # axes and legend
+    counts = sorted(rows['num_devices'].unique())
+    axes.set(xscale='log', yscale='log', xlabel='GPUs', ylabel=f'days for {training_images:,} images')
+    axes.set_xticks(counts, counts)
+    axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda days, _: f'{days:g}'))
+    axes.grid(alpha=0.3)
+    axes.spines[['top', 'right']].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc='center left', bbox_to_anchor=(1.01, 0.5))
+    figure.savefig(path, dpi=160)
+
+
+def draw_points(axes, points: pd.DataFrame, color: str) -> None:
+    """Draw the points of a line over its GPUs: filled if measured, else hollow, with the range of a forecast."""
+    is_measured = points['status'] == MEASURED
+    for chosen, face in ((points[is_measured], color), (points[~is_measured], 'white')):
+        axes.plot(chosen['num_devices'], chosen['days'], 'o', color=color, markerfacecolor=face, zorder=3)
+    for _, point in points[points['images_per_sec_least'].notna()].iterrows():
+        # days are inversely proportional to the speed
+        longest = point['days'] * point['images_per_sec'] / point['images_per_sec_least']
+        shortest = point['days'] * point['images_per_sec'] / point['images_per_sec_most']
+        axes.plot([point['num_devices']] * 2, [shortest, longest], color=color, linewidth=1.2)
+
+
+def legend_labels(rows: pd.DataFrame) -> list[str]:
+    """Return the words of the setting of each row, such as 'A100 40GB, microbatch 4'.
+
+    They are its GPU, and in what the settings that rows state differ.
+    """
+    keys = []
+    for key in SETTINGS:
+        stated = rows[key].replace('', None).nunique()
+        if stated > 1 and key not in ('stage', 'device'):
+            keys.append(key)
+    labels = []
+    for _, row in rows.iterrows():
+        words = [short_name(row['device'])]
+        for key in keys:
+            if row[key]:
+                words.append(setting_in_words(key, row[key]))
+        if row['status'] == FORECAST:
+            words.append('forecast')
+        labels.append(', '.join(words))
+    return labels
+
+
+def settings_in_common(rows: pd.DataFrame) -> str:
+    """Return in words the settings that all rows have, but for what is off."""
+    words = []
+    for key in SETTINGS:
+        values = set(rows[key])
+        if len(values) == 1 and not values & {'', 'no'} and key not in ('stage', *VERSIONS):
+            words.append(setting_in_words(key, *values))
+    return ', '.join(words)
+
+
+def short_name(device: str) -> str:
+    """Return the name of a GPU as people say it: 'A100 40GB' for 'NVIDIA A100-SXM4-40GB'."""
+    for words in ('NVIDIA ', 'GeForce ', '-SXM4', ' HBM3'):
+        device = device.replace(words, '')
+    return device.replace('-', ' ')
+
+
+def setting_in_words(key: str, value: str) -> str:
+    """Return a setting as a legend has it: 'microbatch 4', 'compile', or 'no compile'."""
+    name = key.replace('_', ' ')
+    if value in ('yes', 'no'):
+        name = IN_WORDS.get(key, name)
+        return name if value == 'yes' else f'no {name}'
+    return IN_WORDS.get(key, f'{name} {{}}').format(value)
+
+
+def draw_speeds(path: str, rows: pd.DataFrame, caption: str) -> None:
+    """Write a picture of images per second, with a bar for each training in the order of the table.
+
+    Rows of one setting share a color, and bars of what was not measured are hollow.
 
     Args:
         path: of the picture, whose suffix is its format.
         rows: the table.
-        training_images: images of a training, which the days are for.
         caption: text below the bars.
     """
     from matplotlib.figure import Figure
 
-    # panels and texts
-    titles = {'images_per_sec': 'images/s'}
-    if 'scaling_efficiency' in rows and (rows['scaling_efficiency'].notna() & rows['days'].notna()).any():
-        titles = {'days': f'days for {training_images:,} images', 'scaling_efficiency': 'efficiency'}
     labels = [label_of(row) for _, row in rows.iterrows()]
     caption = wrapped(caption, CAPTION_CHARACTERS)
     num_lines = sum(label.count('\n') + 1.5 for label in [*labels, caption])
-
-    # bars, with their figures behind them
     figure = Figure(figsize=(10, 1 + LINE_INCHES * num_lines), layout='constrained')
     figure.supxlabel(caption, x=0.01, ha='left', fontsize=9)
-    all_axes = figure.subplots(1, len(titles), sharey=True, squeeze=False)[0]
-    for axes, (key, title) in zip(all_axes, titles.items(), strict=True):
-        bars = axes.barh(range(len(rows)), rows[key].fillna(0))
-        axes.bar_label(bars, [text_of(row, key) for _, row in rows.iterrows()], padding=4, fontsize=9)
-        for bar, (_, row) in zip(bars, rows.iterrows(), strict=True):
-            color = COLORS[row['setting'] % len(COLORS)]
-            bar.set(edgecolor=color, facecolor=color if row['status'] == MEASURED else 'none')
-        axes.set_title(title, loc='left', fontsize=11)
-        axes.margins(x=0.2)  # for the texts
-        axes.set_xticks([])  # each bar has its figure
-        axes.spines[['top', 'right', 'bottom']].set_visible(False)
+    axes = figure.subplots()
 
-    # labels of the rows, left of the first panel
-    all_axes[0].set_yticks(range(len(rows)), labels, fontsize=9)
-    all_axes[0].invert_yaxis()  # the first row on top
+    # bars, with their figures behind them
+    bars = axes.barh(range(len(rows)), rows['images_per_sec'].fillna(0))
+    axes.bar_label(bars, [text_of(row) for _, row in rows.iterrows()], padding=4, fontsize=9)
+    for bar, (_, row) in zip(bars, rows.iterrows(), strict=True):
+        color = COLORS[row['setting'] % len(COLORS)]
+        bar.set(edgecolor=color, facecolor=color if row['status'] == MEASURED else 'none')
+
+    # labels of the rows on the left
+    axes.set_title('images/s', loc='left', fontsize=11)
+    axes.set_yticks(range(len(rows)), labels, fontsize=9)
+    axes.invert_yaxis()  # the first row on top
+    axes.margins(x=0.2)  # for the texts
+    axes.set_xticks([])  # each bar has its figure
+    axes.spines[['top', 'right', 'bottom']].set_visible(False)
     figure.savefig(path, dpi=160)
 
 
@@ -82,11 +192,11 @@ def label_of(row: pd.Series) -> str:
     return textwrap.fill(label, LABEL_CHARACTERS)
 
 
-def text_of(row: pd.Series, key: str) -> str:
+def text_of(row: pd.Series) -> str:
     """Write what stands behind a bar: its figure, and its status unless it was measured; without a figure, why."""
-    if pd.isna(row[key]):
+    if pd.isna(row['images_per_sec']):
         return textwrap.shorten(row['notes'], 40, placeholder=' ...')
-    text = PANELS[key].format(row[key])
+    text = f'{row["images_per_sec"]:,.4g}'
     if row['status'] != MEASURED:
         text += f', {row["status"]}'
     return text
@@ -97,7 +207,7 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
 
     One panel shows FID against CLIP score, a line for each checkpoint over its guidance scales. Two show FID and CLIP
     score against the images of the training, a line for each model and guidance scale. Scores that differ in one of
-    CONDITIONS, or in the columns of their JUDGES, are never on one line. The notes of the scores stand below.
+    CONDITIONS, or in the columns of their NETWORKS, are never on one line. The notes of the scores stand below.
 
     Args:
         path: of the picture, whose suffix is its format.
@@ -109,9 +219,9 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
     from matplotlib.figure import Figure
 
     # which panels have scores: x, y, and the columns that a line agrees in
-    panels = [('clip_score', 'fid', [*CONDITIONS, *JUDGES['fid'], *JUDGES['clip_score'], 'trained_batches']),
-              ('images_seen', 'fid', [*CONDITIONS, *JUDGES['fid'], 'guidance']),
-              ('images_seen', 'clip_score', [*CONDITIONS, *JUDGES['clip_score'], 'guidance'])]
+    panels = [('clip_score', 'fid', [*CONDITIONS, *NETWORKS['fid'], *NETWORKS['clip_score'], 'trained_batches']),
+              ('images_seen', 'fid', [*CONDITIONS, *NETWORKS['fid'], 'guidance']),
+              ('images_seen', 'clip_score', [*CONDITIONS, *NETWORKS['clip_score'], 'guidance'])]
     panels = [panel for panel in panels if len(rows.dropna(subset=panel[:2]))]
     if not panels:
         raise ValueError(f'--quality {path}: no evaluation has both scores, or the images of its training')

@@ -31,16 +31,16 @@ from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
-from sdbench.training.kept import DatasetChanged
+from sdbench.training.compatibility import DatasetChanged
 from sdbench.training.ranks import SIGNALS, on_every_rank, on_rank_0
 
-NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
-CHECKPOINT_NAME = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # the whole of it: best-ep1-ba9-rank0.pt is the user's
+FILE_NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
+FILE_NAME_PATTERN = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # best-ep1-ba9-rank0.pt is the user's
 UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinished')  # what `atomic_write` can leave
-LOCK = '.lock'  # in a --save_folder
+LOCK_FILE = '.lock'  # in a --save_folder
 RUN_NAME = 'run-name.txt'  # in a --save_folder; it is there before the first checkpoint
 SECONDS_FOR_LOCK = 10  # that another run has to let go of it, as one that is ending
-PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own types
+PLAIN_TYPES = [  # that Composer's checkpoints hold, apart from tensors and Python's own types
     datetime.timedelta, TorchVersion,
     # the state of NumPy's random generator, of which Composer's own saver keeps an array of uint32
     np.ndarray, np.dtype, np.dtypes.UInt32DType, np_multiarray._reconstruct,
@@ -48,9 +48,11 @@ PLAIN_TYPES = [  # in Composer's checkpoints beside tensors and Python's own typ
 ]
 
 
+# A folder of checkpoints, or an object store
+
 @contextlib.contextmanager
 def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
-    """Hold the lock of a --save_folder, so that no other run saves in it; a store has no locks.
+    """Hold the lock of --save_folder on rank 0, so that no other run saves in it. Object stores have no locks.
 
     Raises ValueError on all ranks if another run does, or if there are files that this one does not resume.
     """
@@ -62,18 +64,25 @@ def locked_save_folder(folder: str | None, autoresume: bool) -> Iterator[None]:
 
 def lock_save_folder(folder: str, autoresume: bool, at_the_end: contextlib.ExitStack) -> None:
     """Lock a --save_folder until `at_the_end` gives it back. Raises ValueError as `locked_save_folder` does."""
-    others = [name for name in names_in(folder)
-              if not os.path.basename(name).startswith('.') and os.path.basename(name) != RUN_NAME]
+    # what is there must be this run's
+    others = []
+    for path in names_in(folder):
+        name = os.path.basename(path)
+        if not name.startswith('.') and name != RUN_NAME:
+            others.append(path)
     if others and not autoresume:
         raise ValueError(f'--save_folder {folder} already holds files; give a new one, or --autoresume to go on from '
                          'there')
-    if any(not os.path.isdir(name) for name in others) and not checkpoints_in(folder):
+    if any(not os.path.isdir(path) for path in others) and not checkpoints_in(folder):
         raise ValueError(f'--save_folder {folder} holds files and no checkpoint of benchmark.py; give a new one')
-    if '://' not in folder:
-        at_the_end.enter_context(locked(Path(folder, LOCK), f'--save_folder {folder}', SECONDS_FOR_LOCK))
-        for name in os.listdir(folder):
-            if UNFINISHED.fullmatch(name):  # of a run that was killed while it saved, since none has the lock
-                os.remove(os.path.join(folder, name))
+    if '://' in folder:
+        return
+
+    # the lock, under which an unfinished checkpoint is that of a run that was killed while it saved
+    at_the_end.enter_context(locked(Path(folder, LOCK_FILE), f'--save_folder {folder}', SECONDS_FOR_LOCK))
+    for name in os.listdir(folder):
+        if UNFINISHED.fullmatch(name):
+            os.remove(os.path.join(folder, name))
 
 
 def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
@@ -95,10 +104,13 @@ def names_in(folder: str, flag: str = '--save_folder') -> list[str]:
 
 
 def checkpoints_in(folder: str, flag: str = '--save_folder') -> list[str]:
-    """List those of `names_in` that are Composer's checkpoints, by batch, the oldest first."""
+    """List the paths or URIs of Composer's checkpoints in a folder or a store, by batch, the oldest first.
+
+    Raises ValueError, which names `flag`, if the folder cannot be listed.
+    """
     found = []
     for name in names_in(folder, flag):
-        match = CHECKPOINT_NAME.fullmatch(os.path.basename(name))
+        match = FILE_NAME_PATTERN.fullmatch(os.path.basename(name))
         if match:
             epoch, batch = match.groups()
             found.append((int(batch), int(epoch), name))
@@ -145,17 +157,22 @@ def is_whole(path: str) -> bool:
         return zipfile.is_zipfile(file)
 
 
+# Loading one
+
 @contextlib.contextmanager
 def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
-    """Let torch.load run no code that a file holds, while the context lasts, also where Composer 0.32 asks it to.
+    """Keep torch.load from running code that a file holds, while the context lasts, even if Composer 0.32 asks for it.
 
-    It maps the file, so that a tensor is read when it is used, and the ranks of a host share what they read.
+    torch.load also maps the file, so that a tensor is read when it is used, and the ranks of a host share it.
 
     Raises ValueError if the checkpoint `name`, which is loaded in it, holds more than tensors and plain types.
     """
-    flag = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
-    before = os.environ.get(flag)
-    os.environ[flag] = '1'
+    # what torch reads wherever it is called from
+    variable = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
+    before = os.environ.get(variable)
+    os.environ[variable] = '1'
+
+    # what is loaded in the context
     try:
         with safe_globals(PLAIN_TYPES), loading_config.patch('load.mmap', True):
             yield
@@ -164,9 +181,9 @@ def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
                          ) from None
     finally:
         if before is None:
-            del os.environ[flag]
+            del os.environ[variable]
         else:
-            os.environ[flag] = before
+            os.environ[variable] = before
 
 
 @contextlib.contextmanager
@@ -196,6 +213,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
         return torch.load(path, map_location='cpu', weights_only=True)
 
 
+# Saving them
+
 @dataclass
 class Upload:
     """A checkpoint on its way to a store.
@@ -203,7 +222,7 @@ class Upload:
     Attributes:
         file: on this machine.
         name: in the store.
-        done: the end of its process.
+        done: the future of the process that sends it.
     """
     file: str
     name: str
@@ -211,14 +230,16 @@ class Upload:
 
 
 class AtomicCheckpointSaver(CheckpointSaver):
-    """Composer's saver, which leaves either a whole checkpoint or none, also where the run is killed or a disk fills.
+    """Composer's saver, made safe for runs of days.
 
-    Composer 0.32 writes in place, into the name that a resume looks for. It forgets what the run that is resumed has
-    saved, so that this never makes room, and ends the run where a checkpoint that it would remove is gone.
-
-    To a store it sends a copy of the file, and ends the run, at some later batch, where one could not be sent. Here an
-    upload that fails is warned of, and the next checkpoint takes its place. The last one is tried once more at the end
-    of the run; where that fails as well, it stays on this machine.
+    The differences from the saver of Composer 0.32:
+    - A checkpoint is whole or not there, even if the run is killed or a disk fills. Composer writes into the file that
+      a resume looks for.
+    - The checkpoints of a run that is resumed make room as well. Composer forgets them.
+    - A checkpoint that the user has removed is no error. Composer ends the run where it would remove that one.
+    - An upload to a store that fails is a warning, and the next checkpoint takes its place. Composer ends the run at
+      some later batch. The last checkpoint is sent once more at the end of the run; if that fails as well, it stays on
+      this machine, and the run ends with an error.
 
     Args:
         folder: or object store.
@@ -228,13 +249,14 @@ class AtomicCheckpointSaver(CheckpointSaver):
     """
 
     def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
+        # a link to the newest in a folder; from a store's files on this machine each is removed once it is sent
         remote_file_name = None
         latest_filename = 'latest-rank{rank}.pt'
         if '://' in folder:
-            remote_file_name = os.path.join(parse_uri(folder)[2], NAME)
+            remote_file_name = os.path.join(parse_uri(folder)[2], FILE_NAME)
             latest_filename = None
-            to_keep = None  # each is removed from this machine when it is in the store
-        super().__init__(folder, NAME, remote_file_name, latest_filename, latest_remote_file_name=None,
+            to_keep = None
+        super().__init__(folder, FILE_NAME, remote_file_name, latest_filename, latest_remote_file_name=None,
                          save_interval=save_interval,
                          overwrite=True,  # files newer than the one resumed from, which a killed run left
                          num_checkpoints_to_keep=to_keep or -1,
@@ -254,26 +276,32 @@ class AtomicCheckpointSaver(CheckpointSaver):
         self.last_checkpoint_batch = max(saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values())
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full."""
-        # Composer looks its function up in its module, and takes no other
+        """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full.
+
+        Composer looks up the function that writes in its module, and takes no other.
+        """
         write_in_place = composer_checkpoint._write_checkpoint_file
         composer_checkpoint._write_checkpoint_file = save_atomically
         try:
             super()._save_checkpoint(state, logger)
         except Exception as error:
-            if not disk_is_full(error):
-                raise
-            if self.remote_uploader is not None:
-                raise DataError(f'a disk is full: on its way to --save_folder {self.address} a checkpoint is written '
-                                f'to {self.folder}; set TMPDIR to a folder with more room') from None
-            raise DataError(f'a disk is full: that of --save_folder {self.address}; free some of it, or keep less '
-                            'with --save_num_checkpoints_to_keep') from None
+            if disk_is_full(error):
+                raise self._full_disk() from None
+            raise
         finally:
             composer_checkpoint._write_checkpoint_file = write_in_place
 
+    def _full_disk(self) -> DataError:
+        """Return the error of a checkpoint for which the disk has no room."""
+        if self.remote_uploader is None:
+            return DataError(f'a disk is full: that of --save_folder {self.address}; free some of it, or keep less '
+                             'with --save_num_checkpoints_to_keep')
+        return DataError(f'a disk is full: on its way to --save_folder {self.address} a checkpoint is written to '
+                         f'{self.folder}; set TMPDIR to a folder with more room')
+
     def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
                            logger: Logger) -> None:
-        """Start to send a checkpoint, once the one before it has been sent or has failed. Composer calls this."""
+        """Start to send a checkpoint to the store, once the upload of the one before has ended. Composer calls this."""
         unsent = self._wait_for_upload()
         if unsent is not None:
             Path(unsent.file).unlink(missing_ok=True)  # this newer one takes its place
@@ -283,11 +311,10 @@ class AtomicCheckpointSaver(CheckpointSaver):
         """Send a file to the store by a process of its own, which removes it when it is there.
 
         A thread would compete with the training for Python's lock (GIL). While 900 MB were sent on two cores, the tiny
-        model's training lost 3.4 to 3.9 s beside a thread, and 0.6 to 1.6 s beside a process.
+        model's training lost 3.4 to 3.9 s to a thread, and 0.6 to 1.6 s to a process.
         """
+        # the process inherits which signals are blocked: those that end a run go to all its processes, and not to this
         uploader = self.remote_uploader
-
-        # a terminal and a cluster send their signals to that process as well: it keeps them blocked
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             executor = ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
@@ -295,12 +322,14 @@ class AtomicCheckpointSaver(CheckpointSaver):
                                    name, file, self.overwrite, uploader.num_attempts)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        executor.shutdown(wait=False)  # nothing more comes to this process
+        executor.shutdown(wait=False)  # nothing more is sent by it
+
+        # how that ends is seen at the next checkpoint, or at the end of the run
         done.add_done_callback(partial(self._warn_of_failure, name))
         self.upload = Upload(file, name, done)
 
     def _warn_of_failure(self, name: str, done: Future) -> None:
-        """Warn on the terminal where an upload failed. It is called at the end of each upload, in a thread."""
+        """Warn on the terminal if an upload failed. A thread calls this at the end of each upload."""
         error = done.exception()
         if error is not None:
             tqdm.write(f'warning: {os.path.basename(name)} could not be sent to --save_folder {self.address} '
@@ -329,13 +358,16 @@ class AtomicCheckpointSaver(CheckpointSaver):
                             f'{unsent.file}')
 
     def _rotate_checkpoints(self, sharding_enabled: bool = False) -> None:
-        """Remove the oldest of this run's checkpoints that are too many, unless the user has done so."""
+        """Remove the oldest of this run's checkpoints while there are too many. Composer calls this.
+
+        One that the user has removed is no error.
+        """
         while len(self.saved_checkpoints) > self.num_checkpoints_to_keep:
             Path(self.saved_checkpoints.pop(0)).unlink(missing_ok=True)
 
 
 def leave_out(state_dict: dict[str, Any]) -> None:
-    """Take out of what Composer saves what a resume has no use for."""
+    """Remove from what Composer saves what a resume has no use for."""
     del state_dict['rng']  # Safeguard seeds every batch
     if not any(state_dict['state']['scaler'].values()):  # as on a CPU; on a GPU a GradScaler refuses to load none
         del state_dict['state']['scaler']

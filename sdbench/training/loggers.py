@@ -65,7 +65,18 @@ def log_record(logger: Logger, record: dict) -> None:
 
 
 def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
-    """Return the name of a run: the one that --save_folder keeps, or a new one, which it keeps from now on.
+    """Return the name of a run, the same on all ranks; None where it has neither curves nor drawings.
+
+    Args and errors are those of `kept_or_new_name`.
+    """
+    has_curves = settings.tensorboard or settings.wandb_name or settings.wandb_project
+    if not has_curves and not settings.sample_prompts:
+        return None
+    return on_rank_0(partial(kept_or_new_name, settings, checkpoint))
+
+
+def kept_or_new_name(settings: Train, checkpoint: str | None) -> str | None:
+    """Return the name that --save_folder keeps, or draw a new one, which it keeps from now on.
 
     The name is LABEL-DRAWN. The label is --run_name, or the last part of --save_folder; another --run_name than before
     makes a new name. Without both there is none, and Composer draws one for this start alone.
@@ -82,7 +93,7 @@ def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
         refuse_drawings_of_another_run(settings.sample_folder)
     if not (settings.run_name or settings.save_folder):
         return None
-    label = label_of(settings.run_name or os.path.abspath(settings.save_folder))
+    label = run_label(settings.run_name or os.path.abspath(settings.save_folder))
     if kept and (settings.run_name is None or kept.rpartition(SEPARATOR)[0] == label):
         return kept
     name = f'{label}{SEPARATOR}{secrets.token_hex(4)}'
@@ -91,7 +102,7 @@ def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
     return name
 
 
-def label_of(name: str) -> str:
+def run_label(name: str) -> str:
     """Return the last part of a name or path, as a folder that is not hidden may be called."""
     last = os.path.basename(name.rstrip('/'))
     return re.sub(r'[^\w.-]+', SEPARATOR, last).strip('-.') or 'run'

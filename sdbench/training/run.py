@@ -9,12 +9,11 @@ from composer import ComposerModel, Trainer
 from composer.core import DataSpec, State
 from composer.utils import dist
 
-from sdbench.errors import DataError, known_reason, one_line, plural
+from sdbench.errors import DataError, known_reason, one_line, plural, redacted
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import whole_epochs
-from sdbench.measuring.record import UNMEASURED, append_record, redacted, summary, training_settings
-from sdbench.measuring.tracing import PROFILED
+from sdbench.measuring.record import PROFILED, UNMEASURED, append_record, run_summary, training_settings
 from sdbench.models.flops import utilization
 from sdbench.models.loading import UNET_WEIGHTS
 from sdbench.training.loggers import log_record
@@ -42,8 +41,15 @@ def log_config(settings: Train) -> None:
           f'{settings.batch_size:,} a batch, on {devices}', file=sys.stderr, flush=True)
 
 
-def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
-    """Say on rank 0 what the run resumes or starts from, and warn of what will not come of it."""
+def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
+    """Log the settings, say on rank 0 what the run resumes or starts from, and warn of what will not come of it."""
+    # FLOPs are counted here, before the clock runs: Composer's SpeedMonitor asks for them between two batches.
+    state = trainer.state
+    flops = {'flops_per_image': sum(model.flops_per_image.values())}
+    logged = training_settings(settings, model.vae is None, state.device_train_microbatch_size)
+    trainer.logger.log_hyperparameters(logged | flops)
+
+    # where it starts
     if dist.get_global_rank():
         return
     if is_over(state):
@@ -58,9 +64,11 @@ def log_start(settings: Train, state: State, checkpoint: str | None) -> None:
     if checkpoint:
         print(f'resuming from {checkpoint}, {batches_in_words(state, state.max_duration.value)}')
     elif settings.autoresume:
-        print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting anew')
+        print(f'--save_folder {settings.save_folder} holds no checkpoint yet: starting from the first batch')
     elif not settings.measures and not settings.save_folder:
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
+
+    # what will not come of it
     batches = to_batches(settings.max_duration)
     is_new = checkpoint is None  # a resume keeps its half-life
     if is_new and settings.save_folder and settings.use_ema and is_young(settings.ema_half_life, batches):
@@ -91,6 +99,7 @@ def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
     It is a `status`: complete, interrupted (Ctrl-C or SIGTERM, as `stop` has noted) or failed; and where the training
     failed the `error` in one line.
     """
+    # the training
     try:
         with warnings.catch_warnings():
             for words in COMPOSERS_WARNINGS:
@@ -103,6 +112,8 @@ def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
         for callback in trainer.state.callbacks:
             if isinstance(callback, Progress):
                 callback.stop()
+
+    # how it ended
     if stop.interrupted:
         return {'status': 'interrupted'}
     return {'status': 'complete'}
@@ -144,11 +155,14 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
 
     Raises RunFailed if it failed or the record could not be kept, and SystemExit if it was interrupted.
     """
-    text = None  # of a run that failed: its error says all
+    # the summary, but of a run that failed its error says all
+    text = None
     if record['status'] != 'failed':
-        text = summary(record, settings)
+        text = run_summary(record, settings)
     if record['status'] == 'interrupted':
         text += f'\n{where_it_stopped(settings, trainer.state)}'
+
+    # the record, and the end of the loggers
     try:
         if record['status'] != 'failed':
             log_record(trainer.logger, record)
@@ -156,6 +170,8 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         append_record(record, text, settings.results_file)
     except Exception as error:
         raise RunFailed(redacted(reason(error, ''))) from None
+
+    # the end of the process
     if record['status'] == 'interrupted':
         sys.exit(130 if dist.get_local_rank() == 0 else 0)  # a launcher would print all that a rank has printed
     if record['status'] == 'failed':

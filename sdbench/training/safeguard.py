@@ -7,7 +7,7 @@ from composer.utils import dist
 
 from sdbench.errors import DataError
 from sdbench.inputs.stream import VerifiedDataset
-from sdbench.training.kept import require_same_run
+from sdbench.training.compatibility import require_same_run
 
 MOST_SKIPS_IN_A_ROW = 10  # after so many steps that were left out the weights will not recover
 GRADIENT_NORM = 'l2_norm/grad/global'  # as Composer's OptimizerMonitor calls it

@@ -64,7 +64,7 @@ class Sampling(Callback):
     drawn.
 
     Training stays as it is to the bit: nothing here takes from torch's random state, and what is compiled for training
-    is neither run nor compiled anew.
+    is neither run nor compiled again.
 
     Args:
         settings: of the run.

@@ -21,7 +21,7 @@ from sdbench.inputs.captions import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.loading import ModelFiles, build_vae, find_model, load_weights
 from sdbench.training.checkpoints import load_checkpoint, newest_checkpoint
-from sdbench.training.kept import MODEL, difference_of_models, kept_tokenizer
+from sdbench.training.compatibility import MODEL, difference_of_models, kept_tokenizer
 from sdbench.training.ranks import on_rank_0
 
 DDP_PREFIX = 'module.'  # of the names in the average that Composer's own EMA saves on several devices
@@ -30,7 +30,7 @@ DDP_PREFIX = 'module.'  # of the names in the average that Composer's own EMA sa
 # What a checkpoint holds
 
 @dataclass
-class Trained:
+class TrainedModel:
     """What a checkpoint holds of the model: tensors by the names that they have in each part.
 
     Attributes:
@@ -53,7 +53,7 @@ class Trained:
     text_encoder: dict[str, torch.Tensor]
 
 
-def read_trained(source: str, flag: str) -> Trained:
+def read_trained_model(source: str, flag: str) -> TrainedModel:
     """Read the model of a checkpoint, of the newest in a folder, or of either in an object store.
 
     Files are mapped, not read: the optimizer's moments, most of a checkpoint, never come into memory. All ranks call
@@ -71,14 +71,15 @@ def read_trained(source: str, flag: str) -> Trained:
                          'of a run')
     with fetched(name, flag) as path:
         try:
-            return trained_of(load_checkpoint(path)['state'])
+            return trained_model_of(load_checkpoint(path)['state'])
         except (RuntimeError, KeyError, TypeError, ValueError, AttributeError, EOFError, OSError) as error:
             raise ValueError(f'{flag} {source}: {name} is no checkpoint of a training ({one_line(error, 400)}); use '
                              'another') from None
 
 
-def trained_of(state: dict) -> Trained:
+def trained_model_of(state: dict) -> TrainedModel:
     """Return the model in the state of a checkpoint. Raises KeyError, TypeError or the like if it is none."""
+    # the weights
     model = state['model']
     ema = dict(state.get('algorithms', ())).get('EMA')
     if ema is not None:
@@ -87,11 +88,13 @@ def trained_of(state: dict) -> Trained:
     averaged = None
     if ema is not None:
         averaged = live | with_prefix_removed(ema['ema_model']['named_parameters_dict'], 'unet.')
+
+    # the run
     flags = {}
     for callback in dict(state.get('callbacks', ())).values():
         flags = callback.get('flags', flags)
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
-    return Trained(timestamp.get('batch'), timestamp.get('sample'), flags, live, averaged, ema,
+    return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, live, averaged, ema,
                    with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
 
 
@@ -128,6 +131,8 @@ def fetched(name: str, flag: str) -> Iterator[str]:
     if '://' not in name:
         yield name
         return
+
+    # the first rank of a node fetches it for all
     with tempfile.TemporaryDirectory() as folder:
         first_of_node = dist.get_global_rank() - dist.get_local_rank()
         path = os.path.join(dist.all_gather_object(folder)[first_of_node], 'checkpoint.pt')
@@ -154,7 +159,7 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
     """Put the weights of --load_weights into the UNet of `model`. The rest of the training is that of a new run.
 
     Args:
-        path: as `read_trained` takes it, or a folder of diffusers with a UNet or with a pipeline.
+        path: as `read_trained_model` takes it, or a folder of diffusers with a UNet or with a pipeline.
         model: a StableDiffusion.
         files: of that model.
         tokenizer: of --tokenizer, in the place of the model's own.
@@ -163,16 +168,19 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
 
     Raises ValueError if there is nothing of the kind, or it does not fit this model.
     """
+    # the weights, of a folder of diffusers or of a checkpoint
     label = f'--load_weights {path}'
     folder = on_rank_0(partial(unet_folder, path))
     if folder is not None:
         weights, ema = weights_of_folder(folder, files, label), None
     else:
-        trained = read_trained(path, '--load_weights')
+        trained = read_trained_model(path, '--load_weights')
         require_same_model(trained.flags, files.configs, label)
         require_same_encoders(trained, model, label)
         warn_of_another_tokenizer(trained, tokenizer or files.tokenizer, label)
         weights, ema = trained.live, trained.ema
+
+    # their place in the model
     try:
         model.unet.load_state_dict(weights)
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
@@ -212,14 +220,14 @@ def require_same_model(flags: dict, configs: dict[str, dict], label: str) -> Non
                          'unet that export.py writes')
 
 
-def warn_of_another_tokenizer(trained: Trained, name: str | None, label: str) -> None:
+def warn_of_another_tokenizer(trained: TrainedModel, name: str | None, label: str) -> None:
     """Say on rank 0 where the training goes on with other token ids than the weights have learned."""
     if dist.get_global_rank() == 0 and kept_tokenizer(trained.flags) not in (None, hash_of_tokenizer(name)):
         print(f'warning: {label} was trained with another tokenizer, whose token ids differ; --tokenizer names the one '
               'to train with', file=sys.stderr)
 
 
-def require_same_encoders(trained: Trained, model: ComposerModel, label: str) -> None:
+def require_same_encoders(trained: TrainedModel, model: ComposerModel, label: str) -> None:
     """Raise ValueError if the UNet was trained with another VAE or text encoder than `model`, in any precision."""
     for part in ('vae', 'text_encoder'):
         theirs = getattr(trained, part)
@@ -241,7 +249,7 @@ def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 # The pipeline of diffusers that it makes
 
-def trained_pipeline(trained: Trained, label: str, model_name: str | None = None, tokenizer: str | None = None,
+def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None = None, tokenizer: str | None = None,
                      pretrained: bool = False, live: bool = False) -> StableDiffusionPipeline:
     """Make the pipeline of a checkpoint, on the CPU.
 
@@ -292,7 +300,7 @@ def trained_pipeline(trained: Trained, label: str, model_name: str | None = None
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
 
 
-def trained_tokenizer(trained: Trained, files: ModelFiles, given: str | None, label: str) -> str | None:
+def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | None, label: str) -> str | None:
     """Return the name of the tokenizer that a checkpoint was trained with; None: CLIP's own.
 
     Args:

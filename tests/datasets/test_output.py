@@ -97,16 +97,6 @@ def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):
     assert output.read('one/index.json') == b'mine'
 
 
-def test_a_folder_in_which_no_sample_was_made_is_begun_anew_and_one_with_a_sample_is_not(tmp_path):
-    output = Output(str(tmp_path / 'out'), 'OUT')
-    begin(output, size_limit=1)
-    write_part(output, 'one', [])
-    begin(output, size_limit=2)
-    write_part(output, 'two', ['a cat'])
-    with pytest.raises(ValueError, match='was begun with size_limit 2, and this command has 3'):
-        begin(output, size_limit=3)
-
-
 @pytest.mark.parametrize('samples, model_name, pretrained, expected', [
     (7, 'sd', True, {'batch_size': 4, 'max_duration': '2000ba', 'load_weights': 'sd', 'learning_rate': 1e-5}),
     (133, 'tiny', True, {'max_duration': '2000ba', 'load_weights': None, 'learning_rate': 1e-4}),
@@ -167,6 +157,3 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_has_ended(tmp_path)
         with pytest.raises(ValueError, match='^OUT .* is in use by another run'):
             begin(second)
     begin(second)
-    (tmp_path / 'killed').mkdir()
-    (tmp_path / 'killed' / f'{CLAIM}.lock').touch()  # by a run that was killed before it had begun
-    begin(Output(str(tmp_path / 'killed'), 'OUT'))

@@ -13,15 +13,16 @@ from sdbench.datasets.sources import File
 from sdbench.datasets.tables import Columns
 from sdbench.errors import DataError
 from tests.local_s3 import local_s3
-from tests.samples import encoded, picture, shaded, write_parquet
-from tests.test_convert import error_line, failing_status, files_of, read_back
+from tests.runs import one_error_line
+from tests.samples import encoded, picture, read_back, shaded, skipped, write_parquet
 
 IMAGES = [encoded(picture(number, 32, 32), 'PNG') for number in range(40)]
 CAPTIONS = [f'picture {number}' for number in range(40)]
+SAMPLES = list(zip(IMAGES, CAPTIONS, strict=True))
 
 
 def struct(image: bytes | None, path: str | None = None) -> dict:
-    """A value of the column that the hub's datasets call image."""
+    """Return a value of the column that the hub's datasets call image."""
     return {'bytes': image, 'path': path}
 
 
@@ -31,35 +32,15 @@ def hub_file(path: Path, rows_of_group: int = 100) -> Path:
 
 
 def converted(out: Path, *argv) -> list[tuple[bytes, str]]:
-    """What a conversion that leaves nothing out has made."""
+    """Convert, and return what was made; nothing may be left out."""
     assert convert.main([*map(str, argv), str(out), '--num_workers', '1']) == 0
     assert not (out / 'skipped.jsonl').exists()
     return read_back(out)
 
 
-def skipped(out: Path) -> dict:
-    """The reason of each row, or of the whole file, that is listed."""
-    lines = map(json.loads, (out / 'skipped.jsonl').read_text().splitlines())
-    return {line['key']: line['reason'] for line in lines}
-
-
-@pytest.fixture
-def photos(tmp_path) -> Path:
-    """The same samples as files."""
-    folder = tmp_path / 'photos'
-    folder.mkdir()
-    for number, (image, caption) in enumerate(zip(IMAGES, CAPTIONS, strict=True)):
-        (folder / f'{number:02}.png').write_bytes(image)
-        (folder / f'{number:02}.txt').write_text(caption)
-    return folder
-
-
-def test_the_hubs_images_are_converted_as_the_same_images_of_a_folder_are(photos, tmp_path):
-    hub_file(tmp_path / 'hub/data/train-00000-of-00001.parquet')
-    of_files = converted(tmp_path / 'a', photos)
-    assert converted(tmp_path / 'b', tmp_path / 'hub') == of_files
-    shards = [[content for name, content in files_of(tmp_path / out).items() if name.endswith('.mds')] for out in 'ab']
-    assert shards[0] == shards[1]
+def reasons(out: Path) -> dict:
+    """Return the reason of each row, or of the whole file, that is listed."""
+    return {line['key']: line['reason'] for line in skipped(out)}
 
 
 @pytest.mark.parametrize('column, caption, flags', [
@@ -67,13 +48,12 @@ def test_the_hubs_images_are_converted_as_the_same_images_of_a_folder_are(photos
     ('image', 'prompt', ['--caption_column', 'prompt'])])
 def test_an_image_may_be_plain_bytes_and_the_columns_have_other_names(tmp_path, column, caption, flags):
     path = write_parquet(tmp_path / 'x.parquet', {'id': CAPTIONS, caption: CAPTIONS, column: IMAGES})
-    assert converted(tmp_path / 'out', path, *flags) == list(zip(IMAGES, CAPTIONS, strict=True))
+    assert converted(tmp_path / 'out', path, *flags) == SAMPLES
 
 
-def test_a_file_that_is_larger_than_a_part_is_converted_in_pieces(tmp_path, capsys):
-    path = hub_file(tmp_path / 'x.parquet', rows_of_group=3)
-    expected = list(zip(IMAGES, CAPTIONS, strict=True))
-    assert converted(tmp_path / 'out', path, '--size_limit', '20kb') == expected
+def test_the_hubs_images_are_converted_and_a_file_that_is_larger_than_a_part_in_pieces(tmp_path, capsys):
+    path = hub_file(tmp_path / 'hub/data/train-00000-of-00001.parquet', rows_of_group=3)
+    assert converted(tmp_path / 'out', tmp_path / 'hub', '--size_limit', '20kb') == SAMPLES
     number = -(-path.stat().st_size // (20 << 10))
     assert number > 3
     assert f'converting 1 file in {number} of {number} parts' in capsys.readouterr().err
@@ -91,7 +71,7 @@ def test_a_bad_row_is_listed_with_its_number(tmp_path):
     out = tmp_path / 'out'
     assert convert.main([str(path), str(out)]) == 0
     assert read_back(out) == [(shaded(1), 'a')]
-    assert skipped(out) == {
+    assert reasons(out) == {
         1: 'no caption: it is not UTF-8', 2: 'image does not decode: not a known format',
         3: 'no image: the row has none', 4: 'no image: the row has none', 5: 'no caption: the row has None',
         6: 'empty caption',
@@ -121,28 +101,27 @@ def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tm
 
 def test_a_file_without_the_columns_or_with_two_of_one_name_is_left_out_and_says_so(tmp_path, capsys):
     path = write_parquet(tmp_path / 'in/urls.parquet', {'url': CAPTIONS, 'text': CAPTIONS})
-    out = tmp_path / 'out'
-    assert failing_status(tmp_path / 'in', out) == 1
     lacks = 'no image for --image_column among its columns url, text'
-    assert f'; the first is {path}: {lacks}' in error_line(capsys)
+    line = one_error_line([tmp_path / 'in', tmp_path / 'out'], capsys, convert.main)
+    assert f'; the first is {path}: {lacks}' in line
     hub_file(tmp_path / 'in/x.parquet')
     columns = [pyarrow.array(IMAGES), pyarrow.array(CAPTIONS), pyarrow.array(CAPTIONS)]
     table = pyarrow.Table.from_arrays(columns, ['image', 'text', 'text'])
     pyarrow.parquet.write_table(table, tmp_path / 'in/y.parquet')
-    assert convert.main([str(tmp_path / 'in'), str(out)]) == 0
-    assert [caption for _, caption in read_back(out)] == CAPTIONS
-    lines = map(json.loads, (out / 'skipped.jsonl').read_text().splitlines())
-    assert [line['reason'] for line in lines] == [lacks, 'several columns of one name: 2 are called text']
+    assert convert.main([str(tmp_path / 'in'), str(tmp_path / 'out')]) == 0
+    assert [caption for _, caption in read_back(tmp_path / 'out')] == CAPTIONS
+    assert [line['reason'] for line in skipped(tmp_path / 'out')] == [
+        lacks, 'several columns of one name: 2 are called text']
 
 
 def test_of_two_columns_of_captions_a_flag_names_one_and_another_is_another_dataset(tmp_path, capsys):
     path = write_parquet(tmp_path / 'x.parquet', {'image': IMAGES, 'text': CAPTIONS, 'caption': CAPTIONS})
-    argv = [path, tmp_path / 'out']
-    assert failing_status(*argv) == 1
-    assert 'x.parquet has the columns caption and text; name one of them with --caption_column' in error_line(capsys)
-    assert convert.main([*map(str, argv), '--caption_column', 'text']) == 0
-    assert failing_status(*argv, '--caption_column', 'caption') == 2
-    assert 'was begun with caption_column text, and this command has caption' in error_line(capsys)
+    argv = [str(path), str(tmp_path / 'out')]
+    words = 'x.parquet has the columns caption and text; name one of them with --caption_column'
+    assert words in one_error_line(argv, capsys, convert.main)
+    assert convert.main([*argv, '--caption_column', 'text']) == 0
+    words = 'was begun with caption_column text, and this command has caption'
+    assert words in one_error_line([*argv, '--caption_column', 'caption'], capsys, convert.main)
 
 
 def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path, monkeypatch, capsys):
@@ -151,8 +130,7 @@ def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path
     content = hub_file(tmp_path / 'x.parquet', rows_of_group=5).read_bytes()
     with local_s3(monkeypatch) as store:
         store.put('data/x.parquet', content)
-        expected = list(zip(IMAGES, CAPTIONS, strict=True))
-        assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == expected
+        assert converted(tmp_path / 'out', 's3://bucket/data', '--size_limit', '40kb') == SAMPLES
         samples = read_samples(File('s3://bucket/data/x.parquet', len(content)))
         next(samples)
         store.refusals = [(403, 'AccessDenied')] * 100

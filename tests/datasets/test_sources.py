@@ -78,23 +78,17 @@ def test_a_folder_that_may_not_be_opened_is_listed(tmp_path):
     assert reasons_of(found, tmp_path) == {'closed': 'cannot be opened: Permission denied'}
 
 
-def test_neighbours_are_joined_up_to_the_size_of_a_part():
+def test_neighbours_are_joined_up_to_the_size_of_a_part_and_a_new_file_changes_the_parts_around_it_alone():
     files = [File(f'{number:04}.jpg', 1 + number % 7) for number in range(2000)]
     parts = join_neighbours(files, 100)
     assert [file for part in parts for file in part] == files
     sizes = [sum(file.size for file in part) for part in parts]
     assert max(sizes) <= 100
     assert sum(sizes) / len(sizes) > 40
-    assert join_neighbours([File('a.tar', 300), File('b.tar', 200)], 100) == [[File('a.tar', 300)],
-                                                                              [File('b.tar', 200)]]
-
-
-def test_a_new_file_changes_the_parts_around_it_alone():
-    files = [File(f'{number:04}.jpg', 1 + number % 7) for number in range(2000)]
-    before = join_neighbours(files, 100)
     files.insert(500, File('0499b.jpg', 3))
-    after = join_neighbours(files, 100)
-    assert len([part for part in after if part not in before]) < 10 < len(after) / 5
+    assert len([part for part in join_neighbours(files, 100) if part not in parts]) < 10 < len(parts) / 5
+    large = [File('a.tar', 300), File('b.tar', 200)]
+    assert join_neighbours(large, 100) == [[file] for file in large]
 
 
 def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):

@@ -1,25 +1,17 @@
 """Every part is made once, whatever workers die; what kills each of them is named, and none outlives its command."""
 import signal
+from functools import partial
 
 import psutil
 import pytest
 
 from sdbench.errors import DataError
-from tests.datasets.slow_work import begun, run
+from tests.datasets.slow_work import begun, have_no_memory, kill_itself, make, run
 from tests.runs import start, wait_until, workers_of
 
 
 def refuse(*args) -> None:
     raise DataError('a disk\nis full')
-
-
-def have_no_memory(folder, seconds, fatal, parts, gpu=None) -> list[str]:
-    """As an allocator that says so, twice, where the system kills nobody."""
-    with open(folder / f'{parts[0].name}-begun', 'a') as notes:
-        notes.write('once\n')
-    if len(begun(folder, parts[0].name)) < 3:
-        raise MemoryError
-    return [parts[0].name]
 
 
 def fail(*args) -> None:
@@ -33,16 +25,12 @@ def test_every_part_is_made_once_by_two_workers(server, tmp_path):
     assert len({line[0] for line in lines}) == 2
 
 
-def test_what_died_workers_were_at_is_made_again_and_what_was_done_is_not(server, tmp_path, capfd):
-    run(tmp_path, 8, at_once=4, seconds=0.05, fatal={'1': 2})
+@pytest.mark.parametrize('die', [kill_itself, have_no_memory])
+def test_what_died_workers_were_at_is_made_again_and_what_was_done_is_not(server, tmp_path, capfd, die):
+    run(tmp_path, 8, at_once=4, seconds=0.05, fatal={'1': 2}, do=partial(make, die=die))
     assert all((tmp_path / str(index)).exists() for index in range(8))
     assert len(begun(tmp_path, '1')) == 3
     assert len(begun(tmp_path, '0')) == 1
-    assert 'was lost; what it was at is made again: 1.tar' in capfd.readouterr().err
-
-
-def test_a_part_that_there_was_no_memory_for_is_made_again(server, tmp_path, capfd):
-    assert sorted(run(tmp_path, 2, do=have_no_memory)) == ['0', '1']
     assert 'was lost; what it was at is made again: 1.tar' in capfd.readouterr().err
 
 

@@ -8,13 +8,11 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
-from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
+from sdbench.flags.commands import Report
 from sdbench.flags.parser import build_parser, parse
 from sdbench.flags.train import Train
-from tests.runs import ROOT
+from tests.runs import COMMANDS, ROOT
 
-COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, 'evaluate.py': Evaluate,
-            'export.py': Export, 'report.py': Report}
 HEAVY = ('torch', 'numpy', 'pandas', 'composer', 'streaming', 'transformers')
 
 

@@ -30,9 +30,8 @@ from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import CONVOLUTIONS, FUSED, FUSED_REDUCTIONS, PRODUCTS
 from sdbench.forecast.speed import StepWork, Work
 from sdbench.forecast.step_counter import ITEMS, StepMemory
-from sdbench.models.compiling import compile_in_place
 from sdbench.models.loading import find_model
-from sdbench.models.switches import compile_model
+from sdbench.models.switches import compile_in_place, compile_model
 from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of
 

@@ -8,7 +8,7 @@ from PIL import ExifTags, Image
 
 import convert
 from data import StreamingLAIONDataset
-from sdbench.inputs.images import decode_image, formats
+from sdbench.inputs.images import FORMATS, decode_image
 from tests.samples import encoded, picture, pillow_square, pixels
 
 
@@ -18,7 +18,7 @@ def with_orientation(orientation: int, format: str = 'JPEG') -> bytes:
     return encoded(picture(orientation, 96, 64), format, exif=exif)
 
 
-FORMATS = {
+ENCODED = {
     'jpeg': encoded(picture(1)),
     'progressive jpeg': encoded(picture(2), progressive=True),
     'grey jpeg': encoded(picture(3).convert('L')),
@@ -34,11 +34,11 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize('name', FORMATS)
+@pytest.mark.parametrize('name', ENCODED)
 def test_pixels_are_pillows_in_every_format(name):
-    decoded = decode_image(FORMATS[name])
+    decoded = decode_image(ENCODED[name])
     assert decoded.dtype == torch.uint8
-    np.testing.assert_array_equal(decoded.numpy(), pixels(pillow_square(FORMATS[name])))
+    np.testing.assert_array_equal(decoded.numpy(), pixels(pillow_square(ENCODED[name])))
 
 
 @pytest.mark.parametrize('mode', ['RGBA', 'LA', 'P'])
@@ -63,26 +63,30 @@ def test_larger_images_are_reduced_like_pillows_antialiased_filter(format, side)
     assert np.abs(decoded.numpy().astype(int) - reference).mean() < 1.5
 
 
-def test_heic_of_a_phone_is_converted_and_decoded_upright(tmp_path):
-    assert 'HEIF' in formats()
+def test_heic_of_a_phone_is_converted_and_decoded_upright_also_once_its_package_is_there(tmp_path, monkeypatch, capsys):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6  # to be turned to the right
     stored = picture(3, 96, 64).rotate(90, expand=True)
     (tmp_path / 'photos').mkdir()
     (tmp_path / 'photos/IMG_1.HEIC').write_bytes(encoded(stored, 'HEIF', exif=exif.tobytes()))
     (tmp_path / 'photos/IMG_1.txt').write_text('a cat')
-    assert convert.main([str(tmp_path / 'photos'), str(tmp_path / 'out'), '--num_workers', '1']) == 0
+    argv = [str(tmp_path / 'photos'), str(tmp_path / 'out'), '--num_workers', '1']
+    with monkeypatch.context() as without_package:
+        without_package.setattr('convert.formats', lambda: FORMATS)
+        assert convert.main(argv) == 0
+    assert convert.main(argv) == 0
+    assert capsys.readouterr().err.count('converting 1 file in 1 of 1 part\n') == 2
     sample = StreamingLAIONDataset(str(tmp_path / 'out'), batch_size=1).sample(0)
     reference = pixels(picture(3, 96, 64).crop((16, 0, 80, 64)))
     assert np.abs(sample['image'].numpy().astype(int) - reference).mean() < 4  # as HEIC thins out colours
 
 
 def test_smaller_images_stay_as_they_are():
-    assert decode_image(FORMATS['jpeg'], image_size=512).shape == (3, 64, 64)
+    assert decode_image(ENCODED['jpeg'], image_size=512).shape == (3, 64, 64)
 
 
 @pytest.mark.parametrize('data, words', [
-    (b'', 'not a known format'), (FORMATS['jpeg'][:-40], '.+'), (FORMATS['png'][:99], '.+'),
+    (b'', 'not a known format'), (ENCODED['jpeg'][:-40], '.+'), (ENCODED['png'][:99], '.+'),
     (encoded(Image.new('1', (20_000, 20_000)), 'PNG'), '.*decompression bomb.*'),
     (encoded(picture(0), 'EPS'), 'not a known format'),  # for which a program would be run
 ])

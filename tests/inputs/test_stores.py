@@ -5,13 +5,18 @@ import signal
 import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import obstore
 import pytest
+from azure.storage.blob import BlobServiceClient
 
+import convert
 from sdbench.inputs import stores
 from sdbench.inputs.stores import FIRST_RETRIES, RETRIES, open_file, open_store, reach, store_error
+from tests.local_azure import local_azure
 from tests.local_s3 import local_s3
+from tests.samples import read_back, write_sample_tar
 
 SECRET = 'c2VjcmV0LWtleQ=='
 
@@ -27,12 +32,6 @@ def no_credentials(monkeypatch, tmp_path):
     monkeypatch.setenv('AWS_SHARED_CREDENTIALS_FILE', str(tmp_path / 'credentials'))
     monkeypatch.setenv('AWS_CONFIG_FILE', str(tmp_path / 'config'))
     stores.client.cache_clear()
-
-
-def test_a_profile_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setenv('AWS_PROFILE', 'nobody')
-    with pytest.raises(ValueError, match=r'OUT s3://b/a: no client .* profile \(nobody\) could not be found'):
-        open_store('s3://b/a', 'OUT')
 
 
 def test_endpoint_region_and_keys_are_those_that_boto3_finds(tmp_path, monkeypatch):
@@ -82,12 +81,23 @@ def test_google_is_read_and_written_with_hmac_keys_or_read_unsigned(monkeypatch)
         assert all('Credential=GOOG1/' in headers['Authorization'] for _, headers in server.requests)
 
 
-def test_azure_takes_account_container_and_key_as_streaming_reads_them(monkeypatch):
+def test_a_dataset_is_made_from_a_tar_in_azures_store_in_that_store_and_read_as_streaming_does(tmp_path, samples,
+                                                                                            monkeypatch):
+    container = 'azure://me.blob.core.windows.net/container'
     monkeypatch.setenv('AZURE_ACCOUNT_ACCESS_KEY', SECRET)
-    store, key = open_store('azure://me.blob.core.windows.net/container/a/b', 'OUT')
-    assert key == 'a/b'
-    assert store.config['container_name'] == 'container'
-    assert store.config['account_name'] == 'me'
+    with local_azure() as server:
+        url = f'http://127.0.0.1:{server.server_port}'
+        monkeypatch.setenv('AZURE_STORAGE_USE_EMULATOR', 'true')  # of obstore, and so is the next
+        monkeypatch.setenv('AZURITE_BLOB_STORAGE_URL', url)
+        server.blobs['tars/0.tar'] = Path(write_sample_tar(tmp_path / '0.tar', samples)).read_bytes()
+        assert convert.main([f'{container}/tars', f'{container}/mds', '--num_workers', '1']) == 0
+
+        def client_of_emulator(account_url: str, credential: str) -> BlobServiceClient:
+            assert account_url == 'https://me.blob.core.windows.net'
+            return BlobServiceClient(f'{url}/me', credential)
+        monkeypatch.setattr('azure.storage.blob.BlobServiceClient', client_of_emulator)
+        read = read_back(tmp_path / 'cache', remote=f'{container}/mds')
+    assert read == [(sample['jpg'], sample['caption']) for sample in samples]
 
 
 def test_errors_of_a_store_are_one_line_without_secrets(monkeypatch):

@@ -1,5 +1,4 @@
 """The clock shows the speed that lasts: not the loader's queue, not checkpoints, not the beginning of a long run."""
-import heapq
 import json
 from types import SimpleNamespace
 
@@ -22,32 +21,29 @@ class SimulatedLoader:
     def __init__(self, clock, workers: int, seconds: float):
         self.clock, self.seconds, self.workers = clock, seconds, workers
         self.queue_length = 2 * workers
-        self.free_at = [0.0] * workers
-        self.finished = []  # when each batch that was asked for is ready, in the order of being ready
-        self.taken = 0
         self.waited = 0.0
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Drop what lay ready, since it is of the epoch before, and let the processes start again."""
+        self.ready_at: list[float] = []  # when each batch that was asked for is ready
+        self.taken = 0
         for _ in range(self.queue_length):
             self._ask()
 
     def _ask(self) -> None:
-        start = max(self.clock.now, heapq.heappop(self.free_at))
-        heapq.heappush(self.free_at, start + self.seconds)
-        heapq.heappush(self.finished, start + self.seconds)
+        """Ask for a batch of the process that has made the one `workers` batches before it."""
+        start = self.clock.now
+        if len(self.ready_at) >= self.workers:
+            start = max(start, self.ready_at[-self.workers])
+        self.ready_at.append(start + self.seconds)
 
     def take(self) -> None:
-        ready = heapq.heappop(self.finished)
-        wait = max(0.0, ready - self.clock.now)
+        wait = max(0.0, self.ready_at[self.taken] - self.clock.now)
         self.waited += wait
         self.clock.now += wait
         self.taken += 1
         self._ask()
-
-    def begin_epoch(self) -> None:
-        """All that lay ready is of the epoch before: the processes begin anew."""
-        self.finished.clear()
-        self.free_at = [self.clock.now] * self.workers
-        for _ in range(self.queue_length):
-            self._ask()
 
     def seconds_waited(self) -> float:
         waited, self.waited = self.waited, 0.0
@@ -55,7 +51,7 @@ class SimulatedLoader:
 
     @property
     def ready_batches(self) -> int:
-        return sum(time <= self.clock.now for time in self.finished)
+        return sum(time <= self.clock.now for time in self.ready_at[self.taken:])
 
 
 class Clock:
@@ -65,7 +61,7 @@ class Clock:
 def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, first_step=20.0, batches=99,
                   measure_batches=None, warmup=3, checkpoint_every=None, checkpoint_seconds=5.0, epoch=10**6,
                   evaluate=0.0, sample=0.0) -> dict:
-    """The figures of a run of batches of 4 images, in which nothing but a clock is real."""
+    """Return the figures of a run of batches of 4 images, in which nothing but a clock is real."""
     clock = Clock()
     monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
     monkeypatch.setattr(measuring, 'peak_memory_gib', lambda: 1.0)
@@ -111,10 +107,12 @@ def test_batches_that_lay_ready_are_not_counted_as_the_loaders_speed(monkeypatch
     assert shown['measured_batches'] == 80
 
 
-def test_a_short_run_is_measured_all_the_same(monkeypatch):
-    shown = simulated_run(monkeypatch, batches=23, measure_batches=20)
-    assert (shown['turnover'], shown['measured_batches']) == (0, 20)
-    assert shown['images_per_sec'] <= 32 * 1.1  # 8 processes make 32 images a second
+@pytest.mark.parametrize('batches, measure_batches, turnover, measured', [
+    (23, 20, 0, 20), (500, None, 16, 500 - 3 - 16)])  # a run that is short, and all of a long one
+def test_a_run_is_measured_whatever_its_length(monkeypatch, batches, measure_batches, turnover, measured):
+    shown = simulated_run(monkeypatch, batches=batches, measure_batches=measure_batches)
+    assert (shown['turnover'], shown['measured_batches']) == (turnover, measured)
+    assert shown['images_per_sec'] <= 8 * 4 * 1.1  # 8 processes make a batch of 4 images each in a second
 
 
 def test_evaluation_sampling_and_checkpoints_are_counted_apart_from_all_else_and_from_each_other(monkeypatch):
@@ -126,37 +124,24 @@ def test_evaluation_sampling_and_checkpoints_are_counted_apart_from_all_else_and
         assert excluded[name] == pytest.approx(plain[name]), name
 
 
-def test_a_checkpoint_that_one_rank_writes_is_no_slow_batch_of_the_others(monkeypatch):
-    waiting = measuring.Window([1.0, 6.0, 1.0], [0.0] * 3, [0.0, 0.0, 0.0], samples=30)
-    of_the_writer = iter([[0.0, 5.0, 0.0], [0.0, 0.0, 0.0], [5.0, 0.0, 0.0]])  # excluded; its batches; excluded by name
-    monkeypatch.setattr(measuring, 'highest_of_ranks',
-                        lambda values, all_ranks: np.maximum(values, next(of_the_writer)))
-    shown = window_figures(waiting)
-    assert shown['checkpoint_seconds'] == 5
-    assert shown['images_per_sec'] == 10
-
-
 def test_a_queue_that_has_yet_to_fill_at_an_epochs_start_is_not_the_loaders_slowness(monkeypatch):
     within = simulated_run(monkeypatch, batch_seconds=0.1, batches=99)
     at_the_start = simulated_run(monkeypatch, batch_seconds=0.1, batches=99, epoch=98)
     assert at_the_start['images_per_sec'] == pytest.approx(within['images_per_sec'], rel=0.05)
 
 
-def test_all_of_a_long_run_is_measured(monkeypatch):
-    shown = simulated_run(monkeypatch, batch_seconds=0.01, batches=500)
-    assert shown['measured_batches'] == 500 - 3 - 16
-
-
-def test_drift_and_percentiles_are_of_the_slowest_rank(monkeypatch):
-    window = measuring.Window([1, 1, 1, 2, 1, 3], [0.0] * 6, [0.0] * 6, samples=60)
+def test_drift_and_percentiles_are_of_the_slowest_rank_without_the_checkpoint_that_another_writes(monkeypatch):
+    window = measuring.Window([1, 6, 1, 2, 1, 3], [0.0] * 6, [0.0] * 6, samples=60)
     other = (11, 6.0, 1.0, 40.0)  # batches of 1 2 2 2 2 2 s, 1 s of each spent waiting; 40 GiB
+    excluded = [0, 5, 0, 0, 0, 0]  # s: of batch 2, in which the other rank saves
     monkeypatch.setattr(measuring.dist, 'all_gather_object', lambda mine: [mine, other])
-    highest = iter([[0] * 6, [1, 2, 2, 2, 2, 3], [0] * 3])  # of both ranks: excluded, batches, excluded by name
+    highest = iter([excluded, [1, 2, 2, 2, 2, 3], [5, 0, 0]])  # of both ranks: excluded, batches, excluded by name
     monkeypatch.setattr(measuring, 'highest_of_ranks', lambda values, all_ranks: np.array(next(highest)))
     monkeypatch.setattr(measuring.dist, 'get_world_size', lambda: 2)
     figures = measuring.window_figures(window)  # slowest: 1 2 2 2 2 3
     assert figures['images_per_sec'] == 60 / 11
     assert figures['images_per_sec_per_device'] == 30 / 11
+    assert figures['checkpoint_seconds'] == 5
     assert figures['drift'] == pytest.approx(3 / 5 - 1)  # the last two batches take 5 s, the first two 3 s
     assert [figures[f'batch_seconds_{name}'] for name in ('p10', 'median', 'p90')] == [1.5, 2, 2.5]
     assert figures['data_wait_fraction'] == pytest.approx(6 / 11)

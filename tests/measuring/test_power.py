@@ -26,9 +26,10 @@ def watts(as_on_a_gpu, monkeypatch) -> list:
     return answers
 
 
-def test_a_gpu_is_asked_at_most_once_a_second_and_an_error_leaves_out_one_value(watts, monkeypatch):
+def test_a_gpu_is_asked_at_most_once_a_second_an_error_leaves_out_one_value_and_a_part_has_no_power(
+        watts, as_on_a_gpu, monkeypatch):
     watts += [300, RuntimeError('no driver'), 350]
-    ends = iter((10.0, 10.4, 10.9, 11.5, 13.0))  # of batches
+    ends = iter((10.0, 10.4, 10.9, 11.5, 13.0, 14.0))  # of batches
     monkeypatch.setattr(power.time, 'monotonic', lambda: next(ends))
     monitor = GpuMonitor()
     for _ in range(5):
@@ -37,12 +38,10 @@ def test_a_gpu_is_asked_at_most_once_a_second_and_an_error_leaves_out_one_value(
                                  'gpu_sm_clock_mhz_max': 1755, 'peak_memory_allocated_gib': 20, 'allocator_retries': 4}
     assert len(monitor.samples['gpu_sm_clock_mhz']) == 3
 
-
-def test_of_a_part_of_a_gpu_no_power_is_told_since_others_use_the_rest(watts, as_on_a_gpu):
-    as_on_a_gpu(name='NVIDIA H100 80GB HBM3 MIG 3g.40gb')
-    monitor = GpuMonitor()
-    monitor.batch_end()
-    assert monitor.samples == {'gpu_power_watts': [], 'gpu_sm_clock_mhz': [1755]}
+    as_on_a_gpu(name='NVIDIA H100 80GB HBM3 MIG 3g.40gb')  # others use the rest of this GPU
+    of_a_part = GpuMonitor()
+    of_a_part.batch_end()
+    assert of_a_part.samples == {'gpu_power_watts': [], 'gpu_sm_clock_mhz': [1755]}
 
 
 def test_figures_are_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import report
 from benchmark import main
 from sdbench.errors import DataError, redacted
-from sdbench.measuring.record import append_record, summary, training_settings
+from sdbench.measuring.record import append_record, run_summary, training_settings
 from tests.runs import TINY, check_record, settings_of, summary_lines
 
 LENGTH = ['--max_duration', '3ba']
@@ -46,11 +46,11 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
     ({'status': 'profiled'}, 'these figures include the cost of the trace'),
 ])
 def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_days(as_on_a_gpu, changed, sentence):
-    text = summary(measured(**changed), settings_of('--use_synth_data'))
+    text = run_summary(measured(**changed), settings_of('--use_synth_data'))
     assert text.count('caution  ') == 1
     assert f'caution         {sentence}' in text
     assert 'full training' not in text
-    assert 'caution' not in summary(measured(drift=0.09), settings_of('--use_synth_data'))
+    assert 'caution' not in run_summary(measured(drift=0.09), settings_of('--use_synth_data'))
 
 
 @pytest.mark.parametrize('flags', [[], LENGTH], ids=['measurement', 'training'])
@@ -62,12 +62,12 @@ def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_d
 ])
 def test_a_line_of_the_summary_is_there_where_its_figure_is(flags, changed, line):
     settings = settings_of('--use_synth_data', '--use_ema', '--ema_start', '2001ba', *flags)
-    assert line in summary(measured(**changed), settings)
-    assert line not in summary(measured(trained_batches=2001), settings)
+    assert line in run_summary(measured(**changed), settings)
+    assert line not in run_summary(measured(trained_batches=2001), settings)
 
 
 def test_a_speed_is_explained_by_the_wait_for_data_the_gpus_peak_and_their_power():
-    text = summary(measured(data_wait_fraction=0.23, mfu=0.18, gpu_power_watts_mean=412.4, joules_per_image=10.27),
+    text = run_summary(measured(data_wait_fraction=0.23, mfu=0.18, gpu_power_watts_mean=412.4, joules_per_image=10.27),
                    settings_of('--use_synth_data'))
     assert 'wait for data   23.0% of the time; more --num_workers shorten it' in text
     assert 'of the peak     18.0%' in text
@@ -77,7 +77,7 @@ def test_a_speed_is_explained_by_the_wait_for_data_the_gpus_peak_and_their_power
 def test_the_next_command_of_a_run_on_latents_takes_the_vae_of_its_model():
     settings = settings_of('--use_synth_latents', '--model_name', 'sd2', '--pretrained', '--max_duration', '9ba',
                            '--save_folder', 'kept')
-    text = summary(measured(encoders='text_in_loop'), settings)
+    text = run_summary(measured(encoders='text_in_loop'), settings)
     assert 'python export.py kept kept-model --model_name sd2 --pretrained' in text
 
 
@@ -145,7 +145,7 @@ def measured(**changes) -> dict:
 
 def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_a_cpu_has_none(as_on_a_gpu):
     def cost(*flags: str) -> str:
-        return summary(measured(), settings_of('--use_synth_data', *flags)).partition('full training   ')[2]
+        return run_summary(measured(), settings_of('--use_synth_data', *flags)).partition('full training   ')[2]
     assert cost('--training_images', '864000000') == \
         'training on 864,000,000 images would take 100.0 days on 2 GPUs, 4,800 GPU-hours, $9,600'
     assert cost().startswith('training on 2,867,200,000 images')

@@ -9,9 +9,8 @@ from benchmark import StableDiffusion, apply_switches, build_model
 from sdbench.errors import known_reason
 from sdbench.forecast.fake_step import with_fake_tensors
 from sdbench.forecast.memory import build_on_meta
-from sdbench.models.compiling import compile_in_place
 from sdbench.models.loading import SD2_BASE, find_model
-from sdbench.models.switches import UNET_BLOCKS, compile_model
+from sdbench.models.switches import compile_in_place, compile_model
 from tests.cuda_rules import one_rank
 from tests.runs import TINY, settings_of
 
@@ -53,7 +52,7 @@ def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiff
 
 
 def assert_same_step(wrapped: torch.nn.Module, model: StableDiffusion, expected: StableDiffusion, side: int) -> None:
-    """Loss and gradients of `model`, called as `wrapped`, are those of `expected`."""
+    """Check that loss and gradients of `model`, called as `wrapped`, are those of `expected`."""
     losses = []
     for each in (expected, wrapped):
         torch.manual_seed(1)
@@ -67,14 +66,16 @@ def assert_same_step(wrapped: torch.nn.Module, model: StableDiffusion, expected:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('flags', [[], ['--gradient_checkpointing']], ids=str)
-def test_ddp_does_not_cut_the_unet(graphs, smallest_with_attention, flags):
-    expected = switched_model(*flags, name=smallest_with_attention, side=16)
+@pytest.mark.parametrize('flags, num_graphs', [
+    ([], 3), (['--gradient_checkpointing'], 3),  # the UNet, the VAE's encoder and the text encoder's layers
+    (['--compile_blocks'], 6)], ids=str)
+def test_compiling_trains_as_without_it_and_ddp_cuts_no_graph(graphs, smallest_with_attention, flags, num_graphs):
+    expected = switched_model(name=smallest_with_attention, side=16)
     model = switched_model('--compile', *flags, name=smallest_with_attention, side=16)
     with one_rank():
         wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
         assert_same_step(wrapped, model, expected, side=16)
-    assert len(graphs) == 3  # the UNet, the VAE's encoder and the text encoder's layers
+    assert len(graphs) == num_graphs
 
 
 def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capfd):
@@ -93,24 +94,6 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
     assert '--compile' in line
     assert '--no-compile' in line
     assert not capfd.readouterr().err.count('Traceback')
-
-
-@pytest.mark.long
-def test_blocks_of_one_kind_and_size_share_a_graph(graphs):
-    expected = switched_model()
-    model = switched_model('--compile', '--compile_blocks')
-    kinds = set()
-
-    def note(block: torch.nn.Module, inputs: tuple) -> None:
-        weights = tuple(weight.shape for weight in block.parameters())
-        kinds.add((type(block), inputs[0].shape, weights))
-
-    for block in expected.unet.modules():
-        if type(block) in UNET_BLOCKS:
-            block.register_forward_pre_hook(note)
-    assert_same_step(model, model, expected, side=64)
-    of_blocks = len(graphs) - 2  # two are the encoders'
-    assert len(kinds) <= of_blocks <= len(kinds) + 1  # the residual blocks in the middle divide by 1, others by 1.0
 
 
 def test_the_unet_of_stable_diffusion_2_is_compiled_in_22_graphs_by_blocks():
@@ -132,12 +115,10 @@ def test_the_unet_of_stable_diffusion_2_is_compiled_in_22_graphs_by_blocks():
 
 
 def test_a_mode_is_passed_on_to_the_compiler(monkeypatch):
-    modes = []
-    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode, backend: modes.append(mode))
+    modes = set()
+    monkeypatch.setattr(torch.nn.Module, 'compile', lambda module, dynamic, mode, backend: modes.add(mode))
     switched_model('--compile')
+    assert modes == {None}
     switched_model('--compile', 'max-autotune-no-cudagraphs')
     switched_model('--compile', 'reduce-overhead', '--compile_blocks')
-    assert set(modes[:3]) == {None}
-    assert set(modes[3:6]) == {'max-autotune-no-cudagraphs'}
-    assert set(modes[6:]) == {'reduce-overhead'}
-    assert len(modes) > 10
+    assert modes == {None, 'max-autotune-no-cudagraphs', 'reduce-overhead'}

@@ -98,7 +98,9 @@ def test_tiny_has_the_same_pretrained_text_encoder_whatever_was_drawn_before():
     assert torch.equal(torch.randn(1), drawn)  # and nothing of the run's own numbers is taken for it
 
 
-def test_code_in_a_model_folder_is_not_run(tmp_path, model_folder):
+def test_code_in_a_model_folder_is_not_run_and_nobody_is_asked_about_it(tmp_path, model_folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr('builtins.input', lambda question='': asked.append(question) or 'n')
     folder, trace = tmp_path / 'model', tmp_path / 'ran'
     shutil.copytree(model_folder, folder)
     for part in ('unet', 'vae', 'text_encoder', 'tokenizer'):
@@ -107,9 +109,11 @@ def test_code_in_a_model_folder_is_not_run(tmp_path, model_folder):
             names = dict.fromkeys(['AutoModel', 'AutoConfig'], 'hostile.Hostile')
             names['AutoTokenizer'] = ['hostile.Hostile', None]  # the slow and the fast one
             file.write_text(json.dumps(json.loads(file.read_text()) | {'auto_map': names}))
-    for load in (partial(StableDiffusion, str(folder), 64, pretrained=True), partial(build_tokenizer, str(folder))):
+    for load in (partial(StableDiffusion, str(folder), 64, pretrained=True), partial(build_tokenizer, str(folder)),
+                 partial(load_pipeline, str(folder), 'MODEL')):
         with contextlib.suppress(ValueError):
             load()
+    assert not asked
     assert not trace.exists()
 
 

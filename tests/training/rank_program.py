@@ -1,10 +1,9 @@
-"""Three real training steps on a rank, in float64, which leaves what it saw and learned in OUT/rankN.pt."""
+"""Train for three real steps on a rank, in float64, and leave what it saw and learned in OUT/rankN.pt."""
 from pathlib import Path
 
 import torch
 from composer import Callback
 from composer.utils import dist, get_device
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import benchmark
 from ema import EMA
@@ -31,24 +30,17 @@ class BySample(benchmark.StableDiffusion):
 
 
 class Witness(Callback):
-    """Captions that the rank saw, and how often its gradients were synchronised."""
+    """Captions that the rank saw."""
 
     def __init__(self):
-        self.captions, self.synchronised = [], 0
-
-    def fit_start(self, state, logger):
-        def count_and_reduce(process_group, bucket):
-            self.synchronised += bucket.is_last()
-            return allreduce_hook(process_group, bucket)
-        if dist.get_world_size() > 1:
-            state.model.register_comm_hook(None, count_and_reduce)
+        self.captions = []
 
     def batch_start(self, state, logger):
         self.captions += state.batch['caption'].tolist()
 
 
 def main(out: str | Path, *argv: str) -> None:
-    """The steps, with the flags of benchmark.py."""
+    """Train with these flags of benchmark.py."""
     settings = settings_of(*argv)
     benchmark.join_ranks(get_device(), settings.dist_timeout)
     torch.manual_seed(0)
@@ -63,5 +55,5 @@ def main(out: str | Path, *argv: str) -> None:
         trainer.fit()
     [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
     torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},
-                'average': ema.ema_model.named_parameters_dict, 'captions': witness.captions,
-                'synchronised': witness.synchronised}, Path(out) / f'rank{dist.get_global_rank()}.pt')
+                'average': ema.ema_model.named_parameters_dict, 'captions': witness.captions},
+               Path(out) / f'rank{dist.get_global_rank()}.pt')

@@ -2,11 +2,9 @@
 import json
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from composer.utils import dist, get_device
 
 import benchmark
 from benchmark import StableDiffusion, build_data, main
@@ -14,11 +12,11 @@ from sdbench.models.loading import find_model
 from sdbench.training.microbatch import is_too_large, largest_microbatch
 from sdbench.training.resolve import resolve_defaults
 from tests.forked_runs import run_ranks
-from tests.runs import TINY, settings_of
+from tests.runs import TINY, assert_same_training, settings_of
 
 
 def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> list[int]:
-    """Let every pass of more than `limit` images fail in the middle of the UNet; returns the sizes that were tried."""
+    """Let every pass of more than `limit` images fail in the middle of the UNet; return the list of the sizes tried."""
     tried = []
 
     def fail(*_):
@@ -36,12 +34,9 @@ def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> l
     return tried
 
 
-def arguments(*argv: str):
-    return settings_of('--use_synth_data', *TINY, '--results', '/dev/null', *argv)
-
-
 def search(model: StableDiffusion, *argv: str) -> int:
-    settings = arguments(*argv)
+    """Return the largest microbatch of a run with these flags."""
+    settings = settings_of('--use_synth_data', *TINY, *argv)
     return largest_microbatch(model, build_data(settings, find_model('tiny')), settings.batch_size, 'fp32',
                               settings.use_ema)
 
@@ -86,19 +81,19 @@ def test_nothing_of_a_try_is_alive_when_the_next_begins(model, where):
     assert not [size for size, tensor in activations if tensor() is not None]
 
 
-def search_on_a_cpu(monkeypatch, limit: int) -> None:
+def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backward') -> None:
     """Let main() search as it does on a GPU, with memory for `limit` images at once."""
     def fill_in_a_search(args):
         return replace(resolve_defaults(args), device_train_microbatch_size='auto')
 
     def build_limited_model(*args, **options):
         model = build_model(*args, **options)
-        run_out_of_memory_above(limit, model, 'backward')
+        run_out_of_memory_above(limit, model, where)
         return model
 
     build_model = benchmark.build_model
-    monkeypatch.setattr(benchmark, 'resolve_defaults', fill_in_a_search)
-    monkeypatch.setattr(benchmark, 'build_model', build_limited_model)
+    patch.setattr(benchmark, 'resolve_defaults', fill_in_a_search)
+    patch.setattr(benchmark, 'build_model', build_limited_model)
 
 
 def test_a_run_that_searched_has_the_losses_of_one_that_was_told(monkeypatch, results):
@@ -109,7 +104,6 @@ def test_a_run_that_searched_has_the_losses_of_one_that_was_told(monkeypatch, re
     assert found['loss'] == told['loss']
     assert [told['device_train_microbatch_size'], told['microbatch_search']] == [2, False]
     assert [found['device_train_microbatch_size'], found['microbatch_search']] == [2, True]
-    assert json.loads(results.read_text().splitlines()[-1])['microbatch_search'] is True
 
 
 def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, capfd, results):
@@ -121,41 +115,21 @@ def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, cap
     assert '--gradient_checkpointing' in line
 
 
-def searching_rank(out: Path, microbatch_size: int | str) -> None:
-    """A search and then three steps, on one of two ranks whose memory ends at different places."""
-    settings = replace(arguments('--use_ema', '--batch_size', '16'), device_train_microbatch_size=microbatch_size)
-    benchmark.join_ranks(get_device(), settings.dist_timeout)
-    rank = dist.get_global_rank()
-    build_model = benchmark.build_model
-    tried = []
-
-    def build_limited_model(*args, **options):
-        model = build_model(*args, **options)
-        limit, where = [(4, 'forward'), (2, 'backward')][rank]
-        tried.append(run_out_of_memory_above(limit, model, where))
-        return model
-
-    benchmark.build_model = build_limited_model
-    files = find_model('tiny')
-    data = benchmark.build_data(settings, files)
-    with benchmark.StopAtSignal() as stop:
-        model, trainer = benchmark.build_training(settings, files, data, stop)
-        sizes = list(tried[0])
-        trainer.fit()
-    torch.save({'tried': sizes, 'microbatch': trainer.state.device_train_microbatch_size,
-                'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()}},
-               out / f'{microbatch_size}-rank{rank}.pt')
+def searching_rank(limit: int, where: str, argv: list[str]) -> None:
+    """Train on a rank of its own, whose memory ends there."""
+    search_on_a_cpu(pytest.MonkeyPatch(), limit, where)
+    main(argv)
 
 
 @pytest.mark.long
-def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path, server):
-    """Two processes: rank 0 runs out above 4 images in a forward pass, rank 1 above 2 in a backward pass."""
-    for microbatch_size in ('auto', 2):
-        codes = run_ranks(server, [tmp_path / 'log'] * 2, searching_rank, [(tmp_path, microbatch_size)] * 2)
-        assert codes == [0, 0], (tmp_path / 'log').read_text()
-    searched, told = [[torch.load(tmp_path / f'{size}-rank{rank}.pt') for rank in (0, 1)] for size in ('auto', 2)]
-    assert [rank['tried'] for rank in searched] == [[1, 2, 4]] * 2
-    assert [rank['microbatch'] for rank in searched] == [2, 2]
-    for rank in (0, 1):
-        for name, weight in told[rank]['weights'].items():
-            assert torch.equal(searched[rank]['weights'][name], weight)
+def test_ranks_that_run_out_at_different_sizes_agree_and_train_as_told(tmp_path, server, results):
+    argv = ['--use_synth_data', *TINY, '--use_ema', '--batch_size', '16', '--results', str(results), '--save_folder']
+    searched = [*argv, str(tmp_path / 'searched')]
+    told = [*argv, str(tmp_path / 'told'), '--device_train_microbatch_size', '2']
+    logs = [tmp_path / 'log'] * 2
+    assert run_ranks(server, logs, searching_rank, [(4, 'forward', searched), (2, 'backward', searched)]) == [0, 0]
+    assert run_ranks(server, logs, main, [(told,)] * 2) == [0, 0], logs[0].read_text()
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [record['device_train_microbatch_size'] for record in records] == [2, 2]
+    assert [record['microbatch_search'] for record in records] == [True, False]
+    assert_same_training(tmp_path / 'searched', tmp_path / 'told')

@@ -18,18 +18,12 @@ from tests.test_docs import blocks
 from tests.training import rank_program
 
 TINY_RANKS = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
-        '--measure_batches', '2', '--num_workers', '0']
-
-
-def node(rank: int, port: int) -> dict[str, str]:
-    """The environment that a launcher gives to one of two nodes of one process each."""
-    return {'RANK': str(rank), 'LOCAL_RANK': '0', 'NODE_RANK': str(rank), 'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '1',
-            'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+              '--measure_batches', '2', '--num_workers', '0']
 
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory, shards, server, smallest_with_attention) -> dict[int, list[dict]]:
-    """What each rank of a run on one and on two ranks saw and learned in an epoch of three batches of 8."""
+    """Return what each rank of a run on one and on two saw and learned in an epoch of three batches of 8."""
     folders = {ranks: tmp_path_factory.mktemp(f'ranks{ranks}') for ranks in (1, 2)}
     for ranks, folder in folders.items():
         arguments = (folder, '--remote', shards, *TINY_RANKS, '--model_name', smallest_with_attention,
@@ -55,12 +49,8 @@ def test_the_ranks_split_an_epoch_without_overlap(trained):
     assert set(seen) == {tuple(caption) for caption in one['captions']}
 
 
-def test_only_the_last_microbatch_synchronises_gradients(trained):
-    assert [rank['synchronised'] for rank in trained[2]] == [3, 3]  # 3 batches, of 2 microbatches each
-
-
 def become_node(folder: Path, argv: list[str]) -> None:
-    """In a process of its own: a node, as far as it has /dev/shm, temporary files and a cache of its own."""
+    """Train as a node does that has /dev/shm, temporary files and a cache of its own, in a process of its own."""
     os.environ['TMPDIR'] = tempfile.tempdir = tempfile.mkdtemp(dir=folder)
     mount_small_disk(1000, '/dev/shm')
     benchmark.main([*argv, '--local', f'{folder}/cache'])
@@ -82,7 +72,7 @@ def test_two_nodes_stream_one_remote_into_caches_of_their_own(tmp_path, shards, 
 
 
 def become_node_with_a_disk_of_its_own(folder: Path, checkpoint: Path | None, argv: list[str]) -> None:
-    """In a process of its own: a node that finds at `folder` a disk of its own, with that checkpoint or none."""
+    """Train as a node does whose own disk is at `folder`, with that checkpoint or none, in a process of its own."""
     mount_small_disk(200, str(folder))
     if checkpoint is not None:
         shutil.copy(checkpoint, folder)
@@ -150,7 +140,9 @@ def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_two_n
 
 def test_a_peer_that_never_comes_ends_the_run_after_the_timeout_with_one_line(server, tmp_path):
     argv = ['--use_synth_data', *TINY_RANKS, '--dist_timeout', '1', '--results', '/dev/null']
-    code, _, errors = run_program(server, tmp_path / 'run', benchmark.main, argv, **node(0, free_port()))
+    first_of_two = {'RANK': '0', 'LOCAL_RANK': '0', 'NODE_RANK': '0', 'WORLD_SIZE': '2', 'LOCAL_WORLD_SIZE': '1',
+                    'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
+    code, _, errors = run_program(server, tmp_path / 'run', benchmark.main, argv, **first_of_two)
     [line] = errors.splitlines()
     assert code == 2
     assert line.startswith('benchmark.py: error: the 2 processes of this run did not meet at')

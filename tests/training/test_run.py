@@ -10,18 +10,15 @@ from tests.runs import TINY, failed
 from tests.samples import encoded, picture, write_shards
 
 
-def test_out_of_memory_says_the_microbatch_and_what_to_try(results, capfd, monkeypatch):
+def test_out_of_memory_says_the_microbatch_what_to_try_and_where_the_record_is_and_no_summary(
+        results, capfd, monkeypatch):
     monkeypatch.setattr(benchmark.StableDiffusion, 'encode', lambda self, batch: torch.empty(1 << 60))
-    line = failed(['--use_synth_data', *TINY, '--device_train_microbatch_size', '2'], results, capfd)
-    assert 'out of memory at --device_train_microbatch_size 2; use a smaller one' in line
-
-
-def test_a_run_that_fails_says_its_error_and_where_its_record_is_and_no_summary(results, capfd, monkeypatch):
-    monkeypatch.setattr(benchmark.StableDiffusion, 'encode', lambda self, batch: torch.empty(1 << 60))
-    with pytest.raises(SystemExit):
-        benchmark.main(['--use_synth_data', *TINY, '--results', str(results)])
-    [line] = capfd.readouterr().out.splitlines()
-    assert line.split() == ['record', 'appended', 'to', str(results)]
+    with pytest.raises(SystemExit) as exit:
+        benchmark.main(['--use_synth_data', *TINY, '--device_train_microbatch_size', '2', '--results', str(results)])
+    output, errors = capfd.readouterr()
+    assert exit.value.code == 1
+    assert 'out of memory at --device_train_microbatch_size 2; use a smaller one' in errors
+    assert output.split() == ['record', 'appended', 'to', str(results)]
 
 
 def test_a_crash_leaves_a_record_that_says_why_without_passwords(results, capfd, monkeypatch):

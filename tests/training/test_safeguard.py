@@ -55,42 +55,38 @@ def argv(smallest_model) -> list[str]:
 
 
 @pytest.fixture
-def loss_of_batch_3_is(monkeypatch):
-    """The training's own loss, but for the third batch."""
-    def put(value: float):
+def spoil(monkeypatch):
+    """Return a function that lets the third loss of a training, or gradients of its third batch, be some value."""
+    def spoil(what: str, value: float) -> Weights:
+        if what == 'gradient':
+            return Weights(2, value=value)
         calls, loss = [], benchmark.StableDiffusion.loss
 
         def broken(self, outputs, batch):
             calls.append(1)
             return loss(self, outputs, batch) * (value if len(calls) == 3 else 1)
         monkeypatch.setattr(benchmark.StableDiffusion, 'loss', broken)
-    return put
+        return Weights()
+    return spoil
 
 
-@pytest.mark.parametrize('value', [float('nan'), float('inf')])
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_learned(argv, results, capfd, loss_of_batch_3_is, value):
-    loss_of_batch_3_is(value)
-    witness = Weights()
-    line = failed(argv, results, capfd, [witness])
-    assert 'the run failed at batch 3: the loss of batch 3 is not finite, at microbatch size 4' in line
+@pytest.mark.parametrize('what, value, flags', [
+    ('loss', float('nan'), []), ('loss', float('inf'), []), ('gradient', float('nan'), []),
+    ('gradient', 3e38, ['--clip_grad_norm', '1'])], ids=str)  # the last cannot be measured
+def test_a_loss_or_gradient_that_is_not_finite_ends_the_run_before_it_is_learned(
+        argv, results, capfd, spoil, what, value, flags):
+    witness = spoil(what, value)
+    line = failed([*argv, *flags], results, capfd, [witness])
+    assert 'the run failed at batch 3: ' in line
+    assert f'{what} of batch 3 is not finite, at microbatch size 4' in line
     assert len(witness.weights) == 2
+    assert witness.weights[-1].isfinite().all()
     assert json.loads(results.read_text())['loss'] > 0
 
 
-@pytest.mark.parametrize('flags, value', [([], float('nan')), (['--clip_grad_norm', '1'], 3e38)], ids=str)
-def test_a_gradient_of_a_finite_loss_that_cannot_be_measured_ends_the_run(argv, results, capfd, flags, value):
-    witness = Weights(2, value=value)
-    line = failed([*argv, *flags], results, capfd, [witness])
-    assert 'a gradient of batch 3 is not finite, at microbatch size 4' in line
-    assert len(witness.weights) == 2
-    assert witness.weights[-1].isfinite().all()
-
-
 @pytest.mark.parametrize('what', ['loss', 'gradient'])
-def test_on_nan_skip_leaves_the_step_out_and_counts_it(argv, results, loss_of_batch_3_is, what):
-    if what == 'loss':
-        loss_of_batch_3_is(float('nan'))
-    witness = Weights(*([2] if what == 'gradient' else []))
+def test_on_nan_skip_leaves_the_step_out_and_counts_it(argv, results, spoil, what):
+    witness = spoil(what, float('nan'))
     record = main([*argv, '--on_nan', 'skip', '--results', str(results)], [witness])
     assert (record['status'], record['skipped_batches']) == ('complete', 1)
     assert record['loss'] > 0

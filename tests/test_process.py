@@ -1,9 +1,9 @@
-"""Beside other programs the threads of a training sleep while they wait; on a machine with a GPU nothing changes."""
+"""While other programs run the threads of a training sleep while they wait; on a machine with a GPU nothing changes."""
 import os
 
 import pytest
 
-from sdbench.flags import threads
+from sdbench import process
 
 
 @pytest.mark.parametrize('has_gpu, of_the_user, policy', [
@@ -13,8 +13,8 @@ def test_threads_sleep_on_a_machine_without_a_gpu_unless_the_user_says_otherwise
     device = tmp_path / 'gpu'
     if has_gpu:
         device.touch()
-    monkeypatch.setattr(threads, 'GPU_DEVICES', (str(device),))
+    monkeypatch.setattr(process, 'GPU_DEVICES', (str(device),))
     environment = {} if of_the_user is None else {'OMP_WAIT_POLICY': of_the_user}
     monkeypatch.setattr(os, 'environ', environment)
-    threads.sleep_while_waiting()
+    process.sleep_while_waiting()
     assert environment.get('OMP_WAIT_POLICY') == policy

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of its run beside the weights, and what of it must be the same for whoever reads it."""
+"""What a checkpoint says of its run, and whether another run, a model or a dataset fits it."""
 import hashlib
 import inspect
 import json
@@ -7,11 +7,11 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch.utils.data import Dataset
 from transformers import CLIPTextConfig
 
+from sdbench.errors import redacted
 from sdbench.flags.times import TIMES
 from sdbench.flags.train import SAME_ON_RESUME, Train
 from sdbench.inputs.captions import hash_of_tokenizer
-from sdbench.inputs.shards import IMAGES, hash_of_images
-from sdbench.measuring.record import redacted
+from sdbench.inputs.shards import IMAGES_HASH, hash_of_images
 from sdbench.models.loading import ModelFiles
 
 # Among the flags of a checkpoint: the hash of the index of its --remote, and the configuration of its --model_name.
@@ -23,7 +23,7 @@ NOT_KEPT_AT_FIRST = ('pretrained', 'ema_half_life')  # by the first versions, wh
 
 PARTS = {'unet': UNet2DConditionModel, 'vae': AutoencoderKL, 'text_encoder': CLIPTextConfig}
 NO_MATTER = {'sample_size', 'dtype', 'architectures', 'transformers_version'}  # nothing here is computed from them
-NOISE = {'num_train_timesteps': 1000, 'beta_start': 0.0001, 'beta_end': 0.02, 'beta_schedule': 'linear',
+SCHEDULER_DEFAULTS = {'num_train_timesteps': 1000, 'beta_start': 0.0001, 'beta_end': 0.02, 'beta_schedule': 'linear',
          'trained_betas': None, 'rescale_betas_zero_snr': False, 'prediction_type': 'epsilon'}  # diffusers' defaults
 
 
@@ -34,15 +34,19 @@ class DatasetChanged(ValueError):
 def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
     """Return what a checkpoint says of its run: its flags, without passwords, and what model and data were."""
     flags = {field.name: getattr(settings, field.name) for field in SAME_ON_RESUME}
+
+    # the model and the tokenizer
     flags['model_name'] = settings.model_name
     flags[MODEL] = files.configs
     flags['tokenizer'] = settings.tokenizer
     flags[TOKENIZER] = hash_of_tokenizer(settings.tokenizer or files.tokenizer)
+
+    # the data
     flags['remote'] = None
     if settings.remote:
         flags['remote'] = redacted(settings.remote)
         flags[DATASET] = dataset.index_hash
-        flags[IMAGES] = dataset.images_hash
+        flags[IMAGES_HASH] = dataset.images_hash
         if dataset.latents:
             flags['vae_sha256'] = files.vae_sha256  # of the one that encoded them
     return flags
@@ -53,6 +57,7 @@ def require_same_run(before: dict, now: dict) -> None:
 
     A flag that a checkpoint does not hold is a newer one, and had its default.
     """
+    # the flags
     for field in SAME_ON_RESUME:
         flag = field.name
         if flag not in before and flag in NOT_KEPT_AT_FIRST:
@@ -63,6 +68,8 @@ def require_same_run(before: dict, now: dict) -> None:
             if flag in TIMES and was is not None:  # another --max_duration makes it another number of batches
                 remedy = f'; give --{flag} {was}'
             raise ValueError(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
+
+    # the data, the model and the tokenizer
     if DATASET in before and before[DATASET] != now.get(DATASET):
         raise DatasetChanged(f'the hash of its index was {before[DATASET]}, and is {now.get(DATASET)} now')
     difference = difference_of_models(before, now[MODEL])
@@ -85,9 +92,8 @@ def kept_tokenizer(flags: dict) -> str | None:
 
 
 def was_trained_on(flags: dict, index: dict) -> bool | None:
-    """Return whether the images of an index.json are those that a run was trained on; None: its checkpoint has no data.
-    """
-    images = flags.get(IMAGES) or flags.get(DATASET)  # earlier versions kept only the hash of what they read
+    """Tell whether a run was trained on the images of an index.json; None: its checkpoint names no data."""
+    images = flags.get(IMAGES_HASH) or flags.get(DATASET)  # earlier versions kept only the hash of what they read
     if images is None:
         return None
     return images == hash_of_images(index)
@@ -119,7 +125,7 @@ def arguments_of(configs: dict[str, dict]) -> dict[tuple[str, str], str]:
     """
     arguments = {}
     for part, config in configs.items():
-        defaults = NOISE
+        defaults = SCHEDULER_DEFAULTS
         if part in PARTS:
             defaults = {}
             for name, parameter in inspect.signature(PARTS[part]).parameters.items():

@@ -1,4 +1,4 @@
-"""How a command ends: what a user can mend is one line. Nothing here needs torch."""
+"""The process of a command, how it starts and how it ends: a user's error is one line. Nothing here needs torch."""
 import contextlib
 import os
 import signal
@@ -8,6 +8,26 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from sdbench.errors import DataError, known_reason, one_line, redacted
+
+GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # of NVIDIA's driver, and of AMD's
+
+
+def sleep_while_waiting() -> None:
+    """Let the threads of torch sleep while they wait for one another, on a machine without a GPU.
+
+    By default OpenMP's threads spin while they wait. Where another program has taken the core of the one that they wait
+    for, they keep it from coming back, and a training is ten times slower. OpenMP reads this when torch is imported, so
+    that it has to be called before.
+    """
+    if not any(os.path.exists(device) for device in GPU_DEVICES):
+        os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+
+
+def end_with_launcher() -> None:
+    """Ask for SIGTERM when the launcher that started this process is gone, so that no rank runs on alone (Linux)."""
+    if 'LOCAL_RANK' in os.environ and sys.platform == 'linux':
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:
@@ -26,7 +46,7 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
 
 @contextlib.contextmanager
 def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
-    """A context in which an error that a user can mend ends the process in one line.
+    """End the process in one line where a user can mend the error that is raised in this context.
 
     The status is 2 where the command line or what it names is wrong (ValueError), 1 for data, a disk or a package
     (DataError, OSError, ImportError), and 130 after Ctrl-C or SIGTERM. Any other error keeps its traceback.
@@ -36,6 +56,8 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         what_stays: of its work, and how to go on; it stands behind what ends with 1 or 130.
     """
     behind = what_stays and f'; {what_stays}'
+
+    # SIGTERM is as Ctrl-C
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         yield
@@ -52,10 +74,3 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         exit_with_error(program, 130, f'interrupted{behind}')
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def end_with_launcher() -> None:
-    """SIGTERM for this process when the launcher that started it is gone, so that no rank runs on alone (Linux)."""
-    if 'LOCAL_RANK' in os.environ and sys.platform == 'linux':
-        import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

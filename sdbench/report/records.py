@@ -1,0 +1,183 @@
+"""Read records, as the commands write them or a CSV file has them, as the rows of a report."""
+import csv
+import io
+import json
+import math
+import os
+import textwrap
+from pathlib import Path
+
+from sdbench.flags.train import SWITCHES
+from sdbench.measuring.figures import IN_TABLES
+from sdbench.measuring.reliability import why_unreliable
+from sdbench.measuring.versions import PACKAGES
+
+VERSIONS = ['python', 'cuda', *PACKAGES]
+# Records of speed are averaged and fitted together only where all of these agree; one that is not stated agrees with no
+# value.
+SETTINGS = ['stage', 'device', 'image_size', 'model_name', 'input', 'dataset', 'batch_size', *SWITCHES, 'use_ema',
+            'num_workers', 'clip_grad_norm', 'ema_start', *VERSIONS]
+# Scores are on one line of a picture only where these agree, and those of the network that the score is from.
+CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
+NETWORKS = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}
+EVALUATED = [*CONDITIONS, *NETWORKS['fid'], *NETWORKS['clip_score']]
+HASHES = ['inception_sha256', 'clip_sha256']  # shown by their beginning
+
+# The status of a row is what its figures are. Any other one is that of a run without a speed, such as failed.
+MEASURED = 'measured'
+EXTRAPOLATED = 'extrapolated'  # from other rows, here or by its source
+FORECAST = 'forecast'          # from the operators of a step
+DOUBTED = 'not reliable'
+WITH_FIGURES = [MEASURED, EXTRAPOLATED, FORECAST]
+
+INPUTS = {'in_loop': 'images', 'text_in_loop': 'latents'}  # of a training, by the encoders in its loop
+POSITIVE = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
+            'loader_images_per_sec')
+
+
+def read_records(path: str) -> list[dict]:
+    """Return the rows of a file of JSON lines, or of a CSV file (*.csv).
+
+    Raises ValueError, which names file and line, for what is no record or cannot be calculated with.
+    """
+    if os.path.isdir(path):
+        raise ValueError(f'{path} is a folder; give a file of records, which --results of the run names')
+    text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
+    if path.lower().endswith('.csv'):
+        reader = csv.DictReader(io.StringIO(text), restval='')
+        lines = ((reader.line_num, cells) for cells in reader)
+        parse = record_of_cells
+    else:
+        lines = ((number, line) for number, line in enumerate(text.split('\n'), start=1) if line.strip())
+        parse = json.loads
+    rows = []
+    for number, line in lines:
+        try:
+            rows += rows_of(parse(line))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f'{path}:{number}: not a record: {error}') from None
+    if not rows:
+        raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
+    return rows
+
+
+def record_of_cells(cells: dict[str | None, str]) -> dict:
+    """Return a row of a CSV file as a record: what JSON can read is that, and all else is text."""
+    if None in cells:
+        raise ValueError('more cells than columns; give numbers without commas')
+    record = {}
+    for key, cell in cells.items():
+        try:
+            record[key] = json.loads(cell)
+        except ValueError:
+            record[key] = cell
+    return record
+
+
+def rows_of(record: dict) -> list[dict]:
+    """Return the row of a record of speed, one for each guidance scale of an evaluation, none of a proof's checks."""
+    if not isinstance(record, dict):
+        raise ValueError('not one JSON object')
+    stated = {key: value for key, value in record.items() if value not in (None, '', 'auto')}
+    if stated.get('stage') == 'evaluate':
+        return score_rows(stated)
+    if stated.get('stage') == 'proof':
+        return []
+    return [speed_row(stated)]
+
+
+def speed_row(record: dict) -> dict:
+    """Return what the table needs of a record of speed. Settings are text, '' where it does not state one.
+
+    Raises ValueError if a number that is needed is missing or not positive.
+    """
+    # what it must have
+    record = {'stage': 'train', 'status': 'complete', 'extrapolated': False} | record | record.get('versions', {})
+    speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
+    needed = ['device', 'num_devices', 'image_size']
+    if record['status'] in ('complete', FORECAST):
+        needed.append(speed)
+    missing = [key for key in needed if key not in record]
+    if missing:
+        raise ValueError(f'no {", ".join(missing)}; a record needs {", ".join(needed)}')
+    for key in POSITIVE:
+        if key in record and (type(record[key]) not in (int, float) or not 0 < record[key] < math.inf):
+            raise ValueError(f'{key} {record[key]!r} is not a positive number')
+
+    # settings
+    row = {key: words(record.get(key)) for key in (*SETTINGS, 'num_nodes')}
+    if record['stage'] == 'loader':
+        row['model_name'] = ''  # it has none
+    encoders = words(record.get('encoders'))
+    row['input'] = INPUTS.get(encoders, encoders)
+    if record.get('num_workers_by_default') is True:  # it follows from the machine, and is no setting of the run
+        row['num_workers'] = 'default'
+    row['date'] = words(record.get('date'))[:19].replace('T', ' ')  # to the second
+    commit, dash, dirty = words(record.get('git_commit')).partition('-')
+    row['git_commit'] = commit[:8] + dash + dirty
+
+    # figures
+    row['num_devices'] = record['num_devices']
+    for key in (*IN_TABLES, 'images_per_sec_least', 'images_per_sec_most'):
+        row[key] = float(record.get(key, math.nan))
+    row['images_per_sec'] = float(record.get(speed, math.nan))
+    row['on_cpu'] = record.get('device_type') == 'cpu'
+    row['status'], row['notes'] = status_and_notes(record)
+    row['record'] = record
+    return row
+
+
+def status_and_notes(record: dict) -> tuple[str, str]:
+    """Return the status of a record of speed, and what the table says of it."""
+    status = words(record['status'])
+    if status == FORECAST:
+        if record.get('images_per_sec_least') is None:
+            return FORECAST, 'forecast, not tested'
+        least, most = record['images_per_sec_least'], record['images_per_sec_most']
+        return FORECAST, f'forecast: {least:,.0f} to {most:,.0f} images/s'
+    if status != 'complete':
+        reason = f'{status}: {words(record.get("error"))}'
+        return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
+    if why_unreliable(record):
+        return DOUBTED, f'{DOUBTED}: {why_unreliable(record)}'
+    if words(record['extrapolated']) != 'no':
+        return EXTRAPOLATED, 'extrapolated by its source'
+    return MEASURED, ''
+
+
+def score_rows(record: dict) -> list[dict]:
+    """Return a row for each guidance scale of an evaluation; a score that was not asked for is NaN."""
+    row = {key: words(record.get(key)) for key in EVALUATED}
+    for key in HASHES:
+        row[key] = row[key][:8]
+    if row['model'].endswith('.pt'):
+        row['model'] = row['model'].rpartition('/')[0] or row['model']  # checkpoints of one training are one model
+    row['trained_batches'] = float(record.get('trained_batches', math.nan))
+    row['images_seen'] = float(record.get('images_seen', math.nan))
+
+    # what the scores cannot be compared with
+    notes = []
+    if record.get('fid_is_biased'):
+        notes.append('FID of few pictures is too high')
+    if record.get('fid_of_published_weights') is False:
+        notes.append('FID by other weights')
+    if 'random_scores' in record:
+        notes.append('no scores: a trial by random networks')
+    row |= {'stage': 'evaluate', 'status': MEASURED, 'notes': ', '.join(notes), 'record': record}
+
+    rows = []
+    for score in record['scores']:
+        figures = {}
+        for key in ('guidance', 'fid', 'clip_score'):
+            figures[key] = math.nan if score[key] is None else float(score[key])
+        rows.append(row | figures)
+    return rows
+
+
+def words(value) -> str:
+    """Return a value of a record as one line of text."""
+    if value is None:
+        return ''
+    if isinstance(value, bool):
+        return 'yes' if value else 'no'
+    return ' '.join(str(value).split())

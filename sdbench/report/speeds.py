@@ -1,0 +1,148 @@
+"""Make the table of speeds, with what follows from them: efficiency, days, dollars, and the speed of more GPUs."""
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import nnls
+
+from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, price_of
+from sdbench.errors import plural
+from sdbench.flags.commands import Report
+from sdbench.measuring.figures import IN_TABLES
+from sdbench.report.markdown import differing
+from sdbench.report.records import EXTRAPOLATED, FORECAST, MEASURED, SETTINGS, WITH_FIGURES
+
+UNKNOWN = dict.fromkeys(IN_TABLES, math.nan)  # the figures of a row that was not measured
+TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
+
+
+def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
+    """Return a row for each setting and number of devices, with all that follows from its speed; and sentences on them.
+
+    With --compare there is a row for each training.
+    """
+    # the rows, and which of them are of one setting
+    rows = records.assign(label=labels(records), setting=records.groupby(SETTINGS, sort=False).ngroup())
+    sentences = []
+    if settings.compare:
+        rows = rows[rows['stage'] == 'train'].reset_index(drop=True)
+        rows['run'] = [str(number) for number in range(1, len(rows) + 1)]
+        rows['speed_over_first'] = over_first(rows, 'images_per_sec', ['model_name', 'image_size'])
+    else:
+        rows = medians(rows)
+        if settings.extrapolate:
+            predicted, sentences = predictions(rows, settings.extrapolate)
+            rows = pd.concat([rows, predicted])
+        rows = rows.sort_values(['setting', 'num_devices'], kind='stable', ignore_index=True)
+
+    # what follows from a speed: efficiency, and of a training days and dollars
+    rows['images_per_sec_per_device'] = rows['images_per_sec'] / rows['num_devices']
+    if not settings.compare:
+        several = rows.groupby('setting')['num_devices'].transform('nunique') > 1
+        rows['scaling_efficiency'] = over_first(rows, 'images_per_sec_per_device', ['setting']).where(several)
+    has_days = (rows['stage'] == 'train') & rows['status'].isin(WITH_FIGURES)
+    if settings.training_images is None and (rows['model_name'] == 'tiny').any():
+        has_days &= rows['model_name'] != 'tiny'
+        sentences.append(TINY_NOTE)
+    days = days_to_train(rows['images_per_sec'], settings.training_images or TRAINING_IMAGES).where(has_days)
+    if settings.days is not None:
+        rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
+        sentences.append(f'The last column is how many images {settings.days:g} days buy.')
+    return with_costs(rows, days, settings.dollars_per_gpu_hour), sentences
+
+
+def labels(rows: pd.DataFrame) -> list[str]:
+    """Return what tells the setting of each row from those of the other trainings."""
+    keys = differing(rows[rows['stage'] == 'train'], SETTINGS)
+    texts = []
+    for _, row in rows.iterrows():
+        stated = [f'{key} {row[key]}' for key in keys if row[key]]
+        texts.append(', '.join(stated))
+    return texts
+
+
+def medians(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a row with the median of the measured runs of each setting on so many devices and nodes.
+
+    Each other record has a row of its own.
+    """
+    is_measured = rows['status'] == MEASURED
+    merged = []
+    for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes']):
+        speeds = runs['images_per_sec']
+        row = runs.iloc[[0]].assign(**{key: runs[key].median() for key in IN_TABLES})
+        if len(runs) > 1:
+            row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
+        merged.append(row)
+    return pd.concat([*merged, rows[~is_measured]])
+
+
+def with_costs(rows: pd.DataFrame, days: pd.Series, prices: Prices) -> pd.DataFrame:
+    """Return the rows with their days and, where they are those of GPUs, GPU-hours and dollars."""
+    hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
+    dollars = rows['device'].map(lambda device: price_of(device, prices))
+    return rows.assign(days=days, gpu_hours=hours, cost_usd=hours * dollars)
+
+
+def over_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
+    """Return a figure of the rows over that of the first that was measured in the same group, or else forecast."""
+    groups = [rows[name] for name in group]
+    bases = rows[key].where(rows['status'] == MEASURED).groupby(groups).transform('first')
+    forecasts = rows[key].where(rows['status'] == FORECAST).groupby(groups).transform('first')
+    bases = bases.fillna(forecasts)
+    return rows[key].where(rows['status'].isin(WITH_FIGURES)) / bases
+
+
+def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame, list[str]]:
+    """Return rows for `counts` GPUs at the same batch in each setting that allows it, and sentences that say from what.
+
+    A number of GPUs that was measured on several numbers of nodes counts with the fewest. Raises ValueError if no
+    setting allows a prediction.
+    """
+    counts = sorted(set(counts))
+    predicted = []
+    sentences = []
+    # one run of each setting on so many GPUs
+    trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
+    trained = trained.sort_values(['num_devices', 'num_nodes'], key=pd.to_numeric).drop_duplicates(
+        ['setting', 'num_devices'])
+    for _, runs in trained.groupby('setting'):
+        first = runs.iloc[0]
+        batch = int(first['batch_size'] or 1)  # a batch that is not stated cancels out, as long as it is fixed
+        if len(runs) < 3 or 1 < batch < counts[-1]:
+            continue
+
+        # a row for each of `counts`
+        a, b = fit_step_seconds(runs['num_devices'], batch / runs['images_per_sec'])
+        for count in counts:
+            note = 'extrapolated'
+            if batch > 1 and batch / count < int(first['device_train_microbatch_size'] or 1):
+                note += f'; {batch / count:.3g} images a GPU: a smaller microbatch'
+            predicted.append(first.to_dict() | UNKNOWN | {
+                'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
+                'status': EXTRAPOLATED, 'notes': note})
+
+        # how well the fit meets what was measured
+        residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
+        worst = residuals.abs().argmax()
+        sentences.append(
+            f'{first["label"] or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
+            f'{plural(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
+            f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
+    if not predicted:
+        raise ValueError(f'--extrapolate {counts[-1]} needs complete and reliable trainings of one setting on three '
+                         'numbers of GPUs, and a batch of as many images as GPUs')
+    return pd.DataFrame(predicted), sentences
+
+
+def fit_step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the a, b >= 0 for which a / n + b is closest to the seconds that a step took on n devices.
+
+    Closest by least squares of the relative errors, since the long steps on few devices would outweigh all others in
+    absolute ones.
+    """
+    counts = np.asarray(counts, dtype=float)
+    terms = np.stack([1 / counts, np.ones_like(counts)], axis=1)  # (measurements, 2): what a and b are multiplied by
+    (a, b), _ = nnls(terms / np.asarray(seconds)[:, None], np.ones_like(counts))
+    return a, b
