@@ -20,7 +20,7 @@ def draw(fits: list, path: str) -> None:
         path: of the picture.
     """
     # a color for each card, a marker and a kind of line for each program
-    points = pd.concat([fit.points.assign(constants=fit.constants) for fit in fits])
+    points = pd.concat([fit.points.assign(constants=[fit.constants] * len(fit.points)) for fit in fits])
     points['program'] = points['by'].str.split(',').str[0]  # MLPerf's submitters ran one
     devices = sorted(points['device'].unique())
     colors = dict(zip(devices, ('C0', 'C1', 'C2', 'C3', 'C4'), strict=True))

@@ -48,4 +48,5 @@ def lasting_bytes(settings: Train, model: ComposerModel, num_devices: int) -> di
 
 
 def parameter_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of all weights of a module."""
     return sum(parameter.nbytes for parameter in module.parameters())
