@@ -24,24 +24,20 @@ from tests.samples import Hostile, good, write_shards
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
 EVERY_3_BATCHES = [('start', 2), ('write', 3), ('link', 6), ('start', 7), ('write', 9), ('update', 11)]
 EVERY_EPOCH = [('start', 4), ('start', 7), ('update', 11)]
-RUNS = {
-    'as it saves, in the middle of an epoch': ('--remote SHARDS --save_interval 3ba --max_duration 6ba', 1,
-                                               [('write', 6)]),
-    'without data': ('--use_synth_data --save_interval 3ba', 1, EVERY_3_BATCHES),
-    'on two ranks': ('--remote SHARDS --save_interval 3ba', 2, EVERY_3_BATCHES),
-    'saved at epochs': ('--remote SHARDS --save_interval 1ep', 1, EVERY_EPOCH),
-    'a second phase': ('--remote SHARDS --load_weights FIRST --image_size 96 --max_duration 4ba --save_interval 1ba '
-                       '--caption_drop 0.5 --eval_remote HELD_OUT --eval_interval 2ba --num_workers 0', 2,
-                       [('start', 2)]),
-}
+SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 96 --max_duration 4ba --save_interval 1ba '
+                '--caption_drop 0.5 --eval_remote HELD_OUT --eval_interval 2ba --num_workers 0')
 
 
-@pytest.mark.parametrize('name', [name if number == 0 else pytest.param(name, marks=pytest.mark.long)
-                                  for number, name in enumerate(RUNS)])
-def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(server, tmp_path, shards, held_out, name):
-    flags, ranks, kills = RUNS[name]
+@pytest.mark.parametrize('flags, ranks, kills', [
+    pytest.param('--remote SHARDS --save_interval 3ba --max_duration 6ba', 1, [('write', 6)], id='as it saves'),
+    pytest.param('--use_synth_data --save_interval 3ba', 1, EVERY_3_BATCHES, marks=pytest.mark.long, id='no data'),
+    pytest.param('--remote SHARDS --save_interval 3ba', 2, EVERY_3_BATCHES, marks=pytest.mark.long, id='two ranks'),
+    pytest.param('--remote SHARDS --save_interval 1ep', 1, EVERY_EPOCH, marks=pytest.mark.long, id='saved at epochs'),
+    pytest.param(SECOND_PHASE, 2, [('start', 2)], marks=pytest.mark.long, id='a second phase')])
+def test_a_run_that_is_killed_at_whatever_moment_equals_one_that_never_was(
+        server, tmp_path, shards, held_out, flags, ranks, kills):
     places = {'SHARDS': shards, 'HELD_OUT': held_out, 'FIRST': str(tmp_path / 'first')}
-    if name == 'a second phase':
+    if flags == SECOND_PHASE:
         main(['--use_synth_data', '--use_ema', *TINY, '--save_folder', places['FIRST'], '--results', '-'])
     argv = [*RUN, *(places.get(word, word) for word in flags.split())]
     assert_no_kill_changes_a_run(server, tmp_path, argv, ranks, kills, needed_at_first=tmp_path / 'first')
