@@ -163,7 +163,7 @@ def tested_layouts(points: pd.DataFrame) -> dict[str, list[tuple[int, int]]]:
 def table(points: pd.DataFrame) -> str:
     """Return points as text: who measured what on which GPUs, and what is predicted."""
     columns = {'by': 'source', 'device': 'GPU', 'num_devices': 'GPUs', 'device_train_microbatch_size': 'microbatch',
-               'use_ema': 'EMA', 'compile': 'compiled', 'measured': 'images/s each', 'predicted': 'fitted',
+               'use_ema': 'EMA', 'compile': 'compiled', 'measured': 'images/s each', 'predicted': 'forecast',
                'error': 'error', 'unseen': 'without source', 'unseen_error': 'its error'}
     formats = {'num_devices': '{:.0f}', 'device_train_microbatch_size': '{:.0f}', 'measured': '{:.2f}',
                'predicted': '{:.2f}', 'unseen': '{:.2f}', 'error': '{:+.1%}', 'unseen_error': '{:+.1%}'}
