@@ -61,7 +61,7 @@ report: $(VENV)/installed  ## The table and the figure of the published benchmar
 figures: $(VENV)/installed  ## The pictures of the documentation anew, and what its notebook prints and draws.
 	python -m benchmarks.learn $(FIGURES)/learned.png
 	python -m benchmarks.forecast $(FIGURES)/forecast.png
-	python report.py published.csv --figure $(FIGURES)/days.png
+	python report.py published.csv docs/scaling.jsonl --figure $(FIGURES)/days.png
 	python -m benchmarks.notebook docs/walk.ipynb
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import report
+from sdbench.report.pictures import short_name
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = str(ROOT / 'published.csv')
@@ -95,6 +96,19 @@ def test_published_csv_gives_the_published_table_and_the_originals_program_on_an
 def test_price_and_images_are_flags(printed):
     [table] = tables(printed(PUBLISHED, '--training_images', 11_076_480, '--dollars_per_gpu_hour', 10))
     assert columns(table, 'days', 'GPU-hours', 'cost')[0] == ('1.00', '192', '$1,920')
+
+
+def test_the_costs_on_the_front_page_are_those_that_its_command_prints(printed):
+    _, plans = tables(printed(ROOT / 'docs/plan.jsonl', '--phase', '1126400000@256', '--phase', '1740800000@512',
+                              '--dollars_per_gpu_hour', '2', 'H100=2.5', 'H200=3.2', 'B200=5'))
+    section = (ROOT / 'README.md').read_text().partition('## What Stable Diffusion 2 costs')[2]
+    [rows] = tables(section.partition('These rows')[0])
+    expected = [(short_name(plan['device']), plan['input'], plan['days'], plan['GPU-hours'], plan['cost'])
+                for plan in plans]
+    assert sorted(columns(rows, '8 GPUs', 'input', 'days', 'GPU-hours', 'cost')) == sorted(expected)
+    for row in rows:
+        dollars = float(row['$ an hour']) * float(row['GPU-hours'].replace(',', ''))
+        assert dollars == pytest.approx(float(row['cost'].strip('$').replace(',', '')), rel=1e-3)
 
 
 # Predictions

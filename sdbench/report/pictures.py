@@ -9,7 +9,7 @@ import pandas as pd
 from sdbench.errors import plural
 from sdbench.report.records import CONDITIONS, FORECAST, MEASURED, NETWORKS, SETTINGS, VERSIONS
 
-COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b')
+COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text
 LABEL_CHARACTERS = 50  # of a line of a label
 CAPTION_CHARACTERS = 130
@@ -51,11 +51,11 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes = figure.subplots()
 
     # the lines, each with its ideal
-    ends = [rows['num_devices'].min(), rows['num_devices'].max()]
     for number, ((_, label), points) in enumerate(lines):
         color = COLORS[number % len(COLORS)]
         first = points.iloc[0]
         if len(points) > 1:
+            ends = [first['num_devices'], points['num_devices'].iloc[-1]]
             ideal = [first['days'] * first['num_devices'] / count for count in ends]
             axes.plot(ends, ideal, color=color, linestyle='--', linewidth=0.8, alpha=0.6)
         axes.plot(points['num_devices'], points['days'], color=color, linewidth=1.2)
