@@ -90,8 +90,9 @@ def test_the_plan_of_the_whole_training_adds_up_the_phases_that_it_would_train()
     assert done.returncode == 0, done.stderr
     assert 'train on 160 images at 32 px, then 240 images at 64 px' in done.stdout
     assert len(re.findall(r'\| encode .*forecast', done.stdout)) == 4  # two cards at two sizes
-    assert re.search(r'H200 .*\$.*days at 32 px, .* days at 64 px, .* days to encode 1,000,000,000 images at 32 px '
-                     r'\(264 GB; .*\), .* days to encode 1,000,000,000 images at 64 px \(1.03 TB; .*\)', done.stdout)
+    assert re.search(r'H200 .*\$.*days at 32 px .*, .* days at 64 px .*, .* days to encode 1,000,000,000 images at '
+                     r'32 px \(264 GB; .*\), .* days to encode 1,000,000,000 images at 64 px \(1.03 TB; .*\)',
+                     done.stdout)
 
 
 def start_whole_training(folder: Path, source: Path) -> subprocess.Popen:
