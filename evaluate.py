@@ -23,7 +23,6 @@ if __name__ == '__main__':
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import time
@@ -45,6 +44,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from data import StreamingLAIONDataset
 from sdbench.datasets.output import Output
 from sdbench.errors import DataError, plural, redacted
+from sdbench.inputs.captions import hash_of_ids
 from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, read_image_index
 from sdbench.measuring.record import append_record, run_metadata
@@ -133,19 +133,14 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
 
 def sources_of_pictures(pipeline: StableDiffusionPipeline) -> dict:
     """Return what pictures depend on, apart from weights: the tokenizer's hash, and what the scheduler is set to."""
-    # the tokenizer
-    tokenizer = json.loads(pipeline.tokenizer.backend_tokenizer.to_str())
-    for changing in ('truncation', 'padding'):  # each call sets them
-        tokenizer.pop(changing)
-    padding = [pipeline.tokenizer.pad_token_id, pipeline.tokenizer.model_max_length]
-    content = json.dumps([tokenizer, padding], sort_keys=True)
+    def encode(captions: list[str]) -> list[list[int]]:
+        return pipeline.tokenizer(captions, padding='max_length', truncation=True).input_ids  # as diffusers calls it
 
-    # the scheduler
     scheduler = {}
     for key, value in pipeline.scheduler.config.items():
         if not key.startswith('_'):  # such as the version of diffusers
             scheduler[key] = value
-    return {'tokenizer_sha256': hashlib.sha256(content.encode()).hexdigest(), 'scheduler': scheduler}
+    return {'tokenizer_sha256': hash_of_ids(pipeline.tokenizer.get_vocab(), encode), 'scheduler': scheduler}
 
 
 def read_data(settings: Evaluate) -> dict:

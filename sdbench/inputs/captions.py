@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import os
+from collections.abc import Callable, Iterable
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -61,25 +62,35 @@ def hash_of_tokenizer(name: str | None = None) -> str:
     """
     if name is None:
         return hash_of_clip_tokenizer()
-    return hash_of_ids(build_tokenizer(name))
+    return hash_of_built(build_tokenizer(name))
 
 
 @functools.cache  # the package does not change, as a folder may
 def hash_of_clip_tokenizer() -> str:
     """Return the hash of CLIP's own tokenizer."""
-    return hash_of_ids(build_tokenizer())
+    return hash_of_built(build_tokenizer())
 
 
-def hash_of_ids(tokenizer: Tokenizer) -> str:
-    """Return a SHA-256 of the ids of the empty caption, which is padding, and of captions of all words it knows."""
+def hash_of_built(tokenizer: Tokenizer) -> str:
+    """Return the hash of a tokenizer of `build_tokenizer`."""
+    return hash_of_ids(tokenizer.get_vocab(),
+                       lambda captions: [encoded.ids for encoded in tokenizer.encode_batch(captions)])
+
+
+def hash_of_ids(vocabulary: Iterable[str], encode: Callable[[list[str]], list[list[int]]]) -> str:
+    """Return a SHA-256 of the ids of the empty caption, which is padding, and of captions of all words of a vocabulary.
+
+    Args:
+        vocabulary: the symbols that a tokenizer knows.
+        encode: gives the ids of captions.
+    """
     words = []
-    for symbol in sorted(tokenizer.get_vocab()):
+    for symbol in sorted(vocabulary):
         words.append(symbol.removesuffix('</w>'))  # the mark of a word's end
     captions = ['']
     for first in range(0, len(words), WORDS_IN_A_CAPTION):
         captions.append(' '.join(words[first:first + WORDS_IN_A_CAPTION]))
-    ids = [encoded.ids for encoded in tokenizer.encode_batch(captions)]
-    return hashlib.sha256(json.dumps([captions, ids]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([captions, encode(captions)]).encode()).hexdigest()
 
 
 def pipeline_tokenizer(name: str | None = None):
