@@ -36,7 +36,9 @@ def draw(fits: list, path: str) -> None:
                                       linestyle=styles[program], linewidth=1.2)
         [dots] = over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[program],
                                       color=colors[device])
-        label = f'{device}, {program}' + (', compiled' if runs['compile'].iloc[0] != 'no' else '')
+        label = f'{device}, {program}'
+        if runs['compile'].iloc[0] != 'no':
+            label += ', compiled'
         handles.append(((line, dots), label))
         unseen.plot(runs['measured'], runs['unseen'], markers[program], color=colors[device])
 

@@ -50,20 +50,9 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     figure.supxlabel(caption, x=0.01, ha='left', fontsize=9)
     axes = figure.subplots()
 
-    # the lines, each with its ideal
+    # the lines, and what their marks mean
     for number, ((_, label), points) in enumerate(lines):
-        color = COLORS[number % len(COLORS)]
-        first = points.iloc[0]
-        if len(points) > 1:
-            ends = [first['num_devices'], points['num_devices'].iloc[-1]]
-            ideal = [first['days'] * first['num_devices'] / count for count in ends]
-            axes.plot(ends, ideal, color=color, linestyle='--', linewidth=0.8, alpha=0.6)
-        axes.plot(points['num_devices'], points['days'], color=color, linewidth=1.2)
-        draw_points(axes, points, color)
-        is_hollow = (points['status'] != MEASURED).all()
-        axes.plot([], [], 'o-', color=color, markerfacecolor='white' if is_hollow else color, label=label)
-
-    # what the marks mean
+        draw_line(axes, points, COLORS[number % len(COLORS)], label)
     axes.plot([], [], 'o', color='black', label='measured')
     axes.plot([], [], 'o', color='black', markerfacecolor='white', label='extrapolated, or forecast with its range')
     axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
@@ -79,6 +68,23 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc='center left', bbox_to_anchor=(1.01, 0.5))
     figure.savefig(path, dpi=160)
+
+
+def draw_line(axes, points: pd.DataFrame, color: str, label: str) -> None:
+    """Draw a line over its GPUs with its points and, dashed, its ideal; and its label in the legend."""
+    first, last = points.iloc[0], points.iloc[-1]
+    if len(points) > 1:
+        ends = [first['num_devices'], last['num_devices']]
+        ideal = [first['days'] * first['num_devices'] / count for count in ends]
+        axes.plot(ends, ideal, color=color, linestyle='--', linewidth=0.8, alpha=0.6)
+    axes.plot(points['num_devices'], points['days'], color=color, linewidth=1.2)
+    draw_points(axes, points, color)
+
+    # the legend has a filled mark if anything of the line was measured
+    face = color
+    if (points['status'] != MEASURED).all():
+        face = 'white'
+    axes.plot([], [], 'o-', color=color, markerfacecolor=face, label=label)
 
 
 def draw_points(axes, points: pd.DataFrame, color: str) -> None:
