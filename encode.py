@@ -40,7 +40,6 @@ from sdbench.datasets.job import (
 from sdbench.datasets.output import SKIPPED, Output, part_name
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
-from sdbench.forecast.encoding import dry_run
 from sdbench.inputs.loader import default_workers
 from sdbench.inputs.shards import IMAGES_HASH, index_hash, read_image_index
 from sdbench.measuring.record import append_record, run_metadata
@@ -62,6 +61,7 @@ def main(argv: list[str] | None = None) -> dict | list[dict] | None:
     """
     settings = parse(Encode, __doc__, argv, PROGRAM)
     if settings.dry_run:
+        from sdbench.forecast.encoding import dry_run  # no encoding should wait for what a forecast imports
         with one_line_errors(PROGRAM):
             return dry_run(resolve_encoding_defaults(settings))
     stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
