@@ -27,7 +27,7 @@ OUTPUT = pictures
 FOLDER ?= results/proof
 
 .DEFAULT_GOAL := help
-.PHONY: help smoke proof test test-long bench learn report figures lock clean
+.PHONY: help smoke proof test test-long bench learn report figures forecasts lock clean
 
 help:  ## Print this list.
 	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/\1 \2/p' Makefile | awk '{printf "make %-10s", $$1; $$1 = ""; print}'
@@ -63,6 +63,14 @@ figures: $(VENV)/installed  ## The pictures of the documentation anew, and what 
 	python -m benchmarks.forecast $(FIGURES)/forecast.png
 	python report.py published.csv docs/scaling.jsonl --figure $(FIGURES)/days.png
 	python -m benchmarks.notebook docs/walk.ipynb
+
+FORECAST_GPUS = A100-SXM4-80GB H100-80GB NVIDIA-H200 B200
+forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and its figure; 15 minutes on two cores.
+	rm -f docs/plan.jsonl docs/scaling.jsonl
+	for latents in 1 ""; do LATENTS=$$latents GPU="$(FORECAST_GPUS)" PHASE_FLAGS=@recipes/fastest.txt PLAN=docs/plan.jsonl \
+	    sh recipes/stable-diffusion-2.sh plan || exit; done
+	for gpus in 8 16 32 64; do python benchmark.py @recipes/fastest.txt --use_ema --dry_run $$gpus \
+	    --gpu $(FORECAST_GPUS) --results docs/scaling.jsonl || exit; done
 
 COMPILE = uv pip compile --quiet --generate-hashes --python-version 3.11
 lock: $(VENV)/installed  ## Write both lock files anew from the requirements.

@@ -1,7 +1,9 @@
 """The recipes: the whole training and its two phases, and the libraries that the fastest was written for."""
+import importlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -93,6 +95,26 @@ def test_the_plan_of_the_whole_training_adds_up_the_phases_that_it_would_train()
     assert re.search(r'H200 .*\$.*days at 32 px .*, .* days at 64 px .*, .* days to encode 1,000,000,000 images at '
                      r'32 px \(264 GB; .*\), .* days to encode 1,000,000,000 images at 64 px \(1.03 TB; .*\)',
                      done.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions compile to other kernels')
+@pytest.mark.parametrize('words', ['encode.py --image_size 256 ', '--image_size 512 .*--use_synth_latents'])
+def test_the_forecasts_of_the_front_page_are_what_their_commands_say_today(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    kept = []
+    for line in (ROOT / 'docs/plan.jsonl').read_text().splitlines():
+        record = json.loads(line)
+        if re.search(words, record['command']):
+            kept.append(record)
+    program, *argv = shlex.split(kept[0]['command'])
+    results = argv.index('--results')
+    forecasts = importlib.import_module(program.removesuffix('.py')).main(argv[:results] + argv[results + 2:])
+    assert {record['device'] for record in kept} == {record['device'] for record in forecasts}
+    for record in kept:
+        [forecast] = [each for each in forecasts if each['device'] == record['device']]
+        assert forecast['images_per_sec'] == pytest.approx(record['images_per_sec'], rel=1e-3)
+        assert forecast['peak_memory_gib'] == pytest.approx(record['peak_memory_gib'], rel=1e-3)
 
 
 def start_whole_training(folder: Path, source: Path) -> subprocess.Popen:
