@@ -12,6 +12,7 @@ from sdbench.forecast.fake_step import with_fake_tensors
 from sdbench.forecast.memory import build_on_meta
 from sdbench.models.loading import SD2_BASE, find_model
 from sdbench.models.switches import compile_in_place, compile_model
+from tests.forked_runs import run_program
 from tests.runs import TINY, settings_of
 
 
@@ -25,9 +26,8 @@ def dynamo():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
-    """The graphs that a backend is given, which then run as they are."""
+def record_graphs() -> list[torch.fx.GraphModule]:
+    """Have torch compile with a backend that runs graphs as they are; return the list of those that it is given."""
     given = []
 
     def backend(graph, inputs, **options):
@@ -39,8 +39,15 @@ def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
     def compile_with(module, **options):
         compile_module(module, **options | {'backend': backend})
 
-    monkeypatch.setattr(torch.nn.Module, 'compile', compile_with)
+    torch.nn.Module.compile = compile_with
     return given
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[torch.fx.GraphModule]:
+    """The graphs that torch compiles in a test."""
+    monkeypatch.setattr(torch.nn.Module, 'compile', torch.nn.Module.compile)  # which is put back afterwards
+    return record_graphs()
 
 
 def switched_model(*argv: str, name: str = 'tiny', side: int = 64) -> StableDiffusion:
@@ -65,17 +72,27 @@ def assert_same_step(wrapped: torch.nn.Module, model: StableDiffusion, expected:
         torch.testing.assert_close(model.unet.get_parameter(name).grad, parameter.grad, atol=1e-5, rtol=1e-3)
 
 
+def train_under_ddp(argv: list[str]) -> None:
+    """Compare a compiled step with one that is not, in a process that DDP has to itself; print the number of graphs."""
+    name, *flags = argv
+    graphs = record_graphs()
+    expected = switched_model(name=name, side=16)
+    model = switched_model('--compile', *flags, name=name, side=16)
+    dist.initialize_dist('cpu')  # of one rank, so that DDP wraps a model as it does on several
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
+    assert_same_step(wrapped, model, expected, side=16)
+    print(len(graphs))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('flags, num_graphs', [
     ([], 3), (['--gradient_checkpointing'], 3),  # the UNet, the VAE's encoder and the text encoder's layers
     (['--compile_blocks'], 6)], ids=str)
-def test_compiling_trains_as_without_it_and_ddp_cuts_no_graph(graphs, smallest_with_attention, flags, num_graphs):
-    expected = switched_model(name=smallest_with_attention, side=16)
-    model = switched_model('--compile', *flags, name=smallest_with_attention, side=16)
-    dist.initialize_dist('cpu')  # of this process alone, so that DDP wraps a model as it does on several
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=2 ** -10)  # several buckets of these few weights
-    assert_same_step(wrapped, model, expected, side=16)
-    assert len(graphs) == num_graphs
+def test_compiling_trains_as_without_it_and_ddp_cuts_no_graph(server, tmp_path, smallest_with_attention, flags,
+                                                              num_graphs):
+    code, output, errors = run_program(server, tmp_path, train_under_ddp, [smallest_with_attention, *flags])
+    assert code == 0, errors
+    assert output.splitlines()[-1] == str(num_graphs)
 
 
 def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capfd):
