@@ -176,13 +176,6 @@ def test_pictures_of_another_seed_other_data_another_scheduler_or_tokenizer_are_
     assert files_of(evaluated.out) == before
 
 
-def test_fewer_samples_than_ranks_are_refused_before_anything_is_drawn(tmp_path, pipeline, shards, clip, capfd,
-                                                                       monkeypatch):
-    monkeypatch.setenv('WORLD_SIZE', '5')
-    monkeypatch.setattr(evaluate, 'refuse_more_ranks_than_gpus', lambda: None)
-    assert '--samples 4 is fewer than the 5 ranks' in refusal(capfd, pipeline, shards, tmp_path / 'out', *clip)
-
-
 def test_the_fid_is_that_of_torchmetrics_for_the_pictures_and_the_real_ones(evaluated, samples):
     squares = [pillow_square(sample['jpg']).resize((SIZE, SIZE), Image.BILINEAR) for sample in samples[:4]]
     real = torch.stack([torch.from_numpy(np.array(square)).permute(2, 0, 1) for square in squares])

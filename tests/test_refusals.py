@@ -23,7 +23,6 @@ ROWS = [
     # The command line itself
     ('benchmark.py', '--use_synth_data --bach_size 4', '--bach_size is no flag; did you mean --batch_size?'),
     ('benchmark.py', '--use_synth_data --lr 1', '--lr is no flag; did you mean --learning_rate?'),
-    ('benchmark.py', '--use_synth_data --epochs 1', '--epochs is no flag; did you mean --max_duration?'),
     ('benchmark.py', '--use_synth_data --batch 4', '--batch is no flag'),  # an abbreviation is none
     ('benchmark.py', '--use_synth_data --use_ema=true', '--use_ema=true: this flag takes no value; give --use_ema or'),
     ('benchmark.py', '--use_synth_data --precision half', "--precision: invalid choice: 'half'"),
@@ -38,7 +37,6 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
      'does not divide the 6 images that a device gets of --batch_size 6; use 3'),
     ('WORLD_SIZE=3 benchmark.py', f'{SYNTHETIC} --batch_size 8', '8 does not divide over 3 devices; use 6'),
-    ('WORLD_SIZE=3 benchmark.py', f'{SYNTHETIC} --batch_size 2', '2 does not divide over 3 devices; use 3'),
     ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu RTX4091 is no GPU that is known here; give one of NVIDIA'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --learning_rate 0', '--learning_rate: 0 is not a number above 0'),
@@ -46,9 +44,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ('benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 does nothing with --lr_schedule constant'),
     ('benchmark.py', f'{SYNTHETIC} --adam_betas 0.9 1', '--adam_betas: 1 is not a number from 0 to below 1'),
-    ('benchmark.py', f'{SYNTHETIC} --adam_betas 0.9', '--adam_betas: expected 2 arguments'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
-    ('benchmark.py', f'{SYNTHETIC} --autoresume', '--autoresume needs --save_folder'),
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
     ('benchmark.py', f'{SYNTHETIC} --sample_prompts nowhere', '--sample_prompts nowhere is no file'),
     ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts prompts.txt needs a VAE that can'),
@@ -67,11 +63,8 @@ ROWS = [
 
     # Data
     ('benchmark.py', f'--remote nowhere {TINY}', '--remote nowhere holds no index.json, so no whole MDS dataset; '),
-    ('benchmark.py', f'--remote notes {TINY}', '--remote notes holds no index.json, so no whole MDS dataset; '),
     ('benchmark.py', f'--remote shards/index.json {TINY}', '--remote shards/index.json is a file; give the folder'),
-    ('benchmark.py', f'--remote nowhere/index.json {TINY}', '--remote nowhere/index.json is a file; give the folder'),
     ('benchmark.py', f'--remote s3://b/mds/index.json {TINY}', '--remote s3://b/mds/index.json is a file; give the'),
-    ('benchmark.py', f'--remote photo.jpg {TINY}', '--remote photo.jpg is a file; give the folder that holds'),
     ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
     ('benchmark.py', f'--remote shards {TINY} --cache_limit 1mb', '--cache_limit has no cache to bound'),
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: of stores, s3://, gs:// and azure:// can be used; use '
@@ -86,19 +79,13 @@ ROWS = [
     ('convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a glob that matches some'),
     ('convert.py', 'notes out --captions nothing.csv', '--captions nothing.csv cannot be read (No such file'),
     ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),
-    ('convert.py', 'notes out --held_out 1000', '--held_out: 1000'),
-    ('convert.py', 'notes azure://me.blob.core.windows.net', 'names no bucket'),
     ('AWS_PROFILE=nobody convert.py', 'photo.jpg s3://b/a', 'profile (nobody) could not be found'),
     ('LOCAL_RANK=0 convert.py', 'photo.jpg out', 'start it with python, not with a launcher'),
-    ('LOCAL_RANK=0 encode.py', '--remote shards --out out', 'start it with python, not with a launcher'),
     ('encode.py', '--remote shards --out out --ray auto', '--ray auto needs --encoder_precision'),
 
     # Encodings
     ('encode.py', '--remote shards', 'give both --remote and --out'),
     ('encode.py', '--remote shards --out out --images 5', '--images 5 needs --dry_run'),
-    ('encode.py', '--remote shards --out out --dollars_per_gpu_hour H100=5', '--dollars_per_gpu_hour needs --dry_run'),
-    ('encode.py', '--dry_run 8 --remote nowhere', '--remote nowhere holds no index.json'),
-    ('encode.py', '--dry_run 8 --gpu H1000', '--gpu H1000 is no GPU that is known here'),
 
     # Evaluations
     ('evaluate.py', 'notes shards --out out', 'give --inception for FID, --clip for the CLIP score, or both; for a '
@@ -106,7 +93,6 @@ ROWS = [
     ('evaluate.py', 'notes shards --out out --random_networks --clip notes', '--random_networks stands for both'),
     ('evaluate.py', 'notes shards --out s3://b/out --random_networks', 'give --out, a folder of this machine'),
     ('evaluate.py', 'notes shards --out out --random_networks --steps 30', 'would not begin at pure noise'),
-    ('evaluate.py', 'notes shards --out out --random_networks --steps 1000', 'would not begin at pure noise'),
     ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is no folder; fetch one: hf download'),
 
     # Reports
@@ -115,26 +101,22 @@ ROWS = [
     ('report.py', 'published.csv --csv /missing/table.csv', '/missing'),
     ('report.py', 'published.csv --csv published.csv', 'would overwrite the records'),
     ('report.py', 'published.csv --csv results.jsonl', '--csv results.jsonl does not end in .csv'),
-    ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
     ('report.py', 'published.csv --quality q.png', '--quality'),
     ('report.py', 'published.csv --extrapolate 4096', 'a batch of as many images as GPUs'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
-    ('report.py', 'published.csv --phase 10@256', 'at 256 px'),
 
     # Folders, weights, pictures and held-out samples of a training, and what is evaluated and exported
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes --autoresume', '--save_folder notes '),
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
     ('benchmark.py', f'{SYNTHETIC} --tensorboard records.csv/board', '--tensorboard records.csv/board cannot be'),
-    ('benchmark.py', f'{SYNTHETIC} --load_weights nowhere', '--load_weights nowhere is not there'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
     ('benchmark.py', f'--remote shards {TINY} --eval_remote shards', '--eval_remote shards is what the run trains on'),
-    ('benchmark.py', f'{SYNTHETIC} --eval_remote nowhere', '--eval_remote nowhere holds no index.json'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
     ('evaluate.py', 'notes shards --out out --random_networks', 'notes is not there, or holds no whole checkpoint'),
-    ('evaluate.py', 'pipeline prompts.txt --out out --random_networks', 'prompts.txt'),
     ('evaluate.py', 'pipeline shards --out out --random_networks --samples 25', 'fewer than --samples 25'),
+    ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --random_networks --samples 4', '4 is fewer than the 5'),
     ('evaluate.py', 'pipeline shards --out notes --random_networks --samples 4', 'notes already holds something'),
     ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere is not there; fetch it'),
     ('evaluate.py', 'notes shards --out out --inception prompts.txt', "prompts.txt is not torch-fidelity's file with"),

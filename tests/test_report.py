@@ -10,8 +10,8 @@ import pytest
 
 import report
 from sdbench.report.pictures import short_name
+from tests.runs import ROOT, one_error_line
 
-ROOT = Path(__file__).parents[1]
 PUBLISHED = str(ROOT / 'published.csv')
 IMAGES_PER_SEC = {8: 128.2, 16: 254.0, 32: 485.7, 64: 912.2, 128: 1618.4, 256: 2589.4}
 MINIMAL = {'device': 'H200', 'num_devices': 8, 'image_size': 512, 'images_per_sec': 800.0}
@@ -49,21 +49,6 @@ def printed(capsys):
         report.main([str(argument) for argument in argv])
         return capsys.readouterr().out
     return printed
-
-
-@pytest.fixture
-def refused(capsys):
-    """Calls report.py, which ends with one line, and returns that."""
-    def refused(*argv):
-        with pytest.raises(SystemExit) as exit_info:
-            report.main([str(argument) for argument in argv])
-        out, err = capsys.readouterr()
-        assert exit_info.value.code in (1, 2)
-        assert out == ''
-        assert err.count('\n') == 1
-        assert err.startswith('report.py: error: ')
-        return err
-    return refused
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
@@ -318,17 +303,12 @@ def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed, origi
     assert rows[-1]['stage'] == 'plan'
 
 
-def test_a_csv_of_a_spreadsheet_may_begin_with_a_byte_order_mark(tmp_path, printed):
-    (tmp_path / 'bom.csv').write_bytes(b'\xef\xbb\xbfdevice,num_devices,image_size,images_per_sec\nH200,8,512,800\n')
-    assert '800.0' in printed(tmp_path / 'bom.csv')
-
-
 @pytest.mark.parametrize('record, reason', [
     ({'images_per_sec': None}, 'no images_per_sec'), ({'images_per_sec': '1,618'}, "images_per_sec '1,618'"),
     ({'stage': 'evaluate', 'scores': [{'guidance': 1}]}, '')])
-def test_a_bad_record_is_named_by_file_and_line(refused, write, record, reason):
+def test_a_bad_record_is_named_by_file_and_line(write, capfd, record, reason):
     path = write({}, record)
-    assert f'{path}:2: not a record: {reason}' in refused(path)
+    assert f'{path}:2: not a record: {reason}' in one_error_line([path], capfd, report.main)
 
 
 @pytest.mark.parametrize('records, argv, reason', [
@@ -338,8 +318,8 @@ def test_a_bad_record_is_named_by_file_and_line(refused, write, record, reason):
     ([{}, {'image_size': 256, 'num_nodes': 2}], ['--phase', '1@256', '--phase', '1@512'], 'at 256 and 512 px'),
     ([EVALUATION | {'images_seen': None, 'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}],
      ['--quality', 'quality.png'], 'no evaluation has both scores')])
-def test_what_the_records_do_not_allow_is_refused(refused, write, records, argv, reason):
-    assert reason in refused(write(*records), *argv)
+def test_what_the_records_do_not_allow_is_refused(write, capfd, records, argv, reason):
+    assert reason in one_error_line([write(*records), *argv], capfd, report.main)
 
 
 # Scores of evaluate.py
@@ -387,10 +367,6 @@ def drawn(printed, monkeypatch):
     return drawn
 
 
-def texts(axes) -> list[str]:
-    return [text.get_text() for text in axes.texts]
-
-
 def legend(axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
@@ -415,15 +391,6 @@ def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measu
     assert ideal.get_ydata() == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
 
-def test_compare_is_a_bar_of_images_per_second_for_each_training_and_says_which_failed(drawn, write):
-    failed = {'status': 'failed', 'images_per_sec': None, 'error': 'out of memory'}
-    path = write({'compile': False}, {'compile': True, 'images_per_sec': 1000.0}, {'compile': True} | failed,
-                 {'compile': True, 'drift': 0.5}, ENCODE, LOADER)
-    [axes] = drawn(path, '--compare', '--figure', 'ladder.png').axes
-    assert [bar.get_width() for bar in axes.patches] == [800, 1000, 0, 800]
-    assert texts(axes) == ['800', '1,000', 'failed: out of memory', '800, not reliable']
-
-
 def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images(drawn, write):
     curve, fid, clip = drawn(write(TRAINING, EVALUATION, LATER), '--quality', 'quality.png').axes
     assert [list(line.get_xdata()) for line in curve.lines] == [[14, 15], [20, 25]]
@@ -433,19 +400,10 @@ def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images(dr
     assert legend(curve) == ['batch 1,000, guidance 1.5, 4', 'batch 2,000, guidance 1.5, 4']
 
 
-@pytest.mark.parametrize('change, name', [({'samples': 10000}, 'samples'), ({'inception_sha256': 'b'}, 'inception')])
-def test_scores_that_were_made_otherwise_are_lines_of_their_own_which_name_that(drawn, write, change, name):
-    first = EVALUATION | {'inception_sha256': 'a'}
-    curve, fid, _ = drawn(write(first, first | change), '--quality', 'quality.png').axes
-    for axes, lines in ((curve, 2), (fid, 4)):
-        assert len(axes.lines) == lines
-        assert all(name in text for text in legend(axes))
-
-
-def test_the_picture_of_quality_leaves_out_what_nothing_is_known_for(drawn, write):
-    only_fid = EVALUATION | {'scores': [{'guidance': 2, 'fid': 7.0, 'clip_score': None}]}
-    [fid] = drawn(write(only_fid), '--quality', 'quality.png').axes
-    assert (fid.get_xlabel(), fid.get_ylabel()) == ('images seen', 'FID')
+def test_scores_by_another_network_are_lines_of_their_own(drawn, write):
+    one, other = (EVALUATION | {'inception_sha256': name} for name in 'ab')
+    curve, fid, _ = drawn(write(one, other), '--quality', 'quality.png').axes
+    assert (len(curve.lines), len(fid.lines)) == (2, 4)
 
 
 def test_pictures_are_written_and_named(tmp_path, printed, write):
@@ -454,8 +412,3 @@ def test_pictures_are_written_and_named(tmp_path, printed, write):
     assert text.endswith(f'Written: {paths[0]}, {paths[1]}\n')
     assert paths[0].read_bytes().startswith(b'\x89PNG')
     assert 'guidance 4' in paths[1].read_text()
-
-
-def test_what_a_proof_checks_beside_speed_is_in_no_report(printed, write):
-    [rows] = tables(printed(write({}, {'stage': 'proof', 'step': 'life'})))
-    assert len(rows) == 1
