@@ -25,7 +25,7 @@ from tests.samples import Hostile, good, write_shards
 EVERY_3_BATCHES = [('start', 2), ('write', 3), ('link', 6), ('start', 7), ('write', 9), ('update', 11)]
 EVERY_EPOCH = [('start', 4), ('start', 7), ('update', 11)]
 SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 96 --max_duration 4ba --save_interval 1ba '
-                '--caption_drop 0.5 --eval_remote HELD_OUT --eval_interval 2ba --num_workers 0')
+                '--caption_drop 0.5 --snr_gamma 5 --eval_remote HELD_OUT --eval_interval 2ba --num_workers 0')
 
 
 @pytest.mark.parametrize('flags, ranks, kills', [

@@ -1,6 +1,4 @@
 """The optimizer, its schedule, the clipping of gradients and the average: as asked, in a run and in its checkpoint."""
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +6,12 @@ import torch
 from composer import Callback
 from composer.core import Time, Timestamp
 from composer.optim import ConstantScheduler
-from composer.utils import dist
 from diffusers.training_utils import compute_snr
 
 import benchmark
 from benchmark import main
-from ema import unwrap_model
 from sdbench.training.checkpoints import load_checkpoint
 from sdbench.training.optimization import min_snr_weights
-from tests.forked_runs import run_ranks
 from tests.runs import TINY, settings_of
 
 FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4ba', '--use_ema', '--ema_half_life',
@@ -101,62 +96,21 @@ def test_an_average_starts_when_it_is_told_moves_in_every_batch_and_is_in_the_ch
 
 # Min-SNR
 
-def weights_of_diffusers(scheduler, timesteps: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return the weights of diffusers' train_text_to_image.py, by its own SNR."""
-    snr = compute_snr(scheduler, timesteps)
-    weights = torch.stack([snr, gamma * torch.ones_like(snr)], dim=1).min(dim=1)[0]
-    if scheduler.config.prediction_type == 'epsilon':
-        return weights / snr
-    return weights / (snr + 1)
-
-
-class Losses(Callback):
-    """The loss of each batch, and the same by diffusers' weights from what the model was asked and what it returned.
-
-    Args:
-        gamma: of Min-SNR.
-    """
-
-    def __init__(self, gamma: float):
-        self.gamma = gamma
-        self.seen, self.expected = [], []
-
-    def fit_start(self, state, logger):
-        self.timesteps = []
-        self.model = unwrap_model(state.model)
-        self.model.unet.register_forward_pre_hook(lambda unet, arguments: self.timesteps.append(arguments[1]))
-
-    def after_loss(self, state, logger):
-        prediction, target = state.outputs
-        errors = (prediction - target).square().mean(dim=(1, 2, 3))
-        weights = weights_of_diffusers(self.model.scheduler, self.timesteps[-1], self.gamma)
-        self.seen.append(float(state.loss))
-        self.expected.append(float((weights * errors).mean()))
+@pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
+def test_the_loss_has_the_min_snr_weights_of_diffusers(prediction_type, model_folder):
+    """As its train_text_to_image.py calculates them, by its own SNR."""
+    model = benchmark.StableDiffusion('tiny' if prediction_type == 'epsilon' else model_folder, 64, snr_gamma=0.5)
+    batch = {'image': torch.rand(8, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (8, 77))}
+    prediction, target = model(batch)
+    snr = compute_snr(model.scheduler, batch['timestep'])
+    weights = snr.clamp(max=0.5) / (snr if prediction_type == 'epsilon' else snr + 1)
+    expected = (weights * (prediction - target).square().mean(dim=(1, 2, 3))).mean()
+    torch.testing.assert_close(model.loss((prediction, target), batch), expected)
 
 
 @pytest.mark.parametrize('prediction_type, weight', [('epsilon', 1), ('v_prediction', 0)])
 def test_a_timestep_of_noise_alone_has_a_finite_weight(prediction_type, weight):
     assert min_snr_weights(torch.tensor([0.0]), 5.0, prediction_type).tolist() == [weight]
-
-
-def weighted_run(folder: Path, argv: list[str]) -> None:
-    """Train on one of several ranks, and leave its losses and those of diffusers."""
-    witness = Losses(gamma=0.5)  # low, so that most timesteps weigh less
-    main(argv, [witness])
-    (folder / f'rank{dist.get_global_rank()}.json').write_text(json.dumps([witness.seen, witness.expected]))
-
-
-@pytest.mark.parametrize('prediction_type, ranks', [('epsilon', 1), ('v_prediction', 1), ('epsilon', 2)])
-def test_the_loss_of_a_training_has_the_weights_of_diffusers(prediction_type, ranks, model_folder, tmp_path, server):
-    name = 'tiny' if prediction_type == 'epsilon' else model_folder
-    argv = ['--use_synth_data', *TINY, '--model_name', name, '--device_train_microbatch_size', '1', '--snr_gamma',
-            '0.5', '--results', str(tmp_path / 'results')]
-    codes = run_ranks(server, [tmp_path / 'log'] * ranks, weighted_run, [(tmp_path, argv)] * ranks)
-    assert codes == [0] * ranks, (tmp_path / 'log').read_text()
-    for rank in range(ranks):
-        seen, expected = json.loads((tmp_path / f'rank{rank}.json').read_text())
-        assert len(seen) == 16 // ranks
-        assert seen == pytest.approx(expected, rel=1e-4)
 
 
 def test_without_the_flags_all_is_as_in_the_original_but_that_the_unet_alone_is_optimized():

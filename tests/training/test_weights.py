@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from composer import Callback
+from composer import Callback, Trainer
+from composer.algorithms.ema import ema as composers
 
 from benchmark import StableDiffusion, main
+from data import SyntheticImageCaptionDataset, build_loader
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.weights import load_initial_weights, read_trained_model, trained_pipeline
-from tests.forked_runs import run_ranks
-from tests.runs import TINY, assert_equal, flags_of, one_error_line
+from tests.runs import TINY, Weights, assert_equal, flags_of, flat, one_error_line
 from tests.samples import Hostile
-from tests.training import composers_average
 
 
 @pytest.fixture(scope='module')
@@ -138,34 +138,53 @@ def test_weights_that_were_trained_with_another_text_encoder_are_refused(first_p
 
 # What Composer's own EMA has saved
 
-@pytest.fixture(scope='module', params=[1, 2], ids=['one rank', 'two ranks'])
-def trained_by_composer(request, tmp_path_factory, server, smallest_model):
-    """A folder with a checkpoint that Composer's own EMA wrote, and what the weights then were."""
-    folder = tmp_path_factory.mktemp('composer')
-    logs = [folder / f'log{rank}' for rank in range(request.param)]
-    codes = run_ranks(server, logs, composers_average.main, [(smallest_model, folder)] * request.param)
-    assert codes == [0] * request.param, [log.read_text() for log in logs]
-    return folder / 'kept', torch.load(folder / 'weights.pt')
+@pytest.fixture(scope='module', params=['', 'module.'], ids=['one rank', 'several ranks'])
+def trained_by_composer(request, tmp_path_factory, smallest_model) -> tuple[str, dict[str, torch.Tensor]]:
+    """A checkpoint of a training of the original's kind, with Composer's own EMA, and its weights and their average.
+
+    On several ranks the names of the averages begin with a word more.
+    """
+    torch.manual_seed(3)
+    model = StableDiffusion(smallest_model, image_size=16)
+    dataset = SyntheticImageCaptionDataset(16, num_samples=64)
+    weights, folder = Weights(), str(tmp_path_factory.mktemp('composer'))
+    trainer = Trainer(model=model, train_dataloader=build_loader(dataset, 2, num_workers=0),
+                      optimizers=torch.optim.AdamW(model.unet.parameters(), lr=0.01), algorithms=composers.EMA('2ba'),
+                      callbacks=[weights], max_duration='4ba', device='cpu', seed=3, progress_bar=False,
+                      save_folder=folder, save_interval='4ba')
+    trainer.fit()
+    average = weights.weights[0]
+    for live in weights.weights[1:]:
+        average = average + (live - average) * (1 - 2 ** (-1 / 2))
+
+    [path] = checkpoints_in(folder)
+    checkpoint = load_checkpoint(path)
+    averages = dict(checkpoint['state']['algorithms'])['EMA']['ema_model']
+    for kind, tensors in averages.items():
+        averages[kind] = {request.param + name: tensor for name, tensor in tensors.items()}
+    torch.save(checkpoint, f'{folder}/changed.pt')
+    return f'{folder}/changed.pt', {'live': weights.weights[-1], 'averaged': average}
 
 
 def test_a_pipeline_draws_with_the_average_that_composers_own_ema_saved_unless_it_is_told_otherwise(
         trained_by_composer, smallest_model):
-    checkpoints, expected = trained_by_composer
+    checkpoint, expected = trained_by_composer
     assert not torch.equal(expected['live'], expected['averaged'])
     for live, weights in ((False, 'averaged'), (True, 'live')):
-        trained = read_trained_model(str(checkpoints), 'CHECKPOINT')
-        assert trained.batch == composers_average.BATCHES
+        trained = read_trained_model(checkpoint, 'CHECKPOINT')
+        assert trained.batch == 4
         pipeline = trained_pipeline(trained, 'CHECKPOINT', smallest_model, live=live)
-        torch.testing.assert_close(pipeline.unet.conv_in.bias.detach(), expected[weights], atol=1e-7, rtol=1e-5)
+        torch.testing.assert_close(flat(pipeline.unet.parameters()), expected[weights], atol=1e-7, rtol=1e-5)
 
 
 def test_a_training_that_starts_from_such_a_checkpoint_has_its_weights_and_its_average(trained_by_composer,
                                                                                        smallest_model):
-    checkpoints, expected = trained_by_composer
+    checkpoint, expected = trained_by_composer
     torch.manual_seed(3)  # of the random encoders, which have to be the same
-    model = composers_average.StableDiffusion(smallest_model, image_size=16)
-    state = load_initial_weights(str(checkpoints), model, find_model(smallest_model))
-    average = state['ema_model']['named_parameters_dict']['unet.conv_in.bias']
-    torch.testing.assert_close(model.unet.conv_in.bias.detach(), expected['live'], atol=0, rtol=0)
-    torch.testing.assert_close(average, expected['averaged'], atol=1e-7, rtol=1e-5)
+    model = StableDiffusion(smallest_model, image_size=16)
+    state = load_initial_weights(checkpoint, model, find_model(smallest_model))
+    torch.testing.assert_close(flat(model.unet.parameters()), expected['live'], atol=0, rtol=0)
+    averages = flat(state['ema_model']['named_parameters_dict'][f'unet.{name}'] for name, _ in
+                    model.unet.named_parameters())
+    torch.testing.assert_close(averages, expected['averaged'], atol=1e-7, rtol=1e-5)
     assert not state['ema_weights_active']
