@@ -46,19 +46,3 @@ def test_a_peak_is_of_the_exact_gpu_and_of_the_precision(name, bf16, fp16, as_on
     (('H200',), ['NVIDIA H200', 'NVIDIA H200 NVL']), (('NVIDIA-H200', 'B200'), ['NVIDIA H200', 'NVIDIA B200'])])
 def test_a_gpu_is_found_by_its_name_or_by_whole_words_of_it_whatever_the_capitals_spaces_and_hyphens(names, found):
     assert [card.name for card in cards_named(names)] == found
-
-
-def test_every_gpu_of_nvidia_has_what_the_forecast_needs():
-    for card in CARDS.values():
-        is_nvidias = not card.name.startswith('AMD')
-        assert (card.multiprocessors is not None) == is_nvidias, card
-        assert (card.gigahertz is not None) == is_nvidias, card
-        assert (card.link_gigabytes_per_sec is not None) == is_nvidias, card
-
-
-def test_gpus_with_nvlink_exchange_faster_than_those_with_pcie():
-    slowest = min(CARDS[name].link_gigabytes_per_sec for name in (
-        'Tesla V100-SXM2-16GB', 'NVIDIA A100-SXM4-80GB', 'NVIDIA H100 80GB HBM3', 'NVIDIA H200', 'NVIDIA B200'))
-    for card in CARDS.values():
-        if 'PCI' in card.name or 'GeForce' in card.name:
-            assert card.link_gigabytes_per_sec < slowest / 3

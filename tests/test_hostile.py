@@ -7,12 +7,10 @@ import random
 import tarfile
 from functools import cache
 
-import pytest
 from PIL import Image
 
 import convert
-from sdbench.inputs.images import decode_image, resize
-from tests.samples import encoded, picture
+from sdbench.inputs.images import decode_image
 
 CAPTIONS = ('a cat', ' \n', '\ufeff', '\0', '\u202eabc\x1b[2J', 'x' * 100_000, '🦜\u0301', '\ud800')
 
@@ -82,12 +80,3 @@ def test_any_tar_is_converted_or_refused_in_one_line(tmp_path, capfd):
         assert not any('error' in line or 'Traceback' in line for line in lines), (number, lines)
         assert bool(status) == last.startswith(('convert.py: error: ', 'convert.py: warning: ')), (number, last)
         assert {*os.listdir(folder)} <= {'two\nlines.tar', 'out'}
-
-
-@pytest.mark.parametrize('format, size', [('JPEG', 32), ('PNG', None), ('WEBP', 32)])
-@pytest.mark.parametrize('exif', ('00', '4d4d002a', *('4d4d002a0000000800020101000500000001000000260112000300000001'
-                                                      f'000{n}0000000000000000000300000002' for n in range(9))))
-def test_odd_exif_is_read_or_passed_over_as_torchvision_does(format, size, exif):
-    torchvisions, pillows = (decode_image(encoded(picture(3), *how, exif=b'Exif\0\0' + bytes.fromhex(exif)), side)
-                             for how, side in (((), None), ((format,), size)))
-    assert (resize(torchvisions, 32).float() - resize(pillows, 32).float()).abs().mean() < 3

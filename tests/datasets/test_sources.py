@@ -7,7 +7,6 @@ import pytest
 from sdbench.datasets.sources import File, find_files, join_neighbours
 from sdbench.errors import DataError
 from tests.local_s3 import local_s3
-from tests.privileges import without_privileges
 
 
 def make(folder: Path, *names: str) -> Path:
@@ -47,8 +46,13 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', 'y.parquet', 'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README',
          'photo.xyz', 'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar')
     os.mkfifo(tmp_path / 'pipe.tar')
-    (tmp_path / 'closed').chmod(0)
-    found = without_privileges(find_files, [str(tmp_path)])
+
+    def list_but_for_one(folder, scan=os.scandir):
+        if str(folder).endswith('closed'):
+            raise PermissionError(13, 'Permission denied', folder)
+        return scan(folder)
+    monkeypatch.setattr('os.scandir', list_but_for_one)
+    found = find_files([str(tmp_path)])
     assert names_of(found, tmp_path) == ['x.tar', 'y.parquet']
     other = 'not an image, a caption, a tar or Parquet: '
     two = 'more than one image: two.jpg, two.png'

@@ -25,9 +25,9 @@ from sdbench.forecast.compiled_step import (
     norms_as_on_a_gpu,
     trace_compiled_step,
 )
-from sdbench.forecast.fake_step import norms_in_float32, trace_step, with_fake_tensors
+from sdbench.forecast.fake_step import norms_in_float32, with_fake_tensors
 from sdbench.forecast.memory import build_on_meta
-from sdbench.forecast.operators import CONVOLUTIONS, FUSED, FUSED_REDUCTIONS, PRODUCTS
+from sdbench.forecast.operators import ATTENTION, FUSED, FUSED_REDUCTIONS
 from sdbench.forecast.speed import StepWork, Work
 from sdbench.forecast.step_counter import ITEMS, StepMemory
 from sdbench.models.loading import find_model
@@ -56,55 +56,26 @@ class Model(torch.nn.Module):
         return self.layers(tensor)
 
 
-def counted(module: torch.nn.Module, *shape: int, backward: bool = False) -> CompiledStepCounter:
-    """The work of a compiled module on the meta device, for an input float32 (TRACED_IMAGES, *shape)."""
+def counted(module: torch.nn.Module, *shape: int) -> CompiledStepCounter:
+    """Return the work of a compiled step of a module on the meta device, for images float32 (TRACED_IMAGES, *shape)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with_fake_tensors(module, mode)
     compiler = Compiler(mode)
     compile_in_place([module], True, compiler)
     torch._dynamo.reset()
-    with mode, torch.set_grad_enabled(backward):
-        inputs = torch.empty(TRACED_IMAGES, *shape, device='cpu')
-        if inputs.ndim == 4:
-            inputs = inputs.to(memory_format=torch.channels_last)
+    with mode:
+        inputs = torch.empty(TRACED_IMAGES, *shape, device='cpu').to(memory_format=torch.channels_last)
         gradient = torch.empty_like(module(inputs))
-        if backward:
-            torch.autograd.backward(module(inputs), gradient)  # all is compiled now
+        torch.autograd.backward(module(inputs), gradient)  # all is compiled now
         counter = CompiledStepCounter(list(module.parameters()), TRACED_IMAGES)
         compiler.counter = counter
         with counter:
-            result = module(inputs)
-            if backward:
-                torch.autograd.backward(result, gradient)
+            torch.autograd.backward(module(inputs), gradient)
     return counter
 
 
 def total(works: dict[str, Work]) -> Work:
     return sum(works.values(), Work())
-
-
-class Pointwise(torch.nn.Module):
-    def forward(self, tensor):
-        return torch.relu(tensor * 2 + 1) - tensor
-
-
-def test_pointwise_operators_are_one_kernel_that_reads_and_writes_once():
-    counter = counted(Pointwise(), 8)
-    assert counter.fixed == {FUSED: Work(0, 0, 1)}
-    assert counter.per_image == {FUSED: Work(0, 2 * 4 * 8, 0)}
-
-
-def test_a_norm_is_one_kernel_and_a_product_stays_a_librarys():
-    counter = counted(Model(torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.ReLU()), 8)
-    assert {kind: work.kernels for kind, work in counter.fixed.items()} == {FUSED_REDUCTIONS: 1, PRODUCTS: 1, FUSED: 1}
-    assert counter.per_image[FUSED_REDUCTIONS].nbytes == 2 * 4 * 8
-    assert counter.per_image[PRODUCTS] == Work(2 * 8 * 16, 4 * (8 + 16), 0)
-    assert counter.per_image[FUSED].nbytes == pytest.approx(2 * 4 * 16)
-
-
-def test_the_bias_of_a_convolution_is_added_by_what_comes_after_it():
-    counter = counted(Model(torch.nn.Conv2d(8, 8, 3, padding=1), torch.nn.ReLU()), 8, 16, 16)
-    assert {kind: work.kernels for kind, work in counter.fixed.items()} == {CONVOLUTIONS: 1, FUSED: 1}
 
 
 def launches_in_code(module: torch.nn.Module, *shape: int) -> list[float]:
@@ -128,7 +99,7 @@ def launches_in_code(module: torch.nn.Module, *shape: int) -> list[float]:
 
     with mock.patch.object(inductor_schedule, 'schedule', write_code), \
             mock.patch('torch.utils._triton.triton_hash_with_backend', return_value=''):  # which needs a driver
-        counted(module, *shape, backward=True)
+        counted(module, *shape)
     launches = []
     for text in code:
         kernels = re.findall(r"async_compile\.triton\('(\w+)'.*?'kernel_num_gb': ([\d.e-]+)", text, re.DOTALL)
@@ -144,7 +115,7 @@ def norms_and_convolutions() -> torch.nn.Module:
 
 def test_kernels_and_bytes_are_those_of_the_code_that_inductor_writes():
     launches = launches_in_code(norms_and_convolutions(), 32, 16, 16)
-    counter = counted(norms_and_convolutions(), 32, 16, 16, backward=True)
+    counter = counted(norms_and_convolutions(), 32, 16, 16)
     fused = counter.fixed[FUSED] + counter.fixed[FUSED_REDUCTIONS]
     nbytes = TRACED_IMAGES * (counter.per_image[FUSED] + counter.per_image[FUSED_REDUCTIONS]).nbytes + fused.nbytes
     assert fused.kernels == len(launches) > 10
@@ -197,18 +168,6 @@ def test_what_forward_keeps_is_what_real_graphs_keep(smallest_with_attention):
 
 
 @pytest.mark.long
-def test_compiling_leaves_the_arithmetic_and_spares_kernels_and_bytes(smallest_with_attention):
-    _, work = step_of(smallest_with_attention)
-    settings = settings_of(*FLAGS, '--model_name', smallest_with_attention)
-    model = build_on_meta(settings, find_model(smallest_with_attention), False, benchmark.build_model)
-    _, eager = trace_step(model, settings.precision)
-    assert total(work.per_image).flops == pytest.approx(total(eager.per_image).flops)
-    assert total(work.fixed).kernels < total(eager.fixed).kernels
-    assert total(work.per_image).nbytes < total(eager.per_image).nbytes
-    assert work.accumulation == eager.accumulation
-
-
-@pytest.mark.long
 def test_stable_diffusion_2_on_latents_is_3150_kernels_and_6_7_gigabytes_an_image_compiled():
     name = 'stabilityai/stable-diffusion-2-base'
     settings = settings_of('--dry_run', '--model_name', name, '--compile', '--no-compile_blocks', '--channels_last',
@@ -217,6 +176,8 @@ def test_stable_diffusion_2_on_latents_is_3150_kernels_and_6_7_gigabytes_an_imag
     memory, work = trace_compiled_step(model, settings)
     assert total(work.fixed).kernels == pytest.approx(3150, rel=0.02)
     assert total(work.per_image).nbytes == pytest.approx(6.7e9, rel=0.03)
+    published = 2408.7e9 + 45.1e9  # of UNet and text encoder, without the scores that attention computes again
+    assert total(work.per_image).flops == pytest.approx(published + work.per_image[ATTENTION].flops / 6, rel=0.01)
     assert memory.peak(64, accumulated=False)['activations'] == pytest.approx(64 * 0.71 * 2 ** 30, rel=0.02)
 
 

@@ -11,8 +11,6 @@ import pytest
 from composer import ComposerModel
 
 import benchmark
-from sdbench.flags.parser import parse
-from sdbench.flags.train import Train
 from sdbench.forecast.answer import forecast_record
 from sdbench.forecast.compiled_step import NotCounted
 from sdbench.forecast.estimate import Estimate, estimate
@@ -21,7 +19,7 @@ from sdbench.forecast.memory import build_on_meta, lasting_bytes
 from sdbench.gpus import CARDS
 from sdbench.measuring.power import GIB
 from sdbench.models.loading import find_model
-from tests.runs import ROOT, one_error_line, settings_of
+from tests.runs import settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
 A100 = 'NVIDIA A100-SXM4-40GB'
@@ -157,19 +155,6 @@ def test_a_range_is_given_only_inside_of_what_was_tested(card, flags, tested):
     assert untraced(*flags).is_tested(CARDS[card]) is tested
 
 
-def test_the_shares_of_the_time_by_kind_of_operator_are_all_of_it(printed):
-    lines, _, _ = printed
-    start = [line.startswith('Where the time goes') for line in lines].index(True)
-    shares = re.findall(r'(\d+)%', ' '.join(lines[start:start + 2]))
-    assert sum(map(int, shares)) == pytest.approx(100, abs=len(shares) / 2 + 1)
-
-
-def test_latents_are_said_to_be_faster(printed):
-    lines, _, _ = printed
-    [line] = [line for line in lines if line.startswith('latents (encode.py)')]
-    assert number(line.split()[-1]) > 1
-
-
 def test_what_was_measured_of_the_same_model_and_input_stands_beside_the_forecast():
     run = untraced('2')
     record = {'device': H100.name, 'num_devices': 2, 'image_size': 512, 'model_name': run.settings.model_name,
@@ -243,11 +228,6 @@ def test_a_run_that_no_card_holds_is_refused_with_what_would_help(capfd):
     assert 'choose a GPU with more memory' in line
 
 
-def test_a_recipe_is_planned_without_a_place_to_save(smallest_model):
-    argv = [f'@{ROOT}/recipes/phase-1.txt', *SMALL, '--dry_run', '8', '--model_name', smallest_model, '--gpu', 'H200']
-    assert len(benchmark.main(argv)) == 2
-
-
 @pytest.mark.long
 def test_a_compiled_run_is_forecast_by_fewer_bytes_or_said_not_to_be_counted(smallest_model, capfd, monkeypatch):
     argv = ['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'H100 80GB', '--compile']
@@ -263,18 +243,3 @@ def test_a_compiled_run_is_forecast_by_fewer_bytes_or_said_not_to_be_counted(sma
     assert eager['compile'] is False
     assert 'the compiled step could not be counted (torch 9: moved)' in capfd.readouterr().err
     assert compiled['images_per_sec'] > eager['images_per_sec']
-
-
-def test_a_card_that_is_not_known_is_refused_by_the_flags_alone(capsys):
-    with pytest.raises(SystemExit) as exit:
-        parse(Train, '', ['--dry_run', '--gpu', 'H1000'], 'benchmark.py')
-    assert exit.value.code == 2
-    assert 'error: --gpu H1000 is no GPU that is known here' in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('flags, words', [
-    (['--dry_run', '7'], '--batch_size 64 does not divide over 7 devices'),
-    (['--dry_run', '--remote', '/nowhere'], '--remote /nowhere holds no index.json'),
-])
-def test_flags_that_cannot_run_are_refused_in_one_line(flags, words, capfd):
-    assert words in one_error_line([*TINY, *flags], capfd)

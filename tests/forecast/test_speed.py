@@ -9,7 +9,7 @@ import benchmark
 from benchmarks import forecast
 from sdbench.forecast.fake_step import trace_step, updater
 from sdbench.forecast.memory import build_on_meta
-from sdbench.forecast.operators import ATTENTION, AVERAGE, CONVOLUTIONS, NORMS, POINTWISE, PRODUCTS, UPDATE
+from sdbench.forecast.operators import ATTENTION, AVERAGE, CONVOLUTIONS, NORMS, PRODUCTS, UPDATE
 from sdbench.forecast.speed import (
     CONSTANTS,
     IN_A_GRAPH,
@@ -23,7 +23,6 @@ from sdbench.forecast.speed import (
     StepWork,
     Work,
     seconds_by_kind,
-    seconds_of,
     seconds_of_waiting,
 )
 from sdbench.forecast.step_counter import StepCounter
@@ -57,21 +56,6 @@ def total(works: dict[str, Work]) -> Work:
 
 # The arithmetic
 
-def test_arithmetic_bytes_and_kernels_add_up_to_seconds():
-    assert seconds_of(CARD, Work(flops=1e12, nbytes=3e9, kernels=7), ROUND) == pytest.approx(0.02 + 0.003 + 7e-5)
-
-
-def test_multiprocessors_bound_the_bytes_of_a_card_with_fast_memory():
-    fast = CARD._replace(gigabytes_per_sec=8000)
-    assert seconds_of(fast, Work(nbytes=4e9), ROUND) == pytest.approx(0.002)
-
-
-def test_a_step_is_its_microbatches_their_sums_and_one_update():
-    step = StepWork({'a': Work(0, 5, 1)}, {'a': Work(2, 3, 0)}, {'b': Work(0, 7, 1)}, {'c': Work(0, 11, 1)})
-    assert step.of_step(Layout(microbatch=4, images=12)) == {'a': Work(24, 3 * 5 + 12 * 3, 3), 'b': Work(0, 14, 2),
-                                                             'c': Work(0, 11, 1)}
-
-
 # seconds of the backward pass that are left when each of three buckets of 10 GB is there: so long is an image's
 LEFT = (0.9, 0.5, 0.0)
 
@@ -102,10 +86,6 @@ def test_a_step_waits_for_what_is_left_of_the_exchange_after_the_last_backward_p
         {'a': 2 * layout.images, 'b': 0.1, WAITING: expected})
 
 
-def test_one_gpu_exchanges_nothing():
-    assert seconds_by_kind(CARD, step_of_buckets(), Layout(1, 1), ROUND) == {'a': 2}
-
-
 def test_buckets_hold_every_gradient_and_leave_ever_less_to_compute():
     model = benchmark.StableDiffusion('tiny', 64)
     work = work_of_tiny()
@@ -122,16 +102,6 @@ def test_a_product_is_its_multiply_adds_and_its_three_matrices():
     counter = counted(lambda: a @ b)
     assert counter.fixed == {PRODUCTS: Work(0, 4 * (20 + 30 + 24), 1)}
     assert sum(work.flops for work in counter.per_image.values()) * 1009 == pytest.approx(2 * 4 * 5 * 6)
-
-
-def test_views_and_memory_without_content_are_no_work():
-    image = torch.zeros(2, 3, 4)
-    assert counted(lambda: (image.transpose(1, 2).view(2, 4, 3)[:1].detach(), torch.empty(5))).fixed == {}
-
-
-def test_what_an_expanded_tensor_repeats_is_read_once():
-    row = torch.zeros(1, 8).expand(4, 8)
-    assert counted(lambda: row + 1).fixed == {POINTWISE: Work(0, 4 * (8 + 32), 1)}
 
 
 @pytest.mark.parametrize('memory_format, copies', [(torch.channels_last, 0), (torch.contiguous_format, 2)])
@@ -180,13 +150,6 @@ def test_an_update_reads_and_writes_weights_moments_gradients_and_average():
     # four are read, and all of them written: a GradScaler may change the gradients
     assert update[UPDATE].nbytes == pytest.approx(8 * weights, rel=0.01)
     assert update[AVERAGE].nbytes == pytest.approx(3 * weights, rel=0.01)
-
-
-def test_half_precision_norms_and_latents_move_less():
-    given, half, latents = (total(work.per_image).nbytes for work in (
-        work_of_tiny(), work_of_tiny('--half_precision_norms'), work_of_tiny(latents=True)))
-    assert half < 0.95 * given
-    assert latents < 0.8 * given
 
 
 # The fit

@@ -1,10 +1,8 @@
 """Divisions by one that are left out: nothing changes but the kernels."""
-import pytest
 import torch
 
 import benchmark
-from sdbench.models.layers import NoDivision, skip_divisions_by_one
-from tests.runs import settings_of
+from sdbench.models.layers import skip_divisions_by_one
 
 
 def loss_and_gradients(skip: bool) -> list[torch.Tensor]:
@@ -31,13 +29,3 @@ def test_another_divisor_than_one_stays():
     block.output_scale_factor = 1.5
     skip_divisions_by_one(block)
     assert block.output_scale_factor == 1.5
-
-
-@pytest.mark.parametrize('flags, skips', [([], True), (['--compile'], False)])
-def test_a_run_skips_them_unless_it_is_compiled(flags, skips):
-    argv = ['--use_synth_data', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', *flags]
-    settings = settings_of(*argv)
-    model = benchmark.build_model(settings, False)
-    divisors = [module.output_scale_factor for module in model.modules() if hasattr(module, 'output_scale_factor')]
-    assert divisors
-    assert all(isinstance(divisor, NoDivision) == skips for divisor in divisors)
