@@ -1,7 +1,6 @@
 """An S3 server on loopback: moto's, behind a layer that refuses, delays and breaks connections where a test says so."""
 import contextlib
 import io
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -104,17 +103,24 @@ def broken_after(content: bytes) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def local_s3(monkeypatch) -> Iterator[LocalS3]:
-    """Run a server in a thread of this process, that the environment points to, with a boto3 `client`."""
-    store = LocalS3()
-    server = make_server('127.0.0.1', 0, store, threaded=True, request_handler=Handler)
-    environment = {'S3_ENDPOINT_URL': f'http://127.0.0.1:{server.server_port}', 'AWS_ACCESS_KEY_ID': 'a',
-                   'AWS_SECRET_ACCESS_KEY': 'b', 'AWS_DEFAULT_REGION': 'us-east-1', 'AWS_EC2_METADATA_DISABLED': 'true'}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    store.client = boto3.session.Session().client('s3', endpoint_url=os.environ['S3_ENDPOINT_URL'])
+def served(application) -> Iterator[str]:
+    """Serve a WSGI application in a thread of this process, and yield its URL."""
+    server = make_server('127.0.0.1', 0, application, threaded=True, request_handler=Handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
-        yield store
+        yield f'http://127.0.0.1:{server.server_port}'
     finally:
         server.shutdown()
+
+
+@contextlib.contextmanager
+def local_s3(monkeypatch) -> Iterator[LocalS3]:
+    """Run a server that the environment points to, with a boto3 `client`."""
+    store = LocalS3()
+    with served(store) as url:
+        environment = {'S3_ENDPOINT_URL': url, 'AWS_ACCESS_KEY_ID': 'a', 'AWS_SECRET_ACCESS_KEY': 'b',
+                       'AWS_DEFAULT_REGION': 'us-east-1', 'AWS_EC2_METADATA_DISABLED': 'true'}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        store.client = boto3.session.Session().client('s3', endpoint_url=url)
+        yield store

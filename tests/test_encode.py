@@ -21,7 +21,6 @@ from sdbench.forecast.encoding import estimate_encoding
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.training.resolve import resolve_encoding_defaults
-from tests.forked_runs import run_ranks
 from tests.runs import TINY, error_line, times_of
 from tests.samples import encoded, picture, write_shards
 
@@ -79,6 +78,7 @@ def latents(tmp_path_factory, shards, model_folder) -> str:
 def test_every_sample_is_encoded_once_in_the_order_of_the_images(latents, shards):
     assert captions(latents) == captions(shards)
     assert len(captions(latents)) == 24
+    assert hash_of_images(read_index(latents)) == index_hash(read_index(shards))
 
 
 @pytest.mark.parametrize('prediction', ['epsilon', 'v_prediction'])
@@ -117,14 +117,6 @@ def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
     for index in (0, 23):
         posterior = vae.encode(images[index]['image'][None] / 127.5 - 1).latent_dist
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
-
-
-def test_latents_say_of_which_images_they_are_and_are_the_same_dataset_as_if_they_did_not(latents, shards):
-    index = read_index(latents)
-    assert hash_of_images(index) == index_hash(read_index(shards))
-    before = index_hash(index)
-    del index['latents']['images_sha256']  # as an earlier version has written it
-    assert index_hash(index) == hash_of_images(index) == before
 
 
 def test_a_pipeline_of_a_training_on_latents_takes_no_vae_but_that_of_the_encoding(
@@ -243,13 +235,3 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
             np.testing.assert_allclose(one, other, atol=2e-3, rtol=2e-3)
     torch._dynamo.reset()
     assert len(graphs) == 1
-
-
-@pytest.mark.long
-def test_several_ranks_train_on_what_was_encoded(tmp_path, latents, model_folder, server):
-    argv = ['--remote', latents, *TINY, '--model_name', model_folder, '--pretrained', '--results',
-            str(tmp_path / 'results.jsonl')]
-    log = tmp_path / 'log'
-    assert run_ranks(server, [log, log], benchmark.main, [(argv,)] * 2) == [0, 0], log.read_text()
-    record = json.loads((tmp_path / 'results.jsonl').read_text())
-    assert (record['stage'], record['encoders'], record['num_devices']) == ('train', 'text_in_loop', 2)

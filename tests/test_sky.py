@@ -16,10 +16,6 @@ from tests.runs import ROOT
 
 TASK = yaml.safe_load((ROOT / 'sky.yaml').read_text())
 # Of the task and of its resources, by SkyPilot's documents; any other key is refused.
-KEYS = {'name', 'workdir', 'num_nodes', 'resources', 'envs', 'secrets', 'volumes', 'file_mounts', 'setup', 'run',
-        'config', 'service', 'pool'}
-KEYS_OF_RESOURCES = {'infra', 'accelerators', 'cpus', 'memory', 'instance_type', 'use_spot', 'disk_size', 'disk_tier',
-                     'network_tier', 'ports', 'image_id', 'labels', 'autostop', 'any_of', 'ordered', 'job_recovery'}
 TRAINING = {'REMOTE': 's3://bucket/photos', 'SAVE_FOLDER': 's3://bucket/run 1'}
 WHOLE = {'SOURCE': 's3://bucket/tars/', 'WORK': 's3://bucket/sd2', 'MODEL': 'sd2'}
 
@@ -59,11 +55,6 @@ def launched(monkeypatch, arguments: list[str]):
     """Return what the launcher of Composer reads in its arguments."""
     monkeypatch.setattr(sys, 'argv', ['composer', *arguments])
     return launcher._parse_args()
-
-
-def test_the_file_has_the_keys_that_skypilot_knows():
-    assert set(TASK) <= KEYS
-    assert set(TASK['resources']) <= KEYS_OF_RESOURCES
 
 
 def test_setup_makes_an_environment_with_a_python_that_fits(tmp_path):

@@ -2,7 +2,6 @@
 import json
 import os
 import shlex
-import threading
 
 import pytest
 
@@ -69,23 +68,15 @@ def test_the_command_that_trains_fits_the_number_of_samples(samples, model_name,
         assert getattr(settings, flag) == value, flag
 
 
-def test_of_several_runs_that_start_at_once_in_a_store_one_has_begun_it(monkeypatch):
-    refused = []
-    start = threading.Barrier(8)
+def test_of_two_runs_that_begin_at_once_in_a_store_the_second_goes_by_what_the_first_has_written(monkeypatch):
     with local_s3(monkeypatch):
-        def run(number: int) -> None:
-            start.wait()
-            try:
-                begin(Output('s3://bucket/out', 'OUT'), size_limit=number)
-            except ValueError as error:
-                refused.append(str(error))
-        runs = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-        for one in runs:
-            one.start()
-        for one in runs:
-            one.join()
-    assert len(refused) == 7
-    assert all('was begun with size_limit' in line for line in refused)
+        output = Output('s3://bucket/out', 'OUT')
+        begin(output, size_limit=1)
+        seen = iter([None])  # by the second when it looks, since the first has not written yet
+        read = output.read
+        monkeypatch.setattr(output, 'read', lambda name: next(seen, read(name)))
+        with pytest.raises(ValueError, match='was begun with size_limit 1, and this command has 2'):
+            begin(output, size_limit=2)
 
 
 def test_of_files_of_another_machine_a_store_is_not_made(output, monkeypatch):

@@ -1,16 +1,13 @@
 """The rows of Parquet files become samples, as their images would as files, or are listed with a reason."""
-import io
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 
 import convert
-from sdbench.datasets.readers import read_parquet, read_samples
+from sdbench.datasets.readers import read_samples
 from sdbench.datasets.sources import File
-from sdbench.datasets.tables import Columns
 from sdbench.errors import DataError
 from tests.local_s3 import local_s3
 from tests.runs import one_error_line
@@ -136,27 +133,3 @@ def test_parquet_of_a_store_is_read_and_a_store_that_fails_is_no_damage(tmp_path
         store.refusals = [(403, 'AccessDenied')] * 100
         with pytest.raises(DataError, match='x.parquet: access is denied'):
             list(samples)
-
-
-class CountingFile(io.BytesIO):
-    """A file that knows how many of its bytes were read."""
-    bytes_read = 0
-
-    def read(self, size: int | None = -1) -> bytes:
-        content = super().read(size)
-        self.bytes_read += len(content)
-        return content
-
-
-def test_of_a_row_group_only_what_comes_next_is_in_memory(tmp_path, monkeypatch):
-    images = [np.random.default_rng(number).bytes(10_000) for number in range(200)]
-    table = pyarrow.table({'image': images, 'text': CAPTIONS * 5})
-    pyarrow.parquet.write_table(table, tmp_path / 'x.parquet', write_batch_size=1, data_page_size=1,
-                                use_dictionary=False)
-    file = CountingFile((tmp_path / 'x.parquet').read_bytes())
-    monkeypatch.setattr('sdbench.datasets.readers.open_file', lambda path: file)
-    monkeypatch.setattr('sdbench.datasets.readers.PARQUET_BUFFER_BYTES', 1 << 16)
-    rows = read_parquet(File('x.parquet', 1), Columns())
-    assert next(rows) == (0, '.jpg', images[0])
-    assert file.bytes_read < len(file.getvalue()) / 2
-    assert len(list(rows)) == 399

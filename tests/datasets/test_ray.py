@@ -92,23 +92,6 @@ def test_a_conversion_whose_machine_is_lost_ends_as_one_that_lost_none(cluster, 
 
 
 @pytest.mark.long
-def test_a_machine_that_joins_later_gets_work(cluster, store, tmp_path):
-    for number in range(NUM_TARS):
-        store.put(f'more/{number:02}.tar', write_tar(tmp_path / 'x.tar', sample_files('x', number)).read_bytes())
-    cluster.remove_node(cluster.second_node)
-    argv = ['s3://bucket/more', '--size_limit', '1kb', str(tmp_path / 'out'), '--ray', cluster.address]
-    store.delay = 0.5
-    conversion, status = in_thread(convert.convert, parse(Convert, '', argv))
-    wait_until(lambda: finished(tmp_path / 'out') >= 1)
-    store.delay = 5  # the others last until the second machine works
-    cluster.second_node = cluster.add_node(num_cpus=1, object_store_memory=1 << 27)
-    wait_until(lambda: len(tasks()) == 2)
-    store.delay = 0
-    conversion.join(300)
-    assert status == [0]
-
-
-@pytest.mark.long
 def test_an_encoding_whose_worker_is_killed_ends_as_one_whose_was_not(cluster, shards, model_folder, tmp_path,
                                                                       monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -134,7 +134,6 @@ def test_a_row_has_as_many_cells_as_the_header_or_is_listed(tmp_path):
     ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n',
      'the table {} cannot be read up to line 3 (unexpected end of data)'),
     ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'the table {} is not UTF-8; save it as that'),
-    ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n[1]\n', 'row 1 of the table {} cannot be read'),
     ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'row 1 of the table {} cannot be read')])
 @pytest.mark.parametrize('flags', [[], ['--captions', '{}']])
 def test_a_table_that_cannot_be_read_to_its_end_is_refused(tmp_path, capsys, name, content, words, flags):
@@ -145,10 +144,3 @@ def test_a_table_that_cannot_be_read_to_its_end_is_refused(tmp_path, capsys, nam
     argv = [folder, tmp_path / 'out', *(flag.format(table) for flag in flags)]
     assert words.format(table) in one_error_line(argv, capsys, convert.main)
     assert not (tmp_path / 'out').exists()
-
-
-def test_a_caption_that_is_no_text_is_an_empty_one(tmp_path):
-    folder = photos(tmp_path, 'a.jpg', 'b.jpg')
-    (folder / 'metadata.jsonl').write_text('{"file_name": "a.jpg", "text": 3}\n{"file_name": "b.jpg", "text": "two"}\n')
-    assert convert.main([str(folder), str(tmp_path / 'out')]) == 0
-    assert listed(tmp_path / 'out') == [('a.jpg', 'a', 'empty caption')]

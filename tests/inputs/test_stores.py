@@ -1,9 +1,6 @@
 """Stores are opened with the environment that Streaming takes, and what goes wrong there is one line."""
 import os
 import re
-import signal
-import socket
-import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -86,15 +83,14 @@ def test_a_dataset_is_made_from_a_tar_in_azures_store_in_that_store_and_read_as_
     container = 'azure://me.blob.core.windows.net/container'
     monkeypatch.setenv('AZURE_ACCOUNT_ACCESS_KEY', SECRET)
     with local_azure() as server:
-        url = f'http://127.0.0.1:{server.server_port}'
         monkeypatch.setenv('AZURE_STORAGE_USE_EMULATOR', 'true')  # of obstore, and so is the next
-        monkeypatch.setenv('AZURITE_BLOB_STORAGE_URL', url)
+        monkeypatch.setenv('AZURITE_BLOB_STORAGE_URL', server.url)
         server.blobs['tars/0.tar'] = Path(write_sample_tar(tmp_path / '0.tar', samples)).read_bytes()
         assert convert.main([f'{container}/tars', f'{container}/mds', '--num_workers', '1']) == 0
 
         def client_of_emulator(account_url: str, credential: str) -> BlobServiceClient:
             assert account_url == 'https://me.blob.core.windows.net'
-            return BlobServiceClient(f'{url}/me', credential)
+            return BlobServiceClient(f'{server.url}/me', credential)
         monkeypatch.setattr('azure.storage.blob.BlobServiceClient', client_of_emulator)
         read = read_back(tmp_path / 'cache', remote=f'{container}/mds')
     assert read == [(sample['jpg'], sample['caption']) for sample in samples]
@@ -132,32 +128,3 @@ def test_a_store_that_is_not_there_is_given_up_soon(monkeypatch, endpoint, words
     with pytest.raises(ValueError, match=f'^OUT s3://bucket/a: {words}; check the address, S3_ENDPOINT_URL and the'):
         reach('s3://bucket/a', 'OUT')
     assert FIRST_RETRIES['retry_timeout'] <= timedelta(seconds=5)
-
-
-def test_ctrl_c_is_heard_while_a_silent_store_is_waited_for(monkeypatch):
-    listener = socket.create_server(('127.0.0.1', 0))
-    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://127.0.0.1:{listener.getsockname()[1]}')
-    ended = []
-
-    def head(*args, ask=obstore.head) -> None:
-        try:
-            ask(*args)
-        finally:
-            ended.append(args)
-
-    def interrupt_at_first() -> None:
-        with listener.accept()[0]:  # which gets no answer
-            os.kill(os.getpid(), signal.SIGINT)
-            is_over.wait()
-    is_over = threading.Event()
-    monkeypatch.setattr(obstore, 'head', head)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    threading.Thread(target=interrupt_at_first, daemon=True).start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            reach('s3://bucket/a', 'OUT')
-        assert not ended
-    finally:
-        is_over.set()
-        listener.close()
-        signal.signal(signal.SIGINT, before)

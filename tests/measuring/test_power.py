@@ -1,32 +1,17 @@
 """What a GPU says of itself at the end of the measured batches; nothing of it without a GPU."""
-import torch
 from composer.utils import dist
 
-from sdbench.measuring import power
-from sdbench.measuring.power import GIB, QUANTITIES, GpuMonitor, gather_gpu_figures
+from sdbench.measuring.power import QUANTITIES, GpuMonitor, gather_gpu_figures
 
 
-def test_a_gpu_is_asked_at_most_once_a_second_an_error_leaves_out_one_value_and_a_part_has_no_power(
-        as_on_a_gpu, monkeypatch):
-    as_on_a_gpu()
-    watts = iter([300, None, 350])  # that a GPU answers, but for the second time
-    monkeypatch.setitem(QUANTITIES, 'gpu_power_watts', (lambda: next(watts) * 1000, 1000))
+def test_a_gpu_is_asked_for_its_power_and_a_part_of_one_which_others_use_as_well_is_not(as_on_a_gpu, monkeypatch):
+    monkeypatch.setitem(QUANTITIES, 'gpu_power_watts', (lambda: 300_000, 1000))  # milliwatts
     monkeypatch.setitem(QUANTITIES, 'gpu_sm_clock_mhz', (lambda: 1755, 1))
-    allocator = {'allocated_bytes.all.peak': 20 * GIB, 'num_alloc_retries': 4}
-    monkeypatch.setattr(torch.cuda, 'memory_stats', lambda: allocator)
-    ends = iter((10.0, 10.4, 10.9, 11.5, 13.0, 14.0))  # of batches
-    monkeypatch.setattr(power.time, 'monotonic', lambda: next(ends))
-    monitor = GpuMonitor()
-    for _ in range(5):
+    for name, watts in (('NVIDIA H100 80GB HBM3', [300]), ('NVIDIA H100 80GB HBM3 MIG 3g.40gb', [])):
+        as_on_a_gpu(name=name)
+        monitor = GpuMonitor()
         monitor.batch_end()
-    assert monitor.figures() == {'gpu_power_watts_mean': 325, 'gpu_power_watts_max': 350, 'gpu_sm_clock_mhz_mean': 1755,
-                                 'gpu_sm_clock_mhz_max': 1755, 'peak_memory_allocated_gib': 20, 'allocator_retries': 4}
-    assert len(monitor.samples['gpu_sm_clock_mhz']) == 3
-
-    as_on_a_gpu(name='NVIDIA H100 80GB HBM3 MIG 3g.40gb')  # others use the rest of this GPU
-    of_a_part = GpuMonitor()
-    of_a_part.batch_end()
-    assert of_a_part.samples == {'gpu_power_watts': [], 'gpu_sm_clock_mhz': [1755]}
+        assert monitor.samples == {'gpu_power_watts': watts, 'gpu_sm_clock_mhz': [1755]}
 
 
 def test_figures_are_over_all_gpus_and_joules_need_the_power_of_each(monkeypatch):
