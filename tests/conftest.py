@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import shutil
-import signal
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,22 +31,26 @@ def the_same_numbers_are_drawn():
     random.seed(0)
 
 
+@pytest.fixture(autouse=True)
+def a_folder_of_its_own(tmp_path, monkeypatch):
+    """Run each test in its own folder, where a training or an encoding leaves its record."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope='session')
 def plain_run(tmp_path_factory) -> SimpleNamespace:
     """Train on synthetic data in a `folder` of its own.
 
-    Returns its `record`, `output` and `errors`, and the handlers of SIGINT and SIGTERM before and after it.
+    Returns its `record`, `output` and `errors`.
     """
     from benchmark import main
     from tests.runs import TINY
 
-    def handlers() -> list:
-        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    run = SimpleNamespace(folder=tmp_path_factory.mktemp('plain'), signals_before=handlers())
+    run = SimpleNamespace(folder=tmp_path_factory.mktemp('plain'))
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.chdir(run.folder), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         run.record = main(['--use_synth_data', '--use_ema', *TINY])
-    run.output, run.errors, run.signals_after = output.getvalue(), errors.getvalue(), handlers()
+    run.output, run.errors = output.getvalue(), errors.getvalue()
     return run
 
 

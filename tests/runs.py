@@ -68,6 +68,15 @@ def error_line(capfd) -> str:
     return line
 
 
+def refusal(capfd, function: Callable, *arguments) -> str:
+    """Call what must end in an error of the program's own, whatever else it says, and return its one line."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        function(*arguments)
+    assert exit.value.code in (1, 2)
+    return error_line(capfd)
+
+
 def failed(argv, results, capfd, callbacks=()) -> str:
     """Train what must fail; return its one line, which the record has too."""
     capfd.readouterr()
@@ -168,6 +177,25 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def times_of(folder: Path) -> dict[Path, int]:
     """Return when each file below a folder was written, but for locks."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob('*') if path.is_file() and path.suffix != '.lock'}
+
+
+def write_noting_programs(folder: Path, *names: str) -> None:
+    """Write programs of these names that do no more than note how they are called."""
+    for name in names:
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nprintf "%s\\0" {name} "$@" >> {folder}/calls; echo >> {folder}/calls\n')
+        program.chmod(0o755)
+
+
+def calls_of(folder: Path, *names: str) -> list[list[str]]:
+    """Return the arguments of each call of the programs of these names."""
+    calls = []
+    if (folder / 'calls').exists():
+        for line in (folder / 'calls').read_text().splitlines():
+            name, *arguments = line.split('\0')[:-1]
+            if name in names:
+                calls.append(arguments)
+    return calls
 
 
 def start(log: Path, *words) -> subprocess.Popen:
