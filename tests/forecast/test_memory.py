@@ -1,8 +1,66 @@
-"""What a training needs in memory, against published sizes."""
+"""What a training needs in memory: what lasts against published sizes, and a step against one on real tensors."""
+import copy
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 import benchmark
+from sdbench.forecast.fake_step import AUTOCAST_DTYPES, norms_in_float32, trace_step
 from sdbench.forecast.memory import build_on_meta, lasting_bytes
+from sdbench.forecast.step_counter import StepMemory
 from sdbench.models.loading import find_model
+from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of
+
+IMAGES = 3  # not the number that is traced
+TINY = ['--dry_run', '--model_name', 'tiny', '--image_size', '128', '--batch_size', '3']
+
+
+def calculated(*flags: str) -> StepMemory:
+    settings = settings_of(*TINY, *flags)
+    model = build_on_meta(settings, find_model('tiny'), False, benchmark.build_model)
+    memory, _ = trace_step(model, settings.precision, attention=settings.attention)
+    return memory
+
+
+def peak_of_real_tensors(*flags: str) -> int:
+    """Bytes beside the weights, as torch's own tracker counts them on real tensors, without what kernels take for
+    themselves, which is another amount on each kind of CPU."""
+    settings = settings_of(*TINY, *flags)
+    model = benchmark.build_model(settings, False).train()
+    model.requires_grad_()  # the tracker takes no frozen weights; the encoders run without gradients all the same
+    dtype = AUTOCAST_DTYPES.get(settings.precision)
+    tracker = MemTracker()
+    tracker.track_external(model)
+    backend = SDPBackend.MATH if settings.attention == 'math' else SDPBackend.FLASH_ATTENTION
+    with norms_in_float32(), sdpa_kernel(backend), tracker:
+        batch = blank_batch(model, IMAGES, torch.float32, 'cpu')
+        composers_copy = copy.deepcopy(batch)
+        with torch.autocast('cpu', dtype, enabled=dtype is not None):
+            loss = model.loss(model(batch), batch)
+        loss.backward()
+    del composers_copy
+    peak = {str(item): size for item, size in tracker.get_tracker_snapshot('peak')[torch.device('cpu')].items()}
+    return peak['Total'] - peak['_MemRefType.PARAM'] - peak['_MemRefType.BUFFER']
+
+
+@pytest.mark.parametrize('flags, tolerance', [
+    ([], 0.001), (['--half_precision_norms'], 0.001), (['--attention', 'math'], 0.001),
+    (['--gradient_checkpointing'], 0.05),
+    pytest.param(['--precision', 'fp32'], 0.001, marks=pytest.mark.long)], ids=str)
+def test_the_peak_is_that_of_real_tensors(flags, tolerance):
+    calculation = sum(calculated(*flags).peak(IMAGES, accumulated=False).values())
+    assert calculation == pytest.approx(peak_of_real_tensors(*flags), rel=tolerance)
+
+
+def test_gradients_of_an_earlier_microbatch_are_there_all_the_time():
+    step = calculated()
+    first, later = (step.peak(2, accumulated)['gradients'] for accumulated in (False, True))
+    model = benchmark.build_model(settings_of(*TINY), False)
+    assert later == sum(weight.nbytes for weight in model.unet.parameters()) > first
+
 
 README = ['--use_ema', '--use_synth_data', '--device_train_microbatch_size', '4']
 UNET = 865_910_724 * 4  # published numbers of parameters, in float32
