@@ -16,7 +16,7 @@ from diffusers import StableDiffusionPipeline
 from benchmark import main
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from tests.runs import COMMANDS, ROOT, TINY, files_of, settings_of, wait_until
+from tests.runs import COMMANDS, ROOT, TINY, calls_of, files_of, wait_until, write_noting_programs
 from tests.samples import write_photos
 
 FASTEST = ROOT / 'recipes' / 'fastest.txt'
@@ -40,15 +40,11 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages
 
 def commands_of(folder: Path, *argv: str, **variables: str) -> list:
     """Return the settings of each command of the whole training, where no program does more than note its call."""
-    for name in ('python', 'composer'):
-        program = folder / name
-        program.write_text(f'#!/bin/sh\nprintf "%s\\0" "$@" >> {folder}/called; echo >> {folder}/called\n')
-        program.chmod(0o755)
+    write_noting_programs(folder, 'python', 'composer')
     environment = {'PATH': f'{folder}:{os.defpath}', 'OUT': f'{folder}/out', **variables}
     subprocess.run(['sh', WHOLE, *argv], cwd=ROOT, env=environment, check=True, capture_output=True)
     commands = []
-    for line in (folder / 'called').read_text().splitlines():
-        program, *arguments = line.split('\0')[:-1]
+    for program, *arguments in calls_of(folder, 'python', 'composer'):
         commands.append(parse(COMMANDS[program], '', arguments))
     return commands
 
@@ -172,20 +168,12 @@ def test_the_fastest_recipe_says_for_which_libraries_it_was_written():
         assert f'{name} {pinned[library]}' in text
 
 
-def test_the_fastest_recipe_is_of_bf16_on_a_gpu(as_on_a_gpu):
-    settings = settings_of(f'@{FASTEST}', '--use_synth_data')
-    assert (settings.precision, settings.encoder_precision) == ('amp_bf16', 'bf16')
-    assert settings.half_precision_norms
-    assert settings.compile
-
-
 @pytest.mark.parametrize('recipe, flags', [
     ('fastest', ['--no-compile']), ('original', ['--precision', 'fp32']),
     pytest.param('fastest', [], marks=[pytest.mark.long, pytest.mark.skipif(
         ' ' in torch.__file__, reason='torch 2.7.0 gives its own path to the compiler of C++ unquoted')])])
-def test_a_recipe_of_speed_can_be_tried_on_a_cpu(recipe, flags, smallest_model, results):
+def test_a_recipe_of_speed_can_be_tried_on_a_cpu(recipe, flags, smallest_model):
     path = ROOT / 'recipes' / f'{recipe}.txt'
-    record = main([f'@{path}', *flags, '--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '16',
-                   '--results', str(results)])
+    record = main([f'@{path}', *flags, '--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '16'])
     assert record['status'] == 'complete'
     assert record['precision'] == 'fp32'

@@ -3,6 +3,9 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from sdbench import process
 from sdbench.training.run import log_config
 from tests.runs import ROOT, settings_of
 
@@ -36,3 +39,17 @@ def test_a_cpu_is_told_what_stable_diffusion_takes_there_and_what_takes_less(cap
     command = warning.partition('python benchmark.py ')[2].split()
     log_config(settings_of(*command))
     assert 'warning' not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('has_gpu, of_the_user, policy', [
+    (False, None, 'PASSIVE'), (False, 'ACTIVE', 'ACTIVE'), (True, None, None)])
+def test_threads_sleep_on_a_machine_without_a_gpu_unless_the_user_says_otherwise(tmp_path, monkeypatch, has_gpu,
+                                                                                  of_the_user, policy):
+    device = tmp_path / 'gpu'
+    if has_gpu:
+        device.touch()
+    monkeypatch.setattr(process, 'GPU_DEVICES', (str(device),))
+    environment = {} if of_the_user is None else {'OMP_WAIT_POLICY': of_the_user}
+    monkeypatch.setattr(os, 'environ', environment)
+    process.sleep_while_waiting()
+    assert environment.get('OMP_WAIT_POLICY') == policy

@@ -54,15 +54,11 @@ class SimulatedLoader:
         return sum(time <= self.clock.now for time in self.ready_at[self.taken:])
 
 
-class Clock:
-    now = 0.0
-
-
 def simulated_run(monkeypatch, workers=8, batch_seconds=1.0, step_seconds=0.05, first_step=20.0, batches=99,
                   measure_batches=None, warmup=3, checkpoint_every=None, checkpoint_seconds=5.0, epoch=10**6,
                   evaluate=0.0, sample=0.0) -> dict:
     """Return the figures of a run of batches of 4 images, in which nothing but a clock is real."""
-    clock = Clock()
+    clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(measuring.time, 'perf_counter', lambda: clock.now)
     monkeypatch.setattr(measuring, 'peak_memory_gib', lambda: 1.0)
     loader = SimulatedLoader(clock, workers, batch_seconds)
@@ -149,8 +145,7 @@ def test_drift_and_percentiles_are_of_the_slowest_rank_without_the_checkpoint_th
 
 
 def test_the_loader_alone_is_measured_through_the_same_loader(results, shards, capfd):
-    record = main(['--remote', shards, *TINY, '--loader_only', '--measure_batches', '19', '--num_workers', '2',
-                   '--results', str(results)])
+    record = main(['--remote', shards, *TINY, '--loader_only', '--measure_batches', '19', '--num_workers', '2'])
     assert json.loads(results.read_text()) == record
     assert (record['stage'], record['measured_batches']) == ('loader', 19)  # over epochs of 6
     assert record['loader_images_per_sec'] > 0

@@ -122,7 +122,7 @@ def test_no_form_of_password_is_left_in_a_text(text):
 
 
 def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be_reported(results, capfd):
-    flags = ['--use_synth_data', *TINY, '--results', str(results)]
+    flags = ['--use_synth_data', *TINY]
     main(flags)
     record = main([*flags, '--max_duration', '1ba'])
     assert (record['status'], record['images_per_sec']) == ('unmeasured', None)
@@ -161,3 +161,23 @@ def test_a_process_that_waits_for_a_core_most_of_its_time_is_to_be_measured_agai
     caution = busy_cores(str(schedstat))
     assert caution == 'this run waited 90% of the time for a core; measure again while fewer programs run'
     assert remedy({'measured_batches': 20, 'drift': 0.4}, caution) == caution
+
+
+# --profile
+
+def test_a_trace_holds_three_batches_and_its_run_is_in_no_figure(tmp_path, results, smallest_model, capfd):
+    folder = tmp_path / 'trace'
+    record = main(['--use_synth_latents', *TINY, '--model_name', smallest_model, '--measure_batches', '5', '--profile',
+                   str(folder)])
+    [torchs] = (folder / 'torch').iterdir()
+    [composers] = (folder / 'composer').iterdir()
+    assert torchs.name == 'rank0.5.pt.trace.json'  # the suffix by which TensorBoard knows a trace
+    events = json.loads(torchs.read_text())['traceEvents']
+    assert len({event['name'] for event in events if event['name'].startswith('ProfilerStep#')}) == 3
+    names = {event['name'] for event in events}
+    assert {'aten::convolution', 'aten::native_group_norm', 'Optimizer.step#AdamW.step'} <= names
+    assert any('train_batch' in event.get('name', '') for event in json.loads(composers.read_text()))
+    assert record['status'] == 'profiled'
+    assert 'no report counts them' in capfd.readouterr().out
+    report.main([str(results)])
+    assert 'profiled' in capfd.readouterr().out

@@ -1,49 +1,42 @@
-"""sky.yaml as SkyPilot reads it, and what its commands start on each node. SkyPilot 0.14 itself needs another click."""
+"""What the commands of sky.yaml start on each node, and mcloud.yaml as today's mcli reads and sends it.
+
+SkyPilot 0.14 itself needs another click.
+"""
 import os
 import re
+import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import yaml
 from composer.cli import launcher
+from mcli import RunConfig
+from mcli.models.run_config import FinalRunConfig
 
 from benchmarks.proof.__main__ import Machine, smoke_steps
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from tests.runs import ROOT
+from tests.runs import ROOT, calls_of, write_noting_programs
 
 TASK = yaml.safe_load((ROOT / 'sky.yaml').read_text())
-# Of the task and of its resources, by SkyPilot's documents; any other key is refused.
 TRAINING = {'REMOTE': 's3://bucket/photos', 'SAVE_FOLDER': 's3://bucket/run 1'}
 WHOLE = {'SOURCE': 's3://bucket/tars/', 'WORK': 's3://bucket/sd2', 'MODEL': 'sd2'}
 
 
 def run_on(folder: Path, script: str, rank: int = 0, nodes: int = 1, **envs: str) -> subprocess.CompletedProcess:
     """Run a script of the task in bash, on one of the nodes; programs and the recipe only note how they are called."""
-    programs = folder / 'bin'
-    programs.mkdir()
-    for name in ('composer', 'make', 'uv'):
-        program = programs / name
-        program.write_text(f'#!/bin/sh\n[ {name} = uv ] && echo /uv/python3.11\n'
-                           f'printf "%s\\0" {name} "$@" >> {folder}/called-{name}; echo >> {folder}/called-{name}\n')
-        program.chmod(0o755)
+    write_noting_programs(folder, 'composer', 'make', 'uv')
+    (folder / 'uv').write_text('#!/bin/sh\necho /uv/python3.11\n')
     (folder / 'recipes').mkdir()
     (folder / 'recipes/stable-diffusion-2.sh').write_text('env > variables\n')
     addresses = [f'10.0.0.{node + 1}' for node in range(nodes)]
     sky = {'SKYPILOT_NODE_RANK': str(rank), 'SKYPILOT_NODE_IPS': '\n'.join(addresses),
            'SKYPILOT_NUM_NODES': str(nodes), 'SKYPILOT_NUM_GPUS_PER_NODE': '8'}
-    environment = {'PATH': f'{programs}:{os.defpath}'} | TASK['envs'] | envs | sky
+    environment = {'PATH': f'{folder}:{os.defpath}'} | TASK['envs'] | envs | sky
     return subprocess.run(['bash', '-c', script], cwd=folder, env=environment, text=True, capture_output=True)
-
-
-def calls(folder: Path, name: str) -> list[list[str]]:
-    """Return the arguments of each call of a program."""
-    path = folder / f'called-{name}'
-    if not path.exists():
-        return []
-    return [line.split('\0')[1:-1] for line in path.read_text().splitlines()]
 
 
 def flags_of(arguments: list[str]) -> Train:
@@ -59,7 +52,7 @@ def launched(monkeypatch, arguments: list[str]):
 
 def test_setup_makes_an_environment_with_a_python_that_fits(tmp_path):
     run_on(tmp_path, TASK['setup'])
-    [arguments] = calls(tmp_path, 'make')
+    [arguments] = calls_of(tmp_path, 'make')
     assert 'PYTHON=/uv/python3.11' in arguments
     done = subprocess.run(['make', '-n', '-B', 'STACK=pinned', *arguments], cwd=ROOT, text=True, capture_output=True)
     assert 'sh install.sh .venv requirements.lock' in done.stdout
@@ -70,7 +63,7 @@ def test_without_a_remote_the_runs_of_make_smoke_are_over_all_nodes_together(tmp
     done = run_on(tmp_path, TASK['run'], rank, nodes)
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(ROOT)
-    runs = calls(tmp_path, 'composer')
+    runs = calls_of(tmp_path, 'composer')
     for arguments, step in zip(runs, smoke_steps(Machine(8 * nodes, 'H100', 79.2, False)), strict=True):
         assert launched(monkeypatch, arguments).world_size == 8 * nodes
         assert flags_of(arguments) == parse(Train, '', list(step.flags))
@@ -82,7 +75,7 @@ def test_without_a_remote_the_runs_of_make_smoke_are_over_all_nodes_together(tmp
 def test_a_training_is_launched_once_on_each_node_and_goes_on_from_its_bucket(tmp_path, monkeypatch, rank, nodes):
     done = run_on(tmp_path, TASK['run'], rank, nodes, **TRAINING)
     assert done.returncode == 0, done.stderr
-    [arguments] = calls(tmp_path, 'composer')
+    [arguments] = calls_of(tmp_path, 'composer')
     launch = launched(monkeypatch, arguments)
     assert (launch.nproc, launch.world_size) == (8, 8 * nodes)
     assert (launch.node_rank, launch.base_rank) == (rank, 8 * rank)
@@ -100,7 +93,7 @@ def test_the_whole_training_is_the_recipe_with_the_variables_of_the_task(tmp_pat
     variables = dict(line.split('=', 1) for line in (tmp_path / 'variables').read_text().splitlines())
     expected = WHOLE | {'LATENTS': '1', 'RESULTS': '-', 'PHASE_FLAGS': '', 'SCORES': ''}
     assert {name: variables[name] for name in expected} == expected
-    assert calls(tmp_path, 'composer') == []
+    assert calls_of(tmp_path, 'composer') == []
     read = set(re.findall(r'\$\{(\w+):[=?]', (ROOT / 'recipes/stable-diffusion-2.sh').read_text()))
     assert set(expected) <= read
 
@@ -113,5 +106,23 @@ def test_a_training_that_cannot_be_is_refused_in_one_line(tmp_path, envs, line):
     assert done.returncode != 0
     assert line in done.stderr
     assert done.stderr.count('\n') == 1
-    assert calls(tmp_path, 'composer') == []
+    assert calls_of(tmp_path, 'composer') == []
     assert not (tmp_path / 'variables').exists()
+
+
+def test_mcloud_yaml_runs_both_examples_on_eight_gpus_once_its_comments_are_uncommented(tmp_path, caplog):
+    path = tmp_path / 'mcloud.yaml'
+    path.write_text(re.sub(r'# (?=composer |S3_ENDPOINT_URL|cluster:)', '', (ROOT / 'mcloud.yaml').read_text()))
+    with warnings.catch_warnings(), caplog.at_level('WARNING', 'mcli'):  # as mcli complains of a field it does not know
+        warnings.simplefilter('error')
+        sent = FinalRunConfig.finalize_config(RunConfig.from_file(path)).to_create_run_api_input()['runInput']
+    assert caplog.messages == []
+    assert sent['compute'] == {'gpus': 8, 'gpuType': 'a100_40gb', 'cluster': 'my-cluster'}
+    lines = [shlex.split(line, comments=True) for line in sent['command'].splitlines()]
+    enter, install, *runs = [words for words in lines if words]
+    assert enter == ['cd', 'diffusion-benchmark']
+    assert install == ['pip', 'install', '-r', 'requirements.txt']
+    assert [words[:2] for words in runs] == [['composer', 'benchmark.py']] * 2
+    synthetic, streaming = [parse(Train, '', words[2:]) for words in runs]
+    assert (synthetic.use_ema, synthetic.use_synth_data, synthetic.device_train_microbatch_size) == (True, True, 4)
+    assert (streaming.use_ema, streaming.remote) == (True, 's3://my-bucket/laion/mds')
