@@ -23,7 +23,6 @@ class LocalS3:
         access_key: that requests must be signed with, where it is given; moto looks at no signature.
         requests: path and headers of each that came.
         order: the keys of the objects as they were written.
-        is_gone: whether it breaks every connection.
         is_read_only: whether it refuses what would write an object.
     """
 
@@ -34,7 +33,6 @@ class LocalS3:
         self.access_key: str | None = None
         self.requests: list[tuple[str, EnvironHeaders]] = []
         self.order: list[str] = []
-        self.is_gone = False
         self.is_read_only = False
         self.lock = threading.Lock()
         self.moto = DomainDispatcherApplication(create_backend_app)
@@ -76,8 +74,6 @@ class LocalS3:
         environ['wsgi.input'] = io.BytesIO(request.get_data())  # what nobody reads would be taken for the next request
         self.requests.append((environ['RAW_URI'], request.headers))
         time.sleep(self.delay)
-        if self.is_gone:
-            raise ConnectionError
         response = self.refusal(request)
         if response is None:
             with self.lock:  # moto writes an object that is to be new twice, where two ask at once

@@ -97,12 +97,6 @@ def sample_files(key: str, shade: int, suffix: str = 'jpg') -> dict[str, bytes]:
     return {f'{key}.{suffix}': image, f'{key}.txt': f'caption {shade}'.encode(), f'{key}.json': b'{"width": 16}'}
 
 
-def end_of_first_sample(path: Path) -> int:
-    """Return where the first sample, which is three files, ends in a tar, in bytes."""
-    with tarfile.open(path) as tar:
-        return [*tar.getmembers(), tar][3].offset
-
-
 def pillow_square(encoded_image: bytes) -> Image.Image:
     """Return the middle of an image, as Pillow alone decodes it."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded_image))).convert('RGB')

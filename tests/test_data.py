@@ -6,13 +6,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from benchmark import main
-from data import (
-    StreamingLAIONDataset,
-    SyntheticImageCaptionDataset,
-    build_loader,
-    collate,
-    normalize,
-)
+from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader, collate, normalize
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.images import decode_image
 from tests.runs import TINY, failed
@@ -78,13 +72,13 @@ def test_streamed_batches_hold_every_pair_once(shards, samples, num_workers):
 
 
 @pytest.mark.parametrize('num_workers', [0, 2])
-def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_path, results, capfd, num_workers):
+def test_others_stand_in_for_bad_samples_which_are_named_once_and_counted(tmp_path, capfd, num_workers):
     samples = [good(index) for index in range(20)]
     bomb = encoded(Image.new('1', (20_000, 20_000)), 'PNG')
     samples[3]['jpg'], samples[17]['jpg'], samples[18]['caption'] = b'no image', bomb, ' \n'
     shards = write_shards(tmp_path / 'shards', samples)
     record = main(['--remote', shards, *TINY, '--max_duration', '2ep', '--measure_batches', '9', '--num_workers',
-                   str(num_workers), '--max_bad_samples', '0.2', '--results', str(results)])
+                   str(num_workers), '--max_bad_samples', '0.2'])
     assert (record['status'], record['bad_samples'], record['measured_batches']) == ('complete', 3, 9)
     errors = capfd.readouterr().err
     for index, reason in ((3, 'not a known format'), (17, 'decompression bomb'), (18, 'no caption')):
@@ -97,4 +91,4 @@ def test_too_many_bad_samples_end_the_run(tmp_path, results, capfd):
     shards = write_shards(tmp_path / 'shards', samples)
     line = failed(['--remote', shards, *TINY, '--measure_batches', '9'], results, capfd)
     assert 'samples are bad, more than --max_bad_samples 0.01' in line
-    assert main(['--remote', shards, *TINY, '--max_bad_samples', '1', '--results', str(results)])['bad_samples'] > 2
+    assert main(['--remote', shards, *TINY, '--max_bad_samples', '1'])['bad_samples'] > 2

@@ -5,9 +5,8 @@ import shlex
 
 import pytest
 
-from sdbench.datasets.job import join_parts, training_command
+from sdbench.datasets.job import training_command
 from sdbench.datasets.output import Output, PartWriter
-from sdbench.errors import DataError
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.paths import CLAIM
@@ -35,14 +34,6 @@ def test_a_sample_larger_than_a_shard_is_one_and_no_shard_is_empty(output, capti
         part.write({'caption': caption})
     part.finish()
     assert [shard['samples'] for shard in json.loads(output.read('one/index.json'))['shards']] == samples
-
-
-def test_a_part_whose_index_is_gone_or_damaged_is_named_with_the_remedy(output):
-    begin(output)
-    output.write('one/index.json', b'{"shards": [')
-    for name in ('one', 'two'):
-        with pytest.raises(DataError, match=f'^{name}/index.json of OUT .* is gone or damaged; remove .* {name}, '):
-            join_parts(output, [name])
 
 
 def test_an_out_with_files_of_others_is_refused_and_they_stay(output, tmp_path):

@@ -65,9 +65,8 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
         'pipe.tar': 'no file: a broken link, a pipe, a socket or a device'}
 
 
-def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path, monkeypatch):
+def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path):
     make(tmp_path, 'a.jpg', 'a.txt', 'b.png', 'b.txt', 'folder/c.jpg')
-    monkeypatch.chdir(tmp_path)
     found = find_files(['*.jpg', f'{tmp_path}/fol*'])
     assert [(file.name, file.size, file.captions) for file in found.files] == [
         (f'{tmp_path}/a.jpg', 2, ('.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
@@ -108,19 +107,6 @@ def test_tars_of_a_store_are_found_and_the_rest_is_listed(monkeypatch):
         store.refusals = [(403, 'AccessDenied')] * 2
         with pytest.raises(DataError, match='SOURCE s3://bucket/tars: access is denied'):
             find_files(['s3://bucket/tars'])
-
-
-def test_what_is_being_made_inside_source_is_passed_over(tmp_path, monkeypatch):
-    names = ('x.tar', 'out/y.tar', 'outside/z.tar')
-    make(tmp_path, *names)
-    for source in (str(tmp_path), f'{tmp_path}/*'):
-        found = find_files([source], [f'{tmp_path}/./out'])
-        assert names_of(found, tmp_path) == ['outside/z.tar', 'x.tar']
-    with local_s3(monkeypatch) as store:
-        for name in names:
-            store.put(f'tars/{name}', b'1')
-        found = find_files(['s3://bucket/tars'], ['s3://bucket/tars/out'])
-        assert [file.name for file in found.files] == ['s3://bucket/tars/outside/z.tar', 's3://bucket/tars/x.tar']
 
 
 def test_what_was_changed_is_another_part_also_at_the_same_size(tmp_path, monkeypatch):

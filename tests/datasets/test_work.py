@@ -48,21 +48,6 @@ def run(folder: Path, number: int, at_once: int = 1, seconds: float = 0.0, fatal
     return [name for _, names in answers for name in names]
 
 
-def refuse(*args) -> None:
-    raise DataError('a disk\nis full')
-
-
-def fail(*args) -> None:
-    return 1 / 0
-
-
-def test_every_part_is_made_once_by_two_workers(server, tmp_path):
-    assert sorted(run(tmp_path, 9, seconds=0.05)) == [str(index) for index in range(9)]
-    lines = [begun(tmp_path, str(index)) for index in range(9)]
-    assert {len(line) for line in lines} == {1}
-    assert len({line[0] for line in lines}) == 2
-
-
 @pytest.mark.parametrize('die', [kill_itself, have_no_memory])
 def test_what_died_workers_were_at_is_made_again_and_what_was_done_is_not(server, tmp_path, capfd, die):
     run(tmp_path, 8, at_once=4, seconds=0.05, fatal={'1': 2}, do=partial(make, die=die))
@@ -78,14 +63,6 @@ def test_a_part_that_three_workers_die_of_is_named_and_no_other(server, tmp_path
     assert len(begun(tmp_path, '2')) == 3
     assert (tmp_path / '0').exists()
     assert (tmp_path / '1').exists()
-
-
-def test_what_a_worker_raises_is_raised(server, tmp_path):
-    with pytest.raises(DataError, match='a disk\nis full'):
-        run(tmp_path, 3, do=refuse)
-    with pytest.raises(ZeroDivisionError) as error:
-        run(tmp_path, 3, do=fail)
-    assert 'return 1 / 0' in str(error.value.__cause__)  # where in the worker
 
 
 @pytest.mark.long

@@ -82,10 +82,6 @@ def test_heic_of_a_phone_is_converted_and_decoded_upright_also_once_its_package_
     assert np.abs(sample['image'].numpy().astype(int) - reference).mean() < 4  # as HEIC thins out colours
 
 
-def test_smaller_images_stay_as_they_are():
-    assert decode_image(ENCODED['jpeg'], image_size=512).shape == (3, 64, 64)
-
-
 @pytest.mark.parametrize('data, words', [
     (b'', 'not a known format'), (ENCODED['jpeg'][:-40], '.+'), (ENCODED['png'][:99], '.+'),
     (encoded(Image.new('1', (20_000, 20_000)), 'PNG'), '.*decompression bomb.*'),

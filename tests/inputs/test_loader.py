@@ -5,11 +5,8 @@ import signal
 import pytest
 from torch.utils.data import Dataset
 
-from data import StreamingLAIONDataset, build_loader
 from sdbench.errors import known_reason
-from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.loader import TimedDataLoader
-from tests.runs import wait_until
 
 
 class Numbers(Dataset):
@@ -35,18 +32,6 @@ def test_the_wait_is_the_loaders_own_and_is_told_once(monkeypatch):
     next(batches)
     assert next(batches, None) is None
     assert loader.seconds_waited() == 3
-
-
-def test_the_streamed_loader_is_timed_and_counted(shards):
-    dataset = StreamingLAIONDataset(shards, image_size=64, batch_size=4)
-    loader = build_loader(dataset, 4, 2, build_tokenizer()).dataloader
-    batches = iter(loader)
-    next(batches)
-    assert loader.seconds_waited() > 0
-    assert loader.queue_length == 4
-    wait_until(lambda: loader.ready_batches == 4)
-    list(batches)
-    loader._iterator._shutdown_workers()
 
 
 @pytest.mark.parametrize('number, words', [(signal.SIGKILL, 'signal: Killed'), (signal.SIGBUS, 'signal: Bus error')])

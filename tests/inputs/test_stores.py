@@ -10,7 +10,7 @@ from azure.storage.blob import BlobServiceClient
 
 import convert
 from sdbench.inputs import stores
-from sdbench.inputs.stores import FIRST_RETRIES, RETRIES, open_file, open_store, reach, store_error
+from sdbench.inputs.stores import RETRIES, open_file, open_store, store_error
 from tests.local_azure import local_azure
 from tests.local_s3 import local_s3
 from tests.samples import read_back, write_sample_tar
@@ -117,14 +117,3 @@ def test_errors_of_a_store_are_one_line_without_secrets(monkeypatch):
         assert error_of(403, 'AccessDenied').startswith('s3://bucket/a: access is denied; check the name and')
         assert 'SlowDown' in error_of(503, 'SlowDown')
     assert 'error sending request' in error_of(0, '')
-
-
-@pytest.mark.parametrize('endpoint, words', [
-    ('http://127.0.0.1:1', 'the connection is refused'), ('http://no-such-host.invalid', 'its host is not known')])
-def test_a_store_that_is_not_there_is_given_up_soon(monkeypatch, endpoint, words):
-    """Within the few seconds of FIRST_RETRIES; those of all other requests would take minutes."""
-    monkeypatch.setenv('S3_ENDPOINT_URL', endpoint)
-    monkeypatch.setattr(stores, 'RETRIES', None)
-    with pytest.raises(ValueError, match=f'^OUT s3://bucket/a: {words}; check the address, S3_ENDPOINT_URL and the'):
-        reach('s3://bucket/a', 'OUT')
-    assert FIRST_RETRIES['retry_timeout'] <= timedelta(seconds=5)
