@@ -174,7 +174,7 @@ def test_python_in_a_page_compiles_and_imports_what_is_there(page):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """A folder as the pages speak of it: this repository, images with captions, and records of trainings."""
     tracked = subprocess.run(['git', 'ls-files'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in {line.partition('/')[0] for line in tracked.splitlines()}:
@@ -188,7 +188,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / 'elsewhere/captions.csv').write_text('\n'.join(['file_name,text', *rows]))
     for name in ('results.jsonl', 'plan.jsonl'):
         (tmp_path / name).write_text(''.join(json.dumps(record) + '\n' for record in records()))
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 

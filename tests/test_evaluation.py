@@ -106,32 +106,31 @@ def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated,
     assert record['eval_interval'] == '2ba'
 
 
-def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, smallest_model, tmp_path, results):
+def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, smallest_model, tmp_path):
     model = shutil.copytree(smallest_model, tmp_path / 'model')
     (model / 'vae' / 'config.json').write_text(json.dumps(find_model('tiny').configs['vae']))
-    flags = ['--remote', shards, *TRAIN, '--model_name', str(model), '--results', str(results), '--save_folder']
-    main([*flags, str(tmp_path / 'plain')])
-    record = main([*flags, str(tmp_path / 'kept'), '--eval_remote', held_out, '--eval_interval', '2ba'])
+    flags = ['--remote', shards, *TRAIN, '--model_name', str(model), '--save_folder']
+    main([*flags, 'plain'])
+    record = main([*flags, 'kept', '--eval_remote', held_out, '--eval_interval', '2ba'])
     assert record['evaluations'] == 2
     assert_same_training(tmp_path / 'plain', tmp_path / 'kept')
 
 
-def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards, results):
+def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards):
     """Not on the microbatch, the batch that it comes after, the processes that decode, or Min-SNR of the training."""
     folder, record, _ = evaluated
     argv = ['--remote', shards, *TINY, '--num_workers', '2', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
-            '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out, '--results', str(results)]
+            '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out]
     later = main([*argv, '--device_train_microbatch_size', '1', '--snr_gamma', '0.001'])
     assert later['eval_batch'] == 2
     assert later['loss'] < 0.1 * record['loss']  # it has the weights
     assert later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
 
 
-def test_latents_are_evaluated_on_latents(moments, tmp_path, results, capfd):
+def test_latents_are_evaluated_on_latents(moments, tmp_path, capfd):
     remote, samples = moments
-    record = main(['--use_synth_latents', *TRAIN, '--eval_remote', remote, '--save_folder', str(tmp_path / 'kept'),
-                   '--results', str(results)])
-    by_hand = loss_by_hand(checkpoints_in(str(tmp_path / 'kept'))[-1], samples, 64)
+    record = main(['--use_synth_latents', *TRAIN, '--eval_remote', remote, '--save_folder', 'kept'])
+    by_hand = loss_by_hand(checkpoints_in('kept')[-1], samples, 64)
     assert record['eval_loss'] == pytest.approx(by_hand, rel=1e-5)
     assert f'batch 4: loss {by_hand:.4g} on the held-out samples' in capfd.readouterr().err
 
@@ -142,7 +141,7 @@ def test_latents_are_evaluated_on_latents(moments, tmp_path, results, capfd):
     (['--use_synth_data', '--image_size', '128'], ['--eval_remote', 'MOMENTS'], 'latents with image_size 64'),
 ])
 def test_copies_of_the_training_data_and_latents_of_another_size_are_refused(source, flags, words, shards, moments,
-                                                                             tmp_path, results, capfd):
+                                                                             tmp_path, capfd):
     copy = shutil.copytree(shards, tmp_path / 'copy')
     latents = shutil.copytree(moments[0], tmp_path / 'latents')  # as encode.py makes them of these shards
     index = json.loads((latents / 'index.json').read_text())
@@ -150,6 +149,6 @@ def test_copies_of_the_training_data_and_latents_of_another_size_are_refused(sou
     (latents / 'index.json').write_text(json.dumps(index))
     places = {'SHARDS': shards, 'MOMENTS': moments[0], 'COPY': str(copy), 'LATENTS': str(latents)}
     argv = [places.get(argument, argument) for argument in [*TINY, *source, *flags]]
-    line = one_error_line([*argv, '--results', results], capfd)
+    line = one_error_line(argv, capfd)
     assert words in line
     assert '--eval_' in line

@@ -72,7 +72,7 @@ def loaded(out, *without: str) -> StableDiffusionPipeline:
 def test_the_pipeline_has_the_averaged_unet_or_the_live_one_also_from_a_store(checkpoints, exported, tmp_path, s3):
     for name in ('ep0-ba2-rank0.pt', 'ep0-ba4-rank0.pt'):
         s3.client.upload_file(f'{checkpoints}/{name}', 'bucket', f'runs/1/{name}')
-    export(['s3://bucket/runs/1', str(tmp_path / 'live'), '--live'])  # of its newest
+    export(['s3://bucket/runs/1', 'live', '--live'])  # of its newest
     state = load_checkpoint(f'{checkpoints}/ep0-ba4-rank0.pt')['state']
     averages = dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']
     for out, expected in ((exported, averages), (tmp_path / 'live', state['model'])):
@@ -100,7 +100,7 @@ def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(che
 def test_the_pipeline_tokenizes_as_training_does(exported, latent_checkpoints, exported_latents, model_folder,
                                                  tmp_path):
     """Also where the folder of its VAE has another tokenizer, which pads with another token."""
-    without_a_folder = str(tmp_path / 'out')
+    without_a_folder = 'out'
     export([latent_checkpoints, without_a_folder])
     for out, tokenizer in ((exported, model_folder), (without_a_folder, None), (exported_latents, None)):
         in_pipeline = loaded(out, 'unet', 'vae', 'text_encoder').tokenizer
@@ -116,7 +116,7 @@ def test_a_run_on_latents_takes_the_vae_of_the_model_folder_and_is_not_evaluated
     saved = AutoencoderKL.from_pretrained(model_folder, subfolder='vae').state_dict()
     vae = loaded(exported_latents, 'unet', 'text_encoder', 'tokenizer').vae
     assert all(torch.equal(saved[name], tensor) for name, tensor in vae.state_dict().items())
-    export([latent_checkpoints, str(tmp_path / 'out')])
+    export([latent_checkpoints, 'out'])
     output, errors = capfd.readouterr()
     assert 'cannot decode; give --model_name FOLDER --pretrained' in errors
     assert 'there is no average' in output
@@ -127,15 +127,14 @@ def test_a_run_on_latents_takes_the_vae_of_the_model_folder_and_is_not_evaluated
 def test_a_run_without_pretrained_is_told_at_its_start_and_at_its_export_that_its_pictures_will_be_noise(
         smallest_model, tmp_path, capfd):
     run = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '32', '--max_duration', '1ba']
-    main([*run, '--save_folder', str(tmp_path / 'kept'), '--results', '-'])
+    main([*run, '--save_folder', 'kept', '--results', '-'])
     assert 'warning: without --pretrained the VAE and the text encoder are random' in capfd.readouterr().err
-    export([str(tmp_path / 'kept'), str(tmp_path / 'out')])
+    export(['kept', 'out'])
     assert 'was trained without --pretrained' in capfd.readouterr().err
 
 
 @pytest.mark.parametrize('source, flags, words', [
-    ('other', [], 'give --model_name'),
-    ('other', ['--model_name', 'tiny'], 'is not the model of'),
+    ('other', [], 'give --model_name'), ('other', ['--model_name', 'tiny'], 'is not the model of'),
     ('run', ['--model_name', 'EPSILON'], 'prediction_type of its scheduler was "v_prediction", and is "epsilon" now'),
     ('latents', ['--tokenizer', 'MODEL'], 'was trained with another tokenizer than')])
 def test_another_model_or_tokenizer_than_the_trained_one_is_refused(
@@ -159,7 +158,7 @@ def test_an_export_that_ends_in_its_middle_leaves_nothing(checkpoints, tmp_path,
 
     monkeypatch.setattr(StableDiffusionPipeline, 'save_pretrained', end_in_the_middle)
     with pytest.raises(SystemExit) as exit:
-        export([checkpoints, str(tmp_path / 'out')])
+        export([checkpoints, 'out'])
     line = capfd.readouterr().err.splitlines()[-1]
     assert exit.value.code == (130 if trouble == 'SIGTERM' else 1)
     assert 'is whole or not there' in line

@@ -42,8 +42,7 @@ def write_pipeline(folder: Path, model_folder: str) -> None:
 
 
 @pytest.mark.long
-def test_from_photographs_with_a_table_of_captions_to_a_picture(tmp_path, monkeypatch, model_folder):
-    monkeypatch.chdir(tmp_path)
+def test_from_photographs_with_a_table_of_captions_to_a_picture(tmp_path, model_folder):
     write_photographs(tmp_path / 'photos')
     write_pipeline(tmp_path / 'sd15', model_folder)
     (tmp_path / 'prompts.txt').write_text('my cat on a boat')

@@ -139,7 +139,6 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
     (tmp_path / 'photo.jpg').write_bytes(shaded(1))
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:1')
     shutil.copy(ROOT / 'published.csv', tmp_path)
-    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 

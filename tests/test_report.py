@@ -78,11 +78,6 @@ def test_published_csv_gives_the_published_table_and_the_originals_program_on_an
     assert columns(of_h100, 'device_train_microbatch_size', 'images/s') == [('4', '189.3'), ('32', '385.3')]
 
 
-def test_price_and_images_are_flags(printed):
-    [table] = tables(printed(PUBLISHED, '--training_images', 11_076_480, '--dollars_per_gpu_hour', 10))
-    assert columns(table, 'days', 'GPU-hours', 'cost')[0] == ('1.00', '192', '$1,920')
-
-
 def test_the_costs_on_the_front_page_are_those_that_its_command_prints(printed):
     _, plans = tables(printed(ROOT / 'docs/plan.jsonl', '--phase', '1126400000@256', '--phase', '1740800000@512',
                               '--dollars_per_gpu_hour', '2', 'H100=2.5', 'H200=3.2', 'B200=5'))

@@ -21,13 +21,6 @@ def code_cells() -> list[dict]:
     return [cell for cell in json.loads(NOTEBOOK.read_text())['cells'] if cell['cell_type'] == 'code']
 
 
-def test_the_notebook_is_stored_with_its_pictures_and_with_no_path_of_the_machine_that_drew_them():
-    outputs = [output for cell in code_cells() for output in cell['outputs']]
-    assert sum('image/png' in output.get('data', {}) for output in outputs) == 5
-    assert 'site-packages' not in str(outputs)
-    assert not any(cell['execution_count'] for cell in code_cells())
-
-
 def run_forked(command: list, cwd: Path, env: dict[str, str], **_) -> subprocess.CompletedProcess:
     """Run a program of this repository, as `subprocess.run` does, in a process that has imported it already."""
     python, program, *arguments = map(str, command)

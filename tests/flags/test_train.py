@@ -77,12 +77,6 @@ def test_ranks_whose_hosts_differ_take_what_the_first_has_but_for_their_own_fold
         assert together.local == mine.local
 
 
-def test_the_devices_that_encode_share_the_cores(as_on_a_gpu, monkeypatch):
-    monkeypatch.setattr('os.sched_getaffinity', lambda process: range(16))
-    as_on_a_gpu(count=8)
-    assert resolve_encoding_defaults(parse(Encode, '', ['--remote', 'shards', '--out', 'x'])).num_workers == 2
-
-
 def test_a_local_without_a_remote_is_the_data():
     here = settings_of('--local', 'shards', *TINY)
     assert (here.remote, here.local) == ('shards', None)

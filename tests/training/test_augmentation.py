@@ -61,7 +61,7 @@ def test_what_is_drawn_depends_on_seed_and_batch_alone_and_ranks_draw_what_one_w
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_the_model_is_given_the_empty_captions_and_the_mirrored_images_that_are_drawn(results, monkeypatch):
+def test_the_model_is_given_the_empty_captions_and_the_mirrored_images_that_are_drawn(monkeypatch):
     seen = []
 
     class Model(benchmark.StableDiffusion):
@@ -70,7 +70,7 @@ def test_the_model_is_given_the_empty_captions_and_the_mirrored_images_that_are_
             return super().forward(batch)
 
     monkeypatch.setattr(benchmark, 'StableDiffusion', Model)
-    flags = ['--use_synth_data', *TINY, '--device_train_microbatch_size', '2', '--results', str(results)]
+    flags = ['--use_synth_data', *TINY, '--device_train_microbatch_size', '2']
     main(flags)
     images = torch.cat([microbatch['image'] for microbatch in seen])
     seen.clear()

@@ -15,13 +15,13 @@ def test_a_run_leaves_its_record_and_nothing_else_without_the_flags_of_a_logger(
     assert [path.name for path in plain_run.folder.iterdir()] == ['results.jsonl']
 
 
-def test_tensorboard_has_the_curves_evaluations_and_figures_of_a_run_and_of_the_one_that_resumes_it(
-        tmp_path, shards, held_out, results):
+def test_tensorboard_has_the_curves_evaluations_and_figures_of_a_run_and_of_the_one_that_resumes_it(tmp_path, shards,
+                                                                                                    held_out):
     import tensorboard.main  # noqa: F401, the server, which needs more packages than the files
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     argv = ['--remote', shards, *TINY, '--batch_size', '8', '--num_workers', '0', '--eval_remote', held_out,
             '--eval_interval', '1ep', '--save_folder', str(tmp_path / 'a run'), '--autoresume', '--tensorboard',
-            str(tmp_path / 'board'), '--results', str(results), '--max_duration']
+            str(tmp_path / 'board'), '--max_duration']
     main([*argv, '2ep'])
     record = main([*argv, '3ep'])
     [folder] = (tmp_path / 'board').iterdir()

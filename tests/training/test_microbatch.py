@@ -96,8 +96,8 @@ def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backwar
     patch.setattr(benchmark, 'build_model', build_limited_model)
 
 
-def test_a_run_that_searched_has_the_losses_of_one_that_was_told(monkeypatch, results):
-    flags = ['--use_synth_data', *TINY, '--results', str(results)]
+def test_a_run_that_searched_has_the_losses_of_one_that_was_told(monkeypatch):
+    flags = ['--use_synth_data', *TINY]
     told = main([*flags, '--device_train_microbatch_size', '2'])
     search_on_a_cpu(monkeypatch, limit=3)
     found = main(flags)
@@ -106,10 +106,10 @@ def test_a_run_that_searched_has_the_losses_of_one_that_was_told(monkeypatch, re
     assert [found['device_train_microbatch_size'], found['microbatch_search']] == [2, True]
 
 
-def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, capfd, results):
+def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, capfd):
     search_on_a_cpu(monkeypatch, limit=0)
     with pytest.raises(SystemExit):
-        main(['--use_synth_data', *TINY, '--results', str(results)])
+        main(['--use_synth_data', *TINY])
     _, line = capfd.readouterr().err.splitlines()
     assert 'not even one image of --image_size 64 fits' in line
     assert '--gradient_checkpointing' in line

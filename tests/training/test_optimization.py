@@ -36,8 +36,7 @@ class Witness(Callback):
 
 def test_a_run_does_what_its_flags_say_and_has_them_in_its_record_and_in_its_checkpoint(tmp_path):
     witness = Witness()
-    record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--results', str(tmp_path / 'results'),
-                   '--save_folder', str(tmp_path / 'kept')], [witness])
+    record = main(['--use_synth_data', *TINY, *FLAGS, '--max_duration', '7ba', '--save_folder', 'kept'], [witness])
     state = load_checkpoint(tmp_path / 'kept' / 'latest-rank0.pt')['state']
 
     # a warm-up of four batches, and gradients whose norms would be about 1
@@ -83,7 +82,7 @@ def test_an_average_starts_when_it_is_told_moves_in_every_batch_and_is_in_the_ch
         flags += ['--ema_start', start]
     record = main(['--remote', shards, *TINY, '--model_name', smallest_model, '--image_size', '16', '--batch_size', '8',
                    '--num_workers', '0', '--use_ema', *flags, '--max_duration', duration, '--learning_rate', '0.01',
-                   '--save_folder', str(tmp_path / 'kept'), '--results', str(tmp_path / 'results')], [witness])
+                   '--save_folder', 'kept'], [witness])
     assert record['ema_half_life'] == '3ba'  # 24 samples in batches of 8
     assert witness.averaged.index(True) + 1 == first_batch
     average = witness.weights[first_batch - 1]

@@ -10,15 +10,14 @@ from tests.runs import TINY, failed
 from tests.samples import encoded, picture, write_shards
 
 
-def test_out_of_memory_says_the_microbatch_what_to_try_and_where_the_record_is_and_no_summary(
-        results, capfd, monkeypatch):
+def test_out_of_memory_says_the_microbatch_what_to_try_and_where_the_record_is_and_no_summary(capfd, monkeypatch):
     monkeypatch.setattr(benchmark.StableDiffusion, 'encode', lambda self, batch: torch.empty(1 << 60))
     with pytest.raises(SystemExit) as exit:
-        benchmark.main(['--use_synth_data', *TINY, '--device_train_microbatch_size', '2', '--results', str(results)])
+        benchmark.main(['--use_synth_data', *TINY, '--device_train_microbatch_size', '2'])
     output, errors = capfd.readouterr()
     assert exit.value.code == 1
     assert 'out of memory at --device_train_microbatch_size 2; use a smaller one' in errors
-    assert output.split() == ['record', 'appended', 'to', str(results)]
+    assert output.split() == ['record', 'appended', 'to', 'results.jsonl']
 
 
 def test_a_crash_leaves_a_record_that_says_why_without_passwords(results, capfd, monkeypatch):

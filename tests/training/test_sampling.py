@@ -105,14 +105,14 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
     latents = tmp_path / 'latents'
     record = main(['--use_synth_latents', *TINY, '--model_name', model_folder, '--pretrained', '--max_duration', '3ba',
                    '--sample_prompts', prompts, '--sample_interval', '1000ba', '--sample_folder', str(latents),
-                   '--results', str(tmp_path / 'r'), '--save_folder', str(tmp_path / 'kept-latents')])
+                   '--save_folder', 'kept-latents'])
     assert record['encoders'] == 'text_in_loop'
     assert [path.name for path in latents.iterdir()] == ['ba3.png']
-    export([str(tmp_path / 'kept-latents'), str(tmp_path / 'out'), '--pretrained'])
+    export(['kept-latents', 'out', '--pretrained'])
     for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
-    evaluated, _ = load_model(str(tmp_path / 'kept-latents'))
-    assert_equal(evaluated.vae.state_dict(), load_pipeline(str(tmp_path / 'out'), 'MODEL').vae.state_dict())
+    evaluated, _ = load_model('kept-latents')
+    assert_equal(evaluated.vae.state_dict(), load_pipeline('out', 'MODEL').vae.state_dict())
 
 
 @pytest.mark.long
@@ -130,8 +130,7 @@ def test_a_run_that_starts_again_leaves_the_drawings_of_the_one_before_it(
         tmp_path, smallest_model, prompts, few_steps, capfd):
     kept_in = tmp_path / 'kept'
     argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--pretrained', '--image_size', '32',
-            '--max_duration', '1ba', '--sample_prompts', prompts, '--results', str(tmp_path / 'results'),
-            '--save_folder', str(kept_in), '--autoresume']
+            '--max_duration', '1ba', '--sample_prompts', prompts, '--save_folder', str(kept_in), '--autoresume']
     main(argv)
     output, errors = capfd.readouterr()
     assert f'drawings        in {kept_in}-samples\n' in output
