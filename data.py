@@ -303,11 +303,13 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
             HeldOutSamples.
         batch_size: samples a device.
         num_workers: processes that decode, for each device; the synthetic dataset takes none.
-        tokenizer: for captions that are text, as the streamed dataset gives them from here on.
+        tokenizer: of the captions; default: that of a streamed dataset, which gives them as text from here on.
         max_bad_samples: the share that may be bad before the run ends.
 
     Raises ValueError if the streamed dataset has a transform, since this loader scales images on the device.
     """
+    if tokenizer is None and isinstance(dataset, StreamingLAIONDataset):
+        tokenizer = dataset.tokenizer or build_tokenizer()
     make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
     workers = {'num_workers': num_workers, 'worker_init_fn': leave_process_group,
                'pin_memory': torch.cuda.is_available()}

@@ -47,7 +47,7 @@ def warn_of_random_parts(flags: Export, trained: TrainedModel) -> None:
     if trained.vae is None and not flags.pretrained:
         print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random one in its '
               'place cannot decode; give --model_name FOLDER --pretrained for the one that encoded', file=sys.stderr)
-    elif not trained.flags.get('pretrained'):
+    elif trained.flags and not trained.flags.get('pretrained'):  # the checkpoint of a program of one's own has no flags
         random = 'its text encoder is' if trained.vae is None else 'its VAE and its text encoder are'
         print(f'warning: {flags.checkpoint} was trained without --pretrained, so that {random} random, and pictures '
               'will be noise', file=sys.stderr)
