@@ -387,10 +387,6 @@ def drawn(printed, monkeypatch):
     return drawn
 
 
-def texts(axes) -> list[str]:
-    return [text.get_text() for text in axes.texts]
-
-
 def legend(axes) -> list[str]:
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
@@ -413,15 +409,6 @@ def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measu
     assert of_forecast.get_ydata() == pytest.approx([2_867_200_000 / speed / 86_400 for speed in (625, 400)])
     ideal, _ = [line for line in drawn_lines if line.get_linestyle() == '--']
     assert ideal.get_ydata() == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
-
-
-def test_compare_is_a_bar_of_images_per_second_for_each_training_and_says_which_failed(drawn, write):
-    failed = {'status': 'failed', 'images_per_sec': None, 'error': 'out of memory'}
-    path = write({'compile': False}, {'compile': True, 'images_per_sec': 1000.0}, {'compile': True} | failed,
-                 {'compile': True, 'drift': 0.5}, ENCODE, LOADER)
-    [axes] = drawn(path, '--compare', '--figure', 'ladder.png').axes
-    assert [bar.get_width() for bar in axes.patches] == [800, 1000, 0, 800]
-    assert texts(axes) == ['800', '1,000', 'failed: out of memory', '800, not reliable']
 
 
 def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images(drawn, write):

@@ -23,7 +23,7 @@ def code_cells() -> list[dict]:
 
 def test_the_notebook_is_stored_with_its_pictures_and_with_no_path_of_the_machine_that_drew_them():
     outputs = [output for cell in code_cells() for output in cell['outputs']]
-    assert sum('image/png' in output.get('data', {}) for output in outputs) == 5
+    assert sum('image/png' in output.get('data', {}) for output in outputs) == 4
     assert 'site-packages' not in str(outputs)
     assert not any(cell['execution_count'] for cell in code_cells())
 

@@ -191,8 +191,8 @@ class Report:
     phase: tuple[tuple[int, str], ...] = flag(
         (), 'a phase of a plan: how many images to train on, and the side of each in pixels; the next phase stands '
         'behind it (default: no plan)', converter=phase, metavar='IMAGES@SIZE')
-    figure: str | None = flag(None, 'file for a picture, such as days.png: days over the number of GPUs, or with '
-                              '--compare images per second of each record', metavar='FILE')
+    figure: str | None = flag(None, 'file for a picture, such as days.png: days over the number of GPUs',
+                              metavar='FILE')
     quality: str | None = flag(None, 'file for a picture, such as quality.png, of what evaluate.py has scored: FID '
                                'against CLIP score, and both against the images of the training', metavar='FILE')
     csv: str | None = flag(None, 'file for the rows of all tables, unrounded', metavar='FILE')
