@@ -45,7 +45,10 @@ def report(settings: Report) -> str:
     """
     rows = []
     for path in settings.records:
-        rows += read_records(path)
+        found = read_records(path)
+        if not found:
+            raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
+        rows += found
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
     require_what_flags_need(settings, records, evaluations)

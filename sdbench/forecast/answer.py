@@ -70,7 +70,7 @@ def answer(given: Estimate, others: list[Estimate], cards: list[Card], forecasts
         others: the run with one change each.
         cards: that hold an image of it.
         forecasts: the record of each card, in their order.
-        measured: the records of --results.
+        measured: the rows of --results.
     """
     settings = given.settings
     latents = given.model.vae is None

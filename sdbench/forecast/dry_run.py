@@ -1,6 +1,7 @@
 """--dry_run: say what a run would need and could reach, on any machine, before a GPU is rented. Nothing is trained."""
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 
@@ -11,10 +12,10 @@ from sdbench.flags.train import Train
 from sdbench.forecast.answer import answer, forecast_record
 from sdbench.forecast.compiled_step import NotCounted
 from sdbench.forecast.estimate import estimate, is_on_latents, with_less_memory
-from sdbench.forecast.measured import read_json_lines
 from sdbench.forecast.speed import can_forecast
 from sdbench.gpus import Card, cards_named
 from sdbench.measuring.record import append_line
+from sdbench.report.records import read_records
 
 
 def dry_run(settings: Train, build_model: Callable) -> list[dict]:
@@ -25,15 +26,15 @@ def dry_run(settings: Train, build_model: Callable) -> list[dict]:
         build_model: makes the model that the run would train.
 
     Returns the records of the forecasts, one for each GPU of --gpu that holds an image and can be forecast.
-    Raises ValueError if the model or the remote is not known, or no GPU holds an image.
+    Raises ValueError if the model or the remote is not known, a line of --results is no record, or nothing fits.
     """
     if dist.get_global_rank() > 0:
         return []
     # What may be refused comes before the trace, which takes a minute.
     cards = cards_to_forecast(settings.gpu, settings.precision)
-    measured, unread = read_json_lines(settings.results_file)
-    for words in unread:
-        print(words, file=sys.stderr, flush=True)
+    measured = []
+    if os.path.isfile(settings.results_file):
+        measured = read_records(settings.results_file)
     latents = is_on_latents(settings)
 
     # A step of the run as given, and with each change that takes less memory.
