@@ -37,7 +37,7 @@ from torchmetrics import MeanSquaredError
 from data import build_data, build_evaluator, normalize, open_held_out
 from ema import EMA
 from sdbench.flags.times import times_in_batches
-from sdbench.forecast.dry_run import dry_run
+from sdbench.forecast.training import forecast_training
 from sdbench.inputs.held_out import NOISE, TIMESTEP
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement
@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
         # The flags, and what this machine says of those that were not given.
         settings = resolve_defaults(parse(Train, __doc__, argv, PROGRAM))
         if settings.dry_run:
-            return dry_run(settings, build_model)
+            return forecast_training(settings, build_model)
 
         # All ranks meet, and train for as long as rank 0.
         join_ranks(get_device(), settings.dist_timeout)

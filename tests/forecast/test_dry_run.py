@@ -13,11 +13,11 @@ from composer import ComposerModel
 import benchmark
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.forecast.answer import forecast_record
 from sdbench.forecast.compiled_step import NotCounted
 from sdbench.forecast.estimate import Estimate, estimate
 from sdbench.forecast.measured import measured_speeds
 from sdbench.forecast.memory import build_on_meta, lasting_bytes
+from sdbench.forecast.training import training_forecast
 from sdbench.gpus import CARDS
 from sdbench.measuring.power import GIB
 from sdbench.models.loading import find_model
@@ -126,11 +126,11 @@ def test_a_forecast_has_the_range_of_the_error_where_it_is_tested_and_the_settin
     monkeypatch.setattr(Estimate, 'microbatch_on', lambda self, card: 32)
     monkeypatch.setattr(Estimate, 'images_per_sec', lambda self, card, microbatch: 100.0)
     monkeypatch.setattr(Estimate, 'taken', lambda self, microbatch: 60.0)
-    forecast = forecast_record(untraced('8', '--use_ema'), H100, False)
+    forecast = training_forecast(untraced('8', '--use_ema'), H100, False)
     assert (forecast['images_per_sec_least'], forecast['images_per_sec_most']) == pytest.approx((100 / 1.18, 118))
     assert (forecast['stage'], forecast['status'], forecast['device']) == ('train', 'forecast', H100.name)
     assert (forecast['num_devices'], forecast['device_train_microbatch_size'], forecast['use_ema']) == (8, 32, True)
-    assert forecast_record(untraced('8', '--compile'), H100, False)['images_per_sec_least'] is None
+    assert training_forecast(untraced('8', '--compile'), H100, False)['images_per_sec_least'] is None
 
 
 IN_A_GRAPH = ['--compile', 'reduce-overhead', '--batch_size', '512', '--device_train_microbatch_size', '64']
