@@ -257,7 +257,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         build_speed_monitor(settings),
         *more,                  # what they do counts as part of the batch
         measurement,            # the clock stops here, before anything is drawn or saved
-        Progress(measurement),
+        Progress(),
         safeguard,
         Evaluations(),
         LRMonitor(),

@@ -29,7 +29,7 @@ from sdbench.report.records import EVALUATED, SETTINGS, read_records
 from sdbench.report.scores import FROM_SPEED, score_table
 from sdbench.report.speeds import speed_table
 
-NOT_IN_CSV = ['record', 'setting', 'label', 'on_cpu']  # columns that are for the program alone
+NOT_IN_CSV = ['record', 'setting', 'on_cpu']  # columns that are for the program alone
 
 
 def main(argv=None):
