@@ -25,9 +25,9 @@ from sdbench.forecast.dry_run import (
     three_digits,
     time_in_words,
 )
-from sdbench.forecast.fake_step import counted, with_fake_tensors
+from sdbench.forecast.fake_step import memory_and_work, with_fake_tensors
 from sdbench.forecast.memory import parameter_bytes
-from sdbench.forecast.speed import Layout, StepWork, can_forecast, images_per_sec, seconds_by_kind
+from sdbench.forecast.speed import BatchSplit, StepWork, can_forecast, images_per_sec, seconds_by_kind
 from sdbench.forecast.step_counter import StepCounter, StepMemory
 from sdbench.gpus import Card
 from sdbench.inputs.loader import default_workers
@@ -78,12 +78,12 @@ class EncodingEstimate:
 
     def images_per_sec(self, card: Card) -> float:
         """Return the speed of all devices together, which share no work."""
-        return self.settings.dry_run * images_per_sec(card, self.work, self.layout)
+        return self.settings.dry_run * images_per_sec(card, self.work, self.split)
 
     @property
-    def layout(self) -> Layout:
+    def split(self) -> BatchSplit:
         """Return the batch of a device, which shares nothing with the others."""
-        return Layout(self.settings.batch_size, self.settings.batch_size)
+        return BatchSplit(self.settings.batch_size, self.settings.batch_size)
 
 
 def forecast_encoding(settings: Encode) -> list[dict]:
@@ -131,19 +131,19 @@ def estimate_encoding(settings: Encode) -> EncodingEstimate:
     return EncodingEstimate(settings, vae_bytes, memory, work, latent_bytes)
 
 
-def trace_encoding(outline: AutoencoderKL, image_size: int) -> tuple[StepMemory, StepWork]:
+def trace_encoding(meta_model: AutoencoderKL, image_size: int) -> tuple[StepMemory, StepWork]:
     """Return memory and work of encoding a batch, as fake_step.py finds those of a step.
 
     Args:
-        outline: the VAE on the meta device; its tensors become fake ones.
+        meta_model: the VAE on the meta device; its tensors become fake ones.
         image_size: height and width of the images in pixels. Resizing them on the GPU is not counted.
     """
     mode = FakeTensorMode()
-    vae = with_fake_tensors(outline, mode).eval()
+    vae = with_fake_tensors(meta_model, mode).eval()
     counter = StepCounter(list(vae.parameters()))
     with mode, counter:
         encode_batch(vae, image_size, counter.images)
-    return counted(vae, counter, {})
+    return memory_and_work(vae, counter, {})
 
 
 @torch.no_grad()
@@ -223,6 +223,6 @@ def encoding_answer(estimate: EncodingEstimate, cards: list[Card], records: list
     [first] = [card for card in cards if card.name == records[0]['device']]
     blocks = [f'{textwrap.fill(title, WIDTH)}\n{NOT_IN_IT}', '\n'.join([aligned(pd.DataFrame(rows)), *notes])]
     if records[0]['images_per_sec'] is not None:
-        seconds = seconds_by_kind(first, estimate.work, estimate.layout)
+        seconds = seconds_by_kind(first, estimate.work, estimate.split)
         blocks.append(textwrap.fill(time_in_words(seconds), WIDTH))
     return '\n\n'.join(blocks)

@@ -143,8 +143,8 @@ def training_answer(given: Estimate, others: list[Estimate], cards: list[Card], 
         blocks.append(aligned(change_rows(given, others, first)))
     blocks.append(f'{aligned(memory_rows(given, first))}\n{MEMORY}')
     if is_forecast:
-        layout = given.layout(given.microbatch_on(first))
-        seconds = seconds_by_kind(first, given.work, layout, given.constants)
+        split = given.split(given.microbatch_on(first))
+        seconds = seconds_by_kind(first, given.work, split, given.constants)
         blocks.append(textwrap.fill(time_in_words(seconds), WIDTH))
 
     # the evidence

@@ -34,7 +34,6 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     Raises ValueError if no row has days.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
 
     # a line has one setting; a forecast takes the largest microbatch, which gets smaller with more GPUs
     rows = rows[rows['days'].notna()].sort_values('num_devices', kind='stable')
@@ -61,8 +60,14 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.plot([], [], 'o', color='black', markerfacecolor='white', label='extrapolated, or forecast with its range')
     axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
 
-    # axes and legend
-    counts = sorted(rows['num_devices'].unique())
+    set_days_axes(axes, sorted(rows['num_devices'].unique()), training_images)
+    figure.savefig(path, dpi=160)
+
+
+def set_days_axes(axes, counts: list[int], training_images: int) -> None:
+    """Label the axes of the picture of days, with a tick for each number of GPUs, and place its legend."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     axes.set(xscale='log', yscale='log', xlabel='GPUs', ylabel=f'days for {training_images:,} images')
     axes.set_xticks(counts, counts)
     axes.minorticks_off()
@@ -71,7 +76,6 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.grid(alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc='center left', bbox_to_anchor=(1.01, 0.5))
-    figure.savefig(path, dpi=160)
 
 
 def draw_line(axes, points: pd.DataFrame, color: str, label: str) -> None:

@@ -17,9 +17,9 @@ from sdbench.forecast.speed import (
     TESTED,
     TESTED_IN_A_GRAPH,
     WAITING,
+    BatchSplit,
     Bucket,
     Constants,
-    Layout,
     StepWork,
     Work,
     seconds_by_kind,
@@ -68,7 +68,7 @@ def test_multiprocessors_bound_the_bytes_of_a_card_with_fast_memory():
 
 def test_a_step_is_its_microbatches_their_sums_and_one_update():
     step = StepWork({'a': Work(0, 5, 1)}, {'a': Work(2, 3, 0)}, {'b': Work(0, 7, 1)}, {'c': Work(0, 11, 1)})
-    assert step.of_step(Layout(microbatch=4, images=12)) == {'a': Work(24, 3 * 5 + 12 * 3, 3), 'b': Work(0, 14, 2),
+    assert step.of_step(BatchSplit(microbatch=4, images=12)) == {'a': Work(24, 3 * 5 + 12 * 3, 3), 'b': Work(0, 14, 2),
                                                              'c': Work(0, 11, 1)}
 
 
@@ -95,7 +95,7 @@ def waiting_by_the_clock(images: int, seconds_a_bucket: float) -> float:
 @pytest.mark.parametrize('images', [1, 4])
 def test_a_step_waits_for_what_is_left_of_the_exchange_after_the_last_backward_pass(devices, over_link, precision,
                                                                                     share, images):
-    layout = Layout(microbatch=8, images=24 + images, num_devices=devices, allreduce_precision=precision)
+    layout = BatchSplit(microbatch=8, images=24 + images, num_devices=devices, allreduce_precision=precision)
     expected = waiting_by_the_clock(images, over_link * share * 10e9 / 10e9)
     assert seconds_of_waiting(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(expected)
     assert seconds_by_kind(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(
@@ -103,7 +103,7 @@ def test_a_step_waits_for_what_is_left_of_the_exchange_after_the_last_backward_p
 
 
 def test_one_gpu_exchanges_nothing():
-    assert seconds_by_kind(CARD, step_of_buckets(), Layout(1, 1), ROUND) == {'a': 2}
+    assert seconds_by_kind(CARD, step_of_buckets(), BatchSplit(1, 1), ROUND) == {'a': 2}
 
 
 def test_buckets_hold_every_gradient_and_leave_ever_less_to_compute():
