@@ -54,7 +54,7 @@ def nothing_fits(label: str, gib: float, cards: list[Card], changes: list[str]) 
     """Return the error of a run that no GPU that was asked for holds.
 
     Args:
-        label: what errors call what goes through the model at once.
+        label: in error messages, what goes through the model at once.
         gib: that it takes.
         cards: that were asked for.
         changes: of which each would let it fit.

@@ -95,7 +95,7 @@ def fill_buckets(arrivals: list[tuple[int, Work, Work]], fixed: Work, per_image:
     Args:
         arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
         fixed: all work of a microbatch, whatever its size.
-        per_image: all work of each of its images beside.
+        per_image: in addition, all work of each of its images.
     """
     buckets = []
     nbytes = 0

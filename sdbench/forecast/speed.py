@@ -100,7 +100,7 @@ class Bucket(NamedTuple):
     Attributes:
         nbytes: of them in float32.
         fixed: the work of the backward pass that is left when they are there, whatever the microbatch.
-        per_image: the work that is left for each image of the microbatch beside.
+        per_image: the work that is left, in addition, for each image of the microbatch.
     """
     nbytes: int
     fixed: Work
@@ -113,7 +113,7 @@ class StepWork:
 
     Attributes:
         fixed: of a microbatch, whatever its size.
-        per_image: of each of its images beside.
+        per_image: in addition, of each of its images.
         accumulation: of adding a microbatch's gradients to those of an earlier one.
         update: once a step.
         exchange: once a step where there are several GPUs: of copying gradients to the buckets and back.

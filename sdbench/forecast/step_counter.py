@@ -19,7 +19,7 @@ TRACED_IMAGES = 1009
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes that are alive at each operator of a step, beside the weights, as a function of the microbatch.
+    """Bytes that are alive at each operator of a step, apart from the weights, as a function of the microbatch.
 
     Attributes:
         fixed: int64 (operators, ITEMS), whatever the microbatch.

@@ -109,7 +109,7 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     Args:
         cls: its class, such as UNet2DConditionModel.
         folder: with its configuration and its weights, as safetensors.
-        label: what errors call the model that it is a part of, a flag with its value.
+        label: in error messages, the model that it is a part of: a flag with its value.
 
     Raises ValueError if the weights do not load, or are not those of the network: diffusers and transformers go on
     with random numbers in the place of what is missing, and without what is foreign.
