@@ -225,8 +225,8 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
 
 
 def build_algorithms(settings: Train, files: ModelFiles | None = None,
-                     average: dict | None = None) -> list[Algorithm]:
-    """Build what changes a batch or averages the weights; `average` is the state of an average to go on with."""
+                     ema_state: dict | None = None) -> list[Algorithm]:
+    """Build what changes a batch or averages the weights; `ema_state` is that of an average to go on with."""
     algorithms = []
 
     # augmentation
@@ -240,8 +240,8 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
     # the average
     if settings.use_ema:
         ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
-        if average and not settings.ema_start:
-            ema.load_state_dict(average)
+        if ema_state and not settings.ema_start:
+            ema.load_state_dict(ema_state)
         algorithms.append(ema)
     return algorithms
 
@@ -308,16 +308,16 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
 
     # The model with its switches, and the weights that it starts from.
     model = build_model(settings, dataset.latents, files=files)
-    average = None
+    ema_state = None
     if settings.load_weights and not checkpoint:
-        average = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
+        ema_state = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     microbatch = find_microbatch(settings, model, data)
 
     # What changes a batch or the average, what watches the run, and the training itself.
     evaluator = build_evaluator(settings, files, held_out, microbatch)
-    algorithms = build_algorithms(settings, files, average)
+    algorithms = build_algorithms(settings, files, ema_state)
     callbacks = build_callbacks(settings, model, files, dataset, stop, callbacks)
     with resuming(checkpoint, settings.save_folder):
         trainer = Trainer(

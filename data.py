@@ -341,7 +341,7 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     """
     image_size = settings.image_size
     seed = settings.seed
-    device_batch = settings.batch_size // dist.get_world_size()
+    device_batch_size = settings.batch_size // dist.get_world_size()
 
     # synthetic data
     if not settings.remote:
@@ -349,7 +349,7 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
         dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, settings.batch_size),
                                                vocab_size=files.vocab_size, seed=seed + dist.get_global_rank(),
                                                latent_size=latent_size)
-        return build_loader(dataset, device_batch, num_workers=0)
+        return build_loader(dataset, device_batch_size, num_workers=0)
 
     # what --remote holds, and whether the run can be on it
     index = read_index(settings.remote)
@@ -365,9 +365,9 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     # its samples
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
-                                    cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True,
+                                    cache_limit=settings.cache_limit, batch_size=device_batch_size, shuffle=True,
                                     shuffle_seed=seed)
-    return build_loader(dataset, device_batch, settings.num_workers, tokenizer, settings.max_bad_samples)
+    return build_loader(dataset, device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 
 def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:

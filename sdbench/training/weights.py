@@ -16,6 +16,7 @@ from composer.utils import dist, get_file
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from ema import DDP_PREFIX
 from sdbench.errors import one_line
 from sdbench.inputs.captions import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
@@ -23,9 +24,6 @@ from sdbench.models.loading import ModelFiles, build_vae, find_model, load_weigh
 from sdbench.training.checkpoints import load_checkpoint, newest_checkpoint
 from sdbench.training.compatibility import MODEL, difference_of_models, kept_tokenizer
 from sdbench.training.ranks import on_rank_0
-
-DDP_PREFIX = 'module.'  # of the names in the average that Composer's own EMA saves on several devices
-
 
 # What a checkpoint holds
 
