@@ -38,12 +38,13 @@ from data import build_data, build_evaluator, normalize, open_held_out
 from ema import EMA
 from sdbench.flags.times import times_in_batches
 from sdbench.forecast.training import forecast_training
+from sdbench.gpus import peak_of
 from sdbench.inputs.held_out import NOISE, TIMESTEP
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement
 from sdbench.measuring.record import measure_loader
 from sdbench.measuring.tracing import build_profiler
-from sdbench.models.flops import flops_of_an_image, peak_tflops
+from sdbench.models.flops import flops_of_an_image
 from sdbench.models.latents import draw_latents, vae_moments
 from sdbench.models.loading import (
     SD2_BASE,
@@ -281,8 +282,10 @@ def build_speed_monitor(settings: Train) -> SpeedMonitor:
     window = 10
     if settings.measure_batches is not None:
         window = min(window, settings.measure_batches)
-    peak = peak_tflops(settings.precision) or 0  # none is known
-    return SpeedMonitor(window, peak * 1e12)
+    peak = None
+    if torch.cuda.is_available():
+        peak = peak_of(torch.cuda.get_device_name(), settings.precision)
+    return SpeedMonitor(window, (peak or 0) * 1e12)
 
 
 def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: StopAtSignal,

@@ -17,7 +17,8 @@ PANEL_INCHES = 4.8
 PANEL_CHARACTERS = 60  # of a caption below a panel
 # How a legend writes a setting, where its name and its value are not enough
 IN_WORDS = {'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels', 'input': 'on {}',
-            'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA'}
+            'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA', 'model': '{}', 'weights': '{}',
+            'guidance': 'guidance {:g}', 'trained_batches': 'batch {:,.0f}'}
 
 
 def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
@@ -203,7 +204,10 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
     # lines, named by what distinguishes them
     named = [key for key in line_keys if rows[key].nunique() > 1]
     for number, (_, points) in enumerate(rows.groupby(line_keys, dropna=False)):
-        label = [words_of(key, points[key].iloc[0]) for key in named]
+        label = []
+        for key in named:
+            words = setting_in_words(key, points[key].iloc[0])
+            label.append(textwrap.shorten(words, LABEL_CHARACTERS, placeholder=' ...'))
         if 'guidance' not in line_keys:
             label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
         axes.plot(points[across], points[up], marker='o', markersize=4, label=', '.join(label),
@@ -218,14 +222,3 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)  # below the panel
     axes.spines[['top', 'right']].set_visible(False)
-
-
-def words_of(key: str, value) -> str:
-    """Write the value of a column as the legend shows it."""
-    if key == 'guidance':
-        return f'guidance {value:g}'
-    if key == 'trained_batches':
-        return f'batch {value:,.0f}'
-    if key not in ('model', 'weights'):
-        value = f'{key} {value}'
-    return textwrap.shorten(value, LABEL_CHARACTERS, placeholder=' ...')

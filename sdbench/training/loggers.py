@@ -9,7 +9,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
+from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import maybe_create_object_store_from_uri, parse_uri
 
 from sdbench.errors import one_line
@@ -56,12 +56,6 @@ def make_curves_folder(folder: str, name: str | None) -> None:
     except OSError as error:
         raise ValueError(f'--tensorboard {folder} cannot be written to ({error.strerror}); give another folder'
                          ) from None
-
-
-def log_record(logger: Logger, record: dict) -> None:
-    """Log the numbers of a record, each as a curve of one point."""
-    numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
-    logger.log_metrics(numbers)
 
 
 def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
