@@ -37,13 +37,14 @@ from torchmetrics import MeanSquaredError
 from data import build_data, build_evaluator, normalize, open_held_out
 from ema import EMA
 from sdbench.flags.times import times_in_batches
-from sdbench.forecast.dry_run import dry_run
+from sdbench.forecast.training import forecast_training
+from sdbench.gpus import peak_of
 from sdbench.inputs.held_out import NOISE, TIMESTEP
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement
 from sdbench.measuring.record import measure_loader
 from sdbench.measuring.tracing import build_profiler
-from sdbench.models.flops import flops_of_an_image, peak_tflops
+from sdbench.models.flops import flops_of_an_image
 from sdbench.models.latents import draw_latents, vae_moments
 from sdbench.models.loading import (
     SD2_BASE,
@@ -225,8 +226,8 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
 
 
 def build_algorithms(settings: Train, files: ModelFiles | None = None,
-                     average: dict | None = None) -> list[Algorithm]:
-    """Build what changes a batch or averages the weights; `average` is the state of an average to go on with."""
+                     ema_state: dict | None = None) -> list[Algorithm]:
+    """Build what changes a batch or averages the weights; `ema_state` is that of an average to go on with."""
     algorithms = []
 
     # augmentation
@@ -240,8 +241,8 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
     # the average
     if settings.use_ema:
         ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
-        if average and not settings.ema_start:
-            ema.load_state_dict(average)
+        if ema_state and not settings.ema_start:
+            ema.load_state_dict(ema_state)
         algorithms.append(ema)
     return algorithms
 
@@ -257,7 +258,7 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         build_speed_monitor(settings),
         *more,                  # what they do counts as part of the batch
         measurement,            # the clock stops here, before anything is drawn or saved
-        Progress(measurement),
+        Progress(),
         safeguard,
         Evaluations(),
         LRMonitor(),
@@ -281,8 +282,10 @@ def build_speed_monitor(settings: Train) -> SpeedMonitor:
     window = 10
     if settings.measure_batches is not None:
         window = min(window, settings.measure_batches)
-    peak = peak_tflops(settings.precision) or 0  # none is known
-    return SpeedMonitor(window, peak * 1e12)
+    peak = None
+    if torch.cuda.is_available():
+        peak = peak_of(torch.cuda.get_device_name(), settings.precision)
+    return SpeedMonitor(window, (peak or 0) * 1e12)
 
 
 def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: StopAtSignal,
@@ -308,16 +311,16 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
 
     # The model with its switches, and the weights that it starts from.
     model = build_model(settings, dataset.latents, files=files)
-    average = None
+    ema_state = None
     if settings.load_weights and not checkpoint:
-        average = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
+        ema_state = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
     microbatch = find_microbatch(settings, model, data)
 
     # What changes a batch or the average, what watches the run, and the training itself.
     evaluator = build_evaluator(settings, files, held_out, microbatch)
-    algorithms = build_algorithms(settings, files, average)
+    algorithms = build_algorithms(settings, files, ema_state)
     callbacks = build_callbacks(settings, model, files, dataset, stop, callbacks)
     with resuming(checkpoint, settings.save_folder):
         trainer = Trainer(
@@ -378,7 +381,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
         # The flags, and what this machine says of those that were not given.
         settings = resolve_defaults(parse(Train, __doc__, argv, PROGRAM))
         if settings.dry_run:
-            return dry_run(settings, build_model)
+            return forecast_training(settings, build_model)
 
         # All ranks meet, and train for as long as rank 0.
         join_ranks(get_device(), settings.dist_timeout)

@@ -303,11 +303,13 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
             HeldOutSamples.
         batch_size: samples a device.
         num_workers: processes that decode, for each device; the synthetic dataset takes none.
-        tokenizer: for captions that are text, as the streamed dataset gives them from here on.
+        tokenizer: of the captions; default: that of a streamed dataset, which gives them as text from here on.
         max_bad_samples: the share that may be bad before the run ends.
 
     Raises ValueError if the streamed dataset has a transform, since this loader scales images on the device.
     """
+    if tokenizer is None and isinstance(dataset, StreamingLAIONDataset):
+        tokenizer = dataset.tokenizer or build_tokenizer()
     make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
     workers = {'num_workers': num_workers, 'worker_init_fn': leave_process_group,
                'pin_memory': torch.cuda.is_available()}
@@ -339,7 +341,7 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     """
     image_size = settings.image_size
     seed = settings.seed
-    device_batch = settings.batch_size // dist.get_world_size()
+    device_batch_size = settings.batch_size // dist.get_world_size()
 
     # synthetic data
     if not settings.remote:
@@ -347,7 +349,7 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
         dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, settings.batch_size),
                                                vocab_size=files.vocab_size, seed=seed + dist.get_global_rank(),
                                                latent_size=latent_size)
-        return build_loader(dataset, device_batch, num_workers=0)
+        return build_loader(dataset, device_batch_size, num_workers=0)
 
     # what --remote holds, and whether the run can be on it
     index = read_index(settings.remote)
@@ -363,9 +365,9 @@ def build_data(settings: Train, files: ModelFiles) -> DataSpec:
     # its samples
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
-                                    cache_limit=settings.cache_limit, batch_size=device_batch, shuffle=True,
+                                    cache_limit=settings.cache_limit, batch_size=device_batch_size, shuffle=True,
                                     shuffle_seed=seed)
-    return build_loader(dataset, device_batch, settings.num_workers, tokenizer, settings.max_bad_samples)
+    return build_loader(dataset, device_batch_size, settings.num_workers, tokenizer, settings.max_bad_samples)
 
 
 def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> HeldOutSamples | None:

@@ -61,9 +61,9 @@ def main(argv: list[str] | None = None) -> dict | list[dict] | None:
     """
     settings = parse(Encode, __doc__, argv, PROGRAM)
     if settings.dry_run:
-        from sdbench.forecast.encoding import dry_run  # no encoding should wait for what a forecast imports
+        from sdbench.forecast.encoding import forecast_encoding  # no encoding should wait for what a forecast imports
         with one_line_errors(PROGRAM):
-            return dry_run(resolve_encoding_defaults(settings))
+            return forecast_encoding(resolve_encoding_defaults(settings))
     stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):
         return encode(resolve_encoding_defaults(settings))

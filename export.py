@@ -42,21 +42,22 @@ def new_folder(out: str) -> Iterator[str]:
         os.rename(folder, out)
 
 
-def warn_of_random_parts(flags: Export, trained: TrainedModel) -> None:
+def warn_of_random_parts(settings: Export, trained: TrainedModel) -> None:
     """Say where the pipeline has a VAE that cannot decode, or a text encoder that knows no words."""
-    if trained.vae is None and not flags.pretrained:
-        print(f'warning: {flags.checkpoint} has no VAE, because it was trained on latents, and the random one in its '
-              'place cannot decode; give --model_name FOLDER --pretrained for the one that encoded', file=sys.stderr)
-    elif not trained.flags.get('pretrained'):
+    if trained.vae is None and not settings.pretrained:
+        print(f'warning: {settings.checkpoint} has no VAE, because it was trained on latents, and the random one in '
+              'its place cannot decode; give --model_name FOLDER --pretrained for the one that encoded',
+              file=sys.stderr)
+    elif trained.flags and not trained.flags.get('pretrained'):  # the checkpoint of a program of one's own has no flags
         random = 'its text encoder is' if trained.vae is None else 'its VAE and its text encoder are'
-        print(f'warning: {flags.checkpoint} was trained without --pretrained, so that {random} random, and pictures '
+        print(f'warning: {settings.checkpoint} was trained without --pretrained, so that {random} random, and pictures '
               'will be noise', file=sys.stderr)
 
 
-def warn_of_young_average(flags: Export, trained: TrainedModel) -> None:
+def warn_of_young_average(settings: Export, trained: TrainedModel) -> None:
     """Say where the average is still near the weights that the training started from."""
     half_life = trained.flags.get('ema_half_life')
-    if trained.averaged is None or flags.live or not trained.batch:
+    if trained.averaged is None or settings.live or not trained.batch:
         return
     if is_young(half_life, trained.batch):
         print('warning: the average is still near the weights that the training started from, since '
@@ -64,47 +65,48 @@ def warn_of_young_average(flags: Export, trained: TrainedModel) -> None:
               'live weights', file=sys.stderr)
 
 
-def pipeline_summary(flags: Export, trained: TrainedModel) -> str:
+def pipeline_summary(settings: Export, trained: TrainedModel) -> str:
     """Say what was written, how to draw from it, and how to score what it draws."""
     weights = 'averaged'
-    if flags.live:
+    if settings.live:
         weights = 'live'
     elif trained.averaged is None:
         weights = 'live (there is no average)'
     age = f' after {plural(trained.batch, "batch", "batches")}' if trained.batch is not None else ''
-    return (f'{flags.out} holds the pipeline{age}, with the {weights} weights\n'
-            f"draw: StableDiffusionPipeline.from_pretrained('{flags.out}')('a photo of a cat').images[0]\n"
-            f'score: python evaluate.py {shlex.quote(flags.out)} DATA --out {shlex.quote(flags.out + "-pictures")} '
+    pictures = shlex.quote(f'{settings.out}-pictures')
+    return (f'{settings.out} holds the pipeline{age}, with the {weights} weights\n'
+            f"draw: StableDiffusionPipeline.from_pretrained('{settings.out}')('a photo of a cat').images[0]\n"
+            f'score: python evaluate.py {shlex.quote(settings.out)} DATA --out {pictures} '
             '--inception inception.pth --clip clip')
 
 
-def export(flags: Export) -> None:
+def export(settings: Export) -> None:
     """Write OUT."""
     # the parts of the pipeline
     disable_progress_bar()  # of transformers 5, for a part that is written in a moment
-    print(f'reading {flags.checkpoint}', file=sys.stderr, flush=True)
-    trained = read_trained_model(flags.checkpoint, 'CHECKPOINT')
-    pipeline = trained_pipeline(trained, f'CHECKPOINT {flags.checkpoint}', flags.model_name, flags.tokenizer,
-                                flags.pretrained, flags.live)
-    warn_of_random_parts(flags, trained)
+    print(f'reading {settings.checkpoint}', file=sys.stderr, flush=True)
+    trained = read_trained_model(settings.checkpoint, 'CHECKPOINT')
+    pipeline = trained_pipeline(trained, f'CHECKPOINT {settings.checkpoint}', settings.model_name, settings.tokenizer,
+                                settings.pretrained, settings.live)
+    warn_of_random_parts(settings, trained)
 
     # their folder
-    with new_folder(flags.out) as folder:
+    with new_folder(settings.out) as folder:
         try:
             pipeline.save_pretrained(folder)
         except SafetensorError as error:  # as it says of a full disk
-            raise OSError(f'OUT {flags.out} could not be written: {error}') from None
+            raise OSError(f'OUT {settings.out} could not be written: {error}') from None
 
     # what it is, and what comes next
-    warn_of_young_average(flags, trained)
-    print(pipeline_summary(flags, trained))
+    warn_of_young_average(settings, trained)
+    print(pipeline_summary(settings, trained))
 
 
 def main(argv: list[str] | None = None) -> None:
     """Export a checkpoint."""
-    flags = parse(Export, __doc__, argv, PROGRAM)
-    with one_line_errors(PROGRAM, f'OUT {flags.out} is whole or not there'):
-        export(flags)
+    settings = parse(Export, __doc__, argv, PROGRAM)
+    with one_line_errors(PROGRAM, f'OUT {settings.out} is whole or not there'):
+        export(settings)
 
 
 if __name__ == '__main__':

@@ -23,13 +23,13 @@ import pandas as pd
 
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.report.markdown import in_common, markdown
-from sdbench.report.pictures import draw_days, draw_quality, draw_speeds
+from sdbench.report.pictures import draw_days, draw_quality
 from sdbench.report.plans import plan_in_words, plan_table
 from sdbench.report.records import EVALUATED, SETTINGS, read_records
 from sdbench.report.scores import FROM_SPEED, score_table
 from sdbench.report.speeds import speed_table
 
-NOT_IN_CSV = ['record', 'setting', 'label', 'on_cpu']  # columns that are for the program alone
+NOT_IN_CSV = ['record', 'setting', 'on_cpu']  # columns that are for the program alone
 
 
 def main(argv=None):
@@ -45,7 +45,10 @@ def report(settings: Report) -> str:
     """
     rows = []
     for path in settings.records:
-        rows += read_records(path)
+        found = read_records(path)
+        if not found:
+            raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
+        rows += found
     records = pd.DataFrame([row for row in rows if row['stage'] != 'evaluate'])
     evaluations = pd.DataFrame([row for row in rows if row['stage'] == 'evaluate'])
     require_what_flags_need(settings, records, evaluations)
@@ -77,7 +80,8 @@ def report(settings: Report) -> str:
     if settings.csv:
         write_csv(settings.csv, pd.concat(tables))
     if settings.figure:
-        draw_trainings(settings, speeds[speeds['stage'] == 'train'])
+        trainings = speeds[speeds['stage'] == 'train']
+        draw_days(settings.figure, trainings, settings.training_images or TRAINING_IMAGES)
     if settings.quality:
         draw_quality(settings.quality, scores, in_common(scores, EVALUATED))
     written = [path for path in (settings.csv, settings.figure, settings.quality) if path]
@@ -100,14 +104,6 @@ def write_csv(path: str, rows: pd.DataFrame) -> None:
     """Write rows unrounded, with those of their columns that hold something."""
     rows = rows.drop(columns=NOT_IN_CSV, errors='ignore').replace('', None)
     rows.dropna(axis='columns', how='all').to_csv(path, index=False)
-
-
-def draw_trainings(settings: Report, rows: pd.DataFrame) -> None:
-    """Draw the days of trainings over their GPUs; to compare trainings, or where none has days, bars of their speed."""
-    if settings.compare or rows['days'].isna().all():
-        draw_speeds(settings.figure, rows, in_common(rows, SETTINGS))
-    else:
-        draw_days(settings.figure, rows, settings.training_images or TRAINING_IMAGES)
 
 
 if __name__ == '__main__':

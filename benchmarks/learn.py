@@ -26,11 +26,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
-from diffusers.utils import make_image_grid
 from diffusers.utils.logging import disable_progress_bar
-from PIL import Image, ImageOps
+from PIL import Image
 
 from benchmark import StableDiffusion
+from benchmarks.captioned import save_captioned
 from export import main as export
 from sdbench.datasets.job import join_parts, write_index
 from sdbench.datasets.output import Output, PartWriter
@@ -54,7 +54,6 @@ UNET = {'sample_size': 4, 'layers_per_block': 1, 'block_out_channels': [32], 'no
 TEXT_ENCODER = {'hidden_size': 32, 'intermediate_size': 64, 'num_hidden_layers': 1}
 PHASES = {1: (32, 1200), 2: (64, 400)}  # of each the size of an image, in pixels, and the batches
 CHECKPOINTS = 8  # of each phase
-EDGE = 4  # pixels around each picture of the figure
 
 
 def captions_of(colours: int = 4, places: int = 4) -> list[str]:
@@ -187,17 +186,13 @@ def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np
     return verdicts, drawn
 
 
-def figure(drawn: np.ndarray, captions: list[str]) -> Image.Image:
-    """Put the first picture of each caption, enlarged, into one: a row a colour, a column a place.
-
-    Those of UNSEEN have a black frame, all others a white one.
-    """
+def draw_figure(figure: Path, drawn: np.ndarray, captions: list[str]) -> None:
+    """Draw the first picture of each caption: a row a colour, a column a place, UNSEEN in a black frame."""
     pictures = []
-    for caption, colours in zip(captions, drawn[:, 0], strict=True):  # (3, H, W)
+    for colours in drawn[:, 0]:  # (3, H, W)
         pixels = np.clip((colours + 1) * 127.5, 0, 255).round().astype(np.uint8).transpose(1, 2, 0)
-        picture = Image.fromarray(pixels).resize((128, 128), Image.Resampling.NEAREST)
-        pictures.append(ImageOps.expand(picture, EDGE, 'black' if caption in UNSEEN else 'white'))
-    return make_image_grid(pictures, rows=len(COLOURS), cols=len(PLACES))
+        pictures.append(Image.fromarray(pixels))
+    save_captioned(figure, pictures, captions, columns=len(PLACES), framed=UNSEEN)
 
 
 def main() -> None:
@@ -222,9 +217,9 @@ def main() -> None:
         result['phase_2'], drawn = drawn_after(folder, 2, captions)
 
         # the figure
-        picture = Path(sys.argv[1])
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        figure(drawn, captions).save(picture)
+        figure = Path(sys.argv[1])
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        draw_figure(figure, drawn, captions)
 
     # what is printed
     for phase in ('phase_1', 'phase_2'):

@@ -17,7 +17,7 @@ from sdbench.forecast.compiled_step import trace_compiled_step
 from sdbench.forecast.fake_step import trace_step
 from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import UPDATE
-from sdbench.forecast.speed import Layout, StepWork, Work
+from sdbench.forecast.speed import BatchSplit, StepWork, Work
 from sdbench.inputs.captions import CAPTION_LENGTH
 from sdbench.models.layers import DIVISORS, NoDivision
 from sdbench.models.loading import AUTOCAST_DTYPES, SD2_BASE, find_model
@@ -52,11 +52,11 @@ def work_of(point: pd.Series) -> StepWork:
                      point['half_precision_norms'] == 'yes', point['use_ema'] == 'yes', point['compile'] != 'no'))
 
 
-def layout_of(point: pd.Series) -> Layout:
+def layout_of(point: pd.Series) -> BatchSplit:
     """Return how a point's source spread its batch."""
     devices = int(point['num_devices'])
     images = int(point['batch_size'] / devices)
-    return Layout(int(point['device_train_microbatch_size']), images, devices)
+    return BatchSplit(int(point['device_train_microbatch_size']), images, devices)
 
 
 @cache

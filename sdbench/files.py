@@ -33,7 +33,7 @@ def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[
 
     Args:
         path: of the lock, a file in the folder.
-        label: what errors call the folder: its flag and its value.
+        label: its name in error messages, the flag and its value.
         seconds: to wait for another run that is ending.
 
     Raises ValueError if another run holds the lock, or the folder cannot be written to.

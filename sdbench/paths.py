@@ -33,7 +33,7 @@ def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
     """Return the folder `name` if it exists; else download that repository of the Hugging Face hub, once.
 
     Args:
-        flag: what errors call the name.
+        flag: its name in error messages.
         name: a folder of this machine, or a repository such as stabilityai/stable-diffusion-2-base.
         patterns: which files of the repository are downloaded.
 

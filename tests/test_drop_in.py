@@ -14,6 +14,7 @@ from torchvision import transforms
 from benchmark import StableDiffusion, main
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
 from ema import EMA, compute_ema
+from export import main as export
 from sdbench.inputs.captions import build_tokenizer
 from tests.runs import ROOT, TINY
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
@@ -28,24 +29,55 @@ ARGUMENTS = {
     StableDiffusion: ['model_name'],
 }
 
-# a training of somebody's own, in whose folder lie modules with the names that most such programs have
+# trainings of somebody's own, in whose folder lie modules with the names that most such programs have
 PROGRAM = """
 import sys
 
+import torch
 from composer import Trainer
+from torch.utils.data import DataLoader
 
 from benchmark import StableDiffusion
-from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
-from ema import EMA, compute_ema
+from data import StreamingLAIONDataset, build_loader
+from ema import EMA, ShadowModel, compute_ema
+from sdbench.training.safeguard import Safeguard
 
 for name in OTHERS:
     assert __import__(name).__file__.startswith(HERE), name
-dataset = StreamingLAIONDataset(sys.argv[1], batch_size=4, image_size=64)
-assert dataset[3]['caption'].shape == (77,)
-trainer = Trainer(model=StableDiffusion('tiny', image_size=64), max_duration='1ba', algorithms=[EMA(half_life='1ba')],
-                  train_dataloader=build_loader(SyntheticImageCaptionDataset(64, num_samples=8), 4, 0))
-trainer.fit()
-assert trainer.state.timestamp.batch == 1
+
+def open_shards():
+    return StreamingLAIONDataset(sys.argv[1], shuffle=True, batch_size=4, image_size=64)
+
+def build():
+    torch.manual_seed(5)
+    model = StableDiffusion('tiny', image_size=64, pretrained=True)
+    return model, torch.optim.SGD(model.unet.parameters(), lr=0.1)
+
+# a loop in plain PyTorch
+model, optimizer = build()
+average = ShadowModel(model)
+before = [parameter.clone() for parameter in model.unet.parameters()]
+for batch in DataLoader(open_shards(), batch_size=4):
+    loss = model.loss(model(batch), batch)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    compute_ema(model, average, smoothing=0.9)
+average.transfer_ema_params(model)
+assert any((one != other).any() for one, other in zip(before, model.unet.parameters()))
+
+# Composer's Trainer, which is stopped after an epoch and goes on, and one that never was
+def train(epochs, folder):
+    model, optimizer = build()
+    trainer = Trainer(model=model, optimizers=optimizer, train_dataloader=build_loader(open_shards(), 4, 0),
+                      algorithms=[EMA(half_life='1ba')], callbacks=[Safeguard(seed=5)], run_name='mine',
+                      max_duration=f'{epochs}ep', save_folder=folder, autoresume=True)
+    trainer.fit()
+    return [*model.unet.parameters()]
+
+train(1, 'stopped')
+for one, other in zip(train(2, 'stopped'), train(2, 'straight'), strict=True):
+    assert torch.equal(one, other)
 """
 OTHERS = ['config', 'datasets_here', 'errors', 'figures', 'fitting', 'inputs', 'losses', 'measuring', 'models', 'parts',
           'settings', 'training', 'utils']
@@ -56,7 +88,7 @@ def test_the_originals_arguments_come_first_in_their_order(function):
     assert list(inspect.signature(function).parameters)[:len(ARGUMENTS[function])] == ARGUMENTS[function]
 
 
-def test_a_program_with_packages_of_its_own_finds_the_classes_and_keeps_its_packages(shards, tmp_path):
+def test_a_program_with_packages_of_its_own_trains_resumes_and_exports(shards, tmp_path, capfd):
     for name in OTHERS:
         (tmp_path / name).mkdir()
         (tmp_path / name / '__init__.py').touch()
@@ -64,6 +96,9 @@ def test_a_program_with_packages_of_its_own_finds_the_classes_and_keeps_its_pack
     program.write_text(f'HERE, OTHERS = {str(tmp_path)!r}, {OTHERS}\n{PROGRAM}')
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     subprocess.run([sys.executable, program, shards], cwd=tmp_path, env=environment, check=True)
+    capfd.readouterr()
+    export([str(tmp_path / 'stopped'), str(tmp_path / 'pipeline'), '--model_name', 'tiny', '--pretrained'])
+    assert 'warning' not in capfd.readouterr().err
 
 
 def test_a_local_folder_without_a_remote_is_read_in_place(shards):

@@ -1,8 +1,7 @@
 """The figures of each GPU against what its architecture gives, and the names that it is found by."""
 import pytest
 
-from sdbench.gpus import CARDS, cards_named
-from sdbench.models.flops import peak_tflops
+from sdbench.gpus import CARDS, cards_named, peak_of
 
 # multiprocessors, gigahertz of the boost clock, FLOPs of a multiprocessor in a clock
 BY_ARCHITECTURE = {
@@ -30,11 +29,10 @@ def test_a_datasheets_peak_is_what_the_architecture_gives(name):
     ('NVIDIA A100-SXM4-40GB', 312, 312), ('NVIDIA H200', 989, 989), ('NVIDIA B200', 2250, 2250),
     ('NVIDIA H100 PCIe', 756, 756), ('Tesla T4', None, 65),
     ('AMD Instinct MI300X', 1307.4, 1307.4), ('NVIDIA H100', None, None), ('NVIDIA A10G', None, None)])
-def test_a_peak_is_of_the_exact_gpu_and_of_the_precision(name, bf16, fp16, as_on_a_gpu):
-    as_on_a_gpu(name=name)
-    assert peak_tflops('amp_bf16') == peak_tflops('bf16') == bf16
-    assert peak_tflops('amp_fp16') == peak_tflops('fp16') == fp16
-    assert peak_tflops('fp32') is None
+def test_a_peak_is_of_the_exact_gpu_and_of_the_precision(name, bf16, fp16):
+    assert peak_of(name, 'amp_bf16') == peak_of(name, 'bf16') == bf16
+    assert peak_of(name, 'amp_fp16') == peak_of(name, 'fp16') == fp16
+    assert peak_of(name, 'fp32') is None
 
 
 @pytest.mark.parametrize('names, found', [

@@ -162,9 +162,9 @@ class Encoder:
         writer = PartWriter(output, part.name, latent_columns(self.latent_size))
         skipped = []
         writing = []
-        with ThreadPoolExecutor(1) as pen:  # which writes a batch while the GPU is at the next
+        with ThreadPoolExecutor(1) as thread:  # which writes a batch while the GPU is at the next
             for batch in batches:
-                writing.append(pen.submit(write_batch, writer, self.moments_of(batch, shard), batch['caption']))
+                writing.append(thread.submit(write_batch, writer, self.moments_of(batch, shard), batch['caption']))
                 for number, reason in batch['bad']:
                     skipped.append({'source': shard.name, 'key': shard.first + number, 'reason': reason})
                 self.count(len(batch['caption']))

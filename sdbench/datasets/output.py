@@ -37,14 +37,14 @@ class Output:
 
     Args:
         out: as the user gave it.
-        flag: what errors call it.
+        flag: its name in error messages.
 
     Raises ValueError if it is an address that cannot be written to or reached.
     """
 
     def __init__(self, out: str, flag: str):
         self.flag = flag
-        self.label = f'{flag} {out}'  # as errors call it
+        self.label = f'{flag} {out}'  # in error messages
         self.is_folder = not is_url(out)
         self.out = os.path.realpath(out) if self.is_folder else out.rstrip('/')
         if not self.is_folder:

@@ -76,10 +76,10 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
                 waiting.extendleft(reversed(left))
                 if left:  # they are made one after the other: it was at the first
                     deaths[left[0].name] += 1
-                    say_death(left[0], deaths[left[0].name])
+                    report_dead_worker(left[0], deaths[left[0].name])
 
 
-def say_death(part: Part, deaths: int) -> None:
+def report_dead_worker(part: Part, deaths: int) -> None:
     """Print what a worker that died was at. Raises DataError if it is not to be tried again."""
     names = [getattr(file, 'name', str(file)) for file in part.files]
     which = ', '.join(names[:2])

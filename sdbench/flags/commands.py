@@ -9,11 +9,11 @@ from sdbench.costs import DATASET_IMAGES, TRAINING_IMAGES, Prices
 from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
 from sdbench.flags.train import (
     PRICES_HELP,
+    DataLoading,
     DryRun,
     Encoders,
     Model,
     Results,
-    SampleFlags,
     Seed,
     Warmup,
     check_image_size,
@@ -22,7 +22,6 @@ from sdbench.flags.train import (
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
-PICTURES = ('.png', '.pdf', '.svg')
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
 LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
@@ -93,7 +92,7 @@ class EncodingCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(SampleFlags, Model, Encoders, Warmup, Results, DryRun, EncodingCost, Seed, Cluster):
+class Encode(DataLoading, Model, Encoders, Warmup, Results, DryRun, EncodingCost, Seed, Cluster):
     heading = 'latents'
 
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
@@ -191,8 +190,8 @@ class Report:
     phase: tuple[tuple[int, str], ...] = flag(
         (), 'a phase of a plan: how many images to train on, and the side of each in pixels; the next phase stands '
         'behind it (default: no plan)', converter=phase, metavar='IMAGES@SIZE')
-    figure: str | None = flag(None, 'file for a picture, such as days.png: days over the number of GPUs, or with '
-                              '--compare images per second of each record', metavar='FILE')
+    figure: str | None = flag(None, 'file for a picture, such as days.png: days over the number of GPUs',
+                              metavar='FILE')
     quality: str | None = flag(None, 'file for a picture, such as quality.png, of what evaluate.py has scored: FID '
                                'against CLIP score, and both against the images of the training', metavar='FILE')
     csv: str | None = flag(None, 'file for the rows of all tables, unrounded', metavar='FILE')
@@ -202,10 +201,8 @@ class Report:
             raise ValueError('--extrapolate predicts, and --compare shows what was measured; give one of them')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
             raise ValueError(f'--csv {self.csv} would overwrite the records; give another file')
-        for name, suffixes in (('csv', ('.csv',)), ('figure', PICTURES), ('quality', PICTURES)):
-            path = getattr(self, name)
-            if path and not path.lower().endswith(suffixes):
-                raise ValueError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')
+        if self.csv and not self.csv.lower().endswith('.csv'):
+            raise ValueError(f'--csv {self.csv} does not end in .csv; name such a file')
 
 
 ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', 'channels_last', 'compile', 'seed')

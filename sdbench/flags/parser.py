@@ -241,7 +241,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(cls: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
-    """Make a converter to an int or a float from `least` to `most`, which errors call `name`."""
+    """Make a converter to an int or a float from `least` to `most`; `name` says in error messages what it takes."""
     def parse_number(text: str) -> int | float:
         try:
             value = cls(text)

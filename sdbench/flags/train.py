@@ -37,7 +37,7 @@ PRICES_HELP = (f'price of one GPU for an hour, in dollars, or several, such as H
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleFlags:
+class DataLoading:
     heading = 'data'
 
     remote: str | None = flag(None, 'MDS shards, a folder or an object store: images and captions as convert.py writes '
@@ -196,7 +196,7 @@ class DryRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasurementFlags:
+class Measuring:
     heading = 'measurement'
 
     measure_batches: int | None = flag(
@@ -294,10 +294,6 @@ class EvaluationAndDrawing:
     sample_folder: str | None = flag(None, 'folder for the drawings, a PNG each time (default: SAVE_FOLDER-samples, or '
                                      'samples)', metavar='DIR')
 
-    def check(self) -> None:
-        if self.sample_prompts and not os.path.isfile(self.sample_prompts):
-            raise ValueError(f'--sample_prompts {self.sample_prompts} is no file; give one with a prompt on each line')
-
 
 @dataclass(frozen=True, kw_only=True)
 class Logging:
@@ -322,7 +318,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(SampleFlags, TrainingSamples, Model, Encoders, Speed, Warmup, MeasurementFlags, Results, DryRun, Seed,
+class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measuring, Results, DryRun, Seed,
             Training, Optimizer, EvaluationAndDrawing, Logging, Cost):
     """All flags of benchmark.py. `training/resolve.py` fills in what is None here and has another default in --help."""
 

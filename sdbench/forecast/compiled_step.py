@@ -22,7 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from sdbench.errors import one_line
 from sdbench.flags.train import Train
-from sdbench.forecast.fake_step import counted, norms_in_float32, take_step, trace_update, with_fake_tensors
+from sdbench.forecast.fake_step import (
+    forward_and_backward,
+    memory_and_work,
+    norms_in_float32,
+    trace_update,
+    with_fake_tensors,
+)
 from sdbench.forecast.speed import StepWork
 from sdbench.forecast.step_counter import StepCounter, StepMemory
 from sdbench.models.switches import compile_model
@@ -53,42 +59,42 @@ class CompiledGraph(NamedTuple):
     is_forward: bool
 
 
-def trace_compiled_step(outline: ComposerModel, settings: Train, prepare_update: Callable | None = None
+def trace_compiled_step(meta_model: ComposerModel, settings: Train, prepare_update: Callable | None = None
                         ) -> tuple[StepMemory, StepWork]:
     """Count memory and work of a compiled step, as `trace_step` does those of an eager one.
 
     Args:
-        outline: the model on the meta device; its tensors become fake ones.
+        meta_model: the model on the meta device; its tensors become fake ones.
         settings: of the run, with its --compile and --compile_blocks.
         prepare_update: gives for a model what is called after a step, by kind. None: nothing is.
 
     Raises NotCounted with the reason.
     """
     try:
-        return trace_graphs(outline, settings, prepare_update)
+        return trace_graphs(meta_model, settings, prepare_update)
     except Exception as error:  # of any kind: nothing of Inductor's inside is promised
         raise NotCounted(f'torch {torch.__version__}: {one_line(error, 200)}') from error
 
 
-def trace_graphs(outline: ComposerModel, settings: Train, prepare_update: Callable | None
+def trace_graphs(meta_model: ComposerModel, settings: Train, prepare_update: Callable | None
                  ) -> tuple[StepMemory, StepWork]:
     """Compile the model in a first step, and count a second one, in which nothing is compiled any more."""
     # the model, with a compiler in the place of Inductor, which it was given as it was built
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # the scheduler's tables are real
-    model = with_fake_tensors(outline, mode)
+    model = with_fake_tensors(meta_model, mode)
     compiler = Compiler(mode)
     torch._dynamo.reset()
     compile_model(model, settings, compiler)
 
     # both steps, with the same norms, or all would be compiled again
     with norms_in_float32(), norms_as_on_a_gpu(), mode:
-        take_step(model, settings.precision, StepCounter([], TRACED_IMAGES), settings.attention)
+        forward_and_backward(model, settings.precision, StepCounter([], TRACED_IMAGES), settings.attention)
         model.zero_grad()
         counter = CompiledStepCounter(list(model.parameters()), TRACED_IMAGES)
         compiler.counter = counter
         with counter, torch.compiler.set_stance('fail_on_recompile'):
-            take_step(model, settings.precision, counter, settings.attention)
-    return counted(model, counter, trace_update(model, prepare_update, mode))
+            forward_and_backward(model, settings.precision, counter, settings.attention)
+    return memory_and_work(model, counter, trace_update(model, prepare_update, mode))
 
 
 class CompiledStepCounter(StepCounter):

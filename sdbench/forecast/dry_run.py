@@ -1,65 +1,17 @@
-"""--dry_run: say what a run would need and could reach, on any machine, before a GPU is rented. Nothing is trained."""
-import dataclasses
+"""What the dry runs of benchmark.py and encode.py share: which GPUs, what a record says, how it is shown and kept."""
 import json
-import sys
-from collections.abc import Callable
+import math
 
-from composer.utils import dist
+import pandas as pd
 
 from sdbench.errors import plural
-from sdbench.flags.train import Train
-from sdbench.forecast.answer import answer, forecast_record
-from sdbench.forecast.compiled_step import NotCounted
-from sdbench.forecast.estimate import estimate, is_on_latents, with_less_memory
-from sdbench.forecast.measured import read_json_lines
 from sdbench.forecast.speed import can_forecast
 from sdbench.gpus import Card, cards_named
 from sdbench.measuring.record import append_line
+from sdbench.report.records import FORECAST
 
-
-def dry_run(settings: Train, build_model: Callable) -> list[dict]:
-    """Print what the run would need and could reach, and append a record for each GPU where --results is given.
-
-    Args:
-        settings: of the run.
-        build_model: makes the model that the run would train.
-
-    Returns the records of the forecasts, one for each GPU of --gpu that holds an image and can be forecast.
-    Raises ValueError if the model or the remote is not known, or no GPU holds an image.
-    """
-    if dist.get_global_rank() > 0:
-        return []
-    # What may be refused comes before the trace, which takes a minute.
-    cards = cards_to_forecast(settings.gpu, settings.precision)
-    measured, unread = read_json_lines(settings.results_file)
-    for words in unread:
-        print(words, file=sys.stderr, flush=True)
-    latents = is_on_latents(settings)
-
-    # A step of the run as given, and with each change that takes less memory.
-    print('counting memory and work of a step', file=sys.stderr, flush=True)
-    if settings.compile:
-        print('what the compiler makes of it takes some minutes', file=sys.stderr, flush=True)
-    try:
-        given = estimate('as given', settings, latents, build_model)
-    except NotCounted as error:
-        print(f'warning: the compiled step could not be counted ({error}); this is the forecast of an eager one',
-              file=sys.stderr, flush=True)
-        settings = dataclasses.replace(settings, compile=False, compile_blocks=False)
-        given = estimate('as given', settings, latents, build_model)
-    others = [estimate(*each, build_model, given) for each in with_less_memory(settings, latents)]
-
-    # The answer, and its records.
-    fitting = [card for card in cards if given.microbatch_on(card)]
-    if not fitting:
-        largest = max(cards, key=lambda card: card.gib)
-        raise ValueError(why_nothing_fits(largest.gib, [given, *others]))
-    records = [forecast_record(given, card, latents) for card in fitting]
-    print(answer(given, others, fitting, records, measured))
-    left_out = [card.name for card in cards if card not in fitting]
-    if left_out:
-        print(f'\nNo room for an image on {", ".join(left_out)}.')
-    return keep_forecasts(records, settings.results)
+GPUS_A_NODE = 8
+WIDTH = 120  # of a line, in characters
 
 
 def cards_to_forecast(names: tuple[str, ...], precision: str) -> list[Card]:
@@ -73,8 +25,52 @@ def cards_to_forecast(names: tuple[str, ...], precision: str) -> list[Card]:
     return cards
 
 
-def keep_forecasts(records: list[dict], results: str | None) -> list[dict]:
-    """Append the records that have a speed to the file of --results, or print them, and return them."""
+def forecast_figures(card: Card, num_devices: int, gib: float, speed: float | None, least: float | None = None,
+                     most: float | None = None) -> dict:
+    """Return what a record says that was calculated and not measured.
+
+    | key                                     | meaning                                                         |
+    |-----------------------------------------|-----------------------------------------------------------------|
+    | status                                  | forecast                                                        |
+    | images_per_sec                          | None where the GPU is not NVIDIA's, or the precision is float32 |
+    | images_per_sec_least, _most             | its range; None where the forecast is not tested                |
+    | peak_memory_gib                         | of the card, with what is added to what is counted              |
+    """
+    return {
+        'status': FORECAST,
+        'device': card.name,
+        'device_type': 'cuda',
+        'num_devices': num_devices,
+        'num_nodes': math.ceil(num_devices / GPUS_A_NODE),
+        'images_per_sec': speed,
+        'images_per_sec_per_device': speed and speed / num_devices,
+        'images_per_sec_least': least,
+        'images_per_sec_most': most,
+        'peak_memory_gib': gib,
+    }
+
+
+def nothing_fits(label: str, gib: float, cards: list[Card], changes: list[str]) -> ValueError:
+    """Return the error of a run that no GPU that was asked for holds.
+
+    Args:
+        label: in error messages, what goes through the model at once.
+        gib: that it takes.
+        cards: that were asked for.
+        changes: of which each would let it fit.
+    """
+    remedy = 'choose a GPU with more memory by --gpu'
+    if changes:
+        remedy += f', or take {" or ".join(changes)}'
+    return ValueError(f'{label} takes {gib:.1f} GiB, and the largest GPU asked for has '
+                      f'{max(card.gib for card in cards):g}; {remedy}')
+
+
+def show_forecasts(text: str, records: list[dict], without_room: list[Card], results: str | None) -> list[dict]:
+    """Print a forecast; append its records that have a speed to the file of --results, or print them; return these."""
+    print(text)
+    if without_room:
+        print(f'\nNo room on {", ".join(card.name for card in without_room)}.')
     forecasts = [record for record in records if record['images_per_sec'] is not None]
     if results == '-':
         print(*map(json.dumps, forecasts), sep='\n')
@@ -85,19 +81,22 @@ def keep_forecasts(records: list[dict], results: str | None) -> list[dict]:
     return forecasts
 
 
-def why_nothing_fits(gib: float, estimates: list) -> str:
-    """Return the error of a run of which no GPU that was asked for holds an image, with the changes that would help.
+def time_in_words(seconds: dict[str, float]) -> str:
+    """Return the share of the time of a step by kind of operator, the largest first, down to one in a hundred."""
+    total = sum(seconds.values())
+    shares = []
+    for kind, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+        if spent >= 0.005 * total:
+            shares.append(f'{kind} {spent / total:.0%}')
+    return f'Where the time goes: {", ".join(shares)}.'
 
-    Args:
-        gib: of the largest GPU.
-        estimates: of the run as given, and with one change each.
-    """
-    given, *others = estimates
-    asked = given.settings.device_train_microbatch_size
-    microbatch = asked if isinstance(asked, int) else 1
-    helpful = [each.title for each in others if each.largest_microbatch(gib)]
-    remedy = 'choose a GPU with more memory by --gpu'
-    if helpful:
-        remedy += f', or take {" or ".join(helpful)}'
-    return (f'--gpu: a microbatch of {microbatch} takes {given.taken(microbatch):.1f} GiB, and the largest GPU asked '
-            f'for has {gib:g}; {remedy}')
+
+def aligned(table: pd.DataFrame) -> str:
+    """Return a table as text: the first column to the left, figures to the right."""
+    alignment = ['left', *['right'] * (len(table.columns) - 1)]
+    return table.to_markdown(index=False, tablefmt='plain', disable_numparse=True, colalign=alignment)
+
+
+def three_digits(figure: float) -> str:
+    """Return a figure with three significant digits, or whole."""
+    return f'{figure:,.3g}' if figure < 100 else f'{figure:,.0f}'

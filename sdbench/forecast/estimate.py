@@ -20,8 +20,8 @@ from sdbench.forecast.speed import (
     CONSTANTS,
     IN_A_GRAPH,
     TESTED_SIZE,
+    BatchSplit,
     Constants,
-    Layout,
     StepWork,
     images_per_sec,
     is_tested,
@@ -84,13 +84,13 @@ class Estimate:
             return asked if self.taken(asked) <= card.gib else None
         return self.largest_microbatch(card.gib)
 
-    def layout(self, microbatch: int) -> Layout:
+    def split(self, microbatch: int) -> BatchSplit:
         """Return how the batch of the run is spread."""
-        return Layout(microbatch, self.device_batch_size, self.settings.dry_run, self.settings.allreduce_precision)
+        return BatchSplit(microbatch, self.device_batch_size, self.settings.dry_run, self.settings.allreduce_precision)
 
     def images_per_sec(self, card: Card, microbatch: int) -> float:
         """Return the speed of all devices together, of a card that can be forecast in this precision."""
-        speed = images_per_sec(card, self.work, self.layout(microbatch), self.constants)
+        speed = images_per_sec(card, self.work, self.split(microbatch), self.constants)
         return speed * self.settings.dry_run
 
     def is_tested(self, card: Card) -> bool:
@@ -129,14 +129,13 @@ def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, b
     if half >= 64:
         changes[f'--image_size {half}'] = {'image_size': half}
 
-    if settings.compile:  # each would be traced for minutes, but for the average
+    if settings.compile:  # the others would each be traced for minutes
         changes = {words: change for words, change in changes.items() if words == 'without --use_ema'}
-        return [(words, dataclasses.replace(settings, **change), latents) for words, change in changes.items()]
 
     runs = []
     for words, change in changes.items():
         runs.append((words, dataclasses.replace(settings, **change), latents))
-    if not latents:
+    if not latents and not settings.compile:
         runs.append(('latents (encode.py)', settings, True))
     return runs
 

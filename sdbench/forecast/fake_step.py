@@ -27,7 +27,7 @@ from sdbench.training.microbatch import blank_batch
 BUCKET_BYTES = 25 * 2**20  # that DistributedDataParallel fills before it sends them
 
 
-def trace_step(outline: ComposerModel, precision: str, prepare_update: Callable | None = None,
+def trace_step(meta_model: ComposerModel, precision: str, prepare_update: Callable | None = None,
                attention: str = 'sdpa') -> tuple[StepMemory, StepWork]:
     """Return memory and work of a step, on a GPU in half precision, or in float32 anywhere.
 
@@ -36,29 +36,29 @@ def trace_step(outline: ComposerModel, precision: str, prepare_update: Callable 
     softmax that they are made of, and the matrix is written, read and kept.
 
     Args:
-        outline: the model on the meta device; its tensors become fake ones.
+        meta_model: the model on the meta device; its tensors become fake ones.
         precision: amp_bf16, amp_fp16 or fp32.
         prepare_update: gives for a model what is called after a step, by kind. None: nothing is.
         attention: as --attention has it.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
-    model = with_fake_tensors(outline, mode)
+    model = with_fake_tensors(meta_model, mode)
     counter = StepCounter(list(model.parameters()))
     with mode, counter, torch.compiler.set_stance('force_eager'), norms_in_float32():
-        take_step(model, precision, counter, attention)
-    return counted(model, counter, trace_update(model, prepare_update, mode))
+        forward_and_backward(model, precision, counter, attention)
+    return memory_and_work(model, counter, trace_update(model, prepare_update, mode))
 
 
-def with_fake_tensors(outline: ComposerModel, mode: FakeTensorMode) -> ComposerModel:
+def with_fake_tensors(meta_model: ComposerModel, mode: FakeTensorMode) -> ComposerModel:
     """Give a model on the meta device fake tensors of a CPU, and return it in training mode.
 
     It is what Module.to_empty does, which takes seconds under the mode; torch 2.15 changes no type of a fake parameter.
     """
     cpu = torch.device('cpu')
-    return outline.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
+    return meta_model.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
 
 
-def take_step(model: ComposerModel, precision: str, counter: StepCounter, attention: str = 'sdpa') -> None:
+def forward_and_backward(model: ComposerModel, precision: str, counter: StepCounter, attention: str = 'sdpa') -> None:
     """Take a step of as many images as are counted, forward and backward."""
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         counter.count_as('activations', tensor)
@@ -76,7 +76,7 @@ def take_step(model: ComposerModel, precision: str, counter: StepCounter, attent
     del composers_copy
 
 
-def counted(model: ComposerModel, counter: StepCounter, update: dict[str, Work]) -> tuple[StepMemory, StepWork]:
+def memory_and_work(model: ComposerModel, counter: StepCounter, update: dict[str, Work]) -> tuple[StepMemory, StepWork]:
     """Return memory and work of the step that `counter` has seen, with the work of the update after it."""
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = sum(weight.nbytes for weight in trainable)
@@ -95,7 +95,7 @@ def fill_buckets(arrivals: list[tuple[int, Work, Work]], fixed: Work, per_image:
     Args:
         arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
         fixed: all work of a microbatch, whatever its size.
-        per_image: all work of each of its images beside.
+        per_image: in addition, all work of each of its images.
     """
     buckets = []
     nbytes = 0

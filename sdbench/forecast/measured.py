@@ -1,14 +1,13 @@
 """Find the speeds that were measured on a GPU, to stand beside its forecast."""
 import json
-import os
 from pathlib import Path
 
 import pandas as pd
 
 from sdbench.flags.train import SD2_BASE, SWITCHES, Train
 from sdbench.gpus import Card
-from sdbench.measuring.reliability import why_unreliable
 from sdbench.models.loading import find_model
+from sdbench.report.records import INPUTS, MEASURED, read_records, words
 
 PUBLISHED = Path(__file__).parents[2] / 'published.csv'
 
@@ -23,7 +22,7 @@ def is_stable_diffusion_2(unet_config: dict) -> bool:
     return True
 
 
-def measured_speeds(settings: Train, unet_config: dict, latents: bool, card: Card, records: list[dict]) -> pd.DataFrame:
+def measured_speeds(settings: Train, unet_config: dict, latents: bool, card: Card, rows: list[dict]) -> pd.DataFrame:
     """Return a row for each reliable speed of the same model and input on a card.
 
     Flags that such a run had otherwise stand in the column `with`.
@@ -33,67 +32,38 @@ def measured_speeds(settings: Train, unet_config: dict, latents: bool, card: Car
         unet_config: of its UNet. Published speeds stand beside that of Stable Diffusion 2 alone.
         latents: whether it is on latents.
         card: that it is forecast for.
-        records: those of --results.
+        rows: of the records of --results, as `read_records` returns them.
     """
-    found = [{'file': settings.results_file} | record for record in records]
+    # published.csv names no model, and leaves out the maker of a GPU
+    found = []
     if is_stable_diffusion_2(unet_config):
-        found = published_records(settings.model_name) + found
-    same = {'stage': 'train', 'status': 'complete', 'model_name': settings.model_name, 'device': card.name,
-            'encoders': 'text_in_loop' if latents else 'in_loop', 'image_size': settings.image_size}
-    rows = []
-    for record in found:
-        record = {'stage': 'train', 'status': 'complete'} | record
-        is_same = all(record.get(key) == value for key, value in same.items())
-        if is_same and not why_unreliable(record):
-            rows.append({'measured on': record['device'], 'GPUs': record.get('num_devices', ''),
-                         'microbatch': record.get('device_train_microbatch_size', ''),
-                         'images/s': record.get('images_per_sec', ''), 'with': flags_that_differ(record, settings),
-                         'file': record['file']})
-    return pd.DataFrame(rows)
+        for row in read_records(str(PUBLISHED)):
+            found.append(row | {'file': PUBLISHED.name, 'model_name': settings.model_name,
+                                'device': f'NVIDIA {row["device"]}'})
+    found += [row | {'file': settings.results_file} for row in rows]
+
+    # those of such a run
+    same = {'stage': 'train', 'status': MEASURED, 'model_name': settings.model_name, 'device': card.name,
+            'input': INPUTS['text_in_loop' if latents else 'in_loop'], 'image_size': str(settings.image_size)}
+    speeds = []
+    for row in found:
+        if all(row.get(key) == value for key, value in same.items()):
+            speeds.append({'measured on': row['device'], 'GPUs': row['num_devices'],
+                           'microbatch': row['record'].get('device_train_microbatch_size', ''),
+                           'images/s': row['images_per_sec'], 'with': flags_that_differ(row, settings),
+                           'file': row['file']})
+    return pd.DataFrame(speeds)
 
 
-def published_records(model_name: str) -> list[dict]:
-    """Return the rows of published.csv that were measured, all of Stable Diffusion 2, as records of it by this name."""
-    rows = pd.read_csv(PUBLISHED).query('extrapolated == "no"')
-    rows = rows.assign(file=PUBLISHED.name, model_name=model_name, device='NVIDIA ' + rows['device'],
-                       use_ema=rows['use_ema'] == 'yes')
-    return rows.to_dict('records')
-
-
-def flags_that_differ(record: dict, settings: Train) -> str:
+def flags_that_differ(row: dict, settings: Train) -> str:
     """Return the flags of a record that bear on speed and are others than those of the run, but for the microbatch."""
     flags = []
     for name in ('batch_size', 'use_ema', *SWITCHES):
-        value = record.get(name)
-        if value is None or name == 'device_train_microbatch_size' or value == getattr(settings, name):
+        value = row[name]
+        if value in ('', words(getattr(settings, name))) or name == 'device_train_microbatch_size':
             continue
-        if isinstance(value, bool):
-            flags.append(f'--{name}' if value else f'--no-{name}')
+        if value in ('yes', 'no'):
+            flags.append(f'--{name}' if value == 'yes' else f'--no-{name}')
         else:
             flags.append(f'--{name} {value}')
     return ' '.join(flags)
-
-
-def read_json_lines(path: str) -> tuple[list[dict], list[str]]:
-    """Read the records of a file, and say of each line that is none, such as one that a full disk cut, why.
-
-    A file that is not there has none.
-    """
-    if not os.path.isfile(path):
-        return [], []
-    records = []
-    unread = []
-    lines = Path(path).read_text(errors='replace').split('\n')
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            unread.append(f'{path}:{number} is no record, and is passed over: {error}')
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-        else:
-            unread.append(f'{path}:{number} is no record, and is passed over: not one JSON object')
-    return records, unread

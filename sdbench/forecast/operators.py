@@ -70,7 +70,7 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
     elif function.overloadpacket in flop_registry:
         flops = flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
 
-    # the kernels that CUDA runs beside what a CPU's trace shows
+    # kernels that CUDA runs and a CPU's trace does not show
     if name == 'convolution':
         image, weight, bias = args[:3]  # (B, C, H, W), (D, C, k, k), (D,)
         sizes = sizes_of([image, weight, result])
@@ -111,7 +111,7 @@ def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def multi_tensor_operator(function: torch._ops.OpOverload, args: tuple, sizes: list[int]) -> Operator:
-    """Count an operator on lists of tensors, such as a step of AdamW: those that it changes are written beside."""
+    """Count an operator on lists of tensors, such as a step of AdamW: those that it changes are written as well."""
     arguments = function._schema.arguments
     for argument, value in zip(arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -69,7 +69,7 @@ class Work(NamedTuple):
         return Work(*(mine * times for mine in self))
 
 
-class Layout(NamedTuple):
+class BatchSplit(NamedTuple):
     """How a batch is spread over GPUs and microbatches.
 
     Attributes:
@@ -100,7 +100,7 @@ class Bucket(NamedTuple):
     Attributes:
         nbytes: of them in float32.
         fixed: the work of the backward pass that is left when they are there, whatever the microbatch.
-        per_image: the work that is left for each image of the microbatch beside.
+        per_image: the work that is left, in addition, for each image of the microbatch.
     """
     nbytes: int
     fixed: Work
@@ -113,7 +113,7 @@ class StepWork:
 
     Attributes:
         fixed: of a microbatch, whatever its size.
-        per_image: of each of its images beside.
+        per_image: in addition, of each of its images.
         accumulation: of adding a microbatch's gradients to those of an earlier one.
         update: once a step.
         exchange: once a step where there are several GPUs: of copying gradients to the buckets and back.
@@ -126,11 +126,11 @@ class StepWork:
     exchange: dict[str, Work] = field(default_factory=dict)
     buckets: list[Bucket] = field(default_factory=list)
 
-    def of_step(self, layout: Layout) -> dict[str, Work]:
+    def of_step(self, split: BatchSplit) -> dict[str, Work]:
         """Return the work of a step on one GPU by kind."""
-        parts = [(self.fixed, layout.microbatches), (self.per_image, layout.images),
-                 (self.accumulation, layout.microbatches - 1), (self.update, 1)]
-        if layout.num_devices > 1:
+        parts = [(self.fixed, split.microbatches), (self.per_image, split.images),
+                 (self.accumulation, split.microbatches - 1), (self.update, 1)]
+        if split.num_devices > 1:
             parts.append((self.exchange, 1))
         total = {}
         for works, times in parts:
@@ -153,37 +153,38 @@ def seconds_of(card: Card, work: Work, constants: Constants = CONSTANTS) -> floa
             + work.kernels * constants.seconds_a_kernel)
 
 
-def seconds_of_waiting(card: Card, step: StepWork, layout: Layout, constants: Constants = CONSTANTS) -> float:
+def seconds_of_waiting(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
     """Return the seconds for which a step waits for the exchange of gradients when its last backward pass is over.
 
     Buckets travel one after the other, each as soon as it is full. So the exchange is over when the backward pass has
     filled some bucket, and that one and all after it have travelled: the bucket for which this is latest decides.
     """
-    if layout.num_devices == 1:
+    if split.num_devices == 1:
         return 0.0
-    over_link = 2 * (layout.num_devices - 1) / layout.num_devices  # bytes for each byte of gradients, by a ring
-    if layout.allreduce_precision == 'bf16':
+    over_link = 2 * (split.num_devices - 1) / split.num_devices  # bytes for each byte of gradients, by a ring
+    if split.allreduce_precision == 'bf16':
         over_link /= 2
     waiting = 0.0
     travelling = 0.0  # seconds of this bucket and all after it
     for bucket in reversed(step.buckets):
         travelling += bucket.nbytes * over_link / (card.link_gigabytes_per_sec * 1e9)
-        computing = seconds_of(card, bucket.fixed + bucket.per_image * layout.last_microbatch, constants)
+        computing = seconds_of(card, bucket.fixed + bucket.per_image * split.last_microbatch, constants)
         waiting = max(waiting, travelling - computing)
     return waiting
 
 
-def seconds_by_kind(card: Card, step: StepWork, layout: Layout, constants: Constants = CONSTANTS) -> dict[str, float]:
+def seconds_by_kind(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS
+                    ) -> dict[str, float]:
     """Return the seconds of a step by kind of operator, and for several GPUs those of WAITING."""
-    seconds = {kind: seconds_of(card, work, constants) for kind, work in step.of_step(layout).items()}
-    if layout.num_devices > 1:
-        seconds[WAITING] = seconds_of_waiting(card, step, layout, constants)
+    seconds = {kind: seconds_of(card, work, constants) for kind, work in step.of_step(split).items()}
+    if split.num_devices > 1:
+        seconds[WAITING] = seconds_of_waiting(card, step, split, constants)
     return seconds
 
 
-def images_per_sec(card: Card, step: StepWork, layout: Layout, constants: Constants = CONSTANTS) -> float:
+def images_per_sec(card: Card, step: StepWork, split: BatchSplit, constants: Constants = CONSTANTS) -> float:
     """Return the images per second of one GPU."""
-    return layout.images / sum(seconds_by_kind(card, step, layout, constants).values())
+    return split.images / sum(seconds_by_kind(card, step, split, constants).values())
 
 
 def is_tested(card: Card, num_devices: int, images: int, in_a_graph: bool = False) -> bool:

@@ -19,7 +19,7 @@ TRACED_IMAGES = 1009
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes that are alive at each operator of a step, beside the weights, as a function of the microbatch.
+    """Bytes that are alive at each operator of a step, apart from the weights, as a function of the microbatch.
 
     Attributes:
         fixed: int64 (operators, ITEMS), whatever the microbatch.
@@ -80,7 +80,9 @@ class StepCounter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.prim.device.default:  # two of three calls; it has no tensors
             return result
-        self.count_work(function, args, kwargs or {}, result)
+        operator = count_operator(function, args, kwargs or {}, result)
+        if operator is not None:
+            self.add_work(operator)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.notice(tensor)
@@ -88,12 +90,6 @@ class StepCounter(TorchDispatchMode):
             self.count_as('cast weights', result)
         self.rows.append(self.now.copy())
         return result
-
-    def count_work(self, function, args: tuple, kwargs: dict, result) -> None:
-        """Add what a call asks of a GPU to the work of its kind."""
-        operator = count_operator(function, args, kwargs, result)
-        if operator is not None:
-            self.add_work(operator)
 
     def add_work(self, operator: Operator) -> None:
         """Add an operator to the work of its kind: bytes that the number of images divides are those of images."""

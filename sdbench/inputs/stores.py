@@ -67,7 +67,7 @@ def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectS
 
     Args:
         address: s3://, gs:// or azure://, as the module's docstring lists them.
-        flag: what errors call it.
+        flag: its name in error messages.
         is_first: whether requests give up early, as FIRST_RETRIES says.
 
     Raises ValueError if such a store cannot be reached, no bucket is named, or a profile is missing.

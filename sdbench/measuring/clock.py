@@ -63,7 +63,6 @@ class Stopwatch:
     def __init__(self, names: Sequence[str]):
         self.name: str | None = None
         self._lap = dict.fromkeys(names, 0.0)
-        self._earlier_laps = 0.0
         self._since = 0.0  # what of the time from here on is not counted yet
 
     def count_as(self, name: str | None) -> None:
@@ -78,14 +77,8 @@ class Stopwatch:
         """Begin another lap; return the seconds of the one that ends, by name."""
         self.count_as(self.name)  # up to now
         lap = self._lap
-        self._earlier_laps += sum(lap.values())
         self._lap = dict.fromkeys(lap, 0.0)
         return lap
-
-    def total(self) -> float:
-        """Return the seconds of all laps until now, of all names together."""
-        self.count_as(self.name)  # up to now
-        return self._earlier_laps + sum(self._lap.values())
 
 
 class Measurement(Callback):
@@ -133,11 +126,6 @@ class Measurement(Callback):
             dist.barrier()
         finally:
             self.stopwatch.count_as(before)
-
-    @property
-    def seconds_excluded(self) -> float:
-        """Return the seconds of the run so far that were no part of a batch, on this rank."""
-        return self.stopwatch.total()
 
     def before_dataloader(self, state: State, logger) -> None:
         """Pause the stopwatch: the next batch begins."""

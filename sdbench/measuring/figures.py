@@ -54,13 +54,13 @@ FIGURES = {
 }
 
 # The lines of a summary, in their order: of a measurement the speed comes first, of a training what was trained.
-SPEED = ('images_per_sec', 'why_no_speed')
-TRAINED = ('trained_batches', 'whole_epochs', 'resumed_after', 'loss', 'eval_loss', 'sample_folder',
-           'ema_start_to_come')
-OF_A_MEASUREMENT = (*SPEED, 'batch_seconds_median', 'drift', 'data_wait_fraction', 'peak_memory_gib',
-                    'tflops_per_sec_per_device', 'mfu', 'joules_per_image', *TRAINED, 'caution',
+SPEED_LINES = ('images_per_sec', 'why_no_speed')
+TRAINED_LINES = ('trained_batches', 'whole_epochs', 'resumed_after', 'loss', 'eval_loss', 'sample_folder',
+                 'ema_start_to_come')
+OF_A_MEASUREMENT = (*SPEED_LINES, 'batch_seconds_median', 'drift', 'data_wait_fraction', 'peak_memory_gib',
+                    'tflops_per_sec_per_device', 'mfu', 'joules_per_image', *TRAINED_LINES, 'caution',
                     'days')
-OF_A_TRAINING = (*TRAINED, 'young_half_life', 'save_folder', 'export_flags', *SPEED)
+OF_A_TRAINING = (*TRAINED_LINES, 'young_half_life', 'save_folder', 'export_flags', *SPEED_LINES)
 
 IN_TABLES = tuple(key for key, figure in FIGURES.items() if figure.cell is not None)
 

@@ -22,7 +22,7 @@ from sdbench.flags.train import LOADER_FLAGS, TRAINING_FLAGS, Train
 from sdbench.inputs.loader import default_workers
 from sdbench.measuring.clock import loader_figures
 from sdbench.measuring.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
-from sdbench.measuring.reliability import busy_cores, remedy, why_unreliable
+from sdbench.measuring.reliability import remedy, why_unreliable
 from sdbench.measuring.versions import git_commit, package_versions
 from sdbench.paths import sibling_path
 
@@ -153,10 +153,9 @@ def reliability(record: dict) -> str | None:
     """Say why these figures should not be trusted yet, and the remedy; None where they can be."""
     if record.get('status') == PROFILED:
         return 'these figures include the cost of the trace, so that no report counts them'
-    busy = None if torch.cuda.is_available() else busy_cores()
     if why_unreliable(record):
-        return f'{why_unreliable(record)}: {remedy(record, busy)}'
-    return busy
+        return f'{why_unreliable(record)}: {remedy(record)}'
+    return None
 
 
 def append_line(line: str, path: str) -> None:

@@ -54,13 +54,6 @@ def count_flops(call: Callable[[], Any]) -> tuple[int, Any]:
     return counter.get_total_flops(), result
 
 
-def peak_tflops(precision: str) -> float | None:
-    """Return the dense peak of this GPU in TFLOP/s; None where it is not known, or for fp32."""
-    if not torch.cuda.is_available():
-        return None
-    return peak_of(torch.cuda.get_device_name(), precision)
-
-
 def utilization(images_per_sec_per_device: float | None, flops_per_image: int, precision: str,
                 device: str) -> dict[str, float | None]:
     """Return a record's figures of arithmetic: TFLOPs of an image, TFLOP/s of a device, share of its peak (MFU).

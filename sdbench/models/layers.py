@@ -30,7 +30,7 @@ class HalfLayerNorm(torch.nn.LayerNorm):
             return F.layer_norm(states, self.normalized_shape, weight, bias, self.eps)
 
 
-HALVES = {torch.nn.GroupNorm: HalfGroupNorm, torch.nn.LayerNorm: HalfLayerNorm}
+HALF_NORMS = {torch.nn.GroupNorm: HalfGroupNorm, torch.nn.LayerNorm: HalfLayerNorm}
 
 
 def switch_norms_to_half(network: torch.nn.Module) -> None:
@@ -40,8 +40,8 @@ def switch_norms_to_half(network: torch.nn.Module) -> None:
     for the backward pass. The norms stay the same objects with the same weights; only their class changes.
     """
     for norm in network.modules():
-        if type(norm) in HALVES:
-            norm.__class__ = HALVES[type(norm)]
+        if type(norm) in HALF_NORMS:
+            norm.__class__ = HALF_NORMS[type(norm)]
 
 
 class NoDivision:

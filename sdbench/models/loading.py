@@ -109,7 +109,7 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
     Args:
         cls: its class, such as UNet2DConditionModel.
         folder: with its configuration and its weights, as safetensors.
-        label: what errors call the model that it is a part of, a flag with its value.
+        label: in error messages, the model that it is a part of: a flag with its value.
 
     Raises ValueError if the weights do not load, or are not those of the network: diffusers and transformers go on
     with random numbers in the place of what is missing, and without what is foreign.
@@ -158,13 +158,13 @@ def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
     if not files.pretrained:
         text_encoder = CLIPTextModel(config)
     elif files.name == TINY_MODEL:
-        text_encoder = drawn_text_encoder(config)
+        text_encoder = random_text_encoder(config)
     else:
         text_encoder = load_weights(CLIPTextModel, files.folder / 'text_encoder', f'--model_name {files.name}')
     return frozen(text_encoder, precision)
 
 
-def drawn_text_encoder(config: CLIPTextConfig) -> CLIPTextModel:
+def random_text_encoder(config: CLIPTextConfig) -> CLIPTextModel:
     """Build a text encoder with random weights, on the CPU, the same each time.
 
     They take 6 MB as a file. Their states tell captions apart, which is enough for a UNet that learns from nothing.

@@ -1,4 +1,4 @@
-"""Draw the pictures of a report: days over GPUs, speeds as bars, and scores of evaluations.
+"""Draw the pictures of a report: days over GPUs, and scores of evaluations.
 
 matplotlib is imported only when there is something to draw.
 """
@@ -6,19 +6,19 @@ import textwrap
 
 import pandas as pd
 
-from sdbench.errors import plural
 from sdbench.report.records import CONDITIONS, FORECAST, MEASURED, NETWORKS, SETTINGS, VERSIONS
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text
-LABEL_CHARACTERS = 50  # of a line of a label
+LABEL_CHARACTERS = 50  # of a value in a legend
 CAPTION_CHARACTERS = 130
 TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'}
 PANEL_INCHES = 4.8
 PANEL_CHARACTERS = 60  # of a caption below a panel
 # How a legend writes a setting, where its name and its value are not enough
 IN_WORDS = {'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels', 'input': 'on {}',
-            'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA'}
+            'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA', 'model': '{}', 'weights': '{}',
+            'guidance': 'guidance {:g}', 'trained_batches': 'batch {:,.0f}'}
 
 
 def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
@@ -31,12 +31,16 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
         path: of the picture, whose suffix is its format.
         rows: the table of trainings; those without days are left out.
         training_images: images of a training, which the days are for.
+
+    Raises ValueError if no row has days.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
 
     # a line has one setting; a forecast takes the largest microbatch, which gets smaller with more GPUs
     rows = rows[rows['days'].notna()].sort_values('num_devices', kind='stable')
+    if rows.empty:
+        raise ValueError(f'--figure {path}: no training in these records has days; of the model tiny, '
+                         '--training_images asks for them')
     is_forecast = rows['status'] == FORECAST
     rows['device_train_microbatch_size'] = rows['device_train_microbatch_size'].mask(is_forecast, '')
     rows['setting'] = rows['setting'].mask(is_forecast, -1)
@@ -57,8 +61,14 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.plot([], [], 'o', color='black', markerfacecolor='white', label='extrapolated, or forecast with its range')
     axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
 
-    # axes and legend
-    counts = sorted(rows['num_devices'].unique())
+    set_days_axes(axes, sorted(rows['num_devices'].unique()), training_images)
+    figure.savefig(path, dpi=160)
+
+
+def set_days_axes(axes, counts: list[int], training_images: int) -> None:
+    """Label the axes of the picture of days, with a tick for each number of GPUs, and place its legend."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     axes.set(xscale='log', yscale='log', xlabel='GPUs', ylabel=f'days for {training_images:,} images')
     axes.set_xticks(counts, counts)
     axes.minorticks_off()
@@ -67,7 +77,6 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.grid(alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc='center left', bbox_to_anchor=(1.01, 0.5))
-    figure.savefig(path, dpi=160)
 
 
 def draw_line(axes, points: pd.DataFrame, color: str, label: str) -> None:
@@ -147,65 +156,9 @@ def setting_in_words(key: str, value: str) -> str:
     return IN_WORDS.get(key, f'{name} {{}}').format(value)
 
 
-def draw_speeds(path: str, rows: pd.DataFrame, caption: str) -> None:
-    """Write a picture of images per second, with a bar for each training in the order of the table.
-
-    Rows of one setting share a color, and bars of what was not measured are hollow.
-
-    Args:
-        path: of the picture, whose suffix is its format.
-        rows: the table.
-        caption: text below the bars.
-    """
-    from matplotlib.figure import Figure
-
-    labels = [label_of(row) for _, row in rows.iterrows()]
-    caption = wrapped(caption, CAPTION_CHARACTERS)
-    num_lines = sum(label.count('\n') + 1.5 for label in [*labels, caption])
-    figure = Figure(figsize=(10, 1 + LINE_INCHES * num_lines), layout='constrained')
-    figure.supxlabel(caption, x=0.01, ha='left', fontsize=9)
-    axes = figure.subplots()
-
-    # bars, with their figures behind them
-    bars = axes.barh(range(len(rows)), rows['images_per_sec'].fillna(0))
-    axes.bar_label(bars, [text_of(row) for _, row in rows.iterrows()], padding=4, fontsize=9)
-    for bar, (_, row) in zip(bars, rows.iterrows(), strict=True):
-        color = COLORS[row['setting'] % len(COLORS)]
-        bar.set(edgecolor=color, facecolor=color if row['status'] == MEASURED else 'none')
-
-    # labels of the rows on the left
-    axes.set_title('images/s', loc='left', fontsize=11)
-    axes.set_yticks(range(len(rows)), labels, fontsize=9)
-    axes.invert_yaxis()  # the first row on top
-    axes.margins(x=0.2)  # for the texts
-    axes.set_xticks([])  # each bar has its figure
-    axes.spines[['top', 'right', 'bottom']].set_visible(False)
-    figure.savefig(path, dpi=160)
-
-
 def wrapped(text: str, characters: int) -> str:
     """Wrap each line of a text at so many characters."""
     return '\n'.join(textwrap.fill(line, characters) for line in text.splitlines())
-
-
-def label_of(row: pd.Series) -> str:
-    """Name a row: its run if it has a number, its devices, and what distinguishes its setting."""
-    label = plural(row['num_devices'], 'CPU rank' if row['on_cpu'] else 'GPU')
-    if 'run' in row:
-        label = f'run {row["run"]}: {label}'
-    if row['label']:
-        label += f', {row["label"]}'
-    return textwrap.fill(label, LABEL_CHARACTERS)
-
-
-def text_of(row: pd.Series) -> str:
-    """Write what stands behind a bar: its figure, and its status unless it was measured; without a figure, why."""
-    if pd.isna(row['images_per_sec']):
-        return textwrap.shorten(row['notes'], 40, placeholder=' ...')
-    text = f'{row["images_per_sec"]:,.4g}'
-    if row['status'] != MEASURED:
-        text += f', {row["status"]}'
-    return text
 
 
 def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
@@ -251,7 +204,10 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
     # lines, named by what distinguishes them
     named = [key for key in line_keys if rows[key].nunique() > 1]
     for number, (_, points) in enumerate(rows.groupby(line_keys, dropna=False)):
-        label = [words_of(key, points[key].iloc[0]) for key in named]
+        label = []
+        for key in named:
+            words = setting_in_words(key, points[key].iloc[0])
+            label.append(textwrap.shorten(words, LABEL_CHARACTERS, placeholder=' ...'))
         if 'guidance' not in line_keys:
             label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
         axes.plot(points[across], points[up], marker='o', markersize=4, label=', '.join(label),
@@ -266,14 +222,3 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)  # below the panel
     axes.spines[['top', 'right']].set_visible(False)
-
-
-def words_of(key: str, value) -> str:
-    """Write the value of a column as the legend shows it."""
-    if key == 'guidance':
-        return f'guidance {value:g}'
-    if key == 'trained_batches':
-        return f'batch {value:,.0f}'
-    if key not in ('model', 'weights'):
-        value = f'{key} {value}'
-    return textwrap.shorten(value, LABEL_CHARACTERS, placeholder=' ...')

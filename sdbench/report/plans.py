@@ -8,8 +8,7 @@ from sdbench.report.markdown import printed
 from sdbench.report.records import FORECAST, MEASURED, SETTINGS
 from sdbench.report.speeds import UNKNOWN, with_costs
 
-SPEED = 'images_per_sec'
-RANGE = ['images_per_sec_least', 'images_per_sec_most']
+SPEED_AND_RANGE = ['images_per_sec', 'images_per_sec_least', 'images_per_sec_most']
 OF_A_PHASE = ['image_size', 'device_train_microbatch_size']  # settings that may differ from phase to phase
 
 
@@ -40,8 +39,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, l
     sizes = [size for _, size in settings.phase]
     plans = []
     for _, runs in trained.groupby(keys, sort=False):
-        of_settings = runs.groupby(OF_A_PHASE)[[SPEED, *RANGE]].median()
-        speeds = of_settings.sort_values(SPEED).groupby('image_size').tail(1).droplevel(1)  # (sizes, speed and range)
+        of_settings = runs.groupby(OF_A_PHASE)[SPEED_AND_RANGE].median().sort_values('images_per_sec')
+        speeds = of_settings.groupby('image_size').tail(1).droplevel(1)  # (sizes, speed and range)
         unmeasured = [size for size in sizes if size not in speeds.index]
         if unmeasured:
             first = runs.iloc[0]
@@ -113,7 +112,7 @@ def days_to_encode(encodings: pd.DataFrame, run: pd.Series, size: str) -> tuple[
         return 0.0, f'without encoding the images at {size} px'
 
     # what it says
-    days = days_to_train(encoding[SPEED], images)
+    days = days_to_train(encoding['images_per_sec'], images)
     details = []
     if 'bytes_per_image' in encoding['record']:
         details.append(storage_in_words(images * encoding['record']['bytes_per_image']))

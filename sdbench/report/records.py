@@ -27,7 +27,7 @@ HASHES = ['inception_sha256', 'clip_sha256']  # shown by their beginning
 MEASURED = 'measured'
 EXTRAPOLATED = 'extrapolated'  # from other rows, here or by its source
 FORECAST = 'forecast'          # from the operators of a step
-DOUBTED = 'not reliable'
+UNRELIABLE = 'not reliable'
 WITH_FIGURES = [MEASURED, EXTRAPOLATED, FORECAST]
 
 INPUTS = {'in_loop': 'images', 'text_in_loop': 'latents'}  # of a training, by the encoders in its loop
@@ -56,8 +56,6 @@ def read_records(path: str) -> list[dict]:
             rows += rows_of(parse(line))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f'{path}:{number}: not a record: {error}') from None
-    if not rows:
-        raise ValueError(f'{path}: no records in it; benchmark.py --results {path} adds one')
     return rows
 
 
@@ -139,7 +137,7 @@ def status_and_notes(record: dict) -> tuple[str, str]:
         reason = f'{status}: {words(record.get("error"))}'
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
     if why_unreliable(record):
-        return DOUBTED, f'{DOUBTED}: {why_unreliable(record)}'
+        return UNRELIABLE, f'{UNRELIABLE}: {why_unreliable(record)}'
     if words(record['extrapolated']) != 'no':
         return EXTRAPOLATED, 'extrapolated by its source'
     return MEASURED, ''

@@ -23,7 +23,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     With --compare there is a row for each training.
     """
     # the rows, and which of them are of one setting
-    rows = records.assign(label=labels(records), setting=records.groupby(SETTINGS, sort=False).ngroup())
+    rows = records.assign(setting=records.groupby(SETTINGS, sort=False).ngroup())
     sentences = []
     if settings.compare:
         rows = rows[rows['stage'] == 'train'].reset_index(drop=True)
@@ -50,16 +50,6 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
         rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
         sentences.append(f'The last column is how many images {settings.days:g} days buy.')
     return with_costs(rows, days, settings.dollars_per_gpu_hour), sentences
-
-
-def labels(rows: pd.DataFrame) -> list[str]:
-    """Return what tells the setting of each row from those of the other trainings."""
-    keys = differing(rows[rows['stage'] == 'train'], SETTINGS)
-    texts = []
-    for _, row in rows.iterrows():
-        stated = [f'{key} {row[key]}' for key in keys if row[key]]
-        texts.append(', '.join(stated))
-    return texts
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
@@ -107,6 +97,7 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
     trained = rows[(rows['status'] == MEASURED) & (rows['stage'] == 'train')]
     trained = trained.sort_values(['num_devices', 'num_nodes'], key=pd.to_numeric).drop_duplicates(
         ['setting', 'num_devices'])
+    different = differing(rows[rows['stage'] == 'train'], SETTINGS)  # tell a setting from the others
     for _, runs in trained.groupby('setting'):
         first = runs.iloc[0]
         batch = int(first['batch_size'] or 1)  # a batch that is not stated cancels out, as long as it is fixed
@@ -124,10 +115,11 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
                 'status': EXTRAPOLATED, 'notes': note})
 
         # how well the fit meets what was measured
+        label = ', '.join(f'{key} {first[key]}' for key in different if first[key])
         residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
         worst = residuals.abs().argmax()
         sentences.append(
-            f'{first["label"] or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
+            f'{label or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
             f'{plural(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
             f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
     if not predicted:

@@ -31,11 +31,11 @@ class RandomBatchTransform(Algorithm):
 
     def chosen(self, state: State) -> torch.Tensor:
         """Choose the samples to change of this rank's share of the batch: bool (B,)."""
-        device_batch = len(state.batch['caption'])
+        device_batch_size = len(state.batch['caption'])
         seeds = np.random.SeedSequence((self.seed, state.timestamp.batch.value), spawn_key=(self.stream,))
-        drawn = np.random.default_rng(seeds).random(device_batch * dist.get_world_size())  # of all ranks
-        first = device_batch * dist.get_global_rank()
-        return torch.from_numpy(drawn[first:first + device_batch] < self.probability)
+        drawn = np.random.default_rng(seeds).random(device_batch_size * dist.get_world_size())  # of all ranks
+        first = device_batch_size * dist.get_global_rank()
+        return torch.from_numpy(drawn[first:first + device_batch_size] < self.probability)
 
 
 class CaptionDrop(RandomBatchTransform):

@@ -9,8 +9,8 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
-from composer.utils import maybe_create_object_store_from_uri, parse_uri
+from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
+from composer.utils import get_file, maybe_create_object_store_from_uri, parse_uri
 
 from sdbench.errors import one_line
 from sdbench.files import atomic_write
@@ -56,12 +56,6 @@ def make_curves_folder(folder: str, name: str | None) -> None:
     except OSError as error:
         raise ValueError(f'--tensorboard {folder} cannot be written to ({error.strerror}); give another folder'
                          ) from None
-
-
-def log_record(logger: Logger, record: dict) -> None:
-    """Log the numbers of a record, each as a curve of one point."""
-    numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
-    logger.log_metrics(numbers)
 
 
 def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
@@ -111,25 +105,18 @@ def run_label(name: str) -> str:
 def kept_name(folder: str) -> str | None:
     """Return the name that a folder or an object store keeps; None if it keeps none.
 
-    Raises ValueError if it cannot be read, or is no name.
+    Raises ValueError if it cannot be read.
     """
     path = os.path.join(folder, RUN_NAME)
     if path not in names_in(folder):
         return None
-    store = maybe_create_object_store_from_uri(folder)
     try:
-        if store is None:
-            name = Path(path).read_text().strip()
-        else:
-            with tempfile.TemporaryDirectory() as temporary:
-                copy = Path(temporary, RUN_NAME)
-                store.download_object(parse_uri(path)[2], str(copy))
-                name = copy.read_text().strip()
+        with tempfile.TemporaryDirectory() as temporary:
+            copy = Path(temporary, RUN_NAME)
+            get_file(path, str(copy), progress_bar=False)
+            return copy.read_text().strip()
     except Exception as error:  # every storage client has its own exceptions
         raise ValueError(f'--save_folder {folder}: {RUN_NAME} cannot be read ({one_line(error)})') from None
-    if not re.fullmatch(r'\w[\w.-]*', name):
-        raise ValueError(f'--save_folder {folder}: {RUN_NAME} holds no name of a run; remove it, and one is drawn')
-    return name
 
 
 def keep_name(name: str, folder: str) -> None:

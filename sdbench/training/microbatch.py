@@ -68,20 +68,14 @@ def largest_microbatch(model: ComposerModel, data: DataSpec, device_batch_size: 
     largest = 0
     with torch.compiler.set_stance('force_eager'):
         for size in sizes_to_try(device_batch_size):
-            if not on_all_ranks(fits(model, data, size, precision, copies)):
+            fits_here = fits(model, data, size, precision, copies)
+            if not all(dist.all_gather_object(fits_here)):
                 break
             largest = size
     if largest == 0:
         raise ValueError(f'not even one image of --image_size {model.image_size} fits into the memory of this device; '
                          'use --gradient_checkpointing, a smaller image, or a smaller --batch_size')
     return largest
-
-
-def on_all_ranks(mine: bool) -> bool:
-    """Tell whether `mine` is true on every rank."""
-    agreed = get_device().tensor_to_device(torch.tensor(int(mine)))
-    dist.all_reduce(agreed, 'MIN')
-    return bool(agreed.item())
 
 
 def fits(model: ComposerModel, data: DataSpec, size: int, precision: str, copies: int) -> bool:

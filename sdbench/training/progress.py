@@ -7,7 +7,6 @@ from composer.core import State
 from composer.utils import dist
 from tqdm import tqdm
 
-from sdbench.measuring.clock import Measurement
 from sdbench.progress_bar import progress_bar
 
 SECONDS_BETWEEN_LINES = 30  # in a log; a run that is shorter leaves only its last line
@@ -21,19 +20,13 @@ def batches_in_words(state: State, total: int) -> str:
 class Progress(Callback):
     """Shows on rank 0 the progress of the whole training: batches, loss, speed and the time that is left.
 
-    Composer's own bar counts the batches of an epoch only, and in a log it writes a line for each batch. The speed in a
-    log leaves out checkpoints, evaluations and drawing, as the record does.
-
-    Args:
-        measurement: of the run, which times what the speed leaves out. It must come earlier among the callbacks.
+    Composer's own bar counts the batches of an epoch only, and in a log it writes a line for each batch.
     """
 
-    def __init__(self, measurement: Measurement):
-        self.measurement = measurement
+    def __init__(self):
         self.bar: tqdm | None = None
         self._total = 0  # batches
-        self._next_line = 0.0  # time.monotonic() when it is due
-        self._line_time = 0.0  # seconds on batches alone, when the last one was printed
+        self._line_time = 0.0  # time.monotonic() when the last line was printed
         self._line_batch = 0
         self._line_sample = 0
 
@@ -47,7 +40,7 @@ class Progress(Callback):
         if self.bar is not None:
             self.bar.set_postfix_str(self._loss(state), refresh=False)
             self.bar.update()
-        elif time.monotonic() >= self._next_line:
+        elif time.monotonic() - self._line_time >= SECONDS_BETWEEN_LINES:
             self._print_line(state)
 
     def fit_end(self, state: State, logger) -> None:
@@ -62,18 +55,15 @@ class Progress(Callback):
             self.bar = None
 
     def _print_line(self, state: State) -> None:
-        """Print batch, loss, speed and time left on rank 0."""
-        # since the last line
-        batch = state.timestamp.batch.value
-        seconds = self._training_time() - self._line_time
-        batches_per_second = (batch - self._line_batch) / seconds
+        """Print on rank 0 batch and loss, the speed since the last line, and the time left."""
+        seconds = time.monotonic() - self._line_time
+        batches = state.timestamp.batch.value - self._line_batch
         images = state.timestamp.sample.value - self._line_sample
+        batches_left = state.max_duration.value - state.timestamp.batch.value  # none after a signal
 
-        # the line
         parts = [self._loss(state), f'{images / seconds:.4g} images/s']
-        if batch < state.max_duration.value:  # which a signal brings forward to this batch
-            seconds_left = (self._total - batch) / batches_per_second
-            parts.append(f'{tqdm.format_interval(seconds_left)} left')
+        if batches_left > 0:
+            parts.append(f'{tqdm.format_interval(batches_left * seconds / batches)} left')
         if dist.get_global_rank() == 0:
             where = batches_in_words(state, self._total)
             print(f'{where}: {", ".join(filter(None, parts))}', file=sys.stderr, flush=True)
@@ -81,14 +71,9 @@ class Progress(Callback):
 
     def _begin_line(self, state: State) -> None:
         """Begin the interval that the next line is about."""
-        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-        self._line_time = self._training_time()
+        self._line_time = time.monotonic()
         self._line_batch = state.timestamp.batch.value
         self._line_sample = state.timestamp.sample.value
-
-    def _training_time(self) -> float:
-        """Return seconds on batches until now, from an arbitrary start; only differences have a meaning."""
-        return time.monotonic() - self.measurement.seconds_excluded
 
     @staticmethod
     def _loss(state: State) -> str:

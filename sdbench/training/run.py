@@ -16,7 +16,6 @@ from sdbench.measuring.clock import whole_epochs
 from sdbench.measuring.record import PROFILED, UNMEASURED, append_record, run_summary, training_settings
 from sdbench.models.flops import utilization
 from sdbench.models.loading import UNET_WEIGHTS
-from sdbench.training.loggers import log_record
 from sdbench.training.progress import Progress, batches_in_words
 from sdbench.training.ranks import StopAtSignal
 
@@ -165,7 +164,8 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
     # the record, and the end of the loggers
     try:
         if record['status'] != 'failed':
-            log_record(trainer.logger, record)
+            numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
+            trainer.logger.log_metrics(numbers)  # each is a curve of one point
             trainer.close()
         append_record(record, text, settings.results_file)
     except Exception as error:

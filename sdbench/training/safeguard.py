@@ -53,7 +53,8 @@ class Safeguard(Callback):
         seed: of the run.
         on_nan: 'stop' ends the run at a loss or gradient that is not finite, 'skip' leaves that step out, up to
             MOST_SKIPS_IN_A_ROW.
-        flags: of `flags_to_keep`, which a run that resumes compares with those in the checkpoint.
+        flags: of `flags_to_keep`, which a run that resumes compares with those in the checkpoint. Without any it
+            compares none.
         clip_grad_norm: what the norm of all gradients of a step is scaled down to, where it is larger; None: it stays.
 
     Logs `l2_norm/grad/global`, the norm of all gradients of a step before they are clipped.
@@ -136,4 +137,5 @@ class Safeguard(Callback):
 
     def load_state_dict(self, state: dict) -> None:
         """Raise ValueError if a flag of the run that is resumed had another value, DatasetChanged if the data had."""
-        require_same_run(state['flags'], self.flags)
+        if self.flags:
+            require_same_run(state['flags'], self.flags)

@@ -16,6 +16,7 @@ from composer.utils import dist, get_file
 from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from ema import DDP_PREFIX
 from sdbench.errors import one_line
 from sdbench.inputs.captions import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
@@ -23,9 +24,6 @@ from sdbench.models.loading import ModelFiles, build_vae, find_model, load_weigh
 from sdbench.training.checkpoints import load_checkpoint, newest_checkpoint
 from sdbench.training.compatibility import MODEL, difference_of_models, kept_tokenizer
 from sdbench.training.ranks import on_rank_0
-
-DDP_PREFIX = 'module.'  # of the names in the average that Composer's own EMA saves on several devices
-
 
 # What a checkpoint holds
 
@@ -61,7 +59,7 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
 
     Args:
         source: path or URI; what ends with .pt is a checkpoint, and all else a folder of them.
-        flag: what errors call it.
+        flag: its name in error messages.
 
     Raises ValueError if there is no such checkpoint, or it cannot be read or trusted.
     """
@@ -255,7 +253,7 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
 
     Args:
         trained: what the checkpoint holds; its tensors in float32 are not copied.
-        label: what errors call it.
+        label: its name in error messages.
         model_name: for the configuration of each part; None: that of the run.
         tokenizer: None: that of the run, which is the model's own unless it had another.
         pretrained: take the VAE from `model_name` where the checkpoint has none, instead of a random one.
@@ -307,7 +305,7 @@ def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | Non
         trained: what the checkpoint holds.
         files: of its model.
         given: where the tokenizer is now; None: CLIP's own, that of the run's --tokenizer, or that of the model.
-        label: what errors call the checkpoint.
+        label: its name in error messages.
 
     Raises ValueError if the tokenizer gives other token ids than the one of the training.
     """

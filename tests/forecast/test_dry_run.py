@@ -11,15 +11,16 @@ import pytest
 from composer import ComposerModel
 
 import benchmark
-from sdbench.forecast.answer import forecast_record
 from sdbench.forecast.compiled_step import NotCounted
 from sdbench.forecast.estimate import Estimate, estimate
 from sdbench.forecast.measured import measured_speeds
 from sdbench.forecast.memory import build_on_meta, lasting_bytes
+from sdbench.forecast.training import training_forecast
 from sdbench.gpus import CARDS
 from sdbench.measuring.power import GIB
 from sdbench.models.loading import find_model
-from tests.runs import settings_of
+from sdbench.report.records import read_records
+from tests.runs import one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
 A100 = 'NVIDIA A100-SXM4-40GB'
@@ -114,11 +115,11 @@ def test_a_forecast_has_the_range_of_the_error_where_it_is_tested_and_the_settin
     monkeypatch.setattr(Estimate, 'microbatch_on', lambda self, card: 32)
     monkeypatch.setattr(Estimate, 'images_per_sec', lambda self, card, microbatch: 100.0)
     monkeypatch.setattr(Estimate, 'taken', lambda self, microbatch: 60.0)
-    forecast = forecast_record(untraced('8', '--use_ema'), H100, False)
+    forecast = training_forecast(untraced('8', '--use_ema'), H100, False)
     assert (forecast['images_per_sec_least'], forecast['images_per_sec_most']) == pytest.approx((100 / 1.18, 118))
     assert (forecast['stage'], forecast['status'], forecast['device']) == ('train', 'forecast', H100.name)
     assert (forecast['num_devices'], forecast['device_train_microbatch_size'], forecast['use_ema']) == (8, 32, True)
-    assert forecast_record(untraced('8', '--compile'), H100, False)['images_per_sec_least'] is None
+    assert training_forecast(untraced('8', '--compile'), H100, False)['images_per_sec_least'] is None
 
 
 IN_A_GRAPH = ['--compile', 'reduce-overhead', '--batch_size', '512', '--device_train_microbatch_size', '64']
@@ -146,7 +147,7 @@ def test_a_range_is_given_only_inside_of_what_was_tested(card, flags, tested):
     assert untraced(*flags).is_tested(CARDS[card]) is tested
 
 
-def test_what_was_measured_of_the_same_model_and_input_stands_beside_the_forecast():
+def test_what_was_measured_of_the_same_model_and_input_stands_beside_the_forecast(tmp_path):
     run = untraced('2')
     record = {'device': H100.name, 'num_devices': 2, 'image_size': 512, 'model_name': run.settings.model_name,
               'encoders': 'in_loop', 'device_train_microbatch_size': 16, 'batch_size': 64, 'channels_last': True,
@@ -154,9 +155,9 @@ def test_what_was_measured_of_the_same_model_and_input_stands_beside_the_forecas
     others = [record | changes for changes in (
         {'model_name': 'tiny'}, {'encoders': 'text_in_loop'}, {'device': 'NVIDIA L4'}, {'image_size': 256},
         {'status': 'failed'}, {'stage': 'encode'}, {'measured_batches': 3})]
-    unet = run.model.unet.config
-    measured = measured_speeds(run.settings, unet, False, H100,
-                               [*others, record, {'device': H100.name, 'images_per_sec': 400}])
+    file = tmp_path / 'results.jsonl'
+    file.write_text('\n'.join(json.dumps(each) for each in [*others, record]))
+    measured = measured_speeds(run.settings, run.model.unet.config, False, H100, read_records(str(file)))
     assert list(measured['images/s']) == [189.28, 385.31, 99.5]
     assert list(measured['microbatch']) == [4, 32, 16]
     assert list(measured['with']) == ['--use_ema', '--use_ema', '--batch_size 64 --use_ema --compile default']
@@ -170,20 +171,18 @@ def test_published_speeds_stand_under_no_other_model_and_no_other_input():
     assert measured_speeds(run.settings, run.model.unet.config, True, H100, []).empty
 
 
-def test_lines_that_are_no_record_are_named_and_forecasts_are_appended(smallest_model, tmp_path, capfd):
+def test_a_line_that_is_no_record_is_refused_and_forecasts_are_appended(smallest_model, tmp_path, capfd):
     results = tmp_path / 'results.jsonl'
-    record = {'device': H100.name, 'image_size': 32, 'model_name': smallest_model, 'encoders': 'in_loop',
-              'images_per_sec': 1234.5}
-    results.write_text('{"device": "NVIDIA H1\n5\n' + json.dumps(record))
+    record = {'device': H100.name, 'num_devices': 1, 'image_size': 32, 'model_name': smallest_model,
+              'encoders': 'in_loop', 'images_per_sec': 1234.5}
     argv = ['--dry_run', '1', *SMALL, '--model_name', smallest_model, '--gpu', 'H100 80GB', '--results', str(results)]
+    results.write_text('{"device": "NVIDIA H1\n' + json.dumps(record))
+    assert f'{results}:1: not a record' in one_error_line(argv, capfd)
+    results.write_text(json.dumps(record) + '\n')
     [forecast] = benchmark.main(argv)
-    said = capfd.readouterr()
-    assert '1234.5' in said.out
-    before, _, _ = said.err.partition('counting memory and work of a step')
-    for line in (1, 2):
-        assert f'{results}:{line} is no record, and is passed over: ' in before
+    assert '1234.5' in capfd.readouterr().out
     assert json.loads(results.read_text().splitlines()[-1]) == forecast
-    measured = measured_speeds(settings_of(*argv), {}, False, H100, [record, forecast])
+    measured = measured_speeds(settings_of(*argv), {}, False, H100, read_records(str(results)))
     assert list(measured['images/s']) == [1234.5]  # a forecast is none
 
 

@@ -93,6 +93,13 @@ def test_a_row_for_each_card_the_cheapest_first_and_a_record_of_each(forecast, s
     assert max(map(len, out.splitlines())) <= 120
 
 
+def test_images_can_be_given_and_several_terabytes_are_said_to_be_such(forecast):
+    out, [record] = forecast('--images', 10 ** 9, '--gpu', 'L40S', '--compile')
+    assert 'encoding 1,000,000,000 images at 128 pixels in bf16' in out
+    assert '4,104 bytes an image beside its caption, 4.1 TB in all' in out
+    assert (record['stored_samples'], record['compile']) == (10 ** 9, False)  # compiling is not forecast
+
+
 def test_a_batch_that_no_card_holds_is_refused_with_one_that_fits(capfd):
     with pytest.raises(SystemExit) as exit:
         encode.main(['--dry_run', '1', *TINY, '--batch_size', '65536', '--gpu', 'L4'])

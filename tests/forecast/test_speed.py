@@ -17,9 +17,9 @@ from sdbench.forecast.speed import (
     TESTED,
     TESTED_IN_A_GRAPH,
     WAITING,
+    BatchSplit,
     Bucket,
     Constants,
-    Layout,
     StepWork,
     Work,
     seconds_by_kind,
@@ -79,7 +79,7 @@ def waiting_by_the_clock(images: int, seconds_a_bucket: float) -> float:
 @pytest.mark.parametrize('images', [1, 4])
 def test_a_step_waits_for_what_is_left_of_the_exchange_after_the_last_backward_pass(devices, over_link, precision,
                                                                                     share, images):
-    layout = Layout(microbatch=8, images=24 + images, num_devices=devices, allreduce_precision=precision)
+    layout = BatchSplit(microbatch=8, images=24 + images, num_devices=devices, allreduce_precision=precision)
     expected = waiting_by_the_clock(images, over_link * share * 10e9 / 10e9)
     assert seconds_of_waiting(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(expected)
     assert seconds_by_kind(CARD, step_of_buckets(), layout, ROUND) == pytest.approx(

@@ -1,24 +1,40 @@
-"""Say what a run would need and reach: which GPU, how long and for how many dollars first, and then why."""
+"""--dry_run of benchmark.py: say what a training would need and could reach, before a GPU is rented.
+
+Which GPU, how long and for how many dollars comes first, and then why. Nothing is trained.
+"""
 import dataclasses
 import math
+import os
+import sys
 import textwrap
+from collections.abc import Callable
 
 import pandas as pd
+from composer.utils import dist
 
 from sdbench.costs import days_to_train, gpu_hours, price_of, prices_in_words
 from sdbench.errors import plural
 from sdbench.flags.train import Train
-from sdbench.forecast.estimate import UNCOUNTED_SHARE, Estimate
+from sdbench.forecast.compiled_step import NotCounted
+from sdbench.forecast.dry_run import (
+    WIDTH,
+    aligned,
+    cards_to_forecast,
+    forecast_figures,
+    nothing_fits,
+    show_forecasts,
+    three_digits,
+    time_in_words,
+)
+from sdbench.forecast.estimate import UNCOUNTED_SHARE, Estimate, estimate, is_on_latents, with_less_memory
 from sdbench.forecast.measured import PUBLISHED, measured_speeds
 from sdbench.forecast.speed import LARGEST_ERROR, can_forecast, seconds_by_kind
 from sdbench.gpus import Card
 from sdbench.measuring.power import GIB
 from sdbench.measuring.record import training_settings
+from sdbench.report.records import read_records
 from sdbench.training.microbatch import sizes_to_try
 
-GPUS_A_NODE = 8
-WIDTH = 120  # of a line, in characters
-FORECAST = 'forecast'  # the status of a record that was calculated
 NOT_IN_IT = """\
 A forecast, from the arithmetic, bytes and kernels of a step. Not in it: waiting for data, checkpoints, evaluations,
 a network between nodes that is slower than the GPUs' own link, and for latents their encoding."""
@@ -30,16 +46,49 @@ MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits 
 PUBLISHED_RUNS = 'Those of published.csv ran the original program: encoders in float32, channels first.'
 
 
-def forecast_record(each: Estimate, card: Card, latents: bool) -> dict:
-    """Return the record of a forecast, with the keys that the record of a training has, and the range of its speed.
+def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
+    """Print what the run would need and could reach, and append a record for each GPU where --results is given.
 
-    | key                                     | meaning                                                         |
-    |-----------------------------------------|-----------------------------------------------------------------|
-    | status                                  | forecast                                                        |
-    | images_per_sec                          | None where the GPU is not NVIDIA's, or the precision is float32 |
-    | images_per_sec_least, _most             | its range; None where the forecast is not tested                |
-    | peak_memory_gib                         | of the card, with what is added to what is counted              |
+    Args:
+        settings: of the run.
+        build_model: makes the model that the run would train.
+
+    Returns the records of the forecasts, one for each GPU of --gpu that holds an image and can be forecast.
+    Raises ValueError if the model or the remote is not known, a line of --results is no record, or nothing fits.
     """
+    if dist.get_global_rank() > 0:
+        return []
+    # What may be refused comes before the trace, which takes a minute.
+    cards = cards_to_forecast(settings.gpu, settings.precision)
+    measured = []
+    if os.path.isfile(settings.results_file):
+        measured = read_records(settings.results_file)
+    latents = is_on_latents(settings)
+
+    # A step of the run as given, and with each change that takes less memory.
+    print('counting memory and work of a step', file=sys.stderr, flush=True)
+    if settings.compile:
+        print('what the compiler makes of it takes some minutes', file=sys.stderr, flush=True)
+    try:
+        given = estimate('as given', settings, latents, build_model)
+    except NotCounted as error:
+        print(f'warning: the compiled step could not be counted ({error}); this is the forecast of an eager one',
+              file=sys.stderr, flush=True)
+        settings = dataclasses.replace(settings, compile=False, compile_blocks=False)
+        given = estimate('as given', settings, latents, build_model)
+    others = [estimate(*each, build_model, given) for each in with_less_memory(settings, latents)]
+
+    # The answer, and its records.
+    fitting = [card for card in cards if given.microbatch_on(card)]
+    if not fitting:
+        raise no_image_fits(given, others, cards)
+    records = [training_forecast(given, card, latents) for card in fitting]
+    text = training_answer(given, others, fitting, records, measured)
+    return show_forecasts(text, records, [card for card in cards if card not in fitting], settings.results)
+
+
+def training_forecast(each: Estimate, card: Card, latents: bool) -> dict:
+    """Return the record of a forecast: the keys of a training's record, with `forecast_figures`."""
     settings = each.settings
     microbatch = each.microbatch_on(card)
     speed, least, most = None, None, None
@@ -47,22 +96,21 @@ def forecast_record(each: Estimate, card: Card, latents: bool) -> dict:
         speed = each.images_per_sec(card, microbatch)
         if each.is_tested(card):
             least, most = speed / (1 + LARGEST_ERROR), speed * (1 + LARGEST_ERROR)
-    return training_settings(settings, latents, microbatch) | {
-        'status': FORECAST,
-        'device': card.name,
-        'device_type': 'cuda',
-        'num_devices': settings.dry_run,
-        'num_nodes': math.ceil(settings.dry_run / GPUS_A_NODE),
-        'images_per_sec': speed,
-        'images_per_sec_per_device': speed and speed / settings.dry_run,
-        'images_per_sec_least': least,
-        'images_per_sec_most': most,
-        'peak_memory_gib': each.taken(microbatch),
-    }
+    return training_settings(settings, latents, microbatch) | forecast_figures(
+        card, settings.dry_run, each.taken(microbatch), speed, least, most)
 
 
-def answer(given: Estimate, others: list[Estimate], cards: list[Card], forecasts: list[dict],
-           measured: list[dict]) -> str:
+def no_image_fits(given: Estimate, others: list[Estimate], cards: list[Card]) -> ValueError:
+    """Return the error of a run of which no card holds an image; `others` are the run with one change each."""
+    asked = given.settings.device_train_microbatch_size
+    microbatch = asked if isinstance(asked, int) else 1
+    largest = max(card.gib for card in cards)
+    helpful = [each.title for each in others if each.largest_microbatch(largest)]
+    return nothing_fits(f'--gpu: a microbatch of {microbatch}', given.taken(microbatch), cards, helpful)
+
+
+def training_answer(given: Estimate, others: list[Estimate], cards: list[Card], forecasts: list[dict],
+                    measured: list[dict]) -> str:
     """Return the text of a forecast: a row for each card, cheapest first, and the reasons for the first of them.
 
     Args:
@@ -70,7 +118,7 @@ def answer(given: Estimate, others: list[Estimate], cards: list[Card], forecasts
         others: the run with one change each.
         cards: that hold an image of it.
         forecasts: the record of each card, in their order.
-        measured: the records of --results.
+        measured: the rows of --results.
     """
     settings = given.settings
     latents = given.model.vae is None
@@ -95,8 +143,8 @@ def answer(given: Estimate, others: list[Estimate], cards: list[Card], forecasts
         blocks.append(aligned(change_rows(given, others, first)))
     blocks.append(f'{aligned(memory_rows(given, first))}\n{MEMORY}')
     if is_forecast:
-        layout = given.layout(given.microbatch_on(first))
-        seconds = seconds_by_kind(first, given.work, layout, given.constants)
+        split = given.split(given.microbatch_on(first))
+        seconds = seconds_by_kind(first, given.work, split, given.constants)
         blocks.append(textwrap.fill(time_in_words(seconds), WIDTH))
 
     # the evidence
@@ -189,22 +237,6 @@ def memory_rows(given: Estimate, card: Card) -> pd.DataFrame:
     return table
 
 
-def time_in_words(seconds: dict[str, float]) -> str:
-    """Return the share of the time of a step by kind of operator, the largest first, down to one in a hundred."""
-    total = sum(seconds.values())
-    shares = []
-    for kind, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-        if spent >= 0.005 * total:
-            shares.append(f'{kind} {spent / total:.0%}')
-    return f'Where the time goes: {", ".join(shares)}.'
-
-
-def aligned(table: pd.DataFrame) -> str:
-    """Return a table as text: the first column to the left, figures to the right."""
-    alignment = ['left', *['right'] * (len(table.columns) - 1)]
-    return table.to_markdown(index=False, tablefmt='plain', disable_numparse=True, colalign=alignment)
-
-
 def with_range(figures: list[float | None]) -> str:
     """Return a figure with its range in brackets, such as '70 (57 to 85)'.
 
@@ -217,8 +249,3 @@ def with_range(figures: list[float | None]) -> str:
         return three_digits(figure)
     least, most = sorted(bounds)
     return f'{three_digits(figure)} ({three_digits(least)} to {three_digits(most)})'
-
-
-def three_digits(figure: float) -> str:
-    """Return a figure with three significant digits, or whole."""
-    return f'{figure:,.3g}' if figure < 100 else f'{figure:,.0f}'

@@ -1,0 +1,57 @@
+"""Draw emojis beside what a model makes of their names.
+
+    python -m benchmarks.emojis my-model package/img/google/64 docs/emojis.png
+
+The model and the folder are those of the walk on a laptop in docs/training.md. Each picture of the figure has the emoji
+above and what the pipeline draws of its name below. The last row was held out from the training.
+"""
+import argparse
+import csv
+from pathlib import Path
+
+import torch
+from diffusers import StableDiffusionPipeline
+from diffusers.utils import make_image_grid
+from PIL import Image
+
+from benchmarks.captioned import save_captioned
+
+SIDE = 64  # pixels
+TRAINED = ('smiling face with open mouth', 'beating heart', 'money with wings', 'gorilla', 'factory',
+           'vertical traffic light', 'south sudan flag', 'woman running, dark skin')
+HELD_OUT = ('girl, dark skin', 'woman scientist, medium dark skin', 'thumbs up sign, medium skin',
+            'cook, medium dark skin', 'romania flag', 'persevering face', 'red apple', 'teddy bear')
+
+
+def read_emojis(folder: Path) -> dict[str, Image.Image]:
+    """Return the emojis of a folder on white by their names, which its captions.csv has."""
+    emojis = {}
+    with open(folder / 'captions.csv', newline='') as file:
+        for row in csv.DictReader(file):
+            picture = Image.open(folder / row['file_name']).convert('RGBA')
+            white = Image.new('RGBA', picture.size, 'white')
+            emojis[row['text']] = Image.alpha_composite(white, picture).convert('RGB').resize((SIDE, SIDE))
+    return emojis
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('model', type=Path, help='folder of a pipeline')
+    parser.add_argument('emojis', type=Path, help='folder of PNGs with captions.csv')
+    parser.add_argument('figure', type=Path, help='PNG')
+    parser.add_argument('--guidance', type=float, default=4.0)
+    args = parser.parse_args()
+
+    emojis = read_emojis(args.emojis)
+    pipeline = StableDiffusionPipeline.from_pretrained(args.model)
+    cells = []
+    for names in (TRAINED, HELD_OUT):
+        drawn = pipeline([*names], height=SIDE, width=SIDE, guidance_scale=args.guidance,
+                         generator=torch.Generator().manual_seed(3)).images
+        for name, picture in zip(names, drawn, strict=True):
+            cells.append(make_image_grid([emojis[name], picture], rows=2, cols=1))
+    save_captioned(args.figure, cells, TRAINED + HELD_OUT, columns=len(TRAINED))
+
+
+if __name__ == '__main__':
+    main()
