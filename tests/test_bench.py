@@ -25,4 +25,4 @@ def test_every_program_of_make_bench_prints_its_ratio_last(name, monkeypatch, ca
     monkeypatch.setattr(sys, 'argv', [name, '1'] if name == 'conversion' else [name])
     module.main()
     last = capsys.readouterr().out.splitlines()[-1]
-    assert float(re.fullmatch(r'\w+ ratio (\d+\.\d+)', last)[1]) > 0
+    assert re.fullmatch(r'\w+ ratio \d+\.\d+', last)
