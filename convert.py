@@ -202,6 +202,7 @@ def print_summary(joined: Joined, held_out: Joined, found: Found, settings: Conv
     if joined.skipped:
         print(f'skipped    {what_was_skipped(joined, settings)}')
     print(f'next       {training_command(settings.out, joined.samples, "FOLDER", True, flags)}')
+    print('           FOLDER has the weights of a model, see docs/training.md; without a GPU tiny at --image_size 64')
 
 
 if __name__ == '__main__':

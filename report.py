@@ -21,7 +21,7 @@ if __name__ == '__main__':
 
 import pandas as pd
 
-from sdbench.costs import TRAINING_IMAGES
+from sdbench.costs import TRAINING_IMAGES, prices_in_words
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.pictures import draw_days, draw_quality
 from sdbench.report.plans import plan_in_words, plan_table
@@ -75,6 +75,9 @@ def report(settings: Report) -> str:
         blocks += [in_common(scores, EVALUATED), markdown(scores, EVALUATED)]
         if scores['gpu_hours'].notna().any():
             blocks.append(FROM_SPEED)
+
+    if any('cost_usd' in table and table['cost_usd'].notna().any() for table in tables):
+        blocks.append(f'Costs: {prices_in_words(settings.dollars_per_gpu_hour)} (--dollars_per_gpu_hour).')
 
     # files
     if settings.csv:

@@ -12,6 +12,10 @@
 #       PHASE_FLAGS='--lr_warmup 2ba --ema_half_life 5ba' SCORES='--random_networks --samples 4' \
 #       sh recipes/stable-diffusion-2.sh
 set -eu
+case "${1:-}" in
+    '' | plan) ;;
+    *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
 
 # What is there, and where what is made goes.
 : "${SOURCE:=photos}"             # images with captions, as convert.py reads them
@@ -47,7 +51,8 @@ if [ "${1:-}" = plan ]; then
         forecasts=$(mktemp)
         trap 'rm -f "$forecasts"' EXIT
     fi
-    plan="--dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name $MODEL} --no-pretrained --results $forecasts"
+    plan="--dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name $MODEL} --no-pretrained"
+    plan="$plan --dollars_per_gpu_hour $PRICES --results $forecasts"
     # What each command prints says more; the report has the costs.
     data=--use_synth_data
     if [ -n "$LATENTS" ]; then

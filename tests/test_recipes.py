@@ -79,6 +79,13 @@ def test_the_whole_training_is_refused_without_a_model(tmp_path):
     assert done.stderr.count('\n') == 1
 
 
+def test_the_whole_training_does_nothing_for_a_word_that_it_does_not_know():
+    done = subprocess.run(['sh', WHOLE, 'plans'], cwd=ROOT, env=os.environ | {'MODEL': 'tiny'}, text=True,
+                          capture_output=True)
+    assert done.returncode == 2
+    assert 'sh recipes/stable-diffusion-2.sh plan ' in done.stdout
+
+
 @pytest.mark.long
 def test_the_plan_of_the_whole_training_adds_up_the_phases_that_it_would_train():
     variables = {'MODEL': 'tiny', 'GPU': 'H200', 'SIZE_1': '32', 'SIZE_2': '64', 'STEPS_1': '20', 'STEPS_2': '30',

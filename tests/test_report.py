@@ -194,7 +194,7 @@ def test_a_run_that_is_not_complete_or_reliable_says_so_and_nothing_follows_from
 def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
     text = printed(write({'image_size': 256}, {}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}),
                    '--phase', '1000@256', '--phase', '1000@512')
-    left_out = text.partition('Not in the plan: ')[2].strip().split('; ')
+    left_out = text.partition('Not in the plan: ')[2].splitlines()[0].split('; ')
     assert left_out == ['32 x H200, not reliable: speed changed by +50.0%', '16 x H200, not measured at 256 px']
 
 
@@ -231,7 +231,8 @@ def test_phases_add_up_the_days_of_each_size(printed, write):
     days = 1126400000 / 3200 / 86400 + 1740800000 / 800 / 86400
     assert columns([row], 'GPUs', 'days', 'GPU-hours') == [('8', f'{days:.2f}', f'{days * 24 * 8:,.0f}')]
     assert row['notes'] == '4.07 days at 256 px, 25.19 days at 512 px'
-    assert 'that was measured: train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px' in text
+    assert 'train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px' in text
+    assert text.rstrip().endswith('Costs: $2 a GPU-hour (--dollars_per_gpu_hour).')
 
 
 def test_a_plan_takes_the_fastest_measured_speed_of_a_size(printed, write):

@@ -40,7 +40,10 @@ A forecast, from the arithmetic, bytes and kernels of a step. Not in it: waiting
 a network between nodes that is slower than the GPUs' own link, and for latents their encoding."""
 RANGE = f"""\
 In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not seen.
-One figure alone is not tested: no published run had this model, size and GPU, as few images a step, compiled alike."""
+A figure without brackets is not tested: no published run had this model, size and GPU, and was compiled alike."""
+NO_RANGE = f"""\
+Not tested: no published run had this model, image size, input and GPU, as few images a step, and was compiled alike.
+Where there was one, that was not fitted, the forecast was off by at most {LARGEST_ERROR:.0%}."""
 MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
           f'{UNCOUNTED_SHARE:.0%} more.')
 PUBLISHED_RUNS = 'Those of published.csv ran the original program: encoders in float32, channels first.'
@@ -196,7 +199,7 @@ def notes_on_answer(rows: list[dict], settings: Train) -> str:
     if settings.training_images:
         sentences.append(f'Days and dollars: {settings.training_images:,} images, '
                          f'{prices_in_words(settings.dollars_per_gpu_hour)} (--dollars_per_gpu_hour).')
-    sentences.append(RANGE)
+    sentences.append(RANGE if any(row['images_per_sec_least'] for row in rows) else NO_RANGE)
     if len(rows) > 1:
         sentences.append('What follows is of the first GPU; --gpu NAME picks another.')
     return '\n'.join(sentences)

@@ -58,7 +58,10 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     for number, ((_, label), points) in enumerate(lines):
         draw_line(axes, points, COLORS[number % len(COLORS)], label)
     axes.plot([], [], 'o', color='black', label='measured')
-    axes.plot([], [], 'o', color='black', markerfacecolor='white', label='extrapolated, or forecast with its range')
+    hollow = 'extrapolated, or forecast'
+    if rows['images_per_sec_least'].notna().any():
+        hollow += ' with its range'
+    axes.plot([], [], 'o', color='black', markerfacecolor='white', label=hollow)
     axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
 
     set_days_axes(axes, sorted(rows['num_devices'].unique()), training_images)

@@ -15,7 +15,7 @@ OF_A_PHASE = ['image_size', 'device_train_microbatch_size']  # settings that may
 def plan_in_words(phases: tuple[tuple[int, str], ...]) -> str:
     """Return what the plan of --phase is, as the heading of its table."""
     sizes = [f'{plural(images, "image")} at {size} px' for images, size in phases]
-    return f'Plan, for each number of devices that was measured: train on {", then ".join(sizes)}'
+    return f'Plan, for each number of devices with a speed at each size: train on {", then ".join(sizes)}'
 
 
 def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
