@@ -67,7 +67,7 @@ from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks
 from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
-from sdbench.training.sampling import Sampling
+from sdbench.training.sampling import Sampling, read_prompts
 from sdbench.training.weights import load_initial_weights
 
 
@@ -248,7 +248,7 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
 
 
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: StopAtSignal,
-                    more: Sequence[Callback] = ()) -> list[Callback]:
+                    prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
     """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
     safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, files, dataset),
@@ -266,8 +266,8 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
     ]
 
     # between two batches: drawing, then saving
-    if settings.sample_prompts:
-        callbacks.append(Sampling(settings, model, files, measurement, stop))
+    if prompts:
+        callbacks.append(Sampling(settings, prompts, model, files, measurement, stop))
     if settings.save_folder:
         callbacks.append(AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
                                                settings.save_num_checkpoints_to_keep))
@@ -306,6 +306,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     # What is not there, or does not fit, is said before the model is built, which takes a while.
     dataset = data.dataloader.dataset
     held_out = open_held_out(settings, files, dataset)
+    prompts = read_prompts(settings.sample_prompts) if settings.sample_prompts else []
     name = name_of_run(settings, checkpoint)
     loggers = build_loggers(settings, name)
 
@@ -321,7 +322,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     # What changes a batch or the average, what watches the run, and the training itself.
     evaluator = build_evaluator(settings, files, held_out, microbatch)
     algorithms = build_algorithms(settings, files, ema_state)
-    callbacks = build_callbacks(settings, model, files, dataset, stop, callbacks)
+    callbacks = build_callbacks(settings, model, files, dataset, stop, prompts, callbacks)
     with resuming(checkpoint, settings.save_folder):
         trainer = Trainer(
             model=model,

@@ -46,7 +46,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --adam_betas 0.9 1', '--adam_betas: 1 is not a number from 0 to below 1'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
-    ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts nowhere', 'nowhere: No such file'),
+    ('benchmark.py', f'{SYNTHETIC} --pretrained --load_weights notes --sample_prompts nowhere', 'nowhere: No such'),
     ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts prompts.txt needs a VAE that can'),
     ('benchmark.py', f'{SYNTHETIC} --dry_run --loader_only', '--loader_only has no training for --dry_run'),
     ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes is no file that can be written'),

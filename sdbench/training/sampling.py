@@ -68,20 +68,21 @@ class Sampling(Callback):
 
     Args:
         settings: of the run.
+        prompts: what is drawn.
         model: where it trains on latents, the VAE of `files` decodes.
         files: of the model.
         measurement: of the run, which counts the seconds apart.
         stop: of the run.
     """
 
-    def __init__(self, settings: Train, model: ComposerModel, files: ModelFiles, measurement: Measurement,
-                 stop: StopAtSignal):
+    def __init__(self, settings: Train, prompts: list[str], model: ComposerModel, files: ModelFiles,
+                 measurement: Measurement, stop: StopAtSignal):
         self.settings = settings
+        self.prompts = prompts
         self.model = model
         self.files = files
         self.measurement = measurement
         self.stop = stop
-        self.prompts = read_prompts(settings.sample_prompts)
         self._is_due = create_interval_scheduler(settings.sample_interval)
 
     def fit_start(self, state: State, logger: Logger) -> None:
