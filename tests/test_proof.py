@@ -58,6 +58,7 @@ def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_wa
     steps[1] = Step('later', 'identity', 1)
     prove(tmp_path, CPU, minutes=0.02)  # it is ended after a second, so that it is still to be run
     assert (tmp_path / 'records.jsonl').read_text() == records
+    steps[1] = Step('later', 'identity', 60)  # ten times as long, before it is ended
     prove(tmp_path, CPU, None)
     added = (tmp_path / 'records.jsonl').read_text().removeprefix(records)
     assert json.loads(added)['step'] == 'later'
