@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from composer import Evaluator
@@ -128,7 +128,6 @@ class StreamingLAIONDataset(VerifiedDataset):
 
         # captions as token ids, unless a loader tokenizes them
         self._gives_text = False
-        self.tokenizer = None
         if tokenizer_name_or_path != SD2_BASE:
             self.tokenizer = build_tokenizer(tokenizer_name_or_path)
 
@@ -144,6 +143,11 @@ class StreamingLAIONDataset(VerifiedDataset):
         super().__init__(stream, shuffle=shuffle, predownload=predownload, batch_size=batch_size, **kwargs)
         if transform and self.latents:
             raise ValueError('these shards hold latents, which take no transform; leave it out, or read the images')
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Build CLIP's own tokenizer, where none was given, when it is first needed."""
+        return build_tokenizer()
 
     @property
     def latents(self) -> bool:
@@ -161,8 +165,6 @@ class StreamingLAIONDataset(VerifiedDataset):
             return sample
         for number, reason in sample.pop('bad'):
             print(bad_sample_line(number, reason), file=sys.stderr)
-        if self.tokenizer is None:
-            self.tokenizer = build_tokenizer()
         if self.transform:
             sample['image'] = self.transform(to_pil_image(sample['image']))
         return sample | {'caption': torch.tensor(self.tokenizer.encode(sample['caption']).ids)}
@@ -309,7 +311,7 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
     Raises ValueError if the streamed dataset has a transform, since this loader scales images on the device.
     """
     if tokenizer is None and isinstance(dataset, StreamingLAIONDataset):
-        tokenizer = dataset.tokenizer or build_tokenizer()
+        tokenizer = dataset.tokenizer
     make_batch = partial(collate, tokenizer=tokenizer, image_size=dataset.image_size)
     workers = {'num_workers': num_workers, 'worker_init_fn': leave_process_group,
                'pin_memory': torch.cuda.is_available()}

@@ -54,40 +54,32 @@ def report(settings: Report) -> str:
     require_what_flags_need(settings, records, evaluations)
 
     # a table for each kind of record, with what its rows agree in above it, and sentences below it
-    tables = []
+    tables = {}
     blocks = []
     if len(records):
         speeds, sentences = speed_table(records, settings)
-        tables.append(speeds)
+        tables['speeds'] = speeds
         keys = [*SETTINGS, 'num_nodes']
         if settings.compare:
             keys = ['run', *keys, 'date', 'git_commit']
         blocks += [in_common(speeds, keys), markdown(speeds, keys), *sentences]
     if settings.phase:
         plans, left_out = plan_table(records, settings)
-        tables.append(plans)
+        tables['plans'] = plans
         blocks += [plan_in_words(settings.phase), markdown(plans, SETTINGS)]
         if left_out:
             blocks.append(f'Not in the plan: {"; ".join(left_out)}')
     if len(evaluations):
         scores = score_table(evaluations, records, settings.dollars_per_gpu_hour)
-        tables.append(scores)
+        tables['scores'] = scores
         blocks += [in_common(scores, EVALUATED), markdown(scores, EVALUATED)]
         if scores['gpu_hours'].notna().any():
             blocks.append(FROM_SPEED)
 
-    if any('cost_usd' in table and table['cost_usd'].notna().any() for table in tables):
+    if any('cost_usd' in table and table['cost_usd'].notna().any() for table in tables.values()):
         blocks.append(f'Costs: {prices_in_words(settings.dollars_per_gpu_hour)} (--dollars_per_gpu_hour).')
 
-    # files
-    if settings.csv:
-        write_csv(settings.csv, pd.concat(tables))
-    if settings.figure:
-        trainings = speeds[speeds['stage'] == 'train']
-        draw_days(settings.figure, trainings, settings.training_images or TRAINING_IMAGES)
-    if settings.quality:
-        draw_quality(settings.quality, scores, in_common(scores, EVALUATED))
-    written = [path for path in (settings.csv, settings.figure, settings.quality) if path]
+    written = write_files(settings, tables)
     if written:
         blocks.append(f'Written: {", ".join(written)}')
     return '\n\n'.join(blocks)
@@ -101,6 +93,25 @@ def require_what_flags_need(settings: Report, records: pd.DataFrame, evaluations
                 raise ValueError(f'--{flag} needs records of a training, and there are none')
     if settings.quality and evaluations.empty:
         raise ValueError('--quality needs records of evaluate.py, and there are none')
+
+
+def write_files(settings: Report, tables: dict[str, pd.DataFrame]) -> list[str]:
+    """Write the files that --csv, --figure and --quality name, and return their paths.
+
+    Args:
+        settings: of the report.
+        tables: those of `speeds`, `plans` and `scores` that the report has.
+    """
+    if settings.csv:
+        write_csv(settings.csv, pd.concat(tables.values()))
+    if settings.figure:
+        speeds = tables['speeds']
+        trainings = speeds[speeds['stage'] == 'train']
+        draw_days(settings.figure, trainings, settings.training_images or TRAINING_IMAGES)
+    if settings.quality:
+        scores = tables['scores']
+        draw_quality(settings.quality, scores, in_common(scores, EVALUATED))
+    return [path for path in (settings.csv, settings.figure, settings.quality) if path]
 
 
 def write_csv(path: str, rows: pd.DataFrame) -> None:

@@ -43,7 +43,7 @@ In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on sp
 A figure without brackets is not tested: no published run had this model, size and GPU, and was compiled alike."""
 NO_RANGE = f"""\
 Not tested: no published run had this model, image size, input and GPU, as few images a step, and was compiled alike.
-Where there was one, that was not fitted, the forecast was off by at most {LARGEST_ERROR:.0%}."""
+Elsewhere the forecast was off by at most {LARGEST_ERROR:.0%}, on speeds of sources that it had not seen."""
 MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
           f'{UNCOUNTED_SHARE:.0%} more.')
 PUBLISHED_RUNS = 'Those of published.csv ran the original program: encoders in float32, channels first.'
