@@ -22,6 +22,7 @@ from sdbench.flags.train import (
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
+PICTURES = ('.png', '.pdf', '.svg')
 BYTES = {'kb': 1 << 10, 'mb': 1 << 20, 'gb': 1 << 30}
 LARGEST_LIMIT = (1 << 32) - 1  # an MDS shard counts its bytes in 32 bits
 
@@ -201,8 +202,10 @@ class Report:
             raise ValueError('--extrapolate predicts, and --compare shows what was measured; give one of them')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
             raise ValueError(f'--csv {self.csv} would overwrite the records; give another file')
-        if self.csv and not self.csv.lower().endswith('.csv'):
-            raise ValueError(f'--csv {self.csv} does not end in .csv; name such a file')
+        for name, suffixes in (('csv', ('.csv',)), ('figure', PICTURES), ('quality', PICTURES)):
+            path = getattr(self, name)
+            if path and not path.lower().endswith(suffixes):
+                raise ValueError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')
 
 
 ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', 'channels_last', 'compile', 'seed')

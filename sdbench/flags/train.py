@@ -29,7 +29,7 @@ def price(text: str) -> tuple[str | None, float]:
         cards_named((name,), '--dollars_per_gpu_hour')
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return name, amount(dollars)
+    return name, amount(dollars or text)  # of which an error says what is wrong
 
 
 PRICES_HELP = (f'price of one GPU for an hour, in dollars, or several, such as H100=2.5 H200=3.2 '

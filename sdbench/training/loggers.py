@@ -105,7 +105,7 @@ def run_label(name: str) -> str:
 def kept_name(folder: str) -> str | None:
     """Return the name that a folder or an object store keeps; None if it keeps none.
 
-    Raises ValueError if it cannot be read.
+    Raises ValueError if it cannot be read, or is no name.
     """
     path = os.path.join(folder, RUN_NAME)
     if path not in names_in(folder):
@@ -114,9 +114,12 @@ def kept_name(folder: str) -> str | None:
         with tempfile.TemporaryDirectory() as temporary:
             copy = Path(temporary, RUN_NAME)
             get_file(path, str(copy), progress_bar=False)
-            return copy.read_text().strip()
+            name = copy.read_text().strip()
     except Exception as error:  # every storage client has its own exceptions
         raise ValueError(f'--save_folder {folder}: {RUN_NAME} cannot be read ({one_line(error)})') from None
+    if not re.fullmatch(r'\w[\w.-]*', name):  # it names a folder of curves
+        raise ValueError(f'--save_folder {folder}: {RUN_NAME} holds no name of a run; remove it, and one is drawn')
+    return name
 
 
 def keep_name(name: str, folder: str) -> None:

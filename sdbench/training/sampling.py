@@ -29,7 +29,9 @@ CAPTION_LINES = 3  # below a picture
 
 
 def read_prompts(path: str) -> list[str]:
-    """Read the prompts in a file, one a line. Raises ValueError if there is none."""
+    """Read the prompts in a file, one a line. Raises ValueError if there is no such file, or no prompt in it."""
+    if not Path(path).is_file():
+        raise ValueError(f'--sample_prompts {path} is no file; give one with a prompt on each line')
     lines = Path(path).read_text(encoding='utf-8-sig').split('\n')
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
 from sdbench.training.loggers import build_loggers, kept_or_new_name, name_of_run
@@ -57,6 +59,12 @@ def test_two_runs_never_share_a_name_and_one_keeps_its_own(tmp_path, monkeypatch
     assert in_store.startswith('run1-')
     assert named('--save_folder', 's3://bucket/cats/run1') == in_store
     assert named('--save_folder', 's3://bucket/dogs/run1') != in_store
+
+
+def test_a_file_that_holds_no_name_is_refused_with_its_path(tmp_path):
+    (tmp_path / RUN_NAME).write_text('../elsewhere')
+    with pytest.raises(ValueError, match=f'{tmp_path}: {RUN_NAME} holds no name of a run; remove it'):
+        named('--save_folder', tmp_path)
 
 
 def test_a_run_that_was_lost_before_its_first_checkpoint_goes_on_at_wandb_by_the_same_command(tmp_path):
