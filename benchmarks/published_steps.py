@@ -19,7 +19,6 @@ from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import UPDATE
 from sdbench.forecast.speed import BatchSplit, StepWork, Work
 from sdbench.inputs.captions import CAPTION_LENGTH
-from sdbench.models.layers import DIVISORS, NoDivision
 from sdbench.models.loading import AUTOCAST_DTYPES, SD2_BASE, find_model
 from sdbench.training.resolve import resolve_defaults
 
@@ -74,7 +73,6 @@ def trace(run: Run) -> StepWork:
     outline = build_on_meta(settings, find_model(SD2_BASE), run.encoders != 'in_loop', build_model)
 
     # what no flag has
-    divide_by_one(outline)
     if run.encoders == 'none':
         take_text_as_encoded(outline)
     if run.precision == 'fp16':
@@ -87,14 +85,6 @@ def trace(run: Run) -> StepWork:
     _, work = trace_compiled_step(outline, settings)
     weights = sum(weight.numel() for weight in outline.unet.parameters())
     return dataclasses.replace(work, update={UPDATE: Work(0, BYTES_OF_FUSED_ADAM * weights, 1)})
-
-
-def divide_by_one(network: torch.nn.Module) -> None:
-    """Let a network of this repository divide by 1.0 again, as diffusers has it."""
-    for module in network.modules():
-        for name in DIVISORS:
-            if isinstance(getattr(module, name, None), NoDivision):
-                setattr(module, name, 1.0)
 
 
 def take_text_as_encoded(model: ComposerModel) -> None:

@@ -25,7 +25,6 @@ from sdbench.inputs.images import decode_image, normalize_images, stack_images
 from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
 from sdbench.inputs.stream import Shards, is_readable_in_place, open_shards
 from sdbench.models.latents import vae_moments
-from sdbench.models.layers import skip_divisions_by_one
 from sdbench.models.loading import ModelFiles, build_vae, find_model
 from sdbench.models.switches import compile_in_place
 
@@ -106,8 +105,6 @@ def build_encoding_vae(settings: Encode, files: ModelFiles, device: torch.device
         channels_last = device.type == 'cuda'
     if channels_last:
         vae.to(memory_format=torch.channels_last)
-    if not settings.compile:
-        skip_divisions_by_one(vae)
     return vae
 
 

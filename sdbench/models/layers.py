@@ -3,7 +3,6 @@ import torch
 import torch.nn.functional as F
 
 HALF_PRECISIONS = (torch.bfloat16, torch.float16)
-DIVISORS = ('output_scale_factor', 'rescale_output_factor')  # attributes of residual blocks and of attention
 
 
 class HalfGroupNorm(torch.nn.GroupNorm):
@@ -42,23 +41,3 @@ def switch_norms_to_half(network: torch.nn.Module) -> None:
     for norm in network.modules():
         if type(norm) in HALF_NORMS:
             norm.__class__ = HALF_NORMS[type(norm)]
-
-
-class NoDivision:
-    """A divisor that stands for 1.0: what is divided by it is returned as it is, without a kernel."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None) -> torch.Tensor:
-        return args[0]  # asked before torch looks at what it divides by, which would take longer than a division
-
-
-def skip_divisions_by_one(network: torch.nn.Module) -> None:
-    """Replace the divisors of a network's blocks that are 1.0. Results are the same to the bit.
-
-    A step of Stable Diffusion 2 has 120 such divisions, and each reads and writes a whole image of channels. A network
-    that is to be compiled keeps them: torch 2.7.0's compiler takes no divisor of a class of ours.
-    """
-    for module in network.modules():
-        for name in DIVISORS:
-            if getattr(module, name, None) == 1.0:
-                setattr(module, name, NoDivision())

@@ -15,7 +15,7 @@ from transformers.models.clip.modeling_clip import CLIPEncoder
 
 from sdbench.errors import one_line
 from sdbench.flags.train import Train
-from sdbench.models.layers import skip_divisions_by_one, switch_norms_to_half
+from sdbench.models.layers import switch_norms_to_half
 
 # What torch may use for each --attention: the first of these that can.
 SDPA_BACKENDS = {
@@ -55,11 +55,9 @@ def apply_switches(model: ComposerModel, settings: Train) -> None:
     if settings.gradient_checkpointing:
         model.unet.enable_gradient_checkpointing()
 
-    # kernels that are joined, or left out
+    # kernels that are joined
     if settings.compile:
-        compile_model(model, settings)  # a division in a larger kernel moves nothing
-    else:
-        skip_divisions_by_one(model)
+        compile_model(model, settings)
 
 
 def compile_model(model: ComposerModel, settings: Train, backend: str | Callable = 'inductor') -> None:
