@@ -41,8 +41,7 @@ from sdbench.forecast.training import forecast_training
 from sdbench.gpus import peak_of
 from sdbench.inputs.held_out import NOISE, TIMESTEP
 from sdbench.inputs.shards import MOMENTS
-from sdbench.measuring.clock import Measurement
-from sdbench.measuring.record import measure_loader
+from sdbench.measuring.clock import Measurement, measure_loader
 from sdbench.measuring.tracing import build_profiler
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.latents import draw_latents, vae_moments

@@ -10,7 +10,7 @@ again with the same command, encodes only what is missing. OUT/index.json comes 
 
     python encode.py --dry_run 8 --image_size 256     # how long and how much 8 GPUs of each kind would take
 """
-from sdbench.flags.commands import ENCODING_FLAGS, Encode
+from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
 from sdbench.process import one_line_errors, sleep_while_waiting
 
@@ -40,14 +40,13 @@ from sdbench.datasets.job import (
 from sdbench.datasets.output import SKIPPED, Output, part_name
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
-from sdbench.inputs.loader import default_workers
 from sdbench.inputs.shards import IMAGES_HASH, index_hash, read_image_index
-from sdbench.measuring.record import append_record, run_metadata
-from sdbench.measuring.reliability import why_unreliable
-from sdbench.models.flops import flops_of_latents, utilization
+from sdbench.models.flops import flops_of_latents
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.paths import HELD_OUT, number_of_samples
+from sdbench.records.record import append_record, make_record
+from sdbench.records.reliability import why_unreliable
 from sdbench.training.resolve import resolve_encoding_defaults
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
@@ -106,8 +105,8 @@ def encode(settings: Encode) -> dict | None:
         'bytes_per_image': joined.bytes / joined.samples,
         'bad_samples': number_of_samples(index) - joined.samples,
     }
-    flops_per_image = flops_of_latents(files.configs['vae'], settings.image_size)
-    record = encoding_record(settings, figures, devices, stored, flops_per_image)
+    record = encoding_record(settings, figures, devices, stored, flops_of_latents(files.configs['vae'],
+                                                                                  settings.image_size))
     return append_record(record, f'{record_lines(record)}{last_lines(joined, settings)}', settings.results_file)
 
 
@@ -164,16 +163,18 @@ def encoding_record(settings: Encode, figures: list[dict], devices: int, stored:
         stored: the entries that say what this run has encoded, and what is stored by all runs that have made OUT.
         flops_per_image: of the VAE.
     """
-    record = run_metadata('encode', dataclasses.asdict(settings), ENCODING_FLAGS) | {
-        'num_workers_by_default': settings.num_workers == default_workers(settings),
-        'dataset': 'streaming', 'status': 'complete', 'num_devices': devices,
-        'num_nodes': len({worker['machine'] for worker in figures}), **stored}
-    if figures[0]['device']:
-        record |= {'device': figures[0]['device'], 'device_type': 'cuda'}
     speed = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
-    record |= {'images_per_sec': speed * devices, 'images_per_sec_per_device': speed,
-               'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices}
-    return record | utilization(speed, flops_per_image, settings.encoder_precision, record['device'])
+    found = {
+        'num_devices': devices,
+        'num_nodes': len({worker['machine'] for worker in figures}),
+        'images_per_sec': speed * devices,
+        'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices,
+        'tflops_per_image': flops_per_image / 1e12,
+        **stored,
+    }
+    if figures[0]['device']:
+        found |= {'device': figures[0]['device'], 'device_type': 'cuda'}
+    return make_record('encode', settings, found)
 
 
 def record_lines(record: dict) -> str:

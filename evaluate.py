@@ -10,7 +10,7 @@ it draws on one GPU (python) or on several (composer, torchrun). The same comman
 stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
 error says where to get them. --random_networks tries all of it without them; its scores mean nothing.
 """
-from sdbench.flags.commands import EVALUATE_FLAGS, Evaluate
+from sdbench.flags.commands import Evaluate
 from sdbench.flags.parser import parse
 from sdbench.process import end_with_launcher, one_line_errors, sleep_while_waiting
 
@@ -47,7 +47,6 @@ from sdbench.errors import DataError, plural, redacted
 from sdbench.inputs.captions import hash_of_ids
 from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, read_image_index
-from sdbench.measuring.record import append_record, run_metadata
 from sdbench.models.drawing import SAMPLER, decode, load_pipeline, seeded
 from sdbench.models.feature_extractors import (
     NETWORK,
@@ -62,6 +61,7 @@ from sdbench.models.feature_extractors import (
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.paths import number_of_samples
 from sdbench.progress_bar import progress_bar
+from sdbench.records.record import append_record, make_record
 from sdbench.training.compatibility import MODEL, was_trained_on
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.resolve import best_precision, refuse_more_ranks_than_gpus
@@ -240,11 +240,9 @@ def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions
     number_drawn = sum(len(numbers) for _, numbers in batches)
     drawn, seconds = zip(*dist.all_gather_object((number_drawn, time.perf_counter() - start)), strict=True)
     rate = None
-    rate_of_each = None
     if sum(drawn) > 0:
         rate = sum(drawn) / max(seconds)
-        rate_of_each = rate / dist.get_world_size()
-    return {'samples_drawn': sum(drawn), 'images_per_sec': rate, 'images_per_sec_per_device': rate_of_each}
+    return {'samples_drawn': sum(drawn), 'images_per_sec': rate}
 
 
 def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.device) -> None:
@@ -339,18 +337,15 @@ def record_of(settings: Evaluate, scores: list[dict], image_size: int, about: di
         image_size: of the pictures.
         about: the model, the networks and the drawing, as the record has them.
     """
-    values = dataclasses.asdict(settings) | about | {'image_size': image_size}
-    record = run_metadata('evaluate', values, EVALUATE_FLAGS) | about | {
-        'status': 'complete', 'model': redacted(settings.model), 'data': redacted(settings.data), 'sampler': SAMPLER,
-        'scores': scores}
+    found = {'image_size': image_size, 'sampler': SAMPLER, 'scores': scores, **about}
     if settings.random_networks:
         no_scores = {'fid': None, 'clip_score': None}
-        record['scores'] = [{'guidance': guidance} | no_scores for guidance in settings.guidance]
-        record['random_scores'] = scores
+        found['scores'] = [{'guidance': guidance} | no_scores for guidance in settings.guidance]
+        found['random_scores'] = scores
     if settings.inception:
-        record['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
-        record['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
-    return record
+        found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
+        found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
+    return make_record('evaluate', settings, found)
 
 
 def evaluate(settings: Evaluate) -> dict:

@@ -22,10 +22,10 @@ if __name__ == '__main__':
 import pandas as pd
 
 from sdbench.costs import TRAINING_IMAGES, prices_in_words
+from sdbench.records.read import EVALUATED, SETTINGS, read_records
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.pictures import draw_days, draw_quality
 from sdbench.report.plans import plan_in_words, plan_table
-from sdbench.report.records import EVALUATED, SETTINGS, read_records
 from sdbench.report.scores import FROM_SPEED, score_table
 from sdbench.report.speeds import speed_table
 

@@ -4,7 +4,7 @@ from composer.utils.collect_env import get_composer_env_dict
 import convert  # noqa: F401
 import encode  # noqa: F401
 import evaluate  # noqa: F401
-from sdbench.measuring.record import processor_name
+from sdbench.records.record import processor_name
 from tests import forked_runs  # noqa: F401
 
 processor_name()

@@ -1,4 +1,5 @@
 """Runs of the benchmark as tests start them, and what must hold of every record and every error."""
+import dataclasses
 import json
 import re
 import socket
@@ -18,6 +19,7 @@ from ema import EMA
 from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
+from sdbench.records.keys import known_keys
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.resolve import resolve_defaults
 
@@ -30,13 +32,11 @@ COMMANDS = {'benchmark.py': Train, 'convert.py': Convert, 'encode.py': Encode, '
             'export.py': Export, 'report.py': Report}  # and their flags
 
 RECORD_KEYS = {
-    'date', 'command', 'git_commit', 'device', 'num_devices', 'num_nodes', 'versions', 'model_name', 'image_size',
-    'batch_size', 'device_train_microbatch_size', 'precision', 'encoder_precision', 'use_ema', 'channels_last',
-    'attention', 'compile', 'gradient_checkpointing', 'fused_optimizer', 'dataset', 'encoders', 'num_workers', 'seed',
+    'date', 'command', 'git_commit', 'device', 'num_devices', 'num_nodes', 'versions', 'dataset', 'encoders',
     'images_per_sec', 'images_per_sec_per_device', 'batch_seconds_median', 'batch_seconds_p10', 'batch_seconds_p90',
     'drift', 'data_wait_fraction', 'peak_memory_gib', 'tflops_per_image', 'tflops_per_sec_per_device', 'mfu',
-    'warmup_batches', 'measured_batches', 'loss', 'trained_epochs',
-}
+    'measured_batches', 'loss', 'trained_epochs',
+}  # and all flags
 
 
 def settings_of(*argv) -> Train:
@@ -44,8 +44,16 @@ def settings_of(*argv) -> Train:
     return resolve_defaults(parse(Train, '', [str(argument) for argument in argv], 'benchmark.py'))
 
 
+def check_keys(record: dict, command: str) -> None:
+    """Check that a record has all flags of its command, and else only keys whose meaning is said."""
+    flags = {field.name for field in dataclasses.fields(COMMANDS[command])}
+    assert flags <= record.keys()
+    assert record.keys() - flags - known_keys() == set()
+
+
 def check_record(record: dict) -> None:
-    """Check what must hold between the figures of any record."""
+    """Check what must hold between the figures of a training's record."""
+    check_keys(record, 'benchmark.py')
     assert RECORD_KEYS <= set(record)
     assert record['measured_batches'] == 3
     assert record['warmup_batches'] == 1

@@ -22,6 +22,7 @@ import pytest
 
 import report
 from sdbench.flags.parser import build_parser
+from sdbench.records.keys import KEYS
 from tests.runs import COMMANDS, ROOT
 from tests.samples import write_photos
 
@@ -150,6 +151,11 @@ def test_every_flag_that_an_error_or_an_advice_names_is_one():
     known = set().union(OF_OTHERS, NO_FLAGS, *map(flags_of, PARSERS.values()))
     for path in (*ROOT.glob('*.py'), *ROOT.glob('sdbench/**/*.py')):
         assert set(FLAG.findall('\n'.join(texts_of(path)))) <= known, path
+
+
+def test_the_table_of_a_record_says_what_the_program_says_of_each_key():
+    rows = [f"| {', '.join(f'`{name}`' for name in names.split())} | {meaning} |" for names, meaning in KEYS.items()]
+    assert '\n'.join(rows) in (ROOT / 'docs/measuring.md').read_text()
 
 
 def test_launchers_are_called_as_composer_takes_it():

@@ -21,7 +21,7 @@ from sdbench.forecast.encoding import estimate_encoding
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
 from sdbench.training.resolve import resolve_encoding_defaults
-from tests.runs import TINY, refusal, times_of
+from tests.runs import TINY, check_keys, refusal, times_of
 from tests.samples import encoded, picture, write_shards
 
 SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0']
@@ -135,6 +135,7 @@ def test_images_that_were_added_are_encoded_and_no_others_also_where_a_shard_is_
     assert read_index(str(images))['shards'][0]['samples'] == 0
     record = encode_shards(images, out, model_folder)
     assert record['samples'] < 9
+    check_keys(record, 'encode.py')
     assert record['stored_samples'] == 12
     assert captions(out) == [str(index) for index in range(12)]
 

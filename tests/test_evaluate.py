@@ -22,7 +22,7 @@ from sdbench.inputs.images import decode_image, resize
 from sdbench.models.drawing import load_pipeline
 from sdbench.models.feature_extractors import load_clip
 from tests.forked_runs import run_ranks
-from tests.runs import files_of, refusal
+from tests.runs import check_keys, files_of, refusal
 from tests.samples import encoded, picture, pillow_square, write_shards
 from tests.scoring_models import save_clip, save_inception
 
@@ -224,6 +224,7 @@ def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipel
     assert (record['fid_is_biased'], record['fid_of_published_weights']) == (True, False)
     assert record['images_per_sec'] == record['images_per_sec_per_device'] > 0
     assert record['batch_size'] == 2
+    check_keys(record, 'evaluate.py')
     again = run(pipeline, shards, evaluated.out, *clip, *TWO_SCALES)
     assert (again['samples_drawn'], again['images_per_sec']) == (0, None)
     summary = evaluate.scores_summary(record)

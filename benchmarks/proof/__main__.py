@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sdbench.measuring.versions import git_commit, package_versions
+from sdbench.records.versions import git_commit, package_versions
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / 'results.jsonl'  # of make smoke
@@ -300,7 +300,7 @@ def smoke(machine: Machine) -> int:
     Each run hands over its record, which is appended to results.jsonl: other runs write there as well.
     """
     from sdbench.errors import DataError
-    from sdbench.measuring.record import append_line  # which takes seconds
+    from sdbench.records.record import append_line  # which takes seconds
     speeds = {}
     steps = smoke_steps(machine)
     for step in steps:

@@ -6,7 +6,7 @@ import pandas as pd
 
 from sdbench.forecast.estimate import UNCOUNTED_SHARE
 from sdbench.forecast.speed import LARGEST_ERROR
-from sdbench.measuring.reliability import why_unreliable
+from sdbench.records.reliability import why_unreliable
 
 ROOT = Path(__file__).parents[2]
 FAR = 1.25  # times outside of what was published

@@ -21,8 +21,8 @@ import benchmark
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.measuring.clock import Measurement
-from sdbench.measuring.versions import git_commit, package_versions
 from sdbench.models.loading import SD2_BASE, find_model
+from sdbench.records.versions import git_commit, package_versions
 from sdbench.training.microbatch import sizes_to_try
 from sdbench.training.resolve import resolve_defaults
 

@@ -206,7 +206,3 @@ class Report:
             path = getattr(self, name)
             if path and not path.lower().endswith(suffixes):
                 raise ValueError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')
-
-
-ENCODING_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'encoder_precision', 'channels_last', 'compile', 'seed')
-EVALUATE_FLAGS = ('batch_size', 'precision', 'samples', 'steps', 'seed')

@@ -360,6 +360,3 @@ FIELDS_OF_LEARNING = tuple(field for group in LEARNING for field in fields(group
 SAME_ON_RESUME = tuple(field for field in FIELDS_OF_LEARNING if not field.metadata['may_change'])
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
 SWITCHES = tuple(field.name for group in (Encoders, Speed) for field in fields(group))
-LOADER_FLAGS = ('pretrained', 'batch_size', 'num_workers', 'warmup_batches', 'seed')  # of its record
-TRAINING_FLAGS = (*LOADER_FLAGS, *SWITCHES, *(field.name for field in fields(Optimizer)), 'max_duration',
-                  'measure_batches', 'caption_drop', 'random_flip', 'eval_interval', 'load_weights', 'eval_remote')

@@ -7,8 +7,8 @@ import pandas as pd
 from sdbench.errors import plural
 from sdbench.forecast.speed import can_forecast
 from sdbench.gpus import Card, cards_named
-from sdbench.measuring.record import append_line
-from sdbench.report.records import FORECAST
+from sdbench.records.keys import FORECAST
+from sdbench.records.record import append_line
 
 GPUS_A_NODE = 8
 WIDTH = 120  # of a line, in characters
@@ -43,7 +43,6 @@ def forecast_figures(card: Card, num_devices: int, gib: float, speed: float | No
         'num_devices': num_devices,
         'num_nodes': math.ceil(num_devices / GPUS_A_NODE),
         'images_per_sec': speed,
-        'images_per_sec_per_device': speed and speed / num_devices,
         'images_per_sec_least': least,
         'images_per_sec_most': most,
         'peak_memory_gib': gib,

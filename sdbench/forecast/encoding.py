@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sdbench.costs import DATASET_IMAGES, gpu_hours, price_of, prices_in_words, storage_in_words
 from sdbench.datasets.encoder import build_encoding_vae, encode_images
 from sdbench.errors import plural
-from sdbench.flags.commands import ENCODING_FLAGS, Encode
+from sdbench.flags.commands import Encode
 from sdbench.forecast.dry_run import (
     WIDTH,
     aligned,
@@ -30,12 +30,11 @@ from sdbench.forecast.memory import parameter_bytes
 from sdbench.forecast.speed import BatchSplit, StepWork, can_forecast, images_per_sec, seconds_by_kind
 from sdbench.forecast.step_counter import StepCounter, StepMemory
 from sdbench.gpus import Card
-from sdbench.inputs.loader import default_workers
 from sdbench.inputs.shards import read_image_index
 from sdbench.measuring.power import GIB
-from sdbench.measuring.record import run_metadata
 from sdbench.models.loading import find_model
 from sdbench.paths import number_of_samples
+from sdbench.records.record import make_record
 from sdbench.training.microbatch import sizes_to_try
 
 # GiB that a GPU takes for one that is counted: the most in diffusers' own table of an RTX 4090, which encoded one image
@@ -171,12 +170,9 @@ def encoding_forecast(estimate: EncodingEstimate, card: Card) -> dict:
     speed = None
     if can_forecast(card, settings.encoder_precision):
         speed = estimate.images_per_sec(card)
-    return run_metadata('encode', dataclasses.asdict(settings), ENCODING_FLAGS) | {
-        'num_workers_by_default': settings.num_workers == default_workers(settings),
-        'dataset': 'streaming',
-        'stored_samples': settings.images,
-        'bytes_per_image': estimate.latent_bytes,
-    } | forecast_figures(card, settings.dry_run, estimate.taken(settings.batch_size), speed)
+    figures = forecast_figures(card, settings.dry_run, estimate.taken(settings.batch_size), speed)
+    return make_record('encode', settings, {
+        'dataset': 'streaming', 'stored_samples': settings.images, 'bytes_per_image': estimate.latent_bytes, **figures})
 
 
 def hours_of(record: dict) -> float:

@@ -7,7 +7,8 @@ import pandas as pd
 from sdbench.flags.train import SD2_BASE, SWITCHES, Train
 from sdbench.gpus import Card
 from sdbench.models.loading import find_model
-from sdbench.report.records import INPUTS, MEASURED, read_records, words
+from sdbench.records.keys import ENCODERS
+from sdbench.records.read import INPUTS, MEASURED, read_records, words
 
 PUBLISHED = Path(__file__).parents[2] / 'published.csv'
 
@@ -44,7 +45,7 @@ def measured_speeds(settings: Train, unet_config: dict, latents: bool, card: Car
 
     # those of such a run
     same = {'stage': 'train', 'status': MEASURED, 'model_name': settings.model_name, 'device': card.name,
-            'input': INPUTS['text_in_loop' if latents else 'in_loop'], 'image_size': str(settings.image_size)}
+            'input': INPUTS[ENCODERS[latents]], 'image_size': str(settings.image_size)}
     speeds = []
     for row in found:
         if all(row.get(key) == value for key, value in same.items()):

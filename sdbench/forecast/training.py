@@ -31,8 +31,9 @@ from sdbench.forecast.measured import PUBLISHED, measured_speeds
 from sdbench.forecast.speed import LARGEST_ERROR, can_forecast, seconds_by_kind
 from sdbench.gpus import Card
 from sdbench.measuring.power import GIB
-from sdbench.measuring.record import training_settings
-from sdbench.report.records import read_records
+from sdbench.records.keys import ENCODERS
+from sdbench.records.read import read_records
+from sdbench.records.record import make_record
 from sdbench.training.microbatch import sizes_to_try
 
 NOT_IN_IT = """\
@@ -99,8 +100,9 @@ def training_forecast(each: Estimate, card: Card, latents: bool) -> dict:
         speed = each.images_per_sec(card, microbatch)
         if each.is_tested(card):
             least, most = speed / (1 + LARGEST_ERROR), speed * (1 + LARGEST_ERROR)
-    return training_settings(settings, latents, microbatch) | forecast_figures(
-        card, settings.dry_run, each.taken(microbatch), speed, least, most)
+    figures = forecast_figures(card, settings.dry_run, each.taken(microbatch), speed, least, most)
+    return make_record('train', settings, {
+        'encoders': ENCODERS[latents], 'device_train_microbatch_size': microbatch, **figures})
 
 
 def no_image_fits(given: Estimate, others: list[Estimate], cards: list[Card]) -> ValueError:

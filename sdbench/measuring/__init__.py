@@ -1,1 +1,1 @@
-"""How fast a run is, and its record: clock, GPU and trace."""
+"""How fast a run is: its clock, its GPUs and its trace."""

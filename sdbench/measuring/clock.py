@@ -14,12 +14,11 @@ from composer import Callback
 from composer.core import DataSpec, State
 from composer.utils import dist, get_device
 
+from sdbench.flags.train import Train
 from sdbench.measuring.power import GIB, GpuMonitor, gather_gpu_figures
-from sdbench.measuring.reliability import QUEUES_IN_WINDOW
+from sdbench.records.record import append_record, make_record
+from sdbench.records.reliability import QUEUES_IN_WINDOW, caution_about
 
-# what is known where a batch was measured
-OF_BATCHES = ('images_per_sec', 'images_per_sec_per_device', 'batch_seconds_median', 'batch_seconds_p10',
-              'batch_seconds_p90', 'drift', 'data_wait_fraction', 'peak_memory_gib')
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 
 
@@ -224,11 +223,13 @@ def whole_epochs(state: State) -> int:
 
 
 def window_figures(window: Window, all_ranks: bool = True) -> dict:
-    """Return the figures of a window; a batch takes as long as on its slowest rank. None where no batch was measured.
+    """Return the figures of a window; a batch takes as long as on its slowest rank.
 
     Args:
         window: this rank's.
         all_ranks: ask the other ranks for theirs; False where the run broke off and they may be gone.
+
+    Where no batch was measured there is nothing but that.
     """
     # of each batch, the seconds on the slowest rank
     excluded = highest_of_ranks(window.excluded_seconds, all_ranks)  # (batches,): the other ranks wait for that one
@@ -243,11 +244,9 @@ def window_figures(window: Window, all_ranks: bool = True) -> dict:
 
     # the figures
     if not window.batch_seconds:
-        return dict.fromkeys(OF_BATCHES) | {'measured_batches': 0}
-    images_per_sec = float(window.samples * min(sustained_shares) / max(totals))
+        return {'images_per_sec': None, 'measured_batches': 0}
     return {
-        'images_per_sec': images_per_sec,
-        'images_per_sec_per_device': images_per_sec / dist.get_world_size(),
+        'images_per_sec': float(window.samples * min(sustained_shares) / max(totals)),
         'batch_seconds_median': float(np.median(slowest)),
         'batch_seconds_p10': float(np.percentile(slowest, 10)),
         'batch_seconds_p90': float(np.percentile(slowest, 90)),
@@ -283,28 +282,37 @@ def drift(batch_seconds: np.ndarray) -> float | None:
     return float(batch_seconds[:third].sum() / batch_seconds[-third:].sum() - 1)
 
 
-def loader_figures(data: DataSpec, warmup_batches: int, measure_batches: int) -> dict[str, float]:
-    """Measure the loader alone, over all ranks: what it makes after the warm-up, taken as fast as it comes."""
+def measure_loader(settings: Train, data: DataSpec) -> dict:
+    """Measure the loader alone, over all ranks: what it makes after the warm-up, taken as fast as it comes.
+
+    Keeps and prints the record, and returns it.
+    """
     # the warm-up, and what lay ready after it
     loader = data.dataloader
     epochs = itertools.chain.from_iterable(itertools.repeat(loader))  # one after the other
     batches = map(data.batch_transforms, epochs)
-    for _ in range(warmup_batches + loader.queue_length):
+    for _ in range(settings.warmup_batches + loader.queue_length):
         next(batches)
 
     # the measured batches
+    measured = settings.measure_batches
     ready_at_start = loader.ready_batches
     start = time.perf_counter()
-    images = sum(len(next(batches)['caption']) for _ in range(measure_batches))
+    images = sum(len(next(batches)['caption']) for _ in range(measured))
     seconds = time.perf_counter() - start
-    made = measure_batches + loader.ready_batches - ready_at_start  # in this time: several come at once
+    made = measured + loader.ready_batches - ready_at_start  # in this time: several come at once
 
     # the slowest rank decides
-    mine = (images * made / measure_batches, seconds, data.batch_transforms.found)
+    mine = (images * made / measured, seconds, data.batch_transforms.found)
     images, seconds, bad = zip(*dist.all_gather_object(mine), strict=True)
-    return {'loader_images_per_sec': sum(images) / max(seconds),
-            'measured_batches': measure_batches,
-            'bad_samples': len(set.union(*bad))}
+    record = make_record('loader', settings, {
+        'loader_images_per_sec': sum(images) / max(seconds), 'measured_batches': measured,
+        'bad_samples': len(set.union(*bad))})
+    text = f'loader {record["loader_images_per_sec"]:.4g} images/s'
+    caution = caution_about(record)
+    if caution:
+        text += f'\ncaution: {caution}'
+    return append_record(record, text, settings.results_file)
 
 
 def peak_memory_gib() -> float:

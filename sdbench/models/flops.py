@@ -1,4 +1,4 @@
-"""Count the arithmetic of an image, and the share of a device's peak that a speed reaches.
+"""Count the arithmetic of an image.
 
 FLOPs are counted (1 multiply-add = 2) by torch's own counter on the meta device, so that nothing is computed. That
 takes 3 s for Stable Diffusion 2.
@@ -10,8 +10,6 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPTextConfig, CLIPTextModel
-
-from sdbench.gpus import peak_of
 
 
 def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config: dict | None,
@@ -52,18 +50,3 @@ def count_flops(call: Callable[[], Any]) -> tuple[int, Any]:
     with FlopCounterMode(display=False) as counter:
         result = call()
     return counter.get_total_flops(), result
-
-
-def utilization(images_per_sec_per_device: float | None, flops_per_image: int, precision: str,
-                device: str) -> dict[str, float | None]:
-    """Return a record's figures of arithmetic: TFLOPs of an image, TFLOP/s of a device, share of its peak (MFU).
-
-    Each is None where it is not known. `device` is the name of the GPU, whose peak is looked up.
-    """
-    figures = {'tflops_per_image': flops_per_image / 1e12, 'tflops_per_sec_per_device': None, 'mfu': None}
-    if images_per_sec_per_device is not None:
-        figures['tflops_per_sec_per_device'] = images_per_sec_per_device * flops_per_image / 1e12
-        peak = peak_of(device, precision)
-        if peak is not None:
-            figures['mfu'] = figures['tflops_per_sec_per_device'] / peak
-    return figures

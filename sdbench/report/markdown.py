@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from sdbench.measuring.figures import FIGURES, IN_TABLES, Figure
-from sdbench.report.records import VERSIONS
+from sdbench.records.figures import FIGURES, IN_TABLES, Figure
+from sdbench.records.read import VERSIONS
 
 # Columns of figures in their order: those of a record, and those that follow from them.
 COLUMNS = {

@@ -6,7 +6,7 @@ import textwrap
 
 import pandas as pd
 
-from sdbench.report.records import CONDITIONS, FORECAST, MEASURED, NETWORKS, SETTINGS, VERSIONS
+from sdbench.records.read import CONDITIONS, FORECAST, MEASURED, NETWORKS, SETTINGS, VERSIONS
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text

@@ -4,8 +4,8 @@ import pandas as pd
 from sdbench.costs import days_to_train, storage_in_words
 from sdbench.errors import plural
 from sdbench.flags.commands import Report
+from sdbench.records.read import FORECAST, MEASURED, SETTINGS
 from sdbench.report.markdown import printed
-from sdbench.report.records import FORECAST, MEASURED, SETTINGS
 from sdbench.report.speeds import UNKNOWN, with_costs
 
 SPEED_AND_RANGE = ['images_per_sec', 'images_per_sec_least', 'images_per_sec_most']

@@ -34,7 +34,7 @@ def training_of(evaluation: dict, trainings: list[dict]) -> dict | None:
     flags = evaluation.get('training', {})
     for training in reversed(trainings):
         has_hours = 'images_per_sec' in training and training.get('device_type') != 'cpu'
-        in_both = (flags.keys() & training.keys()) - {'dataset'}  # of a checkpoint it is the hash of an index
+        in_both = (flags.keys() & training.keys()) - {'dataset', 'remote'}  # the same data may have moved
         is_same = 'batch_size' in in_both and all(flags[key] == training[key] for key in in_both)
         if has_hours and is_same and training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf):
             return training

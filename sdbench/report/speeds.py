@@ -9,9 +9,9 @@ from scipy.optimize import nnls
 from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import plural
 from sdbench.flags.commands import Report
-from sdbench.measuring.figures import IN_TABLES
+from sdbench.records.figures import IN_TABLES
+from sdbench.records.read import EXTRAPOLATED, FORECAST, MEASURED, SETTINGS, WITH_FIGURES
 from sdbench.report.markdown import differing
-from sdbench.report.records import EXTRAPOLATED, FORECAST, MEASURED, SETTINGS, WITH_FIGURES
 
 UNKNOWN = dict.fromkeys(IN_TABLES, math.nan)  # the figures of a row that was not measured
 TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'

@@ -11,8 +11,8 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, TINY_MODEL, Train, number_of_devices
 from sdbench.inputs.loader import default_workers, queued_batches
 from sdbench.inputs.shards import read_index
-from sdbench.measuring.reliability import fewest_batches
 from sdbench.paths import number_of_samples, sibling_path
+from sdbench.records.reliability import fewest_batches
 
 FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
 

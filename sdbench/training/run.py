@@ -13,9 +13,10 @@ from sdbench.errors import DataError, known_reason, one_line, plural, redacted
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import whole_epochs
-from sdbench.measuring.record import PROFILED, UNMEASURED, append_record, run_summary, training_settings
-from sdbench.models.flops import utilization
 from sdbench.models.loading import UNET_WEIGHTS
+from sdbench.records.keys import COMPLETE, ENCODERS, FAILED, INTERRUPTED, PROFILED, UNMEASURED
+from sdbench.records.record import append_record, make_record
+from sdbench.records.summary import run_summary
 from sdbench.training.progress import Progress, batches_in_words
 from sdbench.training.ranks import StopAtSignal
 
@@ -44,9 +45,9 @@ def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
     """Log the settings, say on rank 0 what the run resumes or starts from, and warn of what will not come of it."""
     # FLOPs are counted here, before the clock runs: Composer's SpeedMonitor asks for them between two batches.
     state = trainer.state
-    flops = {'flops_per_image': sum(model.flops_per_image.values())}
-    logged = training_settings(settings, model.vae is None, state.device_train_microbatch_size)
-    trainer.logger.log_hyperparameters(logged | flops)
+    trainer.logger.log_hyperparameters(make_record('train', settings, {
+        'encoders': ENCODERS[model.vae is None], 'flops_per_image': sum(model.flops_per_image.values()),
+        'device_train_microbatch_size': state.device_train_microbatch_size}))
 
     # where it starts
     if dist.get_global_rank():
@@ -106,7 +107,7 @@ def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
             trainer.fit()
     except Exception as error:
         microbatch_flag = f'--device_train_microbatch_size {trainer.state.device_train_microbatch_size}'
-        return {'status': 'failed', 'error': redacted(reason(error, microbatch_flag))}
+        return {'status': FAILED, 'error': redacted(reason(error, microbatch_flag))}
     finally:
         for callback in trainer.state.callbacks:
             if isinstance(callback, Progress):
@@ -114,39 +115,42 @@ def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
 
     # how it ended
     if stop.interrupted:
-        return {'status': 'interrupted'}
-    return {'status': 'complete'}
+        return {'status': INTERRUPTED}
+    return {'status': COMPLETE}
 
 
 def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, str]) -> dict:
     """Return the record of a training that ended as `outcome` of `fit` says."""
+    # what was trained, and how it ended
     state = trainer.state
-
-    # what was trained, with which settings, and how it ended
-    record = training_settings(settings, model.vae is None, state.device_train_microbatch_size) | outcome
-    record |= {'trained_batches': state.timestamp.batch.value, 'trained_epochs': whole_epochs(state)}
-    has_tf32 = torch.cuda.is_available() and torch.cuda.is_tf32_supported()  # Composer uses it where it is there
-    record |= {'microbatch_search': settings.searches_microbatch, 'tf32': has_tf32}
+    found = {
+        'encoders': ENCODERS[model.vae is None],
+        'device_train_microbatch_size': state.device_train_microbatch_size,
+        'microbatch_search': settings.searches_microbatch,
+        'tf32': torch.cuda.is_available() and torch.cuda.is_tf32_supported(),  # Composer uses it where it is there
+        'trained_batches': state.timestamp.batch.value,
+        'trained_epochs': whole_epochs(state),
+        'tflops_per_image': sum(model.flops_per_image.values()) / 1e12,
+        **outcome,
+    }
 
     # what each callback has to say
-    all_ranks = outcome['status'] != 'failed'  # else they may be gone
+    all_ranks = outcome['status'] != FAILED  # else they may be gone
     for callback in state.callbacks:
         if hasattr(callback, 'figures'):
-            record |= callback.figures(all_ranks)
+            found |= callback.figures(all_ranks)
 
     # what follows from these
     bad = set(data.batch_transforms.found)
     if all_ranks:
         bad.update(*dist.all_gather_object(bad))
-    record['bad_samples'] = len(bad)
-    record |= utilization(record['images_per_sec_per_device'], sum(model.flops_per_image.values()), settings.precision,
-                          record['device'])
-    if record['status'] == 'complete' and not record['images_per_sec']:
-        record['status'] = UNMEASURED
-    elif settings.profile and record['status'] == 'complete':
-        record['status'] = PROFILED
-    return record
+    found['bad_samples'] = len(bad)
+    if found['status'] == COMPLETE and not found['images_per_sec']:
+        found['status'] = UNMEASURED
+    elif settings.profile and found['status'] == COMPLETE:
+        found['status'] = PROFILED
+    return make_record('train', settings, found)
 
 
 def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
@@ -156,14 +160,14 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
     """
     # the summary, but of a run that failed its error says all
     text = None
-    if record['status'] != 'failed':
+    if record['status'] != FAILED:
         text = run_summary(record, settings)
-    if record['status'] == 'interrupted':
+    if record['status'] == INTERRUPTED:
         text += f'\n{where_it_stopped(settings, trainer.state)}'
 
     # the record, and the end of the loggers
     try:
-        if record['status'] != 'failed':
+        if record['status'] != FAILED:
             numbers = {key: value for key, value in record.items() if type(value) in (int, float)}
             trainer.logger.log_metrics(numbers)  # each is a curve of one point
             trainer.close()
@@ -172,9 +176,9 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         raise RunFailed(redacted(reason(error, ''))) from None
 
     # the end of the process
-    if record['status'] == 'interrupted':
+    if record['status'] == INTERRUPTED:
         sys.exit(130 if dist.get_local_rank() == 0 else 0)  # a launcher would print all that a rank has printed
-    if record['status'] == 'failed':
+    if record['status'] == FAILED:
         failed_batch = trainer.state.timestamp.batch.value + 1
         raise RunFailed(f'the run failed at batch {failed_batch}: {record["error"]}')
 

@@ -19,8 +19,8 @@ from sdbench.forecast.training import training_forecast
 from sdbench.gpus import CARDS
 from sdbench.measuring.power import GIB
 from sdbench.models.loading import find_model
-from sdbench.report.records import read_records
-from tests.runs import one_error_line, settings_of
+from sdbench.records.read import read_records
+from tests.runs import check_keys, one_error_line, settings_of
 
 TINY = ['--model_name', 'tiny', '--image_size', '64', '--batch_size', '64']
 A100 = 'NVIDIA A100-SXM4-40GB'
@@ -116,6 +116,7 @@ def test_a_forecast_has_the_range_of_the_error_where_it_is_tested_and_the_settin
     monkeypatch.setattr(Estimate, 'images_per_sec', lambda self, card, microbatch: 100.0)
     monkeypatch.setattr(Estimate, 'taken', lambda self, microbatch: 60.0)
     forecast = training_forecast(untraced('8', '--use_ema'), H100, False)
+    check_keys(forecast, 'benchmark.py')
     assert (forecast['images_per_sec_least'], forecast['images_per_sec_most']) == pytest.approx((100 / 1.18, 118))
     assert (forecast['stage'], forecast['status'], forecast['device']) == ('train', 'forecast', H100.name)
     assert (forecast['num_devices'], forecast['device_train_microbatch_size'], forecast['use_ema']) == (8, 32, True)

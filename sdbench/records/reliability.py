@@ -3,6 +3,7 @@
 The summary of a run and report.py ask here, so nothing needs torch.
 """
 from sdbench.errors import plural
+from sdbench.records.keys import PROFILED
 
 QUEUES_IN_WINDOW = 5  # in a shorter window many of its batches were made before it began
 FEWEST_BATCHES = 20   # a window that is shorter says little
@@ -25,9 +26,14 @@ def why_unreliable(record: dict) -> str:
     return ''
 
 
-def remedy(record: dict) -> str:
-    """Return what to do about the `why_unreliable` of a record."""
+def caution_about(record: dict) -> str:
+    """Say why the speed in a record should not be trusted yet, and the remedy; '' where it can be."""
+    if record.get('status') == PROFILED:
+        return 'these figures include the cost of the trace, so that no report counts them'
+    why = why_unreliable(record)
+    if not why:
+        return ''
     least = fewest_batches(record.get('queue_batches') or 0)
     if record['measured_batches'] < least:
-        return f'use --measure_batches {least} or more, and where --max_duration is given, a longer one'
-    return 'measure again, while no other program runs, with more --warmup_batches and --measure_batches'
+        return f'{why}: use --measure_batches {least} or more, and where --max_duration is given, a longer one'
+    return f'{why}: measure again, while no other program runs, with more --warmup_batches and --measure_batches'

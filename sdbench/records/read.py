@@ -8,15 +8,17 @@ import textwrap
 from pathlib import Path
 
 from sdbench.flags.train import SWITCHES
-from sdbench.measuring.figures import IN_TABLES
-from sdbench.measuring.reliability import why_unreliable
-from sdbench.measuring.versions import PACKAGES
+from sdbench.records.figures import IN_TABLES
+from sdbench.records.keys import COMPLETE, ENCODERS, FORECAST
+from sdbench.records.reliability import why_unreliable
+from sdbench.records.versions import PACKAGES
 
 VERSIONS = ['python', 'cuda', *PACKAGES]
 # Records of speed are averaged and fitted together only where all of these agree; one that is not stated agrees with no
 # value.
 SETTINGS = ['stage', 'device', 'image_size', 'model_name', 'input', 'dataset', 'batch_size', *SWITCHES, 'use_ema',
             'num_workers', 'clip_grad_norm', 'ema_start', *VERSIONS]
+OF_A_MODEL = ['model_name', *SWITCHES, 'use_ema', 'clip_grad_norm', 'ema_start']
 # Scores are on one line of a picture only where these agree, and those of the network that the score is from.
 CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
 NETWORKS = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}
@@ -26,11 +28,10 @@ HASHES = ['inception_sha256', 'clip_sha256']  # shown by their beginning
 # The status of a row is what its figures are. Any other one is that of a run without a speed, such as failed.
 MEASURED = 'measured'
 EXTRAPOLATED = 'extrapolated'  # from other rows, here or by its source
-FORECAST = 'forecast'          # from the operators of a step
 UNRELIABLE = 'not reliable'
 WITH_FIGURES = [MEASURED, EXTRAPOLATED, FORECAST]
 
-INPUTS = {'in_loop': 'images', 'text_in_loop': 'latents'}  # of a training, by the encoders in its loop
+INPUTS = {ENCODERS[False]: 'images', ENCODERS[True]: 'latents'}  # of a training, by the encoders in its loop
 POSITIVE = ('num_devices', 'image_size', 'batch_size', 'device_train_microbatch_size', 'images_per_sec',
             'loader_images_per_sec')
 
@@ -90,10 +91,10 @@ def speed_row(record: dict) -> dict:
     Raises ValueError if a number that is needed is missing or not positive.
     """
     # what it must have
-    record = {'stage': 'train', 'status': 'complete', 'extrapolated': False} | record | record.get('versions', {})
+    record = {'stage': 'train', 'status': COMPLETE, 'extrapolated': False} | record | record.get('versions', {})
     speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
     needed = ['device', 'num_devices', 'image_size']
-    if record['status'] in ('complete', FORECAST):
+    if record['status'] in (COMPLETE, FORECAST):
         needed.append(speed)
     missing = [key for key in needed if key not in record]
     if missing:
@@ -105,7 +106,7 @@ def speed_row(record: dict) -> dict:
     # settings
     row = {key: words(record.get(key)) for key in (*SETTINGS, 'num_nodes')}
     if record['stage'] == 'loader':
-        row['model_name'] = ''  # it has none
+        row |= dict.fromkeys(OF_A_MODEL, '')  # it has none
     encoders = words(record.get('encoders'))
     row['input'] = INPUTS.get(encoders, encoders)
     if record.get('num_workers_by_default') is True:  # it follows from the machine, and is no setting of the run
@@ -133,7 +134,7 @@ def status_and_notes(record: dict) -> tuple[str, str]:
             return FORECAST, 'forecast, not tested'
         least, most = record['images_per_sec_least'], record['images_per_sec_most']
         return FORECAST, f'forecast: {least:,.0f} to {most:,.0f} images/s'
-    if status != 'complete':
+    if status != COMPLETE:
         reason = f'{status}: {words(record.get("error"))}'
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')
     if why_unreliable(record):

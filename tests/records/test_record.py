@@ -9,7 +9,8 @@ import pytest
 import report
 from benchmark import main
 from sdbench.errors import DataError, redacted
-from sdbench.measuring.record import append_record, run_summary, training_settings
+from sdbench.records.record import append_record, make_record
+from sdbench.records.summary import run_summary
 from tests.runs import TINY, check_record, settings_of, summary_lines
 
 LENGTH = ['--max_duration', '3ba']
@@ -46,7 +47,7 @@ def test_a_training_ends_with_what_was_learned_where_it_is_and_what_to_do_with_i
     ({'measured_batches': 30, 'queue_batches': 16}, 'only 30 measured batches: use --measure_batches 80 or more'),
     ({'status': 'profiled'}, 'these figures include the cost of the trace'),
 ])
-def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_days(as_on_a_gpu, changed, sentence):
+def test_a_speed_that_should_not_be_trusted_says_so_with_one_remedy_and_has_no_days(changed, sentence):
     text = run_summary(measured(**changed), settings_of('--use_synth_data'))
     assert text.count('caution  ') == 1
     assert f'caution         {sentence}' in text
@@ -106,8 +107,9 @@ def test_runs_that_write_to_one_file_at_once_keep_every_record_whole(results, ca
 
 def test_passwords_and_signatures_in_urls_stay_out_of_records(monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['benchmark.py', '--remote', 's3://key:secret@bucket/a?X-Sig=abc&b=c', 'a@b', '?'])
-    record = training_settings(settings_of('--use_synth_data'), latents=False)
+    record = make_record('train', settings_of('--remote', 's3://key:secret@bucket/a', '--loader_only'), {})
     assert record['command'] == "benchmark.py --remote 's3://***@bucket/a?***' a@b '?'"
+    assert record['remote'] == 's3://***@bucket/a'
 
 
 @pytest.mark.parametrize('text', [
@@ -133,22 +135,22 @@ def test_a_run_that_ends_within_its_warmup_is_marked_and_leaves_the_others_to_be
 def measured(**changes) -> dict:
     """Return a record as `summary` takes it, of 20 batches at 100 images/s."""
     return {'status': 'complete', 'encoders': 'in_loop', 'images_per_sec': 100.0, 'images_per_sec_per_device': 50.0,
-            'num_devices': 2, 'device': 'X', 'drift': 0.0, 'batch_seconds_median': 0.1, 'batch_seconds_p10': 0.1,
-            'batch_seconds_p90': 0.1, 'measured_batches': 20, 'data_wait_fraction': 0.0, 'peak_memory_gib': 1.0,
-            'device_train_microbatch_size': 4, 'mfu': None, 'tflops_per_sec_per_device': 1.0, 'queue_batches': 0,
-            'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0, 'loss': 0.5, 'eval_loss': None,
-            'eval_batch': None, 'gpu_power_watts_mean': None, 'joules_per_image': None} | changes
+            'num_devices': 2, 'device': 'X', 'device_type': 'cuda', 'drift': 0.0, 'batch_seconds_median': 0.1,
+            'batch_seconds_p10': 0.1, 'batch_seconds_p90': 0.1, 'measured_batches': 20, 'data_wait_fraction': 0.0,
+            'peak_memory_gib': 1.0, 'device_train_microbatch_size': 4, 'mfu': None, 'tflops_per_sec_per_device': 1.0,
+            'queue_batches': 0, 'trained_batches': 23, 'trained_epochs': 0, 'first_batch': 0, 'loss': 0.5,
+            'eval_loss': None, 'eval_batch': None, 'gpu_power_watts_mean': None, 'joules_per_image': None} | changes
 
 
-def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_a_cpu_has_none(as_on_a_gpu):
-    def cost(*flags: str) -> str:
-        return run_summary(measured(), settings_of('--use_synth_data', *flags)).partition('full training   ')[2]
+def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_a_cpu_has_none():
+    def cost(*flags: str, **changes) -> str:
+        text = run_summary(measured(**changes), settings_of('--use_synth_data', *flags))
+        return text.partition('full training   ')[2]
     assert cost('--training_images', '864000000') == \
         'training on 864,000,000 images would take 100.0 days on 2 GPUs, 4,800 GPU-hours, $9,600'
     assert cost().startswith('training on 2,867,200,000 images')
     assert cost('--model_name', 'tiny') == ''
-    as_on_a_gpu(count=0)
-    assert cost() == ''
+    assert cost(device_type='cpu') == ''
 
 
 # --profile

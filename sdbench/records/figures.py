@@ -45,22 +45,22 @@ FIGURES = {
     'young_half_life': Figure(
         'average', 'still near the weights at the start, for --ema_half_life is {young_half_life}'),
     'caution': Figure('caution', '{caution}'),
-    'days': Figure(
-        'full training', 'training on {images:,} images would take {days:,.1f} days on {gpus}, {gpu_hours:,.0f} '
-        'GPU-hours, ${dollars:,.0f}'),
-    'save_folder': Figure('checkpoint', 'in {save_folder}'),
-    'sample_folder': Figure('drawings', 'in {sample_folder}'),
-    'export_flags': Figure('next', 'python export.py {save_folder} {pipeline}{export_flags}'),
+    'full_days': Figure(
+        'full training', 'training on {full_images:,} images would take {full_days:,.1f} days on {gpus}, '
+        '{full_hours:,.0f} GPU-hours, ${full_dollars:,.0f}'),
+    'checkpoints': Figure('checkpoint', 'in {checkpoints}'),
+    'drawings': Figure('drawings', 'in {drawings}'),
+    'export_flags': Figure('next', 'python export.py {checkpoints} {pipeline}{export_flags}'),
 }
 
 # The lines of a summary, in their order: of a measurement the speed comes first, of a training what was trained.
 SPEED_LINES = ('images_per_sec', 'why_no_speed')
-TRAINED_LINES = ('trained_batches', 'whole_epochs', 'resumed_after', 'loss', 'eval_loss', 'sample_folder',
+TRAINED_LINES = ('trained_batches', 'whole_epochs', 'resumed_after', 'loss', 'eval_loss', 'drawings',
                  'ema_start_to_come')
 OF_A_MEASUREMENT = (*SPEED_LINES, 'batch_seconds_median', 'drift', 'data_wait_fraction', 'peak_memory_gib',
                     'tflops_per_sec_per_device', 'mfu', 'joules_per_image', *TRAINED_LINES, 'caution',
-                    'days')
-OF_A_TRAINING = (*TRAINED_LINES, 'young_half_life', 'save_folder', 'export_flags', *SPEED_LINES)
+                    'full_days')
+OF_A_TRAINING = (*TRAINED_LINES, 'young_half_life', 'checkpoints', 'export_flags', *SPEED_LINES)
 
 IN_TABLES = tuple(key for key, figure in FIGURES.items() if figure.cell is not None)
 

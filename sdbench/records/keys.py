@@ -1,0 +1,74 @@
+"""What each key of a record means. docs/measuring.md has the same table. Nothing here needs torch."""
+
+# Each `status` of a record. Reports calculate with complete runs and with forecasts.
+COMPLETE = 'complete'
+FAILED = 'failed'
+INTERRUPTED = 'interrupted'
+UNMEASURED = 'unmeasured'
+PROFILED = 'profiled'
+FORECAST = 'forecast'
+
+# What a training has in its loop, by whether it is on latents: its `encoders`.
+ENCODERS = {False: 'in_loop', True: 'text_in_loop'}
+
+# Names, parted by spaces, and what they mean. Each flag of the command is a key as well, unless it has a row here.
+KEYS = {
+    # of every run
+    'stage': '`train`, `loader`, `encode` or `evaluate`',
+    'status error': '`complete`, `failed` or `interrupted`; `profiled` for a run with `--profile`, `unmeasured` for '
+    'one that ended within its warm-up, `forecast` for one of `--dry_run`. Why a run failed',
+    'date command git_commit versions': 'when and how it was started, the commit of this program, and the versions of '
+    'Python, CUDA and the libraries',
+    'device device_type num_devices num_nodes': 'name of the GPU or CPU; `cuda` or `cpu`; on how many of them, and on '
+    'how many machines',
+    'num_workers_by_default dataset': 'whether the number of loader processes followed from the machine; `streaming` '
+    'or `synthetic`',
+
+    # of its speed
+    'images_per_sec images_per_sec_per_device': 'images divided by the wall clock of the measured batches on the '
+    'slowest process',
+    'images_per_sec_least images_per_sec_most': 'range of a forecast; null where it is not tested',
+    'batch_seconds_median batch_seconds_p10 batch_seconds_p90 measured_batches': 'the times of the batches, and how '
+    'many there were',
+    'drift': 'by what share the last third of these batches was faster than the first',
+    'data_wait_fraction queue_batches turnover_batches': 'the wait for the loader, the batches that it prepares ahead, '
+    'and how many passed before the clock started',
+    'checkpoint_seconds evaluation_seconds sampling_seconds': 'time between batches, which no speed counts',
+    'tflops_per_image tflops_per_sec_per_device mfu': 'arithmetic of an image, speed in it, and the share of the peak',
+    'peak_memory_gib peak_memory_allocated_gib allocator_retries': 'memory that was reserved, what tensors took of it, '
+    'and how often the allocator had to free its cache, which should be 0',
+    'gpu_power_watts_mean gpu_power_watts_max gpu_sm_clock_mhz_mean gpu_sm_clock_mhz_max': 'power of a GPU and clock '
+    'of its multiprocessors, asked for at most once a second',
+    'joules_per_image': 'energy of an image over all GPUs',
+    'loader_images_per_sec': 'of the loader alone',
+
+    # of a training
+    'encoders microbatch_search tf32': '`in_loop`, or `text_in_loop` on latents; whether trials found the microbatch; '
+    'whether fp32 multiplies as TF32',
+    'first_batch trained_batches trained_epochs': 'the batch that this run resumed after, the last batch of the whole '
+    'training, and its whole epochs',
+    'loss skipped_batches bad_samples': 'loss of the last batch, steps that were not finite, samples that could not be '
+    'read',
+    'evaluations eval_loss eval_batch': 'how many evaluations there were; loss and batch of the last one',
+
+    # of an encoding
+    'samples stored_samples bytes_per_image': 'images that this run encoded, images and bytes an image that are stored '
+    'by all runs',
+
+    # of an evaluation
+    'model model_name model_sha256 weights': 'what drew, the model that it was trained as, the hash of its weights, '
+    'and `averaged` or `live`',
+    'images_seen training': 'images and flags of its training',
+    'data trained_on_data samples_drawn sampler': 'captions and images that were compared with, whether the training '
+    'had them too, how many pictures this run drew, and how',
+    'scores': 'for each `guidance` the `fid` and the `clip_score`, null where a score was not asked for',
+    'random_scores': 'scores by networks of random weights, which mean nothing',
+    'network inception_sha256 fid_of_published_weights resize fid_is_biased': 'what FID was found by, whether it '
+    'compares with published ones, and whether it is of fewer than 10,000 pictures',
+    'clip clip_sha256': 'what the CLIP score was found by',
+}
+
+
+def known_keys() -> set[str]:
+    """Return the names of all keys that are no flags."""
+    return {name for names in KEYS for name in names.split()}

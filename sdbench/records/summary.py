@@ -1,0 +1,74 @@
+"""Write the summary of a run for people. Nothing here needs torch."""
+import os
+from typing import Any
+
+from sdbench.costs import days_to_train, gpu_hours, price_of
+from sdbench.errors import plural
+from sdbench.flags.times import is_young, to_batches
+from sdbench.flags.train import Train
+from sdbench.paths import sibling_path
+from sdbench.records.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
+from sdbench.records.keys import ENCODERS, FAILED, INTERRUPTED
+from sdbench.records.reliability import caution_about
+
+MUCH_WAITING_FOR_DATA = 0.05
+
+
+def run_summary(record: dict, settings: Train) -> str:
+    """Write the record of a run for people, with three significant digits or whole units."""
+    keys = OF_A_MEASUREMENT if settings.measures else OF_A_TRAINING
+    values = record | notes_on_training(record, settings) | notes_on_speed(record, settings)
+    return '\n'.join(summary_lines(keys, values))
+
+
+def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
+    """Return what a summary adds to the record on what was trained: how far, and where it is."""
+    notes = {}
+    if record['trained_epochs']:
+        notes['whole_epochs'] = record['trained_epochs']
+    if record['first_batch']:
+        notes['resumed_after'] = record['first_batch']
+    if settings.sample_prompts and os.path.isdir(settings.sample_folder):
+        notes['drawings'] = settings.sample_folder
+
+    # the average, which export.py exports unless it is too young
+    export_flags = ''
+    trained = record['trained_batches']
+    if settings.ema_start and trained < to_batches(settings.ema_start):
+        notes['ema_start_to_come'] = settings.ema_start
+    elif is_young(settings.ema_half_life, trained):
+        notes['young_half_life'] = settings.ema_half_life
+        export_flags = ' --live'
+
+    # the checkpoints, and how they become a pipeline
+    if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED):
+        if record['encoders'] == ENCODERS[True]:  # no VAE is in the checkpoints
+            model = settings.model_name if settings.pretrained else 'FOLDER'
+            export_flags += f' --model_name {model} --pretrained'
+        notes['checkpoints'] = settings.save_folder
+        notes['pipeline'] = sibling_path(settings.save_folder, 'model')
+        notes['export_flags'] = export_flags
+    return notes
+
+
+def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
+    """Return what a summary adds to the record on its speed: whether to trust it, and what a training would cost."""
+    if not record['images_per_sec']:
+        return {'why_no_speed': 'the run was over before the clock started, so that no batch was measured'}
+    notes = {'on_waiting': ''}
+    if record['data_wait_fraction'] > MUCH_WAITING_FOR_DATA:
+        notes['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
+
+    # a caution, or the cost of a whole training
+    caution = caution_about(record)
+    if caution:
+        notes['caution'] = caution
+    elif settings.training_images and record['device_type'] == 'cuda':
+        speed = record['images_per_sec']
+        hours = gpu_hours(speed, record['num_devices'], settings.training_images)
+        notes['full_images'] = settings.training_images
+        notes['full_days'] = days_to_train(speed, settings.training_images)
+        notes['gpus'] = plural(record['num_devices'], 'GPU')
+        notes['full_hours'] = hours
+        notes['full_dollars'] = hours * price_of(record['device'], settings.dollars_per_gpu_hour)
+    return notes
