@@ -6,9 +6,8 @@
 Each image shard becomes shards of its own, with the mean and the log variance of each image's latents (float16, so that
 training draws another latent each time) and the caption. Every GPU of this machine works, or with --ray every GPU of a
 Ray cluster. What cannot be encoded is left out and listed in OUT/skipped.jsonl. A run that was stopped, when started
-again with the same command, encodes only what is missing. OUT/index.json comes last. Before that, on any machine:
-
-    python encode.py --dry_run 8 --image_size 256     # how long and how much 8 GPUs of each kind would take
+again with the same command, encodes only what is missing. OUT/index.json comes last. How fast GPUs would encode is said
+by the --dry_run of the training.
 """
 from sdbench.flags.commands import Encode
 from sdbench.flags.parser import parse
@@ -53,16 +52,9 @@ SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ah
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
 
 
-def main(argv: list[str] | None = None) -> dict | list[dict] | None:
-    """Encode, and return the record, or None if an earlier run has done all.
-
-    With --dry_run it returns the records of the forecasts instead.
-    """
+def main(argv: list[str] | None = None) -> dict | None:
+    """Encode, and return the record, or None if an earlier run has done all."""
     settings = parse(Encode, __doc__, argv, PROGRAM)
-    if settings.dry_run:
-        from sdbench.forecast.encoding import forecast_encoding  # no encoding should wait for what a forecast imports
-        with one_line_errors(PROGRAM):
-            return forecast_encoding(resolve_encoding_defaults(settings))
     stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):
         return encode(resolve_encoding_defaults(settings))

@@ -70,10 +70,11 @@ def trace(run: Run) -> StepWork:
     if run.half_precision_norms:
         argv.append('--half_precision_norms')
     settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
-    outline = build_on_meta(settings, find_model(SD2_BASE), run.encoders != 'in_loop', build_model)
+    outline = build_on_meta(settings, find_model(SD2_BASE), build_model)
 
     # what no flag has
     if run.encoders == 'none':
+        outline.vae = None
         take_text_as_encoded(outline)
     if run.precision == 'fp16':
         # autocast then casts neither the weights nor their gradients; diffusers' own `to` warns

@@ -40,7 +40,6 @@ esac
 : "${GPU:=}"                      # which, such as 'H100-80GB NVIDIA-H200'; all that are known without it
 : "${PRICES:=2}"                  # dollars of a GPU-hour, such as '2 H200=3.2'
 : "${PLAN:=}"                     # file that keeps the forecasts, one line of JSON each; none without it
-: "${IMAGES:=}"                   # with LATENTS: how many images are encoded; 790 million without it
 
 phase_1="@recipes/phase-1.txt --image_size $SIZE_1 --max_duration ${STEPS_1}ba --batch_size $BATCH_SIZE"
 phase_2="@recipes/phase-2.txt --image_size $SIZE_2 --max_duration ${STEPS_2}ba --batch_size $BATCH_SIZE"
@@ -57,8 +56,6 @@ if [ "${1:-}" = plan ]; then
     data=--use_synth_data
     if [ -n "$LATENTS" ]; then
         data=--use_synth_latents
-        python encode.py --image_size "$SIZE_1" ${IMAGES:+--images $IMAGES} $plan > /dev/null
-        python encode.py --image_size "$SIZE_2" ${IMAGES:+--images $IMAGES} $plan > /dev/null
     fi
     python benchmark.py $phase_1 $data $PHASE_FLAGS $plan > /dev/null
     python benchmark.py $phase_2 $data $PHASE_FLAGS $plan > /dev/null

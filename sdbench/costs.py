@@ -2,7 +2,6 @@
 from sdbench.gpus import has_words
 
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
-DATASET_IMAGES = 790_000_000  # of LAION, on which mosaicml/diffusion trained it again; 300 million for 512 pixels
 DOLLARS_PER_GPU_HOUR = 2.0
 SECONDS_PER_DAY = 86_400
 

@@ -89,20 +89,17 @@ def test_the_whole_training_does_nothing_for_a_word_that_it_does_not_know():
 @pytest.mark.long
 def test_the_plan_of_the_whole_training_adds_up_the_phases_that_it_would_train():
     variables = {'MODEL': 'tiny', 'GPU': 'H200', 'SIZE_1': '32', 'SIZE_2': '64', 'STEPS_1': '20', 'STEPS_2': '30',
-                 'BATCH_SIZE': '8', 'LATENTS': '1', 'IMAGES': '1000000000', 'PRICES': '2 H200=3.2',
+                 'BATCH_SIZE': '8', 'LATENTS': '1', 'PRICES': '2 H200=3.2',
                  'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
     done = subprocess.run(['sh', WHOLE, 'plan'], cwd=ROOT, env=os.environ | variables, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     assert 'train on 160 images at 32 px, then 240 images at 64 px' in done.stdout
-    assert len(re.findall(r'\| encode .*forecast', done.stdout)) == 4  # two cards at two sizes
-    assert re.search(r'H200 .*\$.*days at 32 px .*, .* days at 64 px .*, .* days to encode 1,000,000,000 images at '
-                     r'32 px \(264 GB; .*\), .* days to encode 1,000,000,000 images at 64 px \(1.03 TB; .*\)',
-                     done.stdout)
+    assert re.search(r'H200 .*\$.*days at 32 px .*, .* days at 64 px ', done.stdout)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions compile to other kernels')
-@pytest.mark.parametrize('words', ['encode.py --image_size 256 ', '--image_size 512 .*--use_synth_latents'])
+@pytest.mark.parametrize('words', ['--image_size 512 .*--use_synth_latents'])
 def test_the_forecasts_of_the_front_page_are_what_their_commands_say_today(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     kept = []

@@ -89,7 +89,6 @@ ROWS = [
 
     # Encodings
     ('encode.py', '--remote shards', 'give both --remote and --out'),
-    ('encode.py', '--remote shards --out out --images 5', '--images 5 needs --dry_run'),
 
     # Evaluations
     ('evaluate.py', 'notes shards --out out', 'give --inception for FID, --clip for the CLIP score, or both; for a '
@@ -108,7 +107,6 @@ ROWS = [
     ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
     ('report.py', 'published.csv --quality q.png', '--quality'),
     ('report.py', 'published.csv --extrapolate 4096', 'a batch of as many images as GPUs'),
-    ('encode.py', '--remote shards --out out --dollars_per_gpu_hour H100=5', '--dollars_per_gpu_hour needs --dry_run'),
     ('evaluate.py', 'notes shards --out out --random_networks --steps 1000', 'would not begin at pure noise'),
     ('convert.py', 'notes azure://me.blob.core.windows.net', 'names no bucket'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),

@@ -5,12 +5,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from sdbench.costs import DATASET_IMAGES, TRAINING_IMAGES, Prices
+from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
 from sdbench.flags.train import (
     PRICES_HELP,
     DataLoading,
-    DryRun,
     Encoders,
     Model,
     Results,
@@ -83,17 +82,7 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodingCost:
-    heading = 'forecast'
-
-    images: int | None = flag(
-        None, f'images of the dataset that a dry run is for (default: those of --remote, or without it '
-        f'{DATASET_IMAGES}, on which mosaicml/diffusion trained Stable Diffusion 2)', converter=count, needs='dry_run')
-    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE', needs='dry_run')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Encode(DataLoading, Model, Encoders, Warmup, Results, DryRun, EncodingCost, Seed, Cluster):
+class Encode(DataLoading, Model, Encoders, Warmup, Results, Seed, Cluster):
     heading = 'latents'
 
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
@@ -102,8 +91,6 @@ class Encode(DataLoading, Model, Encoders, Warmup, Results, DryRun, EncodingCost
                      needs='ray')
 
     def check(self) -> None:
-        if self.dry_run:
-            return
         if not (self.remote or self.local) or not self.out:
             raise ValueError('give both --remote and --out')
 

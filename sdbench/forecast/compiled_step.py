@@ -141,7 +141,7 @@ class CompiledStepCounter(StepCounter):
         for step in graph.steps:
             for size in step.allocated:
                 self.add('working memory', size)
-            self.rows.append(self.now.copy())
+            self.note_row()
             for size in step.freed:
                 self.add('working memory', -size)
             for name in step.last_inputs:

@@ -26,7 +26,7 @@ def cards_to_forecast(names: tuple[str, ...], precision: str) -> list[Card]:
 
 
 def forecast_figures(card: Card, num_devices: int, gib: float, speed: float | None, least: float | None = None,
-                     most: float | None = None) -> dict:
+                     most: float | None = None, encoding: float | None = None) -> dict:
     """Return what a record says that was calculated and not measured.
 
     | key                                     | meaning                                                         |
@@ -34,6 +34,7 @@ def forecast_figures(card: Card, num_devices: int, gib: float, speed: float | No
     | status                                  | forecast                                                        |
     | images_per_sec                          | None where the GPU is not NVIDIA's, or the precision is float32 |
     | images_per_sec_least, _most             | its range; None where the forecast is not tested                |
+    | encode_images_per_sec                   | that encode.py would make latents of, on all devices together   |
     | peak_memory_gib                         | of the card, with what is added to what is counted              |
     """
     return {
@@ -45,6 +46,7 @@ def forecast_figures(card: Card, num_devices: int, gib: float, speed: float | No
         'images_per_sec': speed,
         'images_per_sec_least': least,
         'images_per_sec_most': most,
+        'encode_images_per_sec': encoding,
         'peak_memory_gib': gib,
     }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from composer import ComposerModel
 
+from sdbench.flags.commands import Encode
 from sdbench.flags.train import Train
 from sdbench.forecast.compiled_step import trace_compiled_step
 from sdbench.forecast.fake_step import trace_step, updater
@@ -46,19 +47,26 @@ class Estimate:
     Attributes:
         title: the flags, for people.
         settings: of the run, with these flags.
+        latents: whether it is on latents, which were encoded before.
         model: without memory.
         lasting: bytes by item that do not depend on the microbatch.
         step: bytes of a step.
-        work: of a step.
+        work: of a step, with that of encoding its images.
         constants: of the forecast.
     """
     title: str
     settings: Train
+    latents: bool
     model: ComposerModel
     lasting: dict[str, int]
     step: StepMemory
     work: StepWork
     constants: Constants = CONSTANTS
+
+    @property
+    def work_of_run(self) -> StepWork:
+        """The work of a step of the run: on latents without the VAE's encoder."""
+        return self.work.on_latents() if self.latents else self.work
 
     @property
     def device_batch_size(self) -> int:
@@ -67,7 +75,8 @@ class Estimate:
 
     def needed(self, microbatch: int) -> dict[str, int]:
         """Return the bytes by item at the peak of a step, which is within a microbatch."""
-        return self.lasting | self.step.peak(microbatch, accumulated=microbatch < self.device_batch_size)
+        return self.lasting | self.step.peak(
+            microbatch, accumulated=microbatch < self.device_batch_size, latents=self.latents)
 
     def taken(self, microbatch: int) -> float:
         """Return the GiB that are taken of a GPU, with what cannot be counted."""
@@ -90,8 +99,13 @@ class Estimate:
 
     def images_per_sec(self, card: Card, microbatch: int) -> float:
         """Return the speed of all devices together, of a card that can be forecast in this precision."""
-        speed = images_per_sec(card, self.work, self.split(microbatch), self.constants)
+        speed = images_per_sec(card, self.work_of_run, self.split(microbatch), self.constants)
         return speed * self.settings.dry_run
+
+    def encoded_per_sec(self, card: Card) -> float:
+        """Return how many images all devices together encode a second, when encode.py does it once."""
+        split = BatchSplit(Encode.batch_size, Encode.batch_size)  # devices share nothing
+        return images_per_sec(card, self.work.of_encoder(), split, self.constants) * self.settings.dry_run
 
     def is_tested(self, card: Card) -> bool:
         """Tell whether the error of the forecast is known for such a run."""
@@ -103,7 +117,7 @@ class Estimate:
         if not settings.compile:
             return is_tested(card, settings.dry_run, self.device_batch_size)
         # published compiled runs were on latents, with the whole UNet in a CUDA graph
-        in_a_graph = settings.compile == IN_GRAPHS and not settings.compile_blocks and self.model.vae is None
+        in_a_graph = settings.compile == IN_GRAPHS and not settings.compile_blocks and self.latents
         return in_a_graph and is_tested(card, settings.dry_run, self.device_batch_size, in_a_graph=True)
 
 
@@ -129,13 +143,13 @@ def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, b
     if half >= 64:
         changes[f'--image_size {half}'] = {'image_size': half}
 
-    if settings.compile:  # the others would each be traced for minutes
+    if settings.compile:  # most others would each be traced for minutes
         changes = {words: change for words, change in changes.items() if words == 'without --use_ema'}
 
     runs = []
     for words, change in changes.items():
         runs.append((words, dataclasses.replace(settings, **change), latents))
-    if not latents and not settings.compile:
+    if not latents:
         runs.append(('latents (encode.py)', settings, True))
     return runs
 
@@ -144,12 +158,12 @@ def estimate(title: str, settings: Train, latents: bool, build_model: Callable,
              traced_before: Estimate | None = None) -> Estimate:
     """Count the memory and the work of a device for the model that is built with these settings.
 
-    What is the same in `traced_before` is not traced again: all of the step where it differs in the average alone, and
-    else the update. Raises NotCounted if this version of torch cannot say what a compiled step does.
+    What is the same in `traced_before` is not traced again: all of the step where it differs in the average or in its
+    input alone, and else the update. Raises NotCounted if this version of torch cannot say what a compiled step does.
     """
     files = find_model(settings.model_name)
-    model = build_on_meta(settings, files, latents, build_model)  # sizes need no weights
-    lasting = lasting_bytes(settings, model, settings.dry_run)
+    model = build_on_meta(settings, files, build_model)  # sizes need no weights
+    lasting = lasting_bytes(settings, latents, model, settings.dry_run)
     constants = constants_of(settings.compile)
     if traced_before is None:
         update = updater(settings.fused_optimizer, settings.use_ema)
@@ -157,13 +171,15 @@ def estimate(title: str, settings: Train, latents: bool, build_model: Callable,
             memory, work = trace_compiled_step(model, settings, update)
         else:
             memory, work = trace_step(model, settings.precision, update, settings.attention)
+    elif latents != traced_before.latents:
+        memory, work = traced_before.step, traced_before.work
     elif settings.use_ema != traced_before.settings.use_ema:
         update = {kind: work for kind, work in traced_before.work.update.items() if kind != AVERAGE}
         memory, work = traced_before.step, dataclasses.replace(traced_before.work, update=update)
     else:
         memory, work = trace_step(model, settings.precision, attention=settings.attention)
         work = dataclasses.replace(work, update=traced_before.work.update)
-    return Estimate(title, settings, model, lasting, memory, work, constants)
+    return Estimate(title, settings, latents, model, lasting, memory, work, constants)
 
 
 def constants_of(compile: bool | str) -> Constants:

@@ -64,6 +64,8 @@ def forward_and_backward(model: ComposerModel, precision: str, counter: StepCoun
         counter.count_as('activations', tensor)
         return tensor
 
+    if model.vae is not None:
+        counter.watch_encoder(model.vae)
     backend = SDPBackend.MATH if attention == 'math' else SDPBackend.FLASH_ATTENTION
     autocast = torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES)
     batch = blank_batch(model, counter.images, torch.float32, 'cpu')
@@ -84,9 +86,10 @@ def memory_and_work(model: ComposerModel, counter: StepCounter, update: dict[str
                     accumulation={EXCHANGE: Work(0, 3 * gradients, len(trainable))},  # read two, write their sum
                     update=update,
                     exchange={EXCHANGE: Work(0, 4 * gradients, 2 * len(trainable))},  # read and write, there and back
-                    buckets=fill_buckets(counter.arrivals, *counter.work_so_far()))
+                    buckets=fill_buckets(counter.arrivals, *counter.work_so_far()),
+                    encoder_fixed=dict(counter.encoder_fixed), encoder_per_image=dict(counter.encoder_per_image))
     rows = np.array(counter.rows)  # (operators, 2, ITEMS)
-    return StepMemory(rows[:, 0], rows[:, 1], gradients), work
+    return StepMemory(rows[:, 0], rows[:, 1], np.array(counter.encoder_rows), gradients), work
 
 
 def fill_buckets(arrivals: list[tuple[int, Work, Work]], fixed: Work, per_image: Work) -> list[Bucket]:

@@ -14,26 +14,24 @@ from sdbench.models.loading import ModelFiles
 from sdbench.training.optimization import ADAM_MOMENTS
 
 
-def build_on_meta(settings: Train, files: ModelFiles, latents: bool,
-                  build_model: Callable[..., ComposerModel]) -> ComposerModel:
-    """Build the model of a run with its switches on the meta device: shapes and types alone.
+def build_on_meta(settings: Train, files: ModelFiles, build_model: Callable[..., ComposerModel]) -> ComposerModel:
+    """Build the model of a run with its switches on the meta device: shapes and types alone, always with the VAE.
 
     Args:
         settings: of the run.
         files: of the model.
-        latents: the training needs no VAE.
         build_model: makes the real one.
     """
     # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
     settings = dataclasses.replace(settings, attention='sdpa')
     files = dataclasses.replace(files, pretrained=False)
-    return build_model(settings, latents, torch.device('meta'), files)
+    return build_model(settings, False, torch.device('meta'), files)
 
 
-def lasting_bytes(settings: Train, model: ComposerModel, num_devices: int) -> dict[str, int]:
+def lasting_bytes(settings: Train, latents: bool, model: ComposerModel, num_devices: int) -> dict[str, int]:
     """Count the bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
 
-    A model without memory will do.
+    A model without memory will do. On latents its VAE is not counted.
     """
     unet = parameter_bytes(model.unet)
     needed = {'weights': unet, 'gradients': unet, 'Adam moments': ADAM_MOMENTS * unet}
@@ -42,7 +40,7 @@ def lasting_bytes(settings: Train, model: ComposerModel, num_devices: int) -> di
     if num_devices > 1:
         needed['gradient buckets'] = unet  # of DistributedDataParallel, beside the gradients
     needed['text encoder'] = parameter_bytes(model.text_encoder)
-    if model.vae is not None:
+    if not latents:
         needed['VAE'] = parameter_bytes(model.vae)
     return needed
 

@@ -112,12 +112,14 @@ class StepWork:
     """The work of a step by kind of operator.
 
     Attributes:
-        fixed: of a microbatch, whatever its size.
+        fixed: of a microbatch, whatever its size, but for the VAE's encoder.
         per_image: in addition, of each of its images.
         accumulation: of adding a microbatch's gradients to those of an earlier one.
         update: once a step.
         exchange: once a step where there are several GPUs: of copying gradients to the buckets and back.
         buckets: in the order in which the backward pass fills them.
+        encoder_fixed, encoder_per_image: what the VAE's encoder adds to `fixed` and `per_image`, unless its latents
+            were stored.
     """
     fixed: dict[str, Work]
     per_image: dict[str, Work]
@@ -125,10 +127,21 @@ class StepWork:
     update: dict[str, Work]
     exchange: dict[str, Work] = field(default_factory=dict)
     buckets: list[Bucket] = field(default_factory=list)
+    encoder_fixed: dict[str, Work] = field(default_factory=dict)
+    encoder_per_image: dict[str, Work] = field(default_factory=dict)
+
+    def on_latents(self) -> 'StepWork':
+        """Return the work of a step whose images were encoded before."""
+        return replace(self, encoder_fixed={}, encoder_per_image={})
+
+    def of_encoder(self) -> 'StepWork':
+        """Return the work of encoding a batch of images once, as encode.py does."""
+        return StepWork(self.encoder_fixed, self.encoder_per_image, accumulation={}, update={})
 
     def of_step(self, split: BatchSplit) -> dict[str, Work]:
         """Return the work of a step on one GPU by kind."""
         parts = [(self.fixed, split.microbatches), (self.per_image, split.images),
+                 (self.encoder_fixed, split.microbatches), (self.encoder_per_image, split.images),
                  (self.accumulation, split.microbatches - 1), (self.update, 1)]
         if split.num_devices > 1:
             parts.append((self.exchange, 1))

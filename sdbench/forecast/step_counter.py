@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from diffusers import AutoencoderKL
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,13 +26,15 @@ class StepMemory:
     Attributes:
         fixed: int64 (operators, ITEMS), whatever the microbatch.
         per_image: int64 (operators, ITEMS), for each image of the microbatch.
+        in_encoder: bool (operators,), those of the VAE's encoder, which a step on latents has not.
         gradients: of all weights together.
     """
     fixed: np.ndarray
     per_image: np.ndarray
+    in_encoder: np.ndarray
     gradients: int
 
-    def peak(self, microbatch: int, accumulated: bool) -> dict[str, int]:
+    def peak(self, microbatch: int, accumulated: bool, latents: bool = False) -> dict[str, int]:
         """Return the bytes by item where most are alive.
 
         activations: what autograd keeps for the backward pass. cast weights: those in half precision. working memory:
@@ -39,8 +43,11 @@ class StepMemory:
         Args:
             microbatch: images that go through the model at once.
             accumulated: the gradients of an earlier microbatch are there. Else they come as the activations go.
+            latents: the images were encoded before. Themselves, 6 MiB each at 512 pixels, they stay counted.
         """
         alive = self.fixed + microbatch * self.per_image
+        if latents:
+            alive = alive[~self.in_encoder]
         if accumulated:
             alive[:, ITEMS.index('gradients')] = self.gradients
         row = alive[alive.sum(axis=1).argmax()]
@@ -57,8 +64,11 @@ class StepCounter(TorchDispatchMode):
         items: of each storage that is alive, by its address.
         now: int64 (2, ITEMS), what is alive whatever the microbatch, and for each image of it.
         rows: `now` after each operator.
+        in_encoder: whether the VAE's encoder is at work. `encoder_rows` has it for each of `rows`.
         arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
-        fixed, per_image: the work of all operators by kind, whatever the microbatch, and for each image of it.
+        fixed, per_image: the work of all operators by kind, whatever the microbatch, and for each image of it, but for
+            that of the VAE's encoder.
+        encoder_fixed, encoder_per_image: the same of the VAE's encoder.
     """
 
     def __init__(self, weights: list[torch.Tensor], images: int = TRACED_IMAGES):
@@ -71,9 +81,25 @@ class StepCounter(TorchDispatchMode):
         self.items: dict[int, str] = {}
         self.now = np.zeros((2, len(ITEMS)), dtype=np.int64)
         self.rows: list[np.ndarray] = []
+        self.in_encoder = False
+        self.encoder_rows: list[bool] = []
         self.arrivals: list[tuple[int, Work, Work]] = []
         self.fixed = defaultdict(Work)
         self.per_image = defaultdict(Work)
+        self.encoder_fixed = defaultdict(Work)
+        self.encoder_per_image = defaultdict(Work)
+
+    def watch_encoder(self, vae: AutoencoderKL) -> None:
+        """Count from now on what a VAE's encoder does apart from all else."""
+        encode = vae.encode
+
+        def watched(image: torch.Tensor) -> AutoencoderKLOutput:
+            self.in_encoder = True
+            encoded = encode(image)
+            self.in_encoder = False
+            return encoded
+
+        vae.encode = watched
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """Call an operator, and count what it asks of a GPU and what is alive after it."""
@@ -88,15 +114,23 @@ class StepCounter(TorchDispatchMode):
                 self.notice(tensor)
         if function is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
             self.count_as('cast weights', result)
-        self.rows.append(self.now.copy())
+        self.note_row()
         return result
+
+    def note_row(self) -> None:
+        """Note what is alive now."""
+        self.rows.append(self.now.copy())
+        self.encoder_rows.append(self.in_encoder)
 
     def add_work(self, operator: Operator) -> None:
         """Add an operator to the work of its kind: bytes that the number of images divides are those of images."""
         of_images = sum(size for size in operator.sizes if size % self.images == 0)
         of_step = sum(operator.sizes) - of_images
-        self.fixed[operator.kind] += Work(0, of_step, operator.kernels)
-        self.per_image[operator.kind] += Work(operator.flops / self.images, of_images / self.images, 0)
+        fixed, per_image = self.fixed, self.per_image
+        if self.in_encoder:
+            fixed, per_image = self.encoder_fixed, self.encoder_per_image
+        fixed[operator.kind] += Work(0, of_step, operator.kernels)
+        per_image[operator.kind] += Work(operator.flops / self.images, of_images / self.images, 0)
 
     def notice_gradient(self, weight: torch.Tensor) -> None:
         """Count a gradient that is there now, and note when it came."""

@@ -86,23 +86,24 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
     fitting = [card for card in cards if given.microbatch_on(card)]
     if not fitting:
         raise no_image_fits(given, others, cards)
-    records = [training_forecast(given, card, latents) for card in fitting]
+    records = [training_forecast(given, card) for card in fitting]
     text = training_answer(given, others, fitting, records, measured)
     return show_forecasts(text, records, [card for card in cards if card not in fitting], settings.results)
 
 
-def training_forecast(each: Estimate, card: Card, latents: bool) -> dict:
+def training_forecast(each: Estimate, card: Card) -> dict:
     """Return the record of a forecast: the keys of a training's record, with `forecast_figures`."""
     settings = each.settings
     microbatch = each.microbatch_on(card)
-    speed, least, most = None, None, None
+    speed, least, most, encoding = None, None, None, None
     if can_forecast(card, settings.precision):
         speed = each.images_per_sec(card, microbatch)
+        encoding = each.encoded_per_sec(card)
         if each.is_tested(card):
             least, most = speed / (1 + LARGEST_ERROR), speed * (1 + LARGEST_ERROR)
-    figures = forecast_figures(card, settings.dry_run, each.taken(microbatch), speed, least, most)
+    figures = forecast_figures(card, settings.dry_run, each.taken(microbatch), speed, least, most, encoding)
     return make_record('train', settings, {
-        'encoders': ENCODERS[latents], 'device_train_microbatch_size': microbatch, **figures})
+        'encoders': ENCODERS[each.latents], 'device_train_microbatch_size': microbatch, **figures})
 
 
 def no_image_fits(given: Estimate, others: list[Estimate], cards: list[Card]) -> ValueError:
@@ -126,7 +127,7 @@ def training_answer(given: Estimate, others: list[Estimate], cards: list[Card], 
         measured: the rows of --results.
     """
     settings = given.settings
-    latents = given.model.vae is None
+    latents = given.latents
 
     def dollars_of_an_image(pair: tuple[Card, dict]) -> float:
         card, record = pair
@@ -149,8 +150,10 @@ def training_answer(given: Estimate, others: list[Estimate], cards: list[Card], 
     blocks.append(f'{aligned(memory_rows(given, first))}\n{MEMORY}')
     if is_forecast:
         split = given.split(given.microbatch_on(first))
-        seconds = seconds_by_kind(first, given.work, split, given.constants)
-        blocks.append(textwrap.fill(time_in_words(seconds), WIDTH))
+        seconds = seconds_by_kind(first, given.work_of_run, split, given.constants)
+        encoding = three_digits(record_of_first['encode_images_per_sec'])
+        blocks.append(f'{textwrap.fill(time_in_words(seconds), WIDTH)}\n'
+                      f'Encoding once, before a training on latents: {encoding} images/s.')
 
     # the evidence
     speeds = measured_speeds(settings, given.model.unet.config, latents, first, measured)

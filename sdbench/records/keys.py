@@ -28,6 +28,7 @@ KEYS = {
     'images_per_sec images_per_sec_per_device': 'images divided by the wall clock of the measured batches on the '
     'slowest process',
     'images_per_sec_least images_per_sec_most': 'range of a forecast; null where it is not tested',
+    'encode_images_per_sec': 'of a forecast: images that the VAE would encode a second, once, on all devices',
     'batch_seconds_median batch_seconds_p10 batch_seconds_p90 measured_batches': 'the times of the batches, and how '
     'many there were',
     'drift': 'by what share the last third of these batches was faster than the first',

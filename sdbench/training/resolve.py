@@ -55,14 +55,14 @@ def broadcast_from_rank_0(settings: Train) -> Train:
 
 def resolve_encoding_defaults(settings: Encode) -> Encode:
     """Return the settings of an encoding with each flag filled in. Raises ValueError if --ray needs a precision."""
-    is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
+    is_for_gpus = torch.cuda.is_available()
     if settings.ray and settings.encoder_precision is None and not is_for_gpus:
         raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
     settings = with_local_in_place(settings)
     return with_defaults(settings, {
         'encoder_precision': ENCODER_PRECISIONS[best_precision(is_for_gpus)],
-        'channels_last': None if settings.ray and not settings.dry_run else is_for_gpus,  # each worker knows
+        'channels_last': None if settings.ray else is_for_gpus,  # each worker knows
         'num_workers': default_workers(settings),
     })
 

@@ -20,7 +20,7 @@ TINY = ['--dry_run', '--model_name', 'tiny', '--image_size', '128', '--batch_siz
 
 def calculated(*flags: str) -> StepMemory:
     settings = settings_of(*TINY, *flags)
-    model = build_on_meta(settings, find_model('tiny'), False, benchmark.build_model)
+    model = build_on_meta(settings, find_model('tiny'), benchmark.build_model)
     memory, _ = trace_step(model, settings.precision, attention=settings.attention)
     return memory
 
@@ -68,15 +68,15 @@ TEXT_ENCODER = 340_387_840 * 4
 VAE = 83_653_863 * 4
 
 
-def outline(settings, latents: bool = False):
-    return build_on_meta(settings, find_model(settings.model_name), latents, benchmark.build_model)
+def outline(settings):
+    return build_on_meta(settings, find_model(settings.model_name), benchmark.build_model)
 
 
 def test_items_are_the_published_sizes():
     settings = settings_of(*README)
-    assert lasting_bytes(settings, outline(settings), 8) == {
+    assert lasting_bytes(settings, False, outline(settings), 8) == {
         'weights': UNET, 'gradients': UNET, 'Adam moments': 2 * UNET, 'average of the weights': UNET,
         'gradient buckets': UNET, 'text encoder': TEXT_ENCODER, 'VAE': VAE}
     settings = settings_of('--use_synth_latents', '--encoder_precision', 'bf16')
-    assert lasting_bytes(settings, outline(settings, latents=True), 1) == {
+    assert lasting_bytes(settings, True, outline(settings), 1) == {
         'weights': UNET, 'gradients': UNET, 'Adam moments': 2 * UNET, 'text encoder': TEXT_ENCODER // 2}

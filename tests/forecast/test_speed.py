@@ -43,10 +43,10 @@ def counted(call) -> StepCounter:
     return counter
 
 
-def work_of_tiny(*flags: str, latents: bool = False, update=None) -> StepWork:
+def work_of_tiny(*flags: str) -> StepWork:
     settings = settings_of('--dry_run', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', *flags)
-    model = build_on_meta(settings, find_model('tiny'), latents, benchmark.build_model)
-    _, work = trace_step(model, settings.precision, update, settings.attention)
+    model = build_on_meta(settings, find_model('tiny'), benchmark.build_model)
+    _, work = trace_step(model, settings.precision, attention=settings.attention)
     return work
 
 
@@ -102,6 +102,8 @@ def test_attention_math_writes_and_reads_its_matrix():
 def test_arithmetic_of_a_step_is_that_of_the_model_and_attention():
     work = work_of_tiny()
     model = benchmark.StableDiffusion('tiny', 64)
+    vae = model.flops_per_image.pop('vae')
+    assert total(work.encoder_per_image).flops == pytest.approx(vae)
     counted_by_torch = sum(model.flops_per_image.values())
     # fused attention computes its scores again in the backward pass, which torch's counter sees on no meta device
     assert counted_by_torch < total(work.per_image).flops < counted_by_torch + work.per_image[ATTENTION].flops / 6
