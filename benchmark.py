@@ -36,7 +36,7 @@ from torchmetrics import MeanSquaredError
 
 from data import build_data, build_evaluator, normalize, open_held_out
 from ema import EMA
-from sdbench.flags.times import times_in_batches
+from sdbench.flags.complete import complete, index_of_data
 from sdbench.forecast.training import forecast_training
 from sdbench.gpus import peak_of
 from sdbench.inputs.held_out import NOISE, TIMESTEP
@@ -59,11 +59,10 @@ from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_fold
 from sdbench.training.compatibility import flags_to_keep
 from sdbench.training.evaluation import METRIC, Evaluations
 from sdbench.training.loggers import build_loggers, name_of_run
-from sdbench.training.microbatch import find_microbatch
+from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
 from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks
-from sdbench.training.resolve import broadcast_from_rank_0, refuse_half_precision_without_a_gpu, resolve_defaults
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling, read_prompts
@@ -289,11 +288,13 @@ def build_speed_monitor(settings: Train) -> SpeedMonitor:
 
 def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: StopAtSignal,
                    callbacks: Sequence[Callback] = (), checkpoint: str | None = None
-                   ) -> tuple[StableDiffusion, Trainer]:
+                   ) -> tuple[Train, StableDiffusion, Trainer]:
     """Build the model, and its training at its start or at the checkpoint to resume from.
 
+    Returns also the settings, which then have the microbatch that was found.
+
     Args:
-        settings: of the run, its times in batches.
+        settings: of the run.
         files: of the model.
         data: what it trains on.
         stop: ends it at a signal.
@@ -316,10 +317,10 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
         ema_state = load_initial_weights(settings.load_weights, model, files, settings.tokenizer)
 
     # How many images fit at once, where the flags leave that open: tried before there is an optimizer.
-    microbatch = find_microbatch(settings, model, data)
+    settings = with_found_microbatch(settings, model, data)
 
     # What changes a batch or the average, what watches the run, and the training itself.
-    evaluator = build_evaluator(settings, files, held_out, microbatch)
+    evaluator = build_evaluator(settings, files, held_out)
     algorithms = build_algorithms(settings, files, ema_state)
     callbacks = build_callbacks(settings, model, files, dataset, stop, prompts, callbacks)
     with resuming(checkpoint, settings.save_folder):
@@ -336,14 +337,14 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             progress_bar=False,
             max_duration=settings.max_duration,
             precision=settings.precision,
-            device_train_microbatch_size=microbatch,
+            device_train_microbatch_size=settings.device_train_microbatch_size,
             load_path=checkpoint,
             load_progress_bar=False,
             seed=settings.seed,
             dist_timeout=settings.dist_timeout,
             profiler=build_profiler(settings),
         )
-    return model, trainer
+    return settings, model, trainer
 
 
 def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequence[Callback]) -> dict:
@@ -352,8 +353,6 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
     Raises RunFailed if the training failed, and SystemExit if a signal ended it, or there is nothing left to train.
     """
     # What is trained, and from where on.
-    refuse_half_precision_without_a_gpu(settings)
-    settings = times_in_batches(settings, len(data.dataloader))
     log_config(settings)
     checkpoint = None
     if settings.autoresume:
@@ -361,7 +360,7 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
 
     # The training. A signal ends it, and lets the record be kept.
     with StopAtSignal() as stop:
-        model, trainer = build_training(settings, files, data, stop, callbacks, checkpoint)
+        settings, model, trainer = build_training(settings, files, data, stop, callbacks, checkpoint)
         log_start(settings, model, trainer, checkpoint)
         if is_over(trainer.state):
             sys.exit(0)
@@ -378,19 +377,18 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
     """
     end_with_launcher()
     with one_line_errors(PROGRAM):
-        # The flags, and what this machine says of those that were not given.
-        settings = resolve_defaults(parse(Train, __doc__, argv, PROGRAM))
+        # The flags, and what follows from the ranks, this machine and the data for those that were not given.
+        settings = parse(Train, __doc__, argv, PROGRAM)
+        join_ranks(settings.dist_timeout)
+        index = index_of_data(settings)
+        settings = complete(settings, index)
         if settings.dry_run:
             return forecast_training(settings, build_model)
-
-        # All ranks meet, and train for as long as rank 0.
-        join_ranks(get_device(), settings.dist_timeout)
-        settings = broadcast_from_rank_0(settings)
 
         with locked_save_folder(settings.save_folder, settings.autoresume), process_switches(settings):
             # The files of the model, and data that fits it.
             files = find_model(settings.model_name, settings.pretrained)
-            data = build_data(settings, files)
+            data = build_data(settings, files, index)
 
             # The loader alone, or the training.
             if settings.loader_only:

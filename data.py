@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
 
-from sdbench.errors import DataError, plural, unreadable_shard
+from sdbench.errors import DataError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
 from sdbench.inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_tokenizer
 from sdbench.inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
@@ -336,35 +336,31 @@ def build_loader(dataset: Dataset, batch_size: int, num_workers: int, tokenizer:
                     microbatch_transforms=partial(normalize, image_size=dataset.image_size))
 
 
-def build_data(settings: Train, files: ModelFiles) -> DataSpec:
+def build_data(settings: Train, files: ModelFiles, index: dict | None) -> DataSpec:
     """Build the loader of --remote, which holds images or latents, or of synthetic data.
 
-    Raises ValueError if the remote or the tokenizer is not there or does not fit the model.
+    Args:
+        settings: of the run, complete.
+        files: of the model.
+        index: the index.json of --remote; None: synthetic data.
+
+    Raises ValueError if the latents or the tokenizer do not fit the model.
     """
     image_size = settings.image_size
     seed = settings.seed
     device_batch_size = settings.batch_size // dist.get_world_size()
 
     # synthetic data
-    if not settings.remote:
-        latent_size = files.latent_size(image_size) if settings.use_synth_latents else None
-        dataset = SyntheticImageCaptionDataset(image_size, num_samples=max(100_000, settings.batch_size),
-                                               vocab_size=files.vocab_size, seed=seed + dist.get_global_rank(),
-                                               latent_size=latent_size)
+    if index is None:
+        latent_size = files.latent_size(image_size) if settings.latents else None
+        samples = settings.batches_per_epoch * settings.batch_size
+        dataset = SyntheticImageCaptionDataset(image_size, num_samples=samples, vocab_size=files.vocab_size,
+                                               seed=seed + dist.get_global_rank(), latent_size=latent_size)
         return build_loader(dataset, device_batch_size, num_workers=0)
 
-    # what --remote holds, and whether the run can be on it
-    index = read_index(settings.remote)
-    if 'latents' in index:  # images are of no VAE, whose weights take seconds to hash
+    # what --remote holds
+    if settings.latents:  # images are of no VAE, whose weights take seconds to hash
         require_same_origin(settings.remote, index, origin_of_latents(files, image_size))
-    samples = number_of_samples(index)
-    if samples < settings.batch_size:
-        raise ValueError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
-                         f'{settings.batch_size}; use a smaller batch')
-    if settings.random_flip and 'latents' in index:
-        raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
-
-    # its samples
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     dataset = StreamingLAIONDataset(settings.remote, settings.local, image_size=image_size, index=index,
                                     cache_limit=settings.cache_limit, batch_size=device_batch_size, shuffle=True,
@@ -405,11 +401,11 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed)
 
 
-def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None,
-                    microbatch: int) -> Evaluator | None:
-    """Build the evaluation on the samples of --eval_remote, `microbatch` at a time; None without samples."""
+def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None) -> Evaluator | None:
+    """Build the evaluation on the samples of --eval_remote, a microbatch at a time; None without samples."""
     if held_out is None:
         return None
+    microbatch = settings.device_train_microbatch_size
     tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
     data = build_loader(held_out, microbatch, settings.num_workers, tokenizer, settings.max_bad_samples)
     return Evaluator(label=LABEL, dataloader=data, eval_interval=settings.eval_interval,

@@ -39,6 +39,7 @@ from sdbench.datasets.job import (
 from sdbench.datasets.output import SKIPPED, Output, part_name
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
+from sdbench.flags.complete import complete_encoding
 from sdbench.inputs.shards import IMAGES_HASH, index_hash, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.latents import origin_of_latents
@@ -46,7 +47,6 @@ from sdbench.models.loading import find_model
 from sdbench.paths import HELD_OUT, number_of_samples
 from sdbench.records.record import append_record, make_record
 from sdbench.records.reliability import why_unreliable
-from sdbench.training.resolve import resolve_encoding_defaults
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> dict | None:
     settings = parse(Encode, __doc__, argv, PROGRAM)
     stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):
-        return encode(resolve_encoding_defaults(settings))
+        return encode(complete_encoding(settings))
 
 
 def encode(settings: Encode) -> dict | None:

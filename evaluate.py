@@ -34,7 +34,7 @@ from pathlib import Path
 import diffusers.utils.logging
 import torch
 import transformers.utils.logging
-from composer.utils import dist, get_device
+from composer.utils import dist
 from diffusers import StableDiffusionPipeline
 from PIL import Image
 from torchmetrics import Metric
@@ -44,6 +44,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from data import StreamingLAIONDataset
 from sdbench.datasets.output import Output
 from sdbench.errors import DataError, plural, redacted
+from sdbench.flags.complete import best_precision
 from sdbench.inputs.captions import hash_of_ids
 from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, read_image_index
@@ -64,7 +65,6 @@ from sdbench.progress_bar import progress_bar
 from sdbench.records.record import append_record, make_record
 from sdbench.training.compatibility import MODEL, was_trained_on
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
-from sdbench.training.resolve import best_precision, refuse_more_ranks_than_gpus
 from sdbench.training.weights import read_trained_model, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
@@ -351,11 +351,10 @@ def record_of(settings: Evaluate, scores: list[dict], image_size: int, about: di
 def evaluate(settings: Evaluate) -> dict:
     """Draw the pictures that are missing, score all of them, and keep the record; return it."""
     # The ranks, each of which draws and scores some of the samples.
-    refuse_more_ranks_than_gpus()
     if settings.samples < dist.get_world_size():
         raise ValueError(f'--samples {settings.samples} is fewer than the {dist.get_world_size()} ranks, each of which '
                          'draws and scores some; give more samples, or use fewer ranks')
-    join_ranks(get_device(None), SECONDS_FOR_THE_SLOWEST)
+    join_ranks(SECONDS_FOR_THE_SLOWEST)
     device = torch.device('cuda', dist.get_local_rank()) if torch.cuda.is_available() else torch.device('cpu')
 
     # The networks that score, the model that draws, and what it draws.

@@ -11,6 +11,7 @@ from composer import ComposerModel
 from composer.algorithms.ema.ema import compute_ema as composers_compute_ema
 
 from benchmark import build_model
+from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.forecast.compiled_step import trace_compiled_step
@@ -20,7 +21,6 @@ from sdbench.forecast.operators import UPDATE
 from sdbench.forecast.speed import BatchSplit, StepWork, Work
 from sdbench.inputs.captions import CAPTION_LENGTH
 from sdbench.models.loading import AUTOCAST_DTYPES, SD2_BASE, find_model
-from sdbench.training.resolve import resolve_defaults
 
 ROOT = Path(__file__).parent.parent
 LOOPED_OPTIMIZER = 'mosaicml/diffusion-benchmark'  # torch 1 updated each weight by kernels of its own
@@ -69,7 +69,7 @@ def trace(run: Run) -> StepWork:
         argv += ['--encoder_precision', run.encoder_precision]
     if run.half_precision_norms:
         argv.append('--half_precision_norms')
-    settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
+    settings = complete(parse(Train, '', argv, 'benchmark.py'))
     outline = build_on_meta(settings, find_model(SD2_BASE), build_model)
 
     # what no flag has

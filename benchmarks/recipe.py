@@ -8,11 +8,11 @@ import sys
 from dataclasses import replace
 
 from benchmark import build_model
+from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.forecast.estimate import Estimate, estimate, is_on_latents
+from sdbench.forecast.estimate import Estimate, estimate
 from sdbench.gpus import CARDS
-from sdbench.training.resolve import resolve_defaults
 
 RECIPE = ['@recipes/fastest.txt', '--dry_run', '8', '--use_ema']
 CARD = CARDS['NVIDIA H100 80GB HBM3']
@@ -20,8 +20,8 @@ CARD = CARDS['NVIDIA H100 80GB HBM3']
 
 def forecast(argv: list[str]) -> Estimate:
     """Count a step of a run with these flags."""
-    settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
-    return estimate('', settings, is_on_latents(settings), build_model)
+    settings = complete(parse(Train, '', argv, 'benchmark.py'))
+    return estimate('', settings, settings.latents, build_model)
 
 
 def without_fused_optimizer(recipe: Estimate, argv: list[str]) -> Estimate:

@@ -17,11 +17,11 @@ from composer import Callback
 from benchmark import main
 from ema import EMA
 from sdbench.flags.commands import Convert, Encode, Evaluate, Export, Report
+from sdbench.flags.complete import complete, index_of_data
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.records.keys import known_keys
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from sdbench.training.resolve import resolve_defaults
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,7 +41,8 @@ RECORD_KEYS = {
 
 def settings_of(*argv) -> Train:
     """Return the settings of a run with these flags, on this machine."""
-    return resolve_defaults(parse(Train, '', [str(argument) for argument in argv], 'benchmark.py'))
+    settings = parse(Train, '', [str(argument) for argument in argv], 'benchmark.py')
+    return complete(settings, index_of_data(settings))
 
 
 def check_keys(record: dict, command: str) -> None:

@@ -16,10 +16,10 @@ from benchmark import StableDiffusion
 from data import StreamingLAIONDataset, collate, normalize
 from sdbench.datasets.encoder import Encoder, ImageShard
 from sdbench.flags.commands import Encode
+from sdbench.flags.complete import complete_encoding
 from sdbench.flags.parser import parse
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
-from sdbench.training.resolve import resolve_encoding_defaults
 from tests.runs import TINY, check_keys, refusal, times_of
 from tests.samples import encoded, picture, write_shards
 
@@ -208,7 +208,7 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
     monkeypatch.setattr(torch.nn.Module, 'compile', compile_as_it_is)
     argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
     torch._dynamo.reset()
-    plain, compiled = (Encoder(resolve_encoding_defaults(parse(Encode, '', [*argv, *flags])), None)
+    plain, compiled = (Encoder(complete_encoding(parse(Encode, '', [*argv, *flags])), None)
                        for flags in ([], ['--compile']))
     shard = ImageShard(read_index(shards)['shards'][0], 0)
     for number in (4, 3, 1, 0, 2):

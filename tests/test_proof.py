@@ -8,9 +8,9 @@ from composer.utils import dist
 from benchmarks.proof import __main__ as proof
 from benchmarks.proof.__main__ import Machine, Step, all_steps, prove, smoke_steps
 from benchmarks.proof.page import plausibility, write_page
+from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import SWITCHES, Train
-from sdbench.training.resolve import resolve_defaults
 from tests.runs import ROOT
 
 A100 = 'NVIDIA A100-SXM4-80GB'
@@ -21,14 +21,15 @@ MACHINES = [ONE, EIGHT, Machine(1, 'NVIDIA A10', 22.1, False), Machine(2, A100, 
 
 
 def settings_on(machine: Machine, step: Step) -> Train:
-    return resolve_defaults(parse(Train, '', list(step.flags), 'benchmark.py'))
+    return complete(parse(Train, '', list(step.flags), 'benchmark.py'))
 
 
 @pytest.mark.parametrize('machine', MACHINES, ids=str)
 def test_every_measurement_is_one_of_its_own_that_the_benchmark_takes(as_on_a_gpu, monkeypatch, machine):
     as_on_a_gpu(count=machine.gpus, name=machine.device)
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: 91501)
-    monkeypatch.setattr(dist, 'get_world_size', lambda: machine.gpus)
+    monkeypatch.setattr(dist, 'get_world_size', lambda: max(1, machine.gpus))
+    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: [mine])
     monkeypatch.setenv('WORLD_SIZE', str(max(1, machine.gpus)))
     monkeypatch.chdir(ROOT)
     steps = all_steps(machine)

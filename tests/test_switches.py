@@ -1,5 +1,6 @@
 """Every switch trains the same model, in half precision by CUDA's rules: how near float32, and what overflows."""
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,13 +104,14 @@ class Scales(Callback):
 
 
 def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved(monkeypatch, smallest_with_attention):
-    settings = arguments('--model_name', smallest_with_attention, '--image_size', '16', '--precision', 'amp_fp16',
+    settings = arguments('--model_name', smallest_with_attention, '--image_size', '16', '--encoder_precision', 'fp16',
                          '--device_train_microbatch_size', '2', '--max_duration', '5ba')
+    settings = replace(settings, precision='amp_fp16')  # that of a GPU
     witness, scales = Weights(2, value=float('inf')), Scales()
     files = find_model(smallest_with_attention)
-    data = benchmark.build_data(settings, files)
+    data = benchmark.build_data(settings, files, None)
     with composer_on_a_gpu(monkeypatch), benchmark.StopAtSignal() as stop:
-        _, trainer = benchmark.build_training(settings, files, data, stop, [witness, scales])
+        _, _, trainer = benchmark.build_training(settings, files, data, stop, [witness, scales])
         outcome = benchmark.fit(trainer, stop)
     assert outcome == {'status': 'complete'}  # its loss was finite
     assert scales.scales == [2. ** 16, 2. ** 16, 2. ** 15, 2. ** 15, 2. ** 15]

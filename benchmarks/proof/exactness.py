@@ -10,18 +10,18 @@ import torch
 
 import benchmark
 from ema import ShadowModel, compute_ema
+from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.inputs.held_out import NOISE, TIMESTEP
 from sdbench.models.switches import process_switches
-from sdbench.training.resolve import resolve_defaults
 
 STEPS = 30
 SIDE = 64  # pixels
 STEPS_TOLERANCE = 1e-3  # of losses and gradient norms in thirty steps, and of the average; relative
 HALF = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 PLAIN = ['--use_synth_data', '--model_name', 'tiny', '--image_size', str(SIDE), '--batch_size', '3',
-         '--device_train_microbatch_size', '3']
+         '--device_train_microbatch_size', '3', '--dry_run', '1']  # half precision is for GPUs, and tried on CPUs here
 EAGER = ['--precision', 'fp32', '--no-channels_last']
 # Flags, and how far the loss and all gradients together may be from EAGER, relative
 SWITCHES = [
@@ -62,7 +62,7 @@ def build(settings: Train, device: torch.device | str) -> benchmark.StableDiffus
 
 def loss_and_gradient(argv: Sequence[str], device: torch.device | str = 'cpu') -> tuple[float, torch.Tensor]:
     """Return the loss of one batch and its gradients as a vector; with fp16 the loss is scaled, as a scaler begins."""
-    settings = resolve_defaults(parse(Train, '', [*PLAIN, *argv], 'benchmark.py'))
+    settings = complete(parse(Train, '', [*PLAIN, *argv], 'benchmark.py'))
     scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
     precision = settings.precision
     with process_switches(settings):
@@ -135,7 +135,7 @@ def compare_devices() -> dict:
 
 def thirty_steps(device: torch.device | str) -> tuple[list[tuple[float, float]], torch.Tensor]:
     """Train; return loss and gradient norm of each step, and the average of the weights (N,) on the CPU."""
-    settings = resolve_defaults(parse(Train, '', [*PLAIN, *EAGER], 'benchmark.py'))
+    settings = complete(parse(Train, '', [*PLAIN, *EAGER], 'benchmark.py'))
     model = build(settings, device)
     optimizer = benchmark.build_optimizer(model, settings)
     average = ShadowModel(model.unet)

@@ -18,13 +18,13 @@ import torch
 from composer import Callback
 
 import benchmark
+from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
 from sdbench.measuring.clock import Measurement
 from sdbench.models.loading import SD2_BASE, find_model
 from sdbench.records.versions import git_commit, package_versions
 from sdbench.training.microbatch import sizes_to_try
-from sdbench.training.resolve import resolve_defaults
 
 ROOT = Path(__file__).parents[2]
 GIB = 2 ** 30
@@ -137,7 +137,7 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
         argv = [*flags, '--dry_run', devices]
         if device == 'CPU':
             argv += ['--precision', 'fp32', '--no-channels_last']
-        settings = resolve_defaults(parse(Train, '', argv, 'benchmark.py'))
+        settings = complete(parse(Train, '', argv, 'benchmark.py'))
 
         # a trace depends on neither the size of a batch nor what is not counted: all fused attention is alike
         attention = 'math' if settings.attention == 'math' else 'sdpa'

@@ -1,27 +1,13 @@
-"""Turn every time that a flag gives into a number of batches, once. Nothing here needs torch.
-
-Composer counts a share of a run in whole epochs where the run's length is in epochs, and moves an average whose
-half-life is in epochs once an epoch. A run that is told nothing but batches has none of these cases.
-"""
+"""The times that flags take: batches, epochs or a share of the run. Nothing here needs torch."""
 import argparse
-import dataclasses
 import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from sdbench.flags.train import Train
 
 # by the unit, batches, epochs or a share, the numbers that can stand before it
 NUMBER_OF_UNIT = {'ba': '[1-9][0-9]{0,14}', 'ep': '[1-9][0-9]{0,14}', 'dur': '0?[.][0-9]+|1'}
 EXAMPLES = {'ba': '5000ba', 'ep': '2ep', 'dur': '0.5dur'}
-
-LONGEST_INTERVAL = 1000  # batches, where none is given
-# each interval, and the flag without which nothing happens at it
-INTERVALS = {'save_interval': 'save_folder', 'eval_interval': 'eval_remote', 'sample_interval': 'sample_prompts'}
-TIMES = ('save_interval', 'lr_warmup', 'ema_half_life', 'ema_start', 'eval_interval', 'sample_interval')
 
 
 def split_time(time: str) -> tuple[Fraction, str]:
@@ -72,28 +58,3 @@ def is_young(half_life: str | None, batches: int) -> bool:
     if half_life is None or not half_life.endswith('ba'):
         return False
     return 4 * to_batches(half_life) > batches
-
-
-def times_in_batches(settings: 'Train', batches_per_epoch: int) -> 'Train':
-    """Return the settings of a training with every time in batches, such as 1000ba.
-
-    Raises ValueError if the average would start when the run is over.
-    """
-    # times that are given
-    batches_of_run = to_batches(settings.max_duration, batches_per_epoch)
-    in_batches = {'max_duration': f'{batches_of_run}ba'}
-    for flag in TIMES:
-        time = getattr(settings, flag)
-        if time is not None:
-            in_batches[flag] = f'{to_batches(time, batches_per_epoch, batches_of_run)}ba'
-
-    # intervals that are not given
-    for flag, needed in INTERVALS.items():
-        if getattr(settings, needed) and getattr(settings, flag) is None:  # a short run is saved and judged as well
-            in_batches[flag] = f'{min(LONGEST_INTERVAL, math.ceil(batches_of_run / 4))}ba'
-
-    # an average that would never start
-    if settings.ema_start is not None and to_batches(in_batches['ema_start']) >= batches_of_run:
-        raise ValueError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
-                         f'{settings.max_duration}: there would be no average; give an earlier time')
-    return dataclasses.replace(settings, **in_batches)

@@ -8,6 +8,7 @@ from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
 from sdbench.flags.times import time_in
 from sdbench.gpus import cards_named
+from sdbench.records.keys import ENCODERS
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
@@ -46,6 +47,7 @@ class DataLoading:
                              'folder is read in place); without --remote, the folder with the shards')
     num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
                                    converter=whole_number)
+    num_workers_by_default: bool = False  # no flag: complete.py says whether it filled them in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ class Speed:
 
 def number_of_devices(settings: 'Train') -> int:
     """Return how many devices share the batch: those of this run, or those that --dry_run speaks of."""
-    return settings.dry_run or int(os.environ.get('WORLD_SIZE', 1))
+    return settings.dry_run or int(os.environ.get('WORLD_SIZE') or 1)
 
 
 def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> None:
@@ -186,8 +188,7 @@ class DryRun:
 
     dry_run: int | None = flag(
         None, 'do nothing but say, without a GPU, what fits on which GPU, and how fast so many GPUs could be '
-        '(default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS',
-        bare=int(os.environ.get('WORLD_SIZE', 1)))
+        '(default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS', bare=0)
     gpu: tuple[str, ...] = flag((), 'GPUs by their names in records or a part of it, such as A100-40GB H200 (default: '
                                 'all that are known)', metavar='NAME', needs='dry_run')
 
@@ -320,13 +321,24 @@ class Cost:
 @dataclass(frozen=True, kw_only=True)
 class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measuring, Results, DryRun, Seed,
             Training, Optimizer, EvaluationAndDrawing, Logging, Cost):
-    """All flags of benchmark.py. `training/resolve.py` fills in what is None here and has another default in --help."""
+    """All flags of benchmark.py. `complete.py` fills in what is None here and has another default in --help.
+
+    Attributes:
+        encoders: that are in the loop, as ENCODERS of records/keys.py names them.
+        batches_per_epoch: the length of the loader.
+        microbatch_search: whether trials have found the microbatch.
+
+    These are no flags: they are there once the settings are complete.
+    """
+    encoders: str | None = None
+    batches_per_epoch: int | None = None
+    microbatch_search: bool = False
 
     def check(self) -> None:
         """Raise ValueError for flags of several groups that do not go together; each group checks its own flags."""
         # one source of data
-        sources = [bool(self.remote), self.use_synth_data, self.use_synth_latents]
-        if not any(sources) and not self.local and not self.dry_run:
+        sources = [bool(self.remote or self.local), self.use_synth_data, self.use_synth_latents]
+        if not any(sources) and self.dry_run is None:
             raise ValueError('give one of --remote, --use_synth_data and --use_synth_latents')
         if sum(sources) > 1:
             raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
@@ -335,7 +347,7 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         check_batch(self.batch_size, self.device_train_microbatch_size, number_of_devices(self))
 
         # a training to forecast
-        if self.loader_only and self.dry_run:
+        if self.loader_only and self.dry_run is not None:
             raise ValueError('--loader_only has no training for --dry_run; leave one out')
 
         # a VAE that decodes what is drawn
@@ -344,9 +356,9 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
                              '--pretrained it is random; give --model_name FOLDER --pretrained')
 
     @property
-    def searches_microbatch(self) -> bool:
-        """Tell whether trials find the microbatch before the run."""
-        return self.device_train_microbatch_size == 'auto'
+    def latents(self) -> bool:
+        """Tell whether the run is on latents, so that it needs no VAE."""
+        return self.encoders == ENCODERS[True]
 
     @property
     def measures(self) -> bool:

@@ -29,7 +29,6 @@ from sdbench.forecast.speed import (
 )
 from sdbench.forecast.step_counter import StepMemory
 from sdbench.gpus import Card
-from sdbench.inputs.shards import read_index
 from sdbench.measuring.power import GIB
 from sdbench.models.loading import find_model
 from sdbench.training.microbatch import sizes_to_try
@@ -119,13 +118,6 @@ class Estimate:
         # published compiled runs were on latents, with the whole UNet in a CUDA graph
         in_a_graph = settings.compile == IN_GRAPHS and not settings.compile_blocks and self.latents
         return in_a_graph and is_tested(card, settings.dry_run, self.device_batch_size, in_a_graph=True)
-
-
-def is_on_latents(settings: Train) -> bool:
-    """Tell whether the training needs no VAE. Raises ValueError if --remote is no dataset."""
-    if not settings.remote:
-        return settings.use_synth_latents
-    return 'latents' in read_index(settings.remote)
 
 
 def with_less_memory(settings: Train, latents: bool) -> list[tuple[str, Train, bool]]:

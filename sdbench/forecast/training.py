@@ -26,12 +26,11 @@ from sdbench.forecast.dry_run import (
     three_digits,
     time_in_words,
 )
-from sdbench.forecast.estimate import UNCOUNTED_SHARE, Estimate, estimate, is_on_latents, with_less_memory
+from sdbench.forecast.estimate import UNCOUNTED_SHARE, Estimate, estimate, with_less_memory
 from sdbench.forecast.measured import PUBLISHED, measured_speeds
 from sdbench.forecast.speed import LARGEST_ERROR, can_forecast, seconds_by_kind
 from sdbench.gpus import Card
 from sdbench.measuring.power import GIB
-from sdbench.records.keys import ENCODERS
 from sdbench.records.read import read_records
 from sdbench.records.record import make_record
 from sdbench.training.microbatch import sizes_to_try
@@ -67,7 +66,7 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
     measured = []
     if os.path.isfile(settings.results_file):
         measured = read_records(settings.results_file)
-    latents = is_on_latents(settings)
+    latents = settings.latents
 
     # A step of the run as given, and with each change that takes less memory.
     print('counting memory and work of a step', file=sys.stderr, flush=True)
@@ -93,8 +92,8 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
 
 def training_forecast(each: Estimate, card: Card) -> dict:
     """Return the record of a forecast: the keys of a training's record, with `forecast_figures`."""
-    settings = each.settings
     microbatch = each.microbatch_on(card)
+    settings = dataclasses.replace(each.settings, device_train_microbatch_size=microbatch)
     speed, least, most, encoding = None, None, None, None
     if can_forecast(card, settings.precision):
         speed = each.images_per_sec(card, microbatch)
@@ -102,8 +101,7 @@ def training_forecast(each: Estimate, card: Card) -> dict:
         if each.is_tested(card):
             least, most = speed / (1 + LARGEST_ERROR), speed * (1 + LARGEST_ERROR)
     figures = forecast_figures(card, settings.dry_run, each.taken(microbatch), speed, least, most, encoding)
-    return make_record('train', settings, {
-        'encoders': ENCODERS[each.latents], 'device_train_microbatch_size': microbatch, **figures})
+    return make_record('train', settings, figures)
 
 
 def no_image_fits(given: Estimate, others: list[Estimate], cards: list[Card]) -> ValueError:

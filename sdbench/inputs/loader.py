@@ -1,33 +1,12 @@
 """Data loaders that measure how long the training waits for batches, and how many batches are ready."""
-import os
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import RawArray
 
-import torch
-from composer.utils import dist
 from streaming import StreamingDataLoader
 from torch.utils.data import DataLoader, get_worker_info
 
-from sdbench.flags.commands import Encode
-from sdbench.flags.train import Train
-
 BATCHES_PER_WORKER = 2  # that each worker prepares ahead: torch's default prefetch_factor
-MOST_WORKERS = 8
-
-
-def default_workers(settings: Train | Encode) -> int:
-    """Return the loader's processes without --num_workers: as many for each device as its share of the cores, up to 8.
-
-    Synthetic data needs none.
-    """
-    if not settings.remote:
-        return 0
-    devices = max(1, torch.cuda.device_count())
-    if isinstance(settings, Train):
-        devices = dist.get_local_world_size()
-    cores = len(os.sched_getaffinity(0)) // devices
-    return max(1, min(MOST_WORKERS, cores))
 
 
 def queued_batches(num_workers: int) -> int:

@@ -46,8 +46,8 @@ KEYS = {
     # of a training
     'encoders microbatch_search tf32': '`in_loop`, or `text_in_loop` on latents; whether trials found the microbatch; '
     'whether fp32 multiplies as TF32',
-    'first_batch trained_batches trained_epochs': 'the batch that this run resumed after, the last batch of the whole '
-    'training, and its whole epochs',
+    'first_batch trained_batches trained_epochs batches_per_epoch': 'the batch that this run resumed after, the last '
+    'batch of the whole training, its whole epochs, and how long one is',
     'loss skipped_batches bad_samples': 'loss of the last batch, steps that were not finite, samples that could not be '
     'read',
     'evaluations eval_loss eval_batch': 'how many evaluations there were; loss and batch of the last one',

@@ -16,7 +16,6 @@ from composer.utils.collect_env import get_cpu_model
 from sdbench.errors import DataError, redacted
 from sdbench.flags.train import DataLoading
 from sdbench.gpus import peak_of
-from sdbench.inputs.loader import default_workers
 from sdbench.records.keys import COMPLETE
 from sdbench.records.versions import git_commit, package_versions
 
@@ -50,7 +49,6 @@ def make_record(stage: str, settings: Any, found: dict[str, Any]) -> dict[str, A
     for field in dataclasses.fields(settings):
         record[field.name] = as_json_has_it(getattr(settings, field.name))
     if isinstance(settings, DataLoading):
-        record['num_workers_by_default'] = settings.num_workers == default_workers(settings)
         record['dataset'] = 'streaming' if settings.remote else 'synthetic'
     record |= found
 

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 from transformers import CLIPTextConfig
 
 from sdbench.errors import redacted
-from sdbench.flags.times import TIMES
+from sdbench.flags.complete import TIMES
 from sdbench.flags.train import SAME_ON_RESUME, Train
 from sdbench.inputs.captions import hash_of_tokenizer
 from sdbench.inputs.shards import IMAGES_HASH, hash_of_images

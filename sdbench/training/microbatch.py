@@ -3,6 +3,7 @@
 Composer's own search, 'auto', works within the run: if memory runs out in a backward pass, DDP is left in the middle of
 its all-reduce, and a run that searches synchronizes the ranks at every microbatch. Here each trial stands alone.
 """
+import dataclasses
 import gc
 import re
 import sys
@@ -25,16 +26,16 @@ SPARE_SHARE = 1 / 32  # of a GPU's memory, kept free for the fragmentation of a 
 TOO_LARGE = 'CU(BLAS|DNN)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)|INT_MAX|canUse32BitIndexMath'
 
 
-def find_microbatch(settings: Train, model: ComposerModel, data: DataSpec) -> int:
-    """Return the images of a microbatch: as the flags say, or by trials. Raises ValueError if not even one fits."""
-    if not settings.searches_microbatch:
-        return settings.device_train_microbatch_size
+def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec) -> Train:
+    """Return the settings with the microbatch that trials find, if it is open. Raises ValueError if no image fits."""
+    if settings.device_train_microbatch_size != 'auto':
+        return settings
     device_batch_size = settings.batch_size // dist.get_world_size()
     microbatch = largest_microbatch(model, data, device_batch_size, settings.precision, settings.use_ema)
     if dist.get_global_rank() == 0:
         found = f'{plural(microbatch, "image")} at once: the largest power of two that fits'
         print(found, file=sys.stderr, flush=True)
-    return microbatch
+    return dataclasses.replace(settings, device_train_microbatch_size=microbatch, microbatch_search=True)
 
 
 def sizes_to_try(device_batch_size: int) -> list[int]:

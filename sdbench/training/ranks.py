@@ -8,7 +8,7 @@ import torch
 from composer import Callback
 from composer.core import State
 from composer.loggers import Logger
-from composer.utils import dist
+from composer.utils import dist, get_device
 
 from sdbench.errors import one_line
 
@@ -16,22 +16,28 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ENDING = b'\na signal came: the run ends with this batch; a launcher waits 30 seconds for it (Ctrl-C again: at once)\n'
 
 
-def join_ranks(device, timeout: int) -> None:
+def join_ranks(timeout: int) -> None:
     """Start the process group, if there are several ranks, and divide the host's cores among them.
 
     Args:
-        device: Composer's device that this rank trains on.
         timeout: seconds to wait for all ranks, now and in each collective operation.
 
-    Raises ValueError if not all ranks came within `timeout`.
+    Raises ValueError if two ranks would share a GPU, or not all came within `timeout`.
     """
+    # Nothing that touches a GPU, and so may fail, comes before this.
+    processes = dist.get_local_world_size()
+    gpus = torch.cuda.device_count()
+    if torch.cuda.is_available() and processes > gpus:
+        raise ValueError(f'composer -n {processes} is more than the GPUs of this machine; use -n {gpus}')
     if dist.get_world_size() == 1:
         return
+
+    # The ranks meet.
     if dist.get_local_world_size() > 1 and 'OMP_NUM_THREADS' not in os.environ:
         cores = len(os.sched_getaffinity(0)) // dist.get_local_world_size()
         torch.set_num_threads(max(1, cores))  # each rank on all cores is 10 times slower on a CPU
     try:
-        dist.initialize_dist(device, timeout)
+        dist.initialize_dist(get_device(), timeout)
     except (RuntimeError, ValueError) as error:  # torch's DistError and its kinds are RuntimeErrors
         address = f'{os.environ.get("MASTER_ADDR")}:{os.environ.get("MASTER_PORT")}'
         raise ValueError(f'the {dist.get_world_size()} processes of this run did not meet at {address} within '

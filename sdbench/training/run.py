@@ -14,7 +14,7 @@ from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import whole_epochs
 from sdbench.models.loading import UNET_WEIGHTS
-from sdbench.records.keys import COMPLETE, ENCODERS, FAILED, INTERRUPTED, PROFILED, UNMEASURED
+from sdbench.records.keys import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
 from sdbench.training.progress import Progress, batches_in_words
@@ -45,9 +45,8 @@ def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
     """Log the settings, say on rank 0 what the run resumes or starts from, and warn of what will not come of it."""
     # FLOPs are counted here, before the clock runs: Composer's SpeedMonitor asks for them between two batches.
     state = trainer.state
-    trainer.logger.log_hyperparameters(make_record('train', settings, {
-        'encoders': ENCODERS[model.vae is None], 'flops_per_image': sum(model.flops_per_image.values()),
-        'device_train_microbatch_size': state.device_train_microbatch_size}))
+    flops = {'flops_per_image': sum(model.flops_per_image.values())}
+    trainer.logger.log_hyperparameters(make_record('train', settings, flops))
 
     # where it starts
     if dist.get_global_rank():
@@ -125,9 +124,6 @@ def training_record(settings: Train, model: ComposerModel, data: DataSpec, train
     # what was trained, and how it ended
     state = trainer.state
     found = {
-        'encoders': ENCODERS[model.vae is None],
-        'device_train_microbatch_size': state.device_train_microbatch_size,
-        'microbatch_search': settings.searches_microbatch,
         'tf32': torch.cuda.is_available() and torch.cuda.is_tf32_supported(),  # Composer uses it where it is there
         'trained_batches': state.timestamp.batch.value,
         'trained_epochs': whole_epochs(state),

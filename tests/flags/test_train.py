@@ -6,9 +6,10 @@ from composer.utils import dist
 
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.flags.commands import Encode
+from sdbench.flags.complete import complete, complete_encoding, index_of_data
 from sdbench.flags.parser import parse
+from sdbench.flags.train import Train
 from sdbench.process import one_line_errors
-from sdbench.training.resolve import broadcast_from_rank_0, resolve_encoding_defaults
 from tests.runs import TINY, settings_of
 
 SYNTHETIC = ['--use_synth_data', *TINY]
@@ -27,13 +28,6 @@ def test_cudnns_attention_is_refused_in_the_versions_that_have_faults(as_on_a_gp
         settings_of(*argv)
 
 
-def test_more_ranks_than_gpus_are_refused(as_on_a_gpu, monkeypatch):
-    as_on_a_gpu(count=2)
-    monkeypatch.setattr(dist, 'get_local_world_size', lambda: 4)
-    with pytest.raises(ValueError, match='composer -n 4 is more than the GPUs of this machine; use -n 2'):
-        settings_of(*SYNTHETIC)
-
-
 def test_what_was_not_given_follows_from_the_machine(as_on_a_gpu, monkeypatch):
     as_on_a_gpu(count=0)
     here = settings_of(*SYNTHETIC, '--use_ema')
@@ -43,8 +37,9 @@ def test_what_was_not_given_follows_from_the_machine(as_on_a_gpu, monkeypatch):
     assert here.measures
     as_on_a_gpu(count=8)
     monkeypatch.setenv('WORLD_SIZE', '8')
+    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: [mine])
     on_gpus = settings_of('--use_synth_data', '--compile')
-    assert on_gpus.searches_microbatch
+    assert on_gpus.device_train_microbatch_size == 'auto'
     assert on_gpus.channels_last
     assert on_gpus.compile_blocks
     assert (on_gpus.precision, on_gpus.encoder_precision) == ('amp_bf16', 'bf16')
@@ -62,25 +57,24 @@ def test_a_dry_run_of_a_training_whose_length_is_given_costs_its_images(shards):
     sized = ['--dry_run', '1', '--batch_size', '5']
     assert settings_of(*sized, '--max_duration', '2000ba').training_images == 10_000
     assert settings_of(*sized, '--remote', shards, '--max_duration', '3ep').training_images == 3 * 20  # of 24
-    assert settings_of(*sized, '--max_duration', '3ep').training_images == TRAINING_IMAGES
     assert settings_of(*sized).training_images == TRAINING_IMAGES
 
 
-def test_ranks_whose_hosts_differ_take_what_the_first_has_but_for_their_own_folders(monkeypatch):
+def test_ranks_whose_hosts_differ_take_what_the_first_has_but_for_their_own_folders(shards, monkeypatch):
     lengths = {6: '75ba', 8: '99ba'}  # by the processes of the loader
-    ranks = [settings_of(*SYNTHETIC, '--num_workers', workers, '--max_duration', length, '--local', f'cache-{workers}')
-             for workers, length in lengths.items()]
-    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: ranks)
-    for mine in ranks:
-        together = broadcast_from_rank_0(mine)
+    given = [parse(Train, '', ['--remote', shards, *TINY, '--num_workers', str(workers), '--max_duration', length,
+                               '--local', f'cache-{workers}']) for workers, length in lengths.items()]
+    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: given)
+    for mine in given:
+        together = complete(mine, index_of_data(mine))
         assert (together.num_workers, together.max_duration) == (6, '75ba')
         assert together.local == mine.local
 
 
-def test_a_local_without_a_remote_is_the_data():
-    here = settings_of('--local', 'shards', *TINY)
-    assert (here.remote, here.local) == ('shards', None)
-    there = resolve_encoding_defaults(parse(Encode, '', ['--local', 'shards', '--out', 'x']))
+def test_a_local_without_a_remote_is_the_data(shards):
+    here = settings_of('--local', shards, *TINY)
+    assert (here.remote, here.local) == (shards, None)
+    there = complete_encoding(parse(Encode, '', ['--local', 'shards', '--out', 'x']))
     assert (there.remote, there.local) == ('shards', None)
 
 

@@ -13,6 +13,7 @@ from torchvision.transforms.functional import to_tensor
 from transformers import AutoTokenizer, CLIPTextModel
 
 from benchmark import StableDiffusion, build_data
+from sdbench.flags.complete import index_of_data
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.models.drawing import load_pipeline
 from sdbench.models.loading import SD2_BASE, VAE_WEIGHTS, build_text_encoder, build_vae, find_model
@@ -48,7 +49,8 @@ def test_a_model_folder_gives_its_architecture_weights_and_tokenizer(shards, sam
                            '0')
     tokenizer = AutoTokenizer.from_pretrained(f'{model_folder}/tokenizer')
     captions = tokenizer([sample['caption'] for sample in samples], padding='max_length')['input_ids']
-    batch = next(iter(build_data(settings, find_model(model_folder, pretrained=True)).dataloader))
+    files = find_model(model_folder, pretrained=True)
+    batch = next(iter(build_data(settings, files, index_of_data(settings)).dataloader))
     assert len(batch['caption']) == 4
     assert all(ids in captions for ids in batch['caption'].tolist())
     model = StableDiffusion(model_folder, 64, pretrained=True)

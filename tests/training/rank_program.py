@@ -3,7 +3,7 @@ from pathlib import Path
 
 import torch
 from composer import Callback
-from composer.utils import dist, get_device
+from composer.utils import dist
 
 import benchmark
 from ema import EMA
@@ -41,17 +41,17 @@ class Witness(Callback):
 
 def main(out: str | Path, *argv: str) -> None:
     """Train with these flags of benchmark.py."""
+    benchmark.join_ranks(timeout=60)
     settings = settings_of(*argv)
-    benchmark.join_ranks(get_device(), settings.dist_timeout)
     torch.manual_seed(0)
     model = BySample(settings.model_name, settings.image_size)
     model.unet.double()
     files = find_model(settings.model_name)
-    data = benchmark.build_data(settings, files)
+    data = benchmark.build_data(settings, files, None)
     witness = Witness()
     benchmark.build_model = lambda *_, **__: model
     with benchmark.StopAtSignal() as stop:
-        _, trainer = benchmark.build_training(settings, files, data, stop, [witness])
+        _, _, trainer = benchmark.build_training(settings, files, data, stop, [witness])
         trainer.fit()
     [ema] = [algorithm for algorithm in trainer.state.algorithms if isinstance(algorithm, EMA)]
     torch.save({'weights': {name: weight.detach() for name, weight in model.unet.named_parameters()},

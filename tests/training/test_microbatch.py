@@ -8,9 +8,9 @@ import torch
 
 import benchmark
 from benchmark import StableDiffusion, build_data, main
+from sdbench.flags.complete import complete
 from sdbench.models.loading import find_model
 from sdbench.training.microbatch import is_too_large, largest_microbatch
-from sdbench.training.resolve import resolve_defaults
 from tests.forked_runs import run_ranks
 from tests.runs import TINY, assert_same_training, settings_of
 
@@ -37,7 +37,7 @@ def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> l
 def search(model: StableDiffusion, *argv: str) -> int:
     """Return the largest microbatch of a run with these flags."""
     settings = settings_of('--use_synth_data', *TINY, *argv)
-    return largest_microbatch(model, build_data(settings, find_model('tiny')), settings.batch_size, 'fp32',
+    return largest_microbatch(model, build_data(settings, find_model('tiny'), None), settings.batch_size, 'fp32',
                               settings.use_ema)
 
 
@@ -83,8 +83,8 @@ def test_nothing_of_a_try_is_alive_when_the_next_begins(model, where):
 
 def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backward') -> None:
     """Let main() search as it does on a GPU, with memory for `limit` images at once."""
-    def fill_in_a_search(args):
-        return replace(resolve_defaults(args), device_train_microbatch_size='auto')
+    def complete_but_for_a_search(settings, index):
+        return replace(complete(settings, index), device_train_microbatch_size='auto')
 
     def build_limited_model(*args, **options):
         model = build_model(*args, **options)
@@ -92,7 +92,7 @@ def search_on_a_cpu(patch: pytest.MonkeyPatch, limit: int, where: str = 'backwar
         return model
 
     build_model = benchmark.build_model
-    patch.setattr(benchmark, 'resolve_defaults', fill_in_a_search)
+    patch.setattr(benchmark, 'complete', complete_but_for_a_search)
     patch.setattr(benchmark, 'build_model', build_limited_model)
 
 

@@ -1,0 +1,232 @@
+"""Complete the settings of a run: what its flags leave open follows from its ranks, its machine and its data, once.
+
+What comes after sees whole settings: every flag has its value, and every time is in batches. Composer counts a share of
+a run in whole epochs where the run's length is in epochs, and moves an average whose half-life is in epochs once an
+epoch. A run that is told nothing but batches has none of these cases.
+"""
+import dataclasses
+import math
+import os
+from typing import Any
+
+import torch
+from composer.utils import dist
+
+from sdbench.costs import TRAINING_IMAGES
+from sdbench.errors import plural
+from sdbench.flags.commands import Encode
+from sdbench.flags.times import to_batches
+from sdbench.flags.train import ENCODER_PRECISIONS, TINY_MODEL, Train
+from sdbench.inputs.loader import queued_batches
+from sdbench.inputs.shards import read_index
+from sdbench.paths import number_of_samples, sibling_path
+from sdbench.records.keys import ENCODERS
+from sdbench.records.reliability import fewest_batches
+
+FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
+MOST_WORKERS = 8
+SYNTHETIC_SAMPLES = 100_000  # of an epoch, or those of a larger batch
+
+# each interval, and the flag without which nothing happens at it
+INTERVALS = {'save_interval': 'save_folder', 'eval_interval': 'eval_remote', 'sample_interval': 'sample_prompts'}
+LONGEST_INTERVAL = 1000  # batches, where none is given
+TIMES = ('max_duration', *INTERVALS, 'lr_warmup', 'ema_half_life', 'ema_start')
+
+
+def index_of_data(settings: Train) -> dict | None:
+    """Read the index.json of the shards; None of synthetic data. Raises ValueError if there is none to be trusted."""
+    if settings.remote:
+        return read_index(settings.remote)
+    if settings.local:
+        return read_index(settings.local, '--local')
+    return None
+
+
+def complete(settings: Train, index: dict | None = None) -> Train:
+    """Return the settings of a run with nothing left open. All ranks call it together, once they have met.
+
+    One thing is still to be found with the model: a microbatch that is auto, by `with_found_microbatch`, and in a dry
+    run for each card.
+
+    Args:
+        settings: as the flags gave them.
+        index: the index.json of the shards, which says what they hold and how long an epoch is; None: synthetic data.
+
+    Raises ValueError for what these ranks, this machine or this data cannot serve.
+    """
+    # The ranks: of a dry run, those that it speaks of. It is of GPUs, whether there are any here or not.
+    devices = settings.dry_run or dist.get_world_size()
+    is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
+    if settings.dry_run is not None:
+        settings = dataclasses.replace(settings, dry_run=devices)
+
+    # The data. A dry run without any is of random images.
+    settings = with_local_in_place(settings)
+    is_random = index is None and not settings.use_synth_latents
+    latents = settings.use_synth_latents if index is None else 'latents' in index
+    batches = batches_per_epoch(settings, index, devices)
+    settings = dataclasses.replace(settings, use_synth_data=is_random, encoders=ENCODERS[latents],
+                                   batches_per_epoch=batches)
+
+    # This machine.
+    precision = settings.precision or best_precision(is_for_gpus)
+    settings = with_defaults(settings, {
+        'precision': precision,
+        'encoder_precision': ENCODER_PRECISIONS[precision],
+        'device_train_microbatch_size': 'auto' if is_for_gpus else settings.batch_size // devices,
+        'channels_last': is_for_gpus,
+        # blocks send gradients while others still compute; CUDA graphs are tied to weights, which blocks differ in
+        'compile_blocks': devices > 1 and settings.compile not in (False, 'reduce-overhead'),
+        'sample_folder': sibling_path(settings.save_folder, 'samples') if settings.save_folder else 'samples',
+    })
+    refuse_what_cannot_be_here(settings, is_for_gpus, settings.batch_size // devices)
+
+    # The loader and the length, which are rank 0's: hosts can have other numbers of cores, and ranks whose loaders
+    # differ would train for different numbers of batches.
+    settings = with_workers(settings, dist.get_local_world_size())
+    first = dist.all_gather_object(settings)[0]
+    settings = dataclasses.replace(
+        settings, num_workers=first.num_workers, num_workers_by_default=first.num_workers_by_default,
+        measure_batches=first.measure_batches, max_duration=first.max_duration)
+
+    # Every time, in batches.
+    settings = with_defaults(settings, {'training_images': images_of_training(settings)})
+    return with_times(with_length(settings))
+
+
+def complete_encoding(settings: Encode) -> Encode:
+    """Return the settings of an encoding with nothing left open. Raises ValueError if --ray needs a precision."""
+    is_for_gpus = torch.cuda.is_available()
+    if settings.ray and settings.encoder_precision is None and not is_for_gpus:
+        raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
+                         'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
+    settings = with_defaults(with_local_in_place(settings), {
+        'encoder_precision': ENCODER_PRECISIONS[best_precision(is_for_gpus)],
+        'channels_last': None if settings.ray else is_for_gpus,  # each worker knows
+    })
+    return with_workers(settings, max(1, torch.cuda.device_count()))
+
+
+def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
+    """Return the settings with these values for the flags that were not given."""
+    missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
+    return dataclasses.replace(settings, **missing)
+
+
+def with_local_in_place(settings: Train | Encode) -> Train | Encode:
+    """Return the settings with --local as the data where it is the only place that is given."""
+    if settings.remote:
+        return settings
+    return dataclasses.replace(settings, remote=settings.local, local=None)
+
+
+def batches_per_epoch(settings: Train, index: dict | None, devices: int) -> int:
+    """Return the length of the loader. Raises ValueError if the shards do not hold a batch."""
+    if index is None:
+        return max(1, SYNTHETIC_SAMPLES // settings.batch_size)
+    samples = number_of_samples(index)
+    if samples < settings.batch_size:
+        raise ValueError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
+                         f'{settings.batch_size}; use a smaller batch')
+    samples_of_device = math.ceil(samples / devices)  # Streaming repeats some, so that each has as many
+    return samples_of_device // (settings.batch_size // devices)
+
+
+def best_precision(is_for_gpus: bool) -> str:
+    """Return amp_bf16 for a GPU that has it, amp_fp16 for another, fp32 for a CPU. A dry run is for one that has it."""
+    if not is_for_gpus:
+        return 'fp32'
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return 'amp_fp16'
+    return 'amp_bf16'
+
+
+def with_workers(settings: Train | Encode, devices: int) -> Train | Encode:
+    """Return the settings with the loader's processes: for each of these devices its share of the cores, up to 8.
+
+    Synthetic data needs none.
+    """
+    if settings.num_workers is not None:
+        return settings
+    workers = 0
+    if settings.remote:
+        cores = len(os.sched_getaffinity(0)) // devices
+        workers = max(1, min(MOST_WORKERS, cores))
+    return dataclasses.replace(settings, num_workers=workers, num_workers_by_default=True)
+
+
+def images_of_training(settings: Train) -> int | None:
+    """Return the images of the training whose cost is stated; None for the model tiny, which is for trials.
+
+    They are those of Stable Diffusion 2, but those of --max_duration in a dry run that has it.
+    """
+    if settings.model_name == TINY_MODEL:
+        return None
+    if settings.dry_run and settings.max_duration:
+        return to_batches(settings.max_duration, settings.batches_per_epoch) * settings.batch_size
+    return TRAINING_IMAGES
+
+
+def with_length(settings: Train) -> Train:
+    """Return the settings with the length of the run: without --max_duration that of the measurement.
+
+    With --max_duration all batches after the warm-up are measured.
+    """
+    if settings.max_duration and not settings.loader_only:
+        return settings
+    queue = queued_batches(settings.num_workers) if settings.remote else 0
+    settings = with_defaults(settings, {'measure_batches': fewest_batches(queue)})
+    batches = settings.warmup_batches + queue + settings.measure_batches
+    return with_defaults(settings, {'max_duration': f'{batches}ba'})
+
+
+def with_times(settings: Train) -> Train:
+    """Return the settings with every time in batches, such as 1000ba.
+
+    Raises ValueError if the average would start when the run is over.
+    """
+    # times that are given
+    length = to_batches(settings.max_duration, settings.batches_per_epoch)
+    in_batches = {}
+    for flag in TIMES:
+        time = getattr(settings, flag)
+        if time is not None:
+            in_batches[flag] = f'{to_batches(time, settings.batches_per_epoch, length)}ba'
+
+    # times that are not given: a short run is saved and judged as well
+    if settings.use_ema and settings.ema_half_life is None:
+        in_batches['ema_half_life'] = '1000ba'
+    for flag, needed in INTERVALS.items():
+        if getattr(settings, needed) and getattr(settings, flag) is None:
+            in_batches[flag] = f'{min(LONGEST_INTERVAL, math.ceil(length / 4))}ba'
+
+    # an average that would never start
+    is_trained = settings.dry_run is None and not settings.loader_only
+    if is_trained and settings.ema_start is not None and to_batches(in_batches['ema_start']) >= length:
+        raise ValueError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
+                         f'{settings.max_duration}: there would be no average; give an earlier time')
+    return dataclasses.replace(settings, **in_batches)
+
+
+def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, device_batch_size: int) -> None:
+    """Raise ValueError, with the flag, its value and the remedy, if a flag would do nothing or the wrong thing."""
+    # what has no place on a machine without a GPU
+    if settings.device_train_microbatch_size == 'auto' and not is_for_gpus:
+        raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {device_batch_size}')
+    if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it for GPUs alone
+        raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
+                         'fp32, after a recipe that has the other')
+
+    # what goes wrong on one that has
+    if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != device_batch_size:
+        raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
+                         f'overwrite; use --device_train_microbatch_size {device_batch_size}')
+    if settings.attention == 'cudnn' and torch.cuda.is_available():
+        version = torch.backends.cudnn.version() or FAULTLESS_CUDNN
+        if version < FAULTLESS_CUDNN:
+            raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
+                             f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
+
+    # what these shards do not have
+    if settings.random_flip and settings.latents:
+        raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
