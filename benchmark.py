@@ -6,19 +6,16 @@
 """
 import os
 
-from sdbench.flags.parser import parse
+from sdbench.flags.parser import answer_early, parse
 from sdbench.flags.train import Train
-from sdbench.process import end_with_launcher, one_line_errors, sleep_while_waiting
+from sdbench.process import begin, one_line_errors
 
 PROGRAM = 'benchmark.py'
 
 if __name__ == '__main__':
     if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # torch 2.9 has the second as well
         os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'  # or what is freed early leaves holes
-    sleep_while_waiting()
-    # A mistake in the flags, or --help, is answered before the imports, which take seconds. `main` parses once more,
-    # since other programs call it with flags of their own.
-    parse(Train, __doc__)
+    answer_early(Train, __doc__)
 
 import sys
 from collections.abc import Sequence
@@ -375,7 +372,7 @@ def main(argv: list[str] | None = None, callbacks: Sequence[Callback] = ()) -> d
 
     With --dry_run it returns the records of the forecasts instead.
     """
-    end_with_launcher()
+    begin()
     with one_line_errors(PROGRAM):
         # The flags, and what follows from the ranks, this machine and the data for those that were not given.
         settings = parse(Train, __doc__, argv, PROGRAM)

@@ -13,14 +13,14 @@ listed in OUT/skipped.jsonl; a damaged file ends in exit status 1. The same comm
 is missing: what is new in SOURCE, and what was changed there. OUT/index.json comes last.
 """
 from sdbench.flags.commands import Convert
-from sdbench.flags.parser import parse
-from sdbench.process import one_line_errors
+from sdbench.flags.parser import answer_early, parse
+from sdbench.process import begin, one_line_errors
 
 PROGRAM = 'convert.py'
 MOST_TABLES = 3  # that the summary names
 
 if __name__ == '__main__':
-    parse(Convert, __doc__)  # a mistake is answered before the imports
+    answer_early(Convert, __doc__)
 
 import contextlib
 import os
@@ -49,6 +49,7 @@ from sdbench.paths import HELD_OUT, is_url
 
 def main(argv: list[str] | None = None) -> int:
     """Convert, and return the exit status."""
+    begin()
     settings = parse(Convert, __doc__, argv, PROGRAM)
     stays = f'what is done stays in OUT {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):

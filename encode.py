@@ -10,14 +10,13 @@ again with the same command, encodes only what is missing. OUT/index.json comes 
 by the --dry_run of the training.
 """
 from sdbench.flags.commands import Encode
-from sdbench.flags.parser import parse
-from sdbench.process import one_line_errors, sleep_while_waiting
+from sdbench.flags.parser import answer_early, parse
+from sdbench.process import begin, one_line_errors
 
 PROGRAM = 'encode.py'
 
 if __name__ == '__main__':
-    sleep_while_waiting()
-    parse(Encode, __doc__)  # a mistake is answered before the imports, which take seconds
+    answer_early(Encode, __doc__)
 
 import dataclasses
 import os
@@ -54,6 +53,7 @@ ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GP
 
 def main(argv: list[str] | None = None) -> dict | None:
     """Encode, and return the record, or None if an earlier run has done all."""
+    begin()
     settings = parse(Encode, __doc__, argv, PROGRAM)
     stays = f'what is encoded stays in --out {settings.out}, and the same command, started again, goes on from there'
     with one_line_errors(PROGRAM, stays):

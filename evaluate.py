@@ -11,14 +11,13 @@ stopped, when started again, draws only what is missing. Nothing is downloaded: 
 error says where to get them. --random_networks tries all of it without them; its scores mean nothing.
 """
 from sdbench.flags.commands import Evaluate
-from sdbench.flags.parser import parse
-from sdbench.process import end_with_launcher, one_line_errors, sleep_while_waiting
+from sdbench.flags.parser import answer_early, parse
+from sdbench.process import begin, one_line_errors
 
 PROGRAM = 'evaluate.py'
 
 if __name__ == '__main__':
-    sleep_while_waiting()
-    parse(Evaluate, __doc__)  # a mistake is answered before the imports, which take seconds
+    answer_early(Evaluate, __doc__)
 
 import contextlib
 import dataclasses
@@ -382,7 +381,7 @@ def evaluate(settings: Evaluate) -> dict:
 
 def main(argv: list[str] | None = None) -> dict:
     """Read the flags, and evaluate; return the record."""
-    end_with_launcher()
+    begin()
     settings = parse(Evaluate, __doc__, argv, PROGRAM)
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()  # they have words for each caption that is cut

@@ -8,14 +8,14 @@ OUT holds the UNet with its averaged weights where there are any, the VAE, the t
 scheduler, all in float32. `diffusers.StableDiffusionPipeline.from_pretrained(OUT)` draws from it.
 """
 from sdbench.flags.commands import Export
-from sdbench.flags.parser import parse
+from sdbench.flags.parser import answer_early, parse
 from sdbench.flags.times import is_young
-from sdbench.process import one_line_errors
+from sdbench.process import begin, one_line_errors
 
 PROGRAM = 'export.py'
 
 if __name__ == '__main__':
-    parse(Export, __doc__)  # a mistake is answered before the imports, which take seconds
+    answer_early(Export, __doc__)
 
 import contextlib
 import os
@@ -104,6 +104,7 @@ def export(settings: Export) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Export a checkpoint."""
+    begin()
     settings = parse(Export, __doc__, argv, PROGRAM)
     with one_line_errors(PROGRAM, f'OUT {settings.out} is whole or not there'):
         export(settings)

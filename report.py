@@ -13,11 +13,11 @@ is rounded once, when printed: to the decimals of the published table, or to thr
 more. --csv holds the rows of all tables unrounded, with every setting.
 """
 from sdbench.flags.commands import Report
-from sdbench.flags.parser import parse
-from sdbench.process import one_line_errors
+from sdbench.flags.parser import answer_early, parse
+from sdbench.process import begin, one_line_errors
 
 if __name__ == '__main__':
-    parse(Report, __doc__)  # a mistake is answered before pandas, which takes a second
+    answer_early(Report, __doc__)
 
 import pandas as pd
 
@@ -33,6 +33,7 @@ NOT_IN_CSV = ['record', 'setting', 'on_cpu']  # columns that are for the program
 
 
 def main(argv=None):
+    begin()
     settings = parse(Report, __doc__, argv, 'report.py')
     with one_line_errors('report.py'):
         print(report(settings))

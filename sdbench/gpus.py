@@ -110,7 +110,7 @@ def has_words(device_name: str, words: str) -> bool:
     return True
 
 
-def cards_named(names: tuple[str, ...], flag: str = '--gpu') -> list[Card]:
+def cards_named(names: tuple[str, ...]) -> list[Card]:
     """Return the cards of some names: the card that has just this name, or else all that have its words in theirs.
 
     Without names these are all cards. Raises ValueError for a name that is no card's.
@@ -120,6 +120,6 @@ def cards_named(names: tuple[str, ...], flag: str = '--gpu') -> list[Card]:
         cards = [card for card in CARDS.values() if words_in(card.name) == words_in(words)]
         cards = cards or [card for card in CARDS.values() if has_words(card.name, words)]
         if not cards:
-            raise ValueError(f'{flag} {words} is no GPU that is known here; give one of {", ".join(CARDS)}')
+            raise ValueError(f'{words} is no GPU that is known here; give one of {", ".join(CARDS)}')
         found += [card for card in cards if card not in found]
     return found

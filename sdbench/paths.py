@@ -29,6 +29,26 @@ def is_url(path: str) -> bool:
     return ('://' in path or path.startswith('dbfs:')) and not os.path.exists(path)
 
 
+def read_text(path: str, label: str) -> str:
+    """Read a text file of the user's: UTF-8, with or without a byte order mark, and any ends of lines.
+
+    Args:
+        path: of the file.
+        label: its name in error messages: the flag and its value.
+
+    Raises ValueError if it cannot be read, or is in another encoding.
+    """
+    try:
+        text = Path(path).read_text(encoding='utf-8-sig')
+    except OSError as error:
+        raise ValueError(f'{label} cannot be read ({error.strerror})') from None
+    except UnicodeDecodeError:
+        text = '\0'
+    if '\0' in text:  # which UTF-16 is full of
+        raise ValueError(f'{label} is no text in UTF-8; save it as UTF-8, or convert it by iconv')
+    return text
+
+
 def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
     """Return the folder `name` if it exists; else download that repository of the Hugging Face hub, once.
 

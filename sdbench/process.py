@@ -1,5 +1,6 @@
 """The process of a command, how it starts and how it ends: a user's error is one line. Nothing here needs torch."""
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -10,6 +11,37 @@ from typing import NoReturn
 from sdbench.errors import DataError, known_reason, one_line, redacted
 
 GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # of NVIDIA's driver, and of AMD's
+
+# Variables that scripts set from others, such as WORLD_SIZE=$SLURM_NTASKS, and that are empty where those are not set.
+EMPTY_IS_UNSET = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT',
+                  'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
+
+
+def begin() -> None:
+    """Prepare the process of a command, before torch is imported."""
+    # The libraries read these variables, too, and stop at an empty one.
+    for name in EMPTY_IS_UNSET:
+        if os.environ.get(name) == '':
+            del os.environ[name]
+
+    # A terminal or a log that lacks a letter of a path or a caption gets its number instead of ending the command.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors='backslashreplace')
+
+    # Threads that leave the cores to others, and no rank that outlives its launcher.
+    sleep_while_waiting()
+    end_with_launcher()
+
+
+def of_launcher(name: str) -> int | None:
+    """Return a number that a launcher has set, such as RANK; None without a launcher. Raises ValueError for a text."""
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise ValueError(f'{name} of the environment is {text}, and no number; unset it, or leave it to a launcher')
+    return int(text)
 
 
 def sleep_while_waiting() -> None:
@@ -25,7 +57,7 @@ def sleep_while_waiting() -> None:
 
 def end_with_launcher() -> None:
     """Ask for SIGTERM when the launcher that started this process is gone, so that no rank runs on alone (Linux)."""
-    if 'LOCAL_RANK' in os.environ and sys.platform == 'linux':
+    if os.environ.get('LOCAL_RANK') and sys.platform == 'linux':
         import ctypes
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
@@ -35,8 +67,8 @@ def exit_with_error(program: str, status: int, message: str) -> NoReturn:
 
     Most errors are those of all ranks: the others wait until rank 0 has said it and the launcher has ended them.
     """
-    rank = int(os.environ.get('RANK', 0))
-    if rank:
+    rank = os.environ.get('RANK') or '0'
+    if rank != '0':
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how a launcher ends this rank when rank 0 has spoken
         time.sleep(10)
         message = f'rank {rank}: {message}'

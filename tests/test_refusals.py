@@ -2,9 +2,9 @@
 
 A row is a command (behind variables of its environment, if any), its flags and the words that its line must hold.
 It is run in a folder that has `shards` (24 samples), `pipeline` (of the tiny model), `prompts.txt` (one caption),
-`blank.txt`, `records.csv` (a record with a comma too many), `notes` (a folder with a file of the user's), `empty` (a
-folder) and `photo.jpg`; nothing listens at S3_ENDPOINT_URL. Refusals that need more than that stand where what they
-need is made.
+`blank.txt`, `utf16.txt`, `records.csv` (a record with a comma too many), `notes` (a folder with a file of the user's),
+`empty` (a folder) and `photo.jpg`; nothing listens at S3_ENDPOINT_URL. Refusals that need more than that stand where
+what they need is made.
 """
 import importlib
 import re
@@ -27,6 +27,12 @@ ROWS = [
     ('benchmark.py', '--use_synth_data --use_ema=true', '--use_ema=true: this flag takes no value; give --use_ema or'),
     ('benchmark.py', '--use_synth_data --precision half', "--precision: invalid choice: 'half'"),
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read'),
+    ('benchmark.py', '@utf16.txt', '@utf16.txt is no text in UTF-8; save it as UTF-8'),
+    ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'WORLD_SIZE of the environment is 4(x2), and no number'),
+    ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 does nothing '
+     'with --lr_schedule constant'),
+    ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a '
+     'glob that matches some'),
     ('convert.py', 'photos', 'required: OUT'),
     ('convert.py', "'' out", 'SOURCE is empty; a variable of the shell may not be set'),
     ('export.py', 'a b c', 'c is no flag; see --help'),
@@ -37,12 +43,11 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
      'does not divide the 6 images that a device gets of --batch_size 6; use 3'),
     ('WORLD_SIZE=3 benchmark.py', f'{SYNTHETIC} --batch_size 8', '8 does not divide over 3 devices; use 6'),
-    ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu RTX4091 is no GPU that is known here; give one of NVIDIA'),
+    ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; give one of NVIDIA'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --learning_rate 0', '--learning_rate: 0 is not a number above 0'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
-    ('benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 does nothing with --lr_schedule constant'),
     ('benchmark.py', f'{SYNTHETIC} --adam_betas 0.9 1', '--adam_betas: 1 is not a number from 0 to below 1'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),
     ('benchmark.py', f'{SYNTHETIC} --autoresume', '--autoresume needs --save_folder'),
@@ -50,7 +55,8 @@ ROWS = [
     ('benchmark.py', f'--remote nowhere/index.json {TINY}', '--remote nowhere/index.json is a file; give the folder'),
     ('benchmark.py', f'--use_synth_latents {TINY} --random_flip', '--random_flip mirrors images'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --load_weights notes --sample_prompts nowhere',
-     '--sample_prompts nowhere is no file'),
+     '--sample_prompts nowhere cannot be read (No such file'),
+    ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts utf16.txt', 'utf16.txt is no text in UTF-8'),
     ('benchmark.py', f'{SYNTHETIC} --sample_prompts prompts.txt', '--sample_prompts prompts.txt needs a VAE that can'),
     ('benchmark.py', f'{SYNTHETIC} --dry_run --loader_only', '--loader_only has no training for --dry_run'),
     ('benchmark.py', f'{SYNTHETIC} --results notes', '--results notes is no file that can be written'),
@@ -80,7 +86,6 @@ ROWS = [
     ('convert.py', 'photo.jpg prompts.txt', 'OUT prompts.txt cannot be written to (File exists)'),
     ('convert.py', 'photo.jpg s3://bucket/out', 'OUT s3://bucket/out: the connection is refused; check the address'),
     ('convert.py', 'empty out', 'nothing to convert in SOURCE empty: it holds no tars, Parquet or images'),
-    ('convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a glob that matches some'),
     ('convert.py', 'notes out --captions nothing.csv', '--captions nothing.csv cannot be read (No such file'),
     ('convert.py', 'notes out --size_limit 4gb', '--size_limit: 4gb'),
     ('AWS_PROFILE=nobody convert.py', 'photo.jpg s3://b/a', 'profile (nobody) could not be found'),
@@ -138,6 +143,7 @@ def folder(tmp_path, monkeypatch, shards, pipeline):
     (tmp_path / 'pipeline').symlink_to(pipeline)
     (tmp_path / 'prompts.txt').write_text('a cat\n')
     (tmp_path / 'blank.txt').write_text(' \n\n')
+    (tmp_path / 'utf16.txt').write_text('a cat\n', encoding='utf-16')
     (tmp_path / 'records.csv').write_text('device,num_devices\nx,1,618\n')
     (tmp_path / 'notes').mkdir()
     (tmp_path / 'empty').mkdir()

@@ -1,4 +1,6 @@
-"""What a run does before its first batch."""
+"""What a command does before its work, and a run before its first batch."""
+import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -6,6 +8,8 @@ import sys
 import pytest
 
 from sdbench import process
+from sdbench.flags.commands import Report
+from sdbench.flags.parser import answer_early
 from sdbench.training.run import log_config
 from tests.runs import ROOT, settings_of
 
@@ -53,3 +57,21 @@ def test_threads_sleep_on_a_machine_without_a_gpu_unless_the_user_says_otherwise
     monkeypatch.setattr(os, 'environ', environment)
     process.sleep_while_waiting()
     assert environment.get('OMP_WAIT_POLICY') == policy
+
+
+def test_output_that_takes_ascii_alone_ends_no_command(monkeypatch):
+    log = io.BytesIO()
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(log, 'ascii', write_through=True))
+    process.begin()
+    print('converted 猫')
+    assert log.getvalue() == b'converted \\u732b\n'
+
+
+def test_where_the_environment_is_not_active_one_line_says_how_it_is_made_so(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    monkeypatch.setattr(sys, 'argv', ['report.py', 'results.jsonl'])
+    with pytest.raises(SystemExit):
+        answer_early(Report, '')
+    line = capsys.readouterr().err
+    assert line.startswith('report.py: error: ') and line.count('\n') == 1
+    assert 'source .venv/bin/activate' in line

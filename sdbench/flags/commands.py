@@ -18,6 +18,7 @@ from sdbench.flags.train import (
     check_image_size,
     price,
 )
+from sdbench.process import of_launcher
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
 TIMESTEPS = 1000  # of Stable Diffusion's noise
@@ -51,7 +52,7 @@ class Cluster:
                            '(default: RAY_ADDRESS of the environment; without it, on this machine)', metavar='ADDRESS')
 
     def check(self) -> None:
-        if 'LOCAL_RANK' in os.environ:
+        if of_launcher('LOCAL_RANK') is not None:
             raise ValueError('this command starts processes of its own; start it with python, not with a launcher')
 
 

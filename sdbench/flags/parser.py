@@ -12,6 +12,7 @@
 import argparse
 import dataclasses
 import difflib
+import importlib.util
 import math
 import re
 import shlex
@@ -21,7 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from sdbench.process import exit_with_error
+from sdbench.paths import read_text
+from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
 
@@ -77,6 +79,18 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     except ValueError as error:
         parser.error(str(error))
     return settings
+
+
+def answer_early(cls: type, description: str) -> None:
+    """Answer --help and a mistake in the flags of this process before the imports of a command, which take seconds.
+
+    Its `main` parses once more, since other programs call it with flags of their own.
+    """
+    begin()
+    parse(cls, description)
+    if importlib.util.find_spec('composer') is None:
+        exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} is not the Python of the environment, which has '
+                        'the libraries: source .venv/bin/activate (make smoke makes it)')
 
 
 def refuse_empty(cls: type, values: dict[str, Any]) -> None:
@@ -191,7 +205,6 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
 ARGPARSES_WORDS = [
     (r"argument (--\S+)/(--no-\S+): ignored explicit argument '(.*)'",
      r'\1=\3: this flag takes no value; give \1 or \2'),
-    (r"\[Errno \d+\] (.*): '(.*)'", r'@\2 cannot be read (\1); an argument that begins with @ names a file of flags'),
 ]
 
 
@@ -208,7 +221,7 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, and knows the nearest flag to one that is none.
 
     An argument `@FILE` stands for the arguments that FILE holds, any number on a line, as a shell would split them.
-    What follows a # there is a comment.
+    What follows a # there is a comment, and a line that ends in a backslash goes on in the next.
     """
 
     def __init__(self, program: str, description: str, positionals: Sequence[str]):
@@ -217,9 +230,21 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars='@',
                          allow_abbrev=False)
 
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        """Split one line of a file into arguments. Raises ValueError if a quotation does not end on it."""
-        return shlex.split(arg_line, comments=True)
+    def _read_args_from_files(self, arg_strings: Sequence[str]) -> list[str]:
+        """Put what the files hold in the place of their names, where argparse does. Raises ValueError if it cannot."""
+        arguments = []
+        for argument in arg_strings:
+            if not argument.startswith('@'):
+                arguments.append(argument)
+                continue
+            text = read_text(argument[1:], f'the file of flags {argument}').replace('\\\n', '')
+            for line in text.split('\n'):
+                try:
+                    words = shlex.split(line, comments=True)
+                except ValueError:
+                    raise ValueError(f'{argument} has a quotation that does not end: {line}') from None
+                arguments += self._read_args_from_files(words)
+        return arguments
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
         """Parse as argparse does; for an argument that is no flag, name the one that may have been meant."""

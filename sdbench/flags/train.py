@@ -8,6 +8,7 @@ from sdbench.costs import DOLLARS_PER_GPU_HOUR, TRAINING_IMAGES, Prices
 from sdbench.flags.parser import amount, below_1, count, flag, fraction, positive, seed, whole_number
 from sdbench.flags.times import time_in
 from sdbench.gpus import cards_named
+from sdbench.process import of_launcher
 from sdbench.records.keys import ENCODERS
 
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
@@ -21,16 +22,21 @@ def microbatch(text: str) -> int | Literal['auto']:
     return text if text == 'auto' else count(text)
 
 
+def known_gpu(text: str) -> str:
+    """Return the name of a GPU, or a part of it, as it is, if there is such a GPU."""
+    try:
+        cards_named((text,))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def price(text: str) -> tuple[str | None, float]:
     """Convert a price in dollars, such as 2.5, or NAME=PRICE for GPUs of that name, such as H100=2.5."""
     name, is_named, dollars = text.rpartition('=')
     if not is_named:
         return None, amount(text)
-    try:
-        cards_named((name,), '--dollars_per_gpu_hour')
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return name, amount(dollars or text)  # of which an error says what is wrong
+    return known_gpu(name), amount(dollars or text)  # of which an error says what is wrong
 
 
 PRICES_HELP = (f'price of one GPU for an hour, in dollars, or several, such as H100=2.5 H200=3.2 '
@@ -131,7 +137,7 @@ class Speed:
 
 def number_of_devices(settings: 'Train') -> int:
     """Return how many devices share the batch: those of this run, or those that --dry_run speaks of."""
-    return settings.dry_run or int(os.environ.get('WORLD_SIZE') or 1)
+    return settings.dry_run or of_launcher('WORLD_SIZE') or 1
 
 
 def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> None:
@@ -190,10 +196,7 @@ class DryRun:
         None, 'do nothing but say, without a GPU, what fits on which GPU, and how fast so many GPUs could be '
         '(default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS', bare=0)
     gpu: tuple[str, ...] = flag((), 'GPUs by their names in records or a part of it, such as A100-40GB H200 (default: '
-                                'all that are known)', metavar='NAME', needs='dry_run')
-
-    def check(self) -> None:
-        cards_named(self.gpu)
+                                'all that are known)', converter=known_gpu, metavar='NAME', needs='dry_run')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     configs = {}
     for part, file in CONFIG_FILES.items():
         try:
-            configs[part] = dict(json.loads((folder / part / file).read_text()))
+            configs[part] = dict(json.loads((folder / part / file).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(f'--model_name {name} is not a diffusers model ({one_line(error, 300)}); it needs the '
                              'folders unet, vae, text_encoder and scheduler') from None

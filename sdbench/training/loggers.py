@@ -114,7 +114,7 @@ def kept_name(folder: str) -> str | None:
         with tempfile.TemporaryDirectory() as temporary:
             copy = Path(temporary, RUN_NAME)
             get_file(path, str(copy), progress_bar=False)
-            name = copy.read_text().strip()
+            name = copy.read_text(encoding='utf-8').strip()
     except Exception as error:  # every storage client has its own exceptions
         raise ValueError(f'--save_folder {folder}: {RUN_NAME} cannot be read ({one_line(error)})') from None
     if not re.fullmatch(r'\w[\w.-]*', name):  # it names a folder of curves
@@ -133,7 +133,7 @@ def keep_name(name: str, folder: str) -> None:
         else:
             with tempfile.TemporaryDirectory() as temporary:
                 copy = Path(temporary, RUN_NAME)
-                copy.write_text(f'{name}\n')
+                copy.write_text(f'{name}\n', encoding='utf-8')
                 store.upload_object(parse_uri(path)[2], str(copy))
     except Exception as error:  # every storage client has its own exceptions
         raise ValueError(f'--save_folder {folder} cannot be written to ({one_line(error)}); check your permissions or '

@@ -23,16 +23,15 @@ from sdbench.flags.train import Train
 from sdbench.measuring.clock import Measurement
 from sdbench.models.drawing import GUIDANCE, STEPS, build_pipeline, decode, seeded
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer, build_vae
+from sdbench.paths import read_text
 from sdbench.training.ranks import StopAtSignal
 
 CAPTION_LINES = 3  # below a picture
 
 
 def read_prompts(path: str) -> list[str]:
-    """Read the prompts in a file, one a line. Raises ValueError if there is no such file, or no prompt in it."""
-    if not Path(path).is_file():
-        raise ValueError(f'--sample_prompts {path} is no file; give one with a prompt on each line')
-    lines = Path(path).read_text(encoding='utf-8-sig').split('\n')
+    """Read the prompts in a file, one a line. Raises ValueError if it cannot be read, or holds none."""
+    lines = read_text(path, f'--sample_prompts {path}').split('\n')
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f'--sample_prompts {path} holds no prompt; write one on each line')

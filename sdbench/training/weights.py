@@ -203,7 +203,7 @@ def weights_of_folder(folder: Path, files: ModelFiles, label: str) -> dict[str, 
     configs = {'unet': dict(unet.config)}
     scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
     if scheduler.is_file():
-        configs['scheduler'] = json.loads(scheduler.read_text())
+        configs['scheduler'] = json.loads(scheduler.read_bytes())
     compared = {part: files.configs[part] for part in configs}
     require_same_model({MODEL: configs}, compared, label)
     return unet.state_dict()

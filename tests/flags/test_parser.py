@@ -33,8 +33,9 @@ def test_each_kind_of_flag_takes_what_its_type_says():
 
 def test_a_file_of_flags_stands_for_what_it_holds_and_flags_behind_it_decide(tmp_path):
     path = tmp_path / 'flags.txt'
-    path.write_text("# a comment, with an apostrophe's end\n\n--use_synth_data --batch_size 2  # two\n"
-                    "--model_name 'B o#' --adam_betas 0.9 0.95\n")
+    text = ("# a comment, with an apostrophe's end\n\n--use_synth_data --batch_size 2  # two\n"
+            "--model_name 'B o#' \\\n--adam_betas 0.9 0.95\n")
+    path.write_bytes(text.replace('\n', '\r\n').encode('utf-8-sig'))  # as editors on Windows write it
     settings = train(f'@{path}', '--batch_size', '3', '--adam_betas', '0.8', '0.9')
     assert (settings.use_synth_data, settings.batch_size, settings.model_name) == (True, 3, 'B o#')
     assert settings.adam_betas == (0.8, 0.9)
