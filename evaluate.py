@@ -2,13 +2,13 @@
 
     python evaluate.py checkpoints photos-mds-held-out --out pictures --inception WEIGHTS.pth --clip CLIP
     composer evaluate.py my-model coco-mds --guidance 1.5 3 5 8 --out pictures-too --inception WEIGHTS.pth --clip CLIP
-    python evaluate.py checkpoints photos-mds-held-out --out trial --random_networks --samples 8
+    python evaluate.py checkpoints photos-mds-held-out --out trial --samples 8      # draws, and scores nothing
 
 MODEL is a checkpoint of benchmark.py, the newest of a folder or an object store, or a pipeline folder of diffusers, as
 export.py writes them; DATA is shards of images with captions, as convert.py writes them. Launched as benchmark.py is,
 it draws on one GPU (python) or on several (composer, torchrun). The same command draws the same pictures; one that was
 stopped, when started again, draws only what is missing. Nothing is downloaded: WEIGHTS.pth and CLIP are yours, and an
-error says where to get them. --random_networks tries all of it without them; its scores mean nothing.
+error says where to get them. Without them nothing is scored.
 """
 from sdbench.flags.commands import Evaluate
 from sdbench.flags.parser import answer_early, parse
@@ -52,11 +52,8 @@ from sdbench.models.feature_extractors import (
     NETWORK,
     PUBLISHED_SHA256,
     RESIZE,
-    clip_score,
     load_clip,
     load_inception,
-    random_clip,
-    random_inception,
 )
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.paths import number_of_samples
@@ -77,30 +74,18 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
 
     Raises ValueError if --inception or --clip is something else.
     """
+    metrics = {}
     about = {'inception_sha256': None, 'clip_sha256': None, 'clip': None}
-    inception = None
-    clip = None
-
-    # the networks
-    if settings.random_networks:
-        inception = random_inception()
-        clip = clip_score(*random_clip())
     if settings.inception:
         inception = load_inception(settings.inception)
+        metrics['fid'] = FrechetInceptionDistance(inception, reset_real_features=False).to(device)
         about['inception_sha256'] = hashlib.sha256(Path(settings.inception).read_bytes()).hexdigest()
         about['network'] = NETWORK
         about['fid_of_published_weights'] = about['inception_sha256'].startswith(PUBLISHED_SHA256)
     if settings.clip:
-        clip = load_clip(settings.clip)
-        about['clip_sha256'] = hash_of_weights(clip.model)
+        metrics['clip_score'] = load_clip(settings.clip).to(device)
+        about['clip_sha256'] = hash_of_weights(metrics['clip_score'].model)
         about['clip'] = os.path.basename(os.path.abspath(settings.clip))
-
-    # the metrics
-    metrics = {}
-    if inception is not None:
-        metrics['fid'] = FrechetInceptionDistance(inception, reset_real_features=False).to(device)
-    if clip is not None:
-        metrics['clip_score'] = clip.to(device)
     return metrics, about
 
 
@@ -140,16 +125,6 @@ def sources_of_pictures(pipeline: StableDiffusionPipeline) -> dict:
         if not key.startswith('_'):  # such as the version of diffusers
             scheduler[key] = value
     return {'tokenizer_sha256': hash_of_ids(pipeline.tokenizer.get_vocab(), encode), 'scheduler': scheduler}
-
-
-def read_data(settings: Evaluate) -> dict:
-    """Read the index.json of DATA. Raises ValueError if it holds no images with captions, or too few."""
-    index = read_image_index(settings.data, 'DATA')
-    number = number_of_samples(index)
-    if number < settings.samples:
-        raise ValueError(f'DATA {settings.data} holds {plural(number, "sample")}, fewer than --samples '
-                         f'{settings.samples:,}; use --samples {number}, or give more')
-    return index
 
 
 def with_progress(steps: Iterable, doing: str, total: int) -> Iterable:
@@ -268,6 +243,10 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
 
     Raises ValueError if one is not finite.
     """
+    scores = {'guidance': guidance, 'fid': None, 'clip_score': None}
+    if not metrics:
+        return scores
+
     # this rank's pictures, batch by batch
     numbers = samples_of_rank(settings)
     starts = range(0, len(numbers), settings.batch_size)
@@ -282,7 +261,6 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
                 metric.update(list(images), [captions[number] for number in batch])
 
     # the scores, of all ranks
-    scores = {'guidance': guidance, 'fid': None, 'clip_score': None}
     for name, metric in metrics.items():
         score = metric.compute().item()
         if not math.isfinite(score):
@@ -303,14 +281,16 @@ def scores_summary(record: dict) -> str:
     lines.append(f'{"model":<15} {record["model"]}{age}')
 
     # the scores
+    if not record['inception'] and not record['clip']:
+        lines.append(f'{"not scored":<15} --inception is for FID, --clip for the CLIP score; the same command with '
+                     'them scores these pictures')
+        return '\n'.join(lines)
     lines.append(f'{"guidance":<15} {"FID":>10} {"CLIP score":>12}')
-    for score in record.get('random_scores', record['scores']):
+    for score in record['scores']:
         lines.append(f'{score["guidance"]:<15g} {in_words(score["fid"]):>10} {in_words(score["clip_score"]):>12}')
 
     # what they do not say
     cautions = []
-    if 'random_scores' in record:
-        cautions.append('the scores mean nothing: the networks that made them have random weights (--random_networks)')
     if record.get('trained_on_data'):
         cautions.append('DATA is what the model was trained on: the scores say nothing of other captions and images')
     if record.get('fid_is_biased'):
@@ -327,26 +307,6 @@ def in_words(score: float | None) -> str:
     return '' if score is None else f'{score:,.2f}'
 
 
-def record_of(settings: Evaluate, scores: list[dict], image_size: int, about: dict) -> dict:
-    """Return the record. Scores of random networks have a key of their own, so that nobody takes them for scores.
-
-    Args:
-        settings: of this command.
-        scores: one for each guidance scale.
-        image_size: of the pictures.
-        about: the model, the networks and the drawing, as the record has them.
-    """
-    found = {'image_size': image_size, 'sampler': SAMPLER, 'scores': scores, **about}
-    if settings.random_networks:
-        no_scores = {'fid': None, 'clip_score': None}
-        found['scores'] = [{'guidance': guidance} | no_scores for guidance in settings.guidance]
-        found['random_scores'] = scores
-    if settings.inception:
-        found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
-        found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
-    return make_record('evaluate', settings, found)
-
-
 def evaluate(settings: Evaluate) -> dict:
     """Draw the pictures that are missing, score all of them, and keep the record; return it."""
     # The ranks, each of which draws and scores some of the samples.
@@ -360,7 +320,11 @@ def evaluate(settings: Evaluate) -> dict:
     metrics, about_metrics = load_metrics(settings, device)
     pipeline, about_model = load_model(settings.model)
     image_size = settings.image_size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor
-    index = on_rank_0(partial(read_data, settings))
+    index = on_rank_0(partial(read_image_index, settings.data, 'DATA'))
+    number = number_of_samples(index)
+    if number < settings.samples:
+        raise ValueError(f'DATA {settings.data} holds {plural(number, "sample")}, fewer than --samples '
+                         f'{settings.samples:,}; use --samples {number}, or give more')
 
     # The pictures and their scores, while no other run works in --out.
     made_of = {'program': PROGRAM, 'model_sha256': about_model['model_sha256'], 'data_sha256': index_hash(index),
@@ -374,8 +338,13 @@ def evaluate(settings: Evaluate) -> dict:
         drawn = draw_missing(settings, pipeline, captions, image_size)
         scores = [scores_at(settings, guidance, captions, metrics) for guidance in settings.guidance]
 
-    trained_on_data = {'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
-    record = record_of(settings, scores, image_size, about_model | about_metrics | drawn | trained_on_data)
+    # The record.
+    found = {'image_size': image_size, 'sampler': SAMPLER, 'scores': scores, **about_model, **about_metrics, **drawn,
+             'trained_on_data': was_trained_on(about_model['training'] or {}, index)}
+    if settings.inception:
+        found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
+        found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
+    record = make_record('evaluate', settings, found)
     return append_record(record, scores_summary(record), settings.results_file)
 
 

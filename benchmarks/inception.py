@@ -8,6 +8,7 @@ The network tells kinds of pictures apart, photographs and drawings among them. 
 FIDs, and their scores can be compared among themselves only. docs/evaluating.md has some.
 """
 import base64
+import io
 import json
 import subprocess
 import sys
@@ -17,7 +18,29 @@ import numpy as np
 import torch
 from torch_fidelity.feature_extractor_inceptionv3 import BasicConv2d
 
-from sdbench.models.feature_extractors import random_inception
+from sdbench.models.feature_extractors import INCEPTION, LAYER, Inception
+
+
+class RandomInception(Inception):
+    """InceptionV3 with random weights that keep the scale of the features.
+
+    torch-fidelity's cannot be made without a file of weights.
+    """
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        """Draw the weights of the convolutions, and take none of the file."""
+        for module in self.modules():
+            if isinstance(module, torch.nn.Conv2d):
+                torch.nn.init.kaiming_normal_(module.weight, nonlinearity='relu')
+
+
+def random_inception() -> Inception:
+    """Make InceptionV3 with random weights, the same each time, on the CPU, in float32 and in eval mode."""
+    no_weights = io.BytesIO()
+    torch.save({}, no_weights)
+    no_weights.seek(0)
+    torch.manual_seed(2)
+    return RandomInception(INCEPTION, [LAYER], feature_extractor_weights_path=no_weights)
 
 
 def read_module(path: Path) -> dict | str:

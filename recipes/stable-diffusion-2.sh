@@ -9,7 +9,7 @@
 # where their numbers come from. To try all of it on a CPU, in a few minutes:
 #
 #   MODEL=tiny SOURCE=photos LAUNCH=python SIZE_1=32 SIZE_2=64 STEPS_1=20 STEPS_2=20 BATCH_SIZE=4 HELD_OUT=0.3 \
-#       PHASE_FLAGS='--lr_warmup 2ba --ema_half_life 5ba' SCORES='--random_networks --samples 4' \
+#       PHASE_FLAGS='--lr_warmup 2ba --ema_half_life 5ba' SCORES='--samples 4' \
 #       sh recipes/stable-diffusion-2.sh
 set -eu
 case "${1:-}" in

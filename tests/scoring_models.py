@@ -4,11 +4,19 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import UNet2DConditionModel
-from transformers import CLIPTokenizerFast
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPProcessor,
+    CLIPTextConfig,
+    CLIPTokenizerFast,
+    CLIPVisionConfig,
+)
 
+from benchmarks.inception import random_inception
 from sdbench.inputs import captions
 from sdbench.models.drawing import build_pipeline
-from sdbench.models.feature_extractors import random_clip, random_inception
+from sdbench.models.feature_extractors import Clip
 from sdbench.models.loading import build_text_encoder, build_vae, find_model
 
 
@@ -27,11 +35,15 @@ def tokenizer_of_letters() -> CLIPTokenizerFast:
 
 def save_clip(folder: Path) -> str:
     """Save a CLIP model of one layer with its processor, as transformers does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captions, 'clip_merges', tuple)
-        model, processor = random_clip()
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    tokenizer = tokenizer_of_letters()
+    sizes = {'hidden_size': 32, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+    text = CLIPTextConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
+    vision = CLIPVisionConfig(image_size=32, patch_size=8, **sizes)
+    torch.manual_seed(7)
+    Clip(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16)
+         ).save_pretrained(folder)
+    images = CLIPImageProcessor(size={'shortest_edge': 32}, crop_size={'height': 32, 'width': 32})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
     return str(folder)
 
 

@@ -232,24 +232,17 @@ def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipel
     assert 'not those of published FIDs' in summary
 
 
-def test_scores_of_random_networks_are_no_scores(tmp_path, pipeline, shards, capfd, monkeypatch):
-    monkeypatch.setattr(evaluate, 'random_inception', SmallNetwork)
-    record = run(pipeline, shards, tmp_path / 'out', '--random_networks', '--guidance', 1)
+def test_without_a_network_pictures_are_drawn_and_nothing_is_scored(tmp_path, pipeline, shards, clip, capfd):
+    record = run(pipeline, shards, tmp_path / 'out', '--guidance', 1)
+    assert record['samples_drawn'] == 4
     assert record['scores'] == [{'guidance': 1.0, 'fid': None, 'clip_score': None}]
-    [score] = record['random_scores']
-    assert score['fid'] > 0
-    assert score['clip_score'] >= 0
-    assert (record['inception_sha256'], record['clip_sha256'], record.get('network')) == (None, None, None)
-    printed = capfd.readouterr().out
-    assert f'{score["fid"]:,.2f}' in printed
-    assert 'the scores mean nothing' in printed
-    report.main(['results.jsonl'])
-    printed = capfd.readouterr().out
-    assert 'random networks' in printed
-    assert f'{score["fid"]:,.2f}' not in printed
+    assert 'not scored      --inception is for FID, --clip for the CLIP score' in capfd.readouterr().out
     with pytest.raises(SystemExit):
         report.main(['results.jsonl', '--quality', 'quality.png'])
     assert 'no evaluation has both scores' in capfd.readouterr().err
+    scored = run(pipeline, shards, tmp_path / 'out', '--guidance', 1, *clip)
+    assert scored['samples_drawn'] == 0
+    assert scored['scores'][0]['clip_score'] is not None
 
 
 def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_far_it_was_trained(

@@ -96,11 +96,8 @@ ROWS = [
     ('encode.py', '--remote shards', 'give both --remote and --out'),
 
     # Evaluations
-    ('evaluate.py', 'notes shards --out out', 'give --inception for FID, --clip for the CLIP score, or both; for a '
-     'trial, whose scores mean nothing, --random_networks'),
-    ('evaluate.py', 'notes shards --out out --random_networks --clip notes', '--random_networks stands for both'),
-    ('evaluate.py', 'notes shards --out s3://b/out --random_networks', 'give --out, a folder of this machine'),
-    ('evaluate.py', 'notes shards --out out --random_networks --steps 30', 'would not begin at pure noise'),
+    ('evaluate.py', 'notes shards --out s3://b/out', 'give --out, a folder of this machine'),
+    ('evaluate.py', 'notes shards --out out --steps 30', 'would not begin at pure noise'),
     ('evaluate.py', 'notes shards --out out --clip nowhere', '--clip nowhere is no folder; fetch one: hf download'),
 
     # Reports
@@ -112,7 +109,7 @@ ROWS = [
     ('report.py', 'published.csv --figure days.xyz', '--figure days.xyz does not end in .png'),
     ('report.py', 'published.csv --quality q.png', '--quality'),
     ('report.py', 'published.csv --extrapolate 4096', 'a batch of as many images as GPUs'),
-    ('evaluate.py', 'notes shards --out out --random_networks --steps 1000', 'would not begin at pure noise'),
+    ('evaluate.py', 'notes shards --out out --steps 1000', 'would not begin at pure noise'),
     ('convert.py', 'notes azure://me.blob.core.windows.net', 'names no bucket'),
     ('report.py', 'published.csv --phase x@y', 'x@y is not IMAGES@SIZE'),
 
@@ -125,10 +122,10 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
     ('benchmark.py', f'--remote shards {TINY} --eval_remote shards', '--eval_remote shards is what the run trains on'),
     ('benchmark.py', f'--use_synth_latents {TINY} --eval_remote shards', 'holds images, and the training'),
-    ('evaluate.py', 'notes shards --out out --random_networks', 'notes is not there, or holds no whole checkpoint'),
-    ('evaluate.py', 'pipeline shards --out out --random_networks --samples 25', 'fewer than --samples 25'),
-    ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --random_networks --samples 4', '4 is fewer than the 5'),
-    ('evaluate.py', 'pipeline shards --out notes --random_networks --samples 4', 'notes already holds something'),
+    ('evaluate.py', 'notes shards --out out', 'notes is not there, or holds no whole checkpoint'),
+    ('evaluate.py', 'pipeline shards --out out --samples 25', 'fewer than --samples 25'),
+    ('WORLD_SIZE=5 evaluate.py', 'pipeline shards --out out --samples 4', '4 is fewer than the 5'),
+    ('evaluate.py', 'pipeline shards --out notes --samples 4', 'notes already holds something'),
     ('evaluate.py', 'notes shards --out out --inception nowhere', '--inception nowhere is not there; fetch it'),
     ('evaluate.py', 'notes shards --out out --inception prompts.txt', "prompts.txt is not torch-fidelity's file with"),
     ('export.py', 'notes out', 'holds no whole checkpoint'),

@@ -128,8 +128,6 @@ class Evaluate(Results):
                                  '.pth (default: none, and no FID)', metavar='FILE')
     clip: str | None = flag(None, f'a CLIP model in the layout of transformers, such as {CLIP_MODEL} (default: none, '
                             'and no CLIP score)', metavar='FOLDER')
-    random_networks: bool = flag(False, 'for a trial: score by networks of random weights instead, so that the scores '
-                                 'mean nothing')
     samples: int = flag(30_000, 'captions of DATA to draw, the first N, at each guidance scale', metavar='N',
                         converter=number(int, 2, 10 ** 9, 'a whole number above 1'))
     guidance: tuple[float, ...] = flag((7.5,), 'scales of classifier-free guidance, each of which draws all captions; '
@@ -150,11 +148,6 @@ class Evaluate(Results):
     def check(self) -> None:
         if not self.out or '://' in self.out:
             raise ValueError('give --out, a folder of this machine for the pictures')
-        if self.random_networks and (self.inception or self.clip):
-            raise ValueError('--random_networks stands for both --inception and --clip; leave it out, or them')
-        if not self.inception and not self.clip and not self.random_networks:
-            raise ValueError('give --inception for FID, --clip for the CLIP score, or both; for a trial, whose scores '
-                             'mean nothing, --random_networks')
         if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
             raise ValueError(f'--steps {self.steps} is no divisor of the {TIMESTEPS} timesteps, so that the sampler '
                              'would not begin at pure noise; use one below them, such as 50')

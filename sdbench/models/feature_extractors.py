@@ -1,16 +1,14 @@
 """The networks behind FID and CLIP score, InceptionV3 and CLIP, as torchmetrics takes them."""
-import io
 import os
 from functools import partial
 
 import torch
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torchmetrics.multimodal.clip_score import CLIPScore
-from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTextConfig, CLIPVisionConfig
+from transformers import CLIPModel, CLIPProcessor
 
 from sdbench.errors import one_line
 from sdbench.flags.commands import CLIP_MODEL
-from sdbench.inputs.captions import pipeline_tokenizer
 from sdbench.models.loading import load_weights
 
 INCEPTION = 'inception-v3-compat'  # torch-fidelity's, in which TensorFlow's weights of 2015 give TensorFlow's features
@@ -51,28 +49,6 @@ def load_inception(path: str) -> Inception:
                          ) from None
 
 
-class RandomInception(Inception):
-    """InceptionV3 with random weights that keep the scale of the features.
-
-    torch-fidelity's cannot be made without a file of weights.
-    """
-
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        """Draw the weights of the convolutions, and take none of the file."""
-        for module in self.modules():
-            if isinstance(module, torch.nn.Conv2d):
-                torch.nn.init.kaiming_normal_(module.weight, nonlinearity='relu')
-
-
-def random_inception() -> Inception:
-    """Make InceptionV3 with random weights, the same each time, on the CPU, in float32 and in eval mode."""
-    no_weights = io.BytesIO()
-    torch.save({}, no_weights)
-    no_weights.seek(0)
-    torch.manual_seed(2)
-    return RandomInception(INCEPTION, [LAYER], feature_extractor_weights_path=no_weights)
-
-
 class Clip(CLIPModel):
     """A CLIPModel whose features are tensors, as torchmetrics 1.9 and older takes them; transformers 5 wraps them."""
 
@@ -90,6 +66,8 @@ class Clip(CLIPModel):
 def load_clip(folder: str) -> CLIPScore:
     """Load the CLIP model of a folder in the layout of transformers, and make the CLIP score of it.
 
+    A caption that is longer than the model takes is cut before its last token, where torchmetrics would cut that off.
+
     Raises ValueError if there is no such model.
     """
     remedy = f'fetch one: hf download {CLIP_MODEL} --local-dir clip'
@@ -101,25 +79,5 @@ def load_clip(folder: str) -> CLIPScore:
     except Exception as error:  # transformers raises many kinds for files that are not there or damaged
         raise ValueError(f'--clip {folder} is no folder with a CLIP model and its processor ({one_line(error, 300)}); '
                          f'{remedy}') from None
-    return clip_score(model, processor)
-
-
-def random_clip() -> tuple[Clip, CLIPProcessor]:
-    """Make a CLIP model of one layer with random weights, the same each time, and its processor."""
-    tokenizer = pipeline_tokenizer()
-    sizes = {'hidden_size': 32, 'intermediate_size': 32, 'num_hidden_layers': 1, 'num_attention_heads': 2}
-    text = CLIPTextConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes)
-    vision = CLIPVisionConfig(image_size=32, patch_size=8, **sizes)
-    torch.manual_seed(7)
-    model = Clip(CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=16))
-    images = CLIPImageProcessor(size={'shortest_edge': 32}, crop_size={'height': 32, 'width': 32})
-    return model.eval(), CLIPProcessor(images, tokenizer)
-
-
-def clip_score(model: Clip, processor: CLIPProcessor) -> CLIPScore:
-    """Make torchmetrics' CLIP score of a model and its processor.
-
-    A caption that is longer than the model takes is cut before its last token, where torchmetrics would cut that off.
-    """
     most = model.config.text_config.max_position_embeddings
     return CLIPScore(lambda: (model, partial(processor, truncation=True, max_length=most)))

@@ -63,7 +63,6 @@ KEYS = {
     'data trained_on_data samples_drawn sampler': 'captions and images that were compared with, whether the training '
     'had them too, how many pictures this run drew, and how',
     'scores': 'for each `guidance` the `fid` and the `clip_score`, null where a score was not asked for',
-    'random_scores': 'scores by networks of random weights, which mean nothing',
     'network inception_sha256 fid_of_published_weights resize fid_is_biased': 'what FID was found by, whether it '
     'compares with published ones, and whether it is of fewer than 10,000 pictures',
     'clip clip_sha256': 'what the CLIP score was found by',

@@ -160,8 +160,6 @@ def score_rows(record: dict) -> list[dict]:
         notes.append('FID of few pictures is too high')
     if record.get('fid_of_published_weights') is False:
         notes.append('FID by other weights')
-    if 'random_scores' in record:
-        notes.append('no scores: a trial by random networks')
     row |= {'stage': 'evaluate', 'status': MEASURED, 'notes': ', '.join(notes), 'record': record}
 
     rows = []
