@@ -13,7 +13,7 @@ from transformers import (
     CLIPVisionConfig,
 )
 
-from benchmarks.inception import random_inception
+from benchmarks.once.inception import random_inception
 from sdbench.inputs import captions
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.feature_extractors import Clip

@@ -1,6 +1,6 @@
 """Measure what a dataset of many samples costs a training before the first is read, without any data.
 
-    python -m benchmarks.sizes 10000000 100000000     # samples, the fewest first; 100 million need about 6 GB
+    python -m benchmarks.once.sizes 10000000 100000000     # samples, the fewest first; 100 million need about 6 GB
 
 Every process of a training opens the dataset: it holds its index, and for a moment more. The first process of each node
 then shuffles the numbers of all samples, on one core. Both are Streaming's own work, and all that runs here. The shards

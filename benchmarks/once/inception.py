@@ -2,7 +2,7 @@
 
     npm pack nsfwjs@4.4.0
     tar -xzf nsfwjs-4.4.0.tgz
-    python -m benchmarks.inception package/dist/models/inception_v3 inception.pth    # calls node
+    python -m benchmarks.once.inception package/dist/models/inception_v3 inception.pth    # calls node
 
 The network tells kinds of pictures apart, photographs and drawings among them. Its weights are not those of published
 FIDs, and their scores can be compared among themselves only. docs/evaluating.md has some.
@@ -90,7 +90,7 @@ def inception_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 def main() -> None:
     if len(sys.argv) != 3:
-        raise SystemExit('usage: python -m benchmarks.inception FOLDER FILE')
+        raise SystemExit('usage: python -m benchmarks.once.inception FOLDER FILE')
     folder, out = map(Path, sys.argv[1:])
     torch.save(inception_weights(read_weights(folder)), out)
     print(f'{out} has the weights of InceptionV3')
