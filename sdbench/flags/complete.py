@@ -121,15 +121,15 @@ def with_local_in_place(settings: Train | Encode) -> Train | Encode:
 
 
 def batches_per_epoch(settings: Train, index: dict | None, devices: int) -> int:
-    """Return the length of the loader. Raises ValueError if the shards do not hold a batch."""
+    """Return the length of the loader. Raises ValueError if the shards hold no batch to train on."""
     if index is None:
         return max(1, SYNTHETIC_SAMPLES // settings.batch_size)
     samples = number_of_samples(index)
-    if samples < settings.batch_size:
+    if samples < settings.batch_size and settings.dry_run is None:
         raise ValueError(f'--remote {settings.remote} holds {plural(samples, "sample")}, fewer than --batch_size '
                          f'{settings.batch_size}; use a smaller batch')
     samples_of_device = math.ceil(samples / devices)  # Streaming repeats some, so that each has as many
-    return samples_of_device // (settings.batch_size // devices)
+    return max(1, samples_of_device // (settings.batch_size // devices))
 
 
 def best_precision(is_for_gpus: bool) -> str:

@@ -8,7 +8,6 @@ from composer.utils import dist
 import benchmark
 from ema import EMA
 from sdbench.models.loading import find_model
-from tests.runs import settings_of
 
 
 class BySample(benchmark.StableDiffusion):
@@ -42,12 +41,15 @@ class Witness(Callback):
 def main(out: str | Path, *argv: str) -> None:
     """Train with these flags of benchmark.py."""
     benchmark.join_ranks(timeout=60)
-    settings = settings_of(*argv)
+    settings = benchmark.parse(benchmark.Train, '', argv)
+    index = benchmark.index_of_data(settings)
+    settings = benchmark.complete(settings, index)
     torch.manual_seed(0)
     model = BySample(settings.model_name, settings.image_size)
     model.unet.double()
     files = find_model(settings.model_name)
-    data = benchmark.build_data(settings, files, None)
+    data = benchmark.build_data(settings, files, index)
+    assert len(data.dataloader) == settings.batches_per_epoch
     witness = Witness()
     benchmark.build_model = lambda *_, **__: model
     with benchmark.StopAtSignal() as stop:
