@@ -58,7 +58,7 @@ def test_help_begins_with_commands_and_has_every_flag_with_its_default(program):
 
 @pytest.mark.parametrize('program, argv', [
     ('benchmark.py', ['--help']), ('benchmark.py', ['--use_synth_data', '--image_size', '100']), ('convert.py', []),
-    ('encode.py', ['--remote', 'x']), ('evaluate.py', ['m', 'd', '--out', 'o']), ('export.py', ['checkpoint', 'tests']),
+    ('encode.py', ['--remote', 'x']), ('evaluate.py', ['m', 'd']), ('export.py', ['checkpoint', 'tests']),
     ('report.py', ['--extrapolate', '1,2'])])
 def test_a_command_line_is_answered_before_anything_heavy_is_imported(program, argv):
     code = f'''
