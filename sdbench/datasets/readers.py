@@ -2,14 +2,17 @@
 
 A link in a tar is not followed, since a stranger can have made it; datasets/sources.py says of those in folders.
 """
+import contextlib
 import errno
 import io
 import json
 import os
+import shutil
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import (
@@ -26,15 +29,14 @@ from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import decode_whole_image
 from sdbench.inputs.stores import open_file
+from sdbench.paths import is_url
 
-WHOLE_FILE = 'whole file'  # in the place of a suffix: why a file is not read, or not to its end
+NO_SAMPLE = 'no sample'  # in the place of a suffix: why there is none, or why a file is not read to its end
 
 # Tars
 MAX_BYTES = 256 << 20  # of an image or a caption: a tar can declare any size
-MAX_OPEN = 4  # samples whose files may lie between each other's, such as a.jpg, a.seg.png, a.txt
 TAR_BUFFER_BYTES = 1 << 20
-END_BYTES = 1024  # of zeros, that a tar ends with
-RECORD_BYTES = 10240  # writers of tars fill the last record of so many bytes with zeros
+END_BYTES = 1024  # of zeros, that a tar ends with at least: writers of tars fill the last record with more
 
 # Parquet
 PARQUET_IMAGE_COLUMNS = ('image',)  # of the bytes of images
@@ -48,14 +50,21 @@ class Unread(str):
     """Why a file of a sample was not read."""
 
 
+class Place(NamedTuple):
+    """Where the content of a file is in a tar, in bytes."""
+    offset: int
+    size: int
+
+
 Key = str | int | None  # of a sample: in a tar its name, in Parquet the number of its row; None: a whole file
 Fields = dict[str, bytes | Unread]  # the files of a sample by their suffixes
+Members = dict[str, dict[str, list[bytes | Unread | Place]]]  # the files of a tar, by key and suffix
 
 
 def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple[Key, Fields]]:
     """Yield (key, fields) of each sample of a tar, a Parquet file or an image file, for `make_sample`.
 
-    Last comes (None, {WHOLE_FILE: why}) if a file is cut short or damaged; the samples before it are whole.
+    Last comes (None, {NO_SAMPLE: why}) if a file is cut short or damaged; the samples before it are whole.
 
     Args:
         file: of which the samples are read; its suffix says what it is.
@@ -64,107 +73,103 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
     Raises DataError if the file cannot be read, as when a network file system is away: nothing can then be said of what
     it holds.
     """
-    samples: dict[Key, Fields] = {}
-    for key, suffix, content in read_files(file, columns):  # those of a sample may lie some files apart
-        if suffix in samples.get(key, ()):  # another sample of the same name
-            yield key, samples.pop(key)
-        samples.setdefault(key, {})[suffix] = content
-        if len(samples) > MAX_OPEN:
-            first = next(iter(samples))
-            yield first, samples.pop(first)
-    yield from samples.items()
-
-
-def read_files(file: File, columns: Columns) -> Iterator[tuple[Key, str, bytes | Unread]]:
-    """Yield (key, suffix, content) of the files of a tar, of the columns of Parquet's rows, or of an image file.
-
-    An image file comes with its captions. Of what is damaged, all that is before the damage comes.
-    """
     try:
         if split_name(file.name)[1].lower() == '.tar':
-            yield from read_tar(file)
+            yield from read_tar(file.name)
         elif is_parquet(file.name):
             yield from read_parquet(file, columns)
         else:
-            yield from read_image(file)
+            stem, suffix = split_name(file.name)
+            fields = {part: Path(stem + part).read_bytes() for part in (suffix, *file.captions)}
+            if file.caption is not None:  # of a table
+                fields['.txt'] = file.caption.encode(errors='surrogatepass')
+            yield os.path.basename(stem), fields
     except (MemoryError, DataError):
         raise  # which say nothing of what the file holds
     except OSError as error:
         # pyarrow's own have no number, and no place of a file is as far as a garbled header of a tar says
         if error.errno not in (None, errno.EINVAL):
             raise DataError(f'{file.name} cannot be read ({type(error).__name__}: {one_line(error)})') from None
-        yield None, WHOLE_FILE, Unread(f'{DAMAGED}: {one_line(error)}')
+        yield None, {NO_SAMPLE: Unread(f'{DAMAGED}: {one_line(error)}')}
     except Exception as error:  # damaged bytes make tarfile and pyarrow raise nearly anything
-        yield None, WHOLE_FILE, Unread(f'{DAMAGED}: {one_line(error)}')
+        yield None, {NO_SAMPLE: Unread(f'{DAMAGED}: {one_line(error)}')}
 
 
-def read_image(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
-    """Yield (key, suffix, content) of an image file and of its captions."""
-    stem, suffix = split_name(file.name)
-    key = os.path.basename(stem)
-    for part in (suffix, *file.captions):
-        yield key, part, Path(stem + part).read_bytes()
-    if file.caption is not None:
-        yield key, '.txt', file.caption.encode(errors='surrogatepass')
+def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
+    """Yield (key, fields) of the samples of a tar, and of all tars that follow it in the same file.
 
-
-def read_tar(file: File) -> Iterator[tuple[str, str, bytes | Unread]]:
-    """Yield (key, suffix, content) of the files of a tar, and of all tars that follow it in the same file.
-
-    `a/b.jpg` is the .jpg of a/b.
+    The headers of a tar are read first, and its files paired by their keys: in a tar of a folder they lie in any order.
+    The samples then come in the order of their first files. `a/b.jpg` is the .jpg of a/b.
 
     Raises tarfile.ReadError, or nearly anything else, where it is damaged.
     """
-    with open_file(file.name) as reader:
-        is_empty = True
-        is_more = True
-        while is_more:
-            # read the files of one tar
-            start = reader.tell()
-            with tarfile.open(fileobj=reader, mode='r:') as tar:
-                while member := tar.next():
-                    is_empty = False
-                    tar.members.clear()  # tarfile would keep every header
-                    if tar.offset < member.offset_data:
-                        raise tarfile.ReadError('negative size')  # tarfile would go round for ever
-                    if not member.isdir():
-                        folder, name = os.path.split(member.name)
-                        key, suffix = split_name(name)
-                        yield os.path.join(folder, key), suffix, read_member(tar, member, suffix)
+    with contextlib.ExitStack() as stack:
+        # a tar of a store is copied, since it would be fetched twice, and in a random order file by file
+        reader = stack.enter_context(open_file(name))
+        if is_url(name):
+            copy = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(reader, copy, TAR_BUFFER_BYTES)
+            reader = copy
 
-            # go on to the next, if another follows
-            if tar.offset == start > 0:
-                raise tarfile.ReadError('what follows its end is no tar')
-            is_more = skip_end(reader, tar.offset)
-    if is_empty:
-        yield '', '', Unread('nothing is in this tar')
+        start = 0
+        while start is not None:
+            # pair the files by the headers, up to where the tar is damaged, if it is
+            members: Members = {}
+            damage = None
+            try:
+                following = list_members(reader, start, members)
+            except Exception as error:
+                damage = error
+
+            # read the samples
+            for key, files in members.items():
+                for fields in read_members(reader.fileno(), files):
+                    yield key, fields
+            if damage is not None:
+                raise damage
+            if start == 0 and following is None and not members:
+                yield '', {'': Unread('nothing is in this tar')}
+            start = following
 
 
-def skip_end(reader: io.BufferedReader, end: int) -> bool:
-    """Go on behind the zeros at the `end` of a tar, and return whether something is there.
+def list_members(reader: io.BufferedReader, start: int, members: Members) -> int | None:
+    """Add the files of the tar that begins at the byte `start` to `members`.
 
-    Raises tarfile.ReadError if these are not the zeros of a whole tar: tarfile also stops, without a word, where a tar
-    is cut between two files, at a garbled header, and where a file was not fetched to its end and is filled with zeros.
+    Returns where another tar begins in the same file, or None. Raises tarfile.ReadError, or nearly anything else, where
+    the tar is damaged; the files before that are added.
     """
-    # count the zeros
-    reader.seek(end)
+    # the headers
+    reader.seek(start)
+    with tarfile.open(fileobj=reader, mode='r:') as tar:
+        while member := tar.next():
+            tar.members.clear()  # tarfile would keep every header
+            if tar.offset < member.offset_data:
+                raise tarfile.ReadError('negative size')  # tarfile would go round for ever
+            if not member.isdir():
+                folder, name = os.path.split(member.name)
+                key, suffix = split_name(name)
+                files = members.setdefault(os.path.join(folder, key), {})
+                files.setdefault(suffix, []).append(find_content(tar, member, suffix))
+    if tar.offset == start > 0:
+        raise tarfile.ReadError('what follows its end is no tar')
+
+    # The zeros behind them. tarfile also stops, without a word, where a tar is cut between two files, and at a garbled
+    # header: there are too few zeros then.
+    reader.seek(tar.offset)
     zeros = 0
     rest = b''
     while not rest and (content := reader.read(TAR_BUFFER_BYTES)):
         rest = content.lstrip(bytes(1))
         zeros += len(content) - len(rest)
-
-    # compare them with those that a tar ends with
     if zeros < END_BYTES:
         raise tarfile.ReadError('no end mark')
-    if not rest and zeros > END_BYTES + RECORD_BYTES:
-        raise tarfile.ReadError(f'it ends in zeros, {zeros:,} of them')
-    reader.seek(end + zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE)
-    return bool(rest)
+    if not rest:
+        return None
+    return tar.offset + zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
 
 
-def read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> bytes | Unread:
-    """Return the content of a file in a tar, or why it is not read."""
+def find_content(tar: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> bytes | Unread | Place:
+    """Return where the content of a file is in a tar, or why it is not read. Of a sparse file it is read at once."""
     if is_hidden(member.name):
         return Unread('it is hidden')
     if not member.isreg():
@@ -173,13 +178,39 @@ def read_member(tar: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> b
         return Unread(why_not_read(suffix))
     if member.size > MAX_BYTES:
         return Unread('too large')
-    return tar.extractfile(member).read()
+    if member.issparse():
+        return tar.extractfile(member).read()
+    return Place(member.offset_data, member.size)
 
 
-def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, str, bytes | Unread]]:
-    """Yield (number, suffix, content) of the image and of the caption of each row of a Parquet file, or of a piece.
+def read_members(descriptor: int, files: dict[str, list[bytes | Unread | Place]]) -> Iterator[Fields]:
+    """Yield the files of each sample of a key, but for those that a cut tar holds no more.
 
-    If the file lacks the columns, yield only (None, WHOLE_FILE, why).
+    A name can come several times in a tar, as where others were appended to it. Then the first files of all names are a
+    sample, the second ones another, and so on, if all names come as often.
+    """
+    numbers = {len(places) for places in files.values()}
+    if len(numbers) > 1:
+        names = ', '.join(f'{len(places)} {suffix}' for suffix, places in files.items())
+        yield {NO_SAMPLE: Unread(f'files of one name: which belong together is not known, of {names}')}
+        return
+    for places in zip(*files.values(), strict=True):
+        fields = {}
+        for suffix, content in zip(files, places, strict=True):
+            if isinstance(content, Place):
+                offset, size = content
+                content = os.pread(descriptor, size, offset)
+                if len(content) < size:
+                    continue
+            fields[suffix] = content
+        if fields:
+            yield fields
+
+
+def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fields]]:
+    """Yield (number, fields) of each row of a Parquet file, or of a piece of it.
+
+    If the file lacks the columns, yield only (None, {NO_SAMPLE: why}).
 
     Raises OSError without a number, or an error of pyarrow, if the file is damaged, and DataError if a flag must name
     one of two columns.
@@ -192,7 +223,7 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, str
         try:
             image, caption = columns.find(file.name, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
         except NoSuchColumn as error:
-            yield None, WHOLE_FILE, Unread(error)
+            yield None, {NO_SAMPLE: Unread(error)}
             return
         except ValueError as error:
             raise DataError(str(error)) from None
@@ -206,8 +237,7 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, str
                 continue
             for batch in parquet.iter_batches(ROWS_AT_ONCE, [index], [image, caption], use_threads=False):
                 for value, text in zip(batch.column(image), batch.column(caption), strict=True):
-                    yield number, '.jpg', image_bytes(value.as_py())
-                    yield number, '.txt', caption_bytes(text)
+                    yield number, {'.jpg': image_bytes(value.as_py()), '.txt': caption_bytes(text)}
                     number += 1
 
 
@@ -239,8 +269,8 @@ def make_sample(fields: Fields) -> dict[str, bytes | str]:
 
     Raises ValueError, with the reason, if there is no sample in it. The reason has its kind before the first colon.
     """
-    if WHOLE_FILE in fields:
-        raise ValueError(fields[WHOLE_FILE])
+    if NO_SAMPLE in fields:
+        raise ValueError(fields[NO_SAMPLE])
 
     # the image
     images = [suffix for suffix in fields if is_image(suffix)]

@@ -2,13 +2,14 @@
 import contextlib
 import functools
 import io
+import re
 import warnings
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 import torchvision
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from sdbench.errors import is_out_of_memory
 
@@ -17,6 +18,10 @@ FORMATS = ('JPEG', 'PNG', 'WEBP', 'GIF', 'BMP', 'AVIF', 'TIFF', 'JPEG2000', 'PPM
 FLIP = 'flip'  # bool (B,): which images of a batch are to be mirrored
 DEEP_MODES = ('I', 'F')  # how the names of Pillow's modes for more than 8 bits begin
 FLOAT_BITS = (8, 16, 32)  # of whole numbers that are stored as floats
+MOST_FRAMES = 10  # of an animation that are looked at for one that is not wholly transparent
+
+# Of a profile of colours and of a text in a PNG. With Pillow's limit, 1 MiB, an image with more would not be read.
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 
 
 @functools.cache
@@ -50,18 +55,22 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
     """Decode an image in one of `formats()`: uint8 (3, H, W), upright and in RGB, transparent parts on white.
 
     Args:
-        data: the encoded image. Raises ValueError if it does not decode, or has so many pixels that Pillow warns, and
-            MemoryError if there is no memory for it at the moment.
+        data: the encoded image. Raises ValueError if it does not decode, or has more pixels than Pillow reads, which
+            is 179 million unless a program sets PIL.Image.MAX_IMAGE_PIXELS, and MemoryError if there is no memory for
+            it at the moment.
         image_size: a much larger image may be decoded smaller, with no side shorter than this.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # such as Pillow's of palettes
-            warnings.simplefilter('error', Image.DecompressionBombWarning)
+            warnings.simplefilter('ignore')  # such as Pillow's of palettes, and of half as many pixels as it reads
             with Image.open(io.BytesIO(data), formats=formats()) as image:
                 return decode_pixels(image, data, image_size)
     except UnidentifiedImageError:
         raise ValueError('image does not decode: not a known format') from None
+    except Image.DecompressionBombError as error:
+        pixels, most = (int(number) / 1e6 for number in re.findall('[0-9]+', str(error)))
+        raise ValueError(f'image is too large: {pixels:,.0f} megapixels, and at most {most:,.0f} are read; reduce it, '
+                         'as a training would in every epoch') from None
     except MemoryError:
         raise  # the image may be good
     except Exception as error:  # damaged bytes make Pillow raise nearly anything
@@ -72,13 +81,18 @@ def decode_whole_image(data: bytes, image_size: int | None = None) -> torch.Tens
 
 def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> torch.Tensor:
     """Decode an opened image into uint8 (3, H, W), with torchvision where it is a plain JPEG, else with Pillow."""
+    # torchvision's decoder is faster; it does not turn by all metadata that Pillow turns by, so it gets what is upright
     much_larger = image_size is not None and min(image.size) >= 2 * image_size
-    if image.format == 'JPEG' and image.mode in ('L', 'RGB') and not much_larger:
+    if image.format == 'JPEG' and image.mode in ('L', 'RGB') and not much_larger and is_upright(image):
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB, apply_exif_orientation=True)
+        return torchvision.io.decode_jpeg(encoded, torchvision.io.ImageReadMode.RGB)
+
+    # all that is in the file; a TIFF is turned upright by that
     if much_larger:
         image.draft(None, (image_size, image_size))  # JPEG decodes straight to 1/2, 1/4 or 1/8; others ignore it
-    image.load()  # which turns a TIFF upright
+    image.load()
+    if image.has_transparency_data and getattr(image, 'is_animated', False):
+        seek_visible_frame(image)
 
     # upright, 8 bits, on white, RGB
     turn_upright(image)
@@ -107,6 +121,28 @@ def to_eight_bits(image: Image.Image) -> Image.Image:
     else:
         end = 2 ** 16 if largest < 2 ** 16 else 2 ** 31
     return Image.fromarray((values * (256 / end)).clip(0, 255).astype(np.uint8))
+
+
+def is_upright(image: Image.Image) -> bool:
+    """Tell whether neither EXIF nor XMP says that an image is to be turned, or what they say cannot be read."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+    except MemoryError:
+        raise
+    except Exception:  # of odd EXIF
+        return True
+
+
+def seek_visible_frame(image: Image.Image) -> None:
+    """Go to the first frame of an animation that is not wholly transparent: many begin with an empty one."""
+    for number in range(MOST_FRAMES):
+        try:
+            image.seek(number)
+        except EOFError:
+            break
+        if image.convert('RGBA').getextrema()[3][1] > 0:  # the largest alpha
+            return
+    image.seek(0)
 
 
 def turn_upright(image: Image.Image) -> None:

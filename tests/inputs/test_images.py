@@ -1,4 +1,5 @@
 """Pixels, against Pillow."""
+import contextlib
 import re
 
 import numpy as np
@@ -8,7 +9,7 @@ from PIL import ExifTags, Image
 
 import convert
 from data import StreamingLAIONDataset
-from sdbench.inputs.images import FORMATS, decode_image, formats
+from sdbench.inputs.images import FORMATS, decode_image, decode_whole_image, formats
 from tests.samples import encoded, picture, pillow_square, pixels
 
 
@@ -16,6 +17,13 @@ def with_orientation(orientation: int, format: str = 'JPEG') -> bytes:
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     return encoded(picture(orientation, 96, 64), format, exif=exif)
+
+
+def with_xmp(attribute: bytes, orientation: int | None = None) -> bytes:
+    """Return a JPEG that has XMP, with EXIF behind it where an orientation is given."""
+    jpeg = encoded(picture(9, 96, 64)) if orientation is None else with_orientation(orientation)
+    xmp = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x="adobe:ns:meta/">' + attribute + b'</x:xmpmeta>'
+    return jpeg[:2] + b'\xff\xe1' + (len(xmp) + 2).to_bytes(2) + xmp + jpeg[2:]
 
 
 ENCODED = {
@@ -31,6 +39,9 @@ ENCODED = {
     'tall png': encoded(picture(12, 64, 101), 'PNG'),
     **{f'orientation {n}': with_orientation(n) for n in range(1, 9)},
     **{f'png of orientation {n}': with_orientation(n, 'PNG') for n in range(1, 10)},
+    'orientation behind xmp': with_xmp(b'<tiff:Make>x</tiff:Make>', 6),
+    'orientation in xmp alone': with_xmp(b'<tiff:Orientation>6</tiff:Orientation>'),
+    'png with a large profile': encoded(picture(13), 'PNG', icc_profile=bytes(2 << 20)),
 }
 
 
@@ -51,6 +62,22 @@ def test_what_is_transparent_is_put_on_white(mode):
     decoded = decode_image(encoded(image, 'PNG')).numpy()
     np.testing.assert_array_equal(decoded, pixels(white.convert('RGB')))
     assert (decoded[:, :, 0] == 255).all()
+
+
+@pytest.mark.parametrize('format', ['GIF', 'WEBP', 'PNG'])
+def test_of_an_animation_the_first_frame_counts_in_which_something_is_to_be_seen(format):
+    clear, seen, later = (Image.new('RGBA', (32, 32), color) for color in ('#0000', '#f00f', '#00ff'))
+    for frames, colour in (([clear, clear, seen, later], [255, 0, 0]), ([seen, later], [255, 0, 0]),
+                           ([clear, clear], [255, 255, 255])):
+        data = encoded(frames[0], format, save_all=True, append_images=frames[1:], lossless=True)
+        assert decode_image(data)[:, 9, 9].tolist() == colour
+
+
+@pytest.mark.parametrize('name', ['orientation 6', 'orientation behind xmp', 'orientation in xmp alone'])
+def test_an_image_is_upright_at_every_size_that_it_is_decoded_at(name):
+    whole, reduced = (decode_whole_image(ENCODED[name], size) for size in (None, 16))
+    assert whole.shape == (3, 96, 64)
+    assert reduced.shape == (3, 24, 16)
 
 
 @pytest.mark.parametrize('format', ['JPEG', 'PNG'])
@@ -82,15 +109,28 @@ def test_heic_of_a_phone_is_converted_and_decoded_upright_also_once_its_package_
     assert np.abs(sample['image'].numpy().astype(int) - reference).mean() < 4  # as HEIC thins out colours
 
 
+NO_FORMAT = 'image does not decode: not a known format'
+
+
 @pytest.mark.parametrize('data, words', [
-    (b'', 'not a known format'), (ENCODED['jpeg'][:-40], '.+'), (ENCODED['png'][:99], '.+'),
-    (encoded(Image.new('1', (20_000, 20_000)), 'PNG'), '.*decompression bomb.*'),
-    (encoded(picture(0), 'EPS'), 'not a known format'),  # for which a program would be run
+    (b'', NO_FORMAT), (ENCODED['jpeg'][:-40], 'image does not decode: .+'),
+    (ENCODED['png'][:99], 'image does not decode: .+'),
+    (encoded(Image.new('1', (20_000, 20_000)), 'PNG'),
+     'image is too large: 400 megapixels, and at most 179 are read; reduce it, .+'),
+    (encoded(picture(0), 'EPS'), NO_FORMAT),  # for which a program would be run
 ])
 def test_what_does_not_decode_is_a_value_error_of_one_line(data, words):
     with pytest.raises(ValueError) as error:
         decode_image(data)
-    assert re.fullmatch(f'image does not decode: {words}', str(error.value))
+    assert re.fullmatch(words, str(error.value))
+
+
+@pytest.mark.parametrize('height, is_read', [(150, True), (201, False)])
+def test_an_image_is_read_up_to_twice_the_pixels_that_pillow_warns_of(monkeypatch, height, is_read):
+    monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 10_000)
+    drawing = encoded(Image.new('1', (100, height), 1), 'PNG')
+    with contextlib.nullcontext() if is_read else pytest.raises(ValueError, match='image is too large'):
+        assert decode_image(drawing).float().mean() == 255
 
 
 GREY = np.asarray(picture(9).convert('L')).astype(np.uint16)  # (64, 64), 0 to 255
