@@ -38,8 +38,9 @@ esac
 # Which GPUs are planned for.
 : "${GPUS:=8}"
 : "${GPU:=}"                      # which, such as 'H100-80GB NVIDIA-H200'; all that are known without it
-: "${PRICES:=2}"                  # dollars of a GPU-hour, such as '2 H200=3.2'
+: "${PRICES:=2}"                  # dollars of a GPU-hour, such as '2 H200=3.2' or @recipes/prices-spot.txt
 : "${PLAN:=}"                     # file that keeps the forecasts, one line of JSON each; none without it
+: "${IMAGES_1:=790000000}" "${IMAGES_2:=300000000}"    # with LATENTS: how many are encoded for each phase
 
 phase_1="@recipes/phase-1.txt --image_size $SIZE_1 --max_duration ${STEPS_1}ba --batch_size $BATCH_SIZE"
 phase_2="@recipes/phase-2.txt --image_size $SIZE_2 --max_duration ${STEPS_2}ba --batch_size $BATCH_SIZE"
@@ -50,17 +51,28 @@ if [ "${1:-}" = plan ]; then
         forecasts=$(mktemp)
         trap 'rm -f "$forecasts"' EXIT
     fi
-    plan="--dry_run $GPUS ${GPU:+--gpu $GPU} ${MODEL:+--model_name $MODEL} --no-pretrained"
-    plan="$plan --dollars_per_gpu_hour $PRICES --results $forecasts"
-    # What each command prints says more; the report has the costs.
+
+    # What each phase needs and could reach. What is printed here says more; the plan has the costs.
     data=--use_synth_data
     if [ -n "$LATENTS" ]; then
         data=--use_synth_latents
     fi
-    python benchmark.py $phase_1 $data $PHASE_FLAGS $plan > /dev/null
-    python benchmark.py $phase_2 $data $PHASE_FLAGS $plan > /dev/null
-    python report.py "$forecasts" --phase "$((STEPS_1 * BATCH_SIZE))@$SIZE_1" \
-        --phase "$((STEPS_2 * BATCH_SIZE))@$SIZE_2" --dollars_per_gpu_hour $PRICES
+    set -- --dry_run "$GPUS" ${GPU:+--gpu $GPU} ${MODEL:+--model_name "$MODEL"} --no-pretrained --results "$forecasts"
+    echo "1 of 2: phase 1, at $SIZE_1 pixels" >&2
+    python benchmark.py $phase_1 $data $PHASE_FLAGS "$@" > /dev/null
+    echo "2 of 2: phase 2, at $SIZE_2 pixels" >&2
+    python benchmark.py $phase_2 $data $PHASE_FLAGS "$@" > /dev/null
+
+    # The plan. How many images a phase trains on is in its forecast.
+    set -- --phase "$SIZE_1" --phase "$SIZE_2"
+    if [ -n "$LATENTS" ]; then
+        set -- "$@" --encode "$IMAGES_1@$SIZE_1" --encode "$IMAGES_2@$SIZE_2"
+    fi
+    case $PRICES in
+        @*) ;;
+        *) set -- "$@" --dollars_per_gpu_hour ;;
+    esac
+    python report.py "$forecasts" "$@" $PRICES
     exit
 fi
 

@@ -1,5 +1,9 @@
 """Convert images per second to days, GPU-hours and dollars, without torch."""
-from sdbench.gpus import has_words
+import math
+from collections.abc import Iterable
+from functools import cache
+
+from sdbench.gpus import cards_named, short_name
 
 TRAINING_IMAGES = 2_867_200_000  # 1,400,000 steps of 2048 images: Stable Diffusion 2 base, as published
 DOLLARS_PER_GPU_HOUR = 2.0
@@ -18,31 +22,45 @@ def gpu_hours(images_per_sec: float, num_devices: int, num_images: int) -> float
     return days_to_train(images_per_sec, num_images) * 24 * num_devices
 
 
+@cache
+def names_of_cards(words: str) -> frozenset[str]:
+    """Return the names of the GPUs that some words name, as --gpu takes them; none where they name no known one."""
+    try:
+        return frozenset(card.name for card in cards_named((words,)))
+    except ValueError:
+        return frozenset()
+
+
 def price_of(device: str, prices: Prices) -> float:
-    """Return the dollars of an hour of a GPU: of the first price that names it, or else of the one for all.
+    """Return the dollars of an hour of a GPU; NaN where there are prices, and none is for it.
+
+    A price is for the GPUs that --gpu would pick by its name. That of the fewest GPUs counts, of equal ones the last.
 
     Args:
         device: the GPU's name, as records have it.
         prices: of --dollars_per_gpu_hour. Without any it is DOLLARS_PER_GPU_HOUR.
     """
+    cards = names_of_cards(device)  # several, where a record written by hand says only H100
+    found = math.nan if prices else DOLLARS_PER_GPU_HOUR
+    fewest = math.inf
     for words, dollars in prices:
-        if words is not None and has_words(device, words):
-            return dollars
-    for words, dollars in prices:
-        if words is None:
-            return dollars
-    return DOLLARS_PER_GPU_HOUR
+        number = math.inf
+        if words is not None:
+            number = len(names_of_cards(words))
+            if not cards or not cards <= names_of_cards(words):
+                continue
+        if number <= fewest:
+            found, fewest = dollars, number
+    return found
 
 
-def prices_in_words(prices: Prices) -> str:
-    """Return what --dollars_per_gpu_hour says, such as '$2 a GPU-hour' or '$3 a GPU-hour, H100 $2.5'."""
-    named = [f'{words} ${dollars:g}' for words, dollars in prices if words is not None]
-    for_all = price_of('', prices)
-    return ', '.join([f'${for_all:g} a GPU-hour', *named])
-
-
-def storage_in_words(nbytes: float) -> str:
-    """Return a number of bytes in GB or TB, such as '51.8 TB'."""
-    unit, size = ('TB', 1e12) if nbytes >= 1e12 else ('GB', 1e9)
-    amount = nbytes / size
-    return f'{amount:.3g} {unit}' if amount < 100 else f'{amount:,.0f} {unit}'
+def prices_in_words(devices: Iterable[str], prices: Prices) -> str:
+    """Return the prices that count for some GPUs, such as '$2 a GPU-hour' or '$2 for A100 80GB, $3 for H100 80GB'."""
+    names_at = {}  # of GPUs, by price
+    for device in dict.fromkeys(devices):
+        price = price_of(device, prices)
+        words = 'no price' if math.isnan(price) else f'${price:g}'
+        names_at.setdefault(words, []).append(short_name(device))
+    if len(names_at) == 1:
+        return f'{next(iter(names_at))} a GPU-hour'
+    return 'a GPU-hour ' + ', '.join(f'{words} for {" and ".join(names)}' for words, names in names_at.items())

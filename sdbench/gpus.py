@@ -110,6 +110,13 @@ def has_words(device_name: str, words: str) -> bool:
     return True
 
 
+def short_name(device: str) -> str:
+    """Return the name of a GPU as people say it: 'A100 40GB' for 'NVIDIA A100-SXM4-40GB'."""
+    for words in ('NVIDIA ', 'GeForce ', '-SXM4', ' HBM3'):
+        device = device.replace(words, '')
+    return device.replace('-', ' ')
+
+
 def cards_named(names: tuple[str, ...]) -> list[Card]:
     """Return the cards of some names: the card that has just this name, or else all that have its words in theirs.
 

@@ -100,7 +100,8 @@ def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated,
     assert [batch for batch, _ in seen] == [2, 4]
     assert [loss for _, loss in seen] == pytest.approx(expected, rel=1e-5)
     assert expected[0] != expected[1]
-    assert (record['evaluations'], record['eval_batch'], record['eval_loss']) == (2, 4, seen[-1][1])
+    assert record['evaluations'] == [[4 * batch, loss] for batch, loss in seen]  # images, and the loss after them
+    assert (record['eval_batch'], record['eval_loss']) == seen[-1]
     assert record['evaluation_seconds'] > 0
     assert record['eval_remote']
     assert record['eval_interval'] == '2ba'
@@ -112,7 +113,7 @@ def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, sma
     flags = ['--remote', shards, *TRAIN, '--model_name', str(model), '--save_folder']
     main([*flags, 'plain'])
     record = main([*flags, 'kept', '--eval_remote', held_out, '--eval_interval', '2ba'])
-    assert record['evaluations'] == 2
+    assert len(record['evaluations']) == 2
     assert_same_training(tmp_path / 'plain', tmp_path / 'kept')
 
 

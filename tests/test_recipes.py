@@ -35,7 +35,7 @@ def test_a_recipe_has_the_numbers_of_the_model_card_and_of_the_plan_in_the_pages
     assert (args.learning_rate, args.lr_warmup, args.caption_drop) == (1e-4, '10000ba', 0.1)
     assert args.use_ema
     assert 2 ** (-1 / int(args.ema_half_life.removesuffix('ba'))) == pytest.approx(0.9999, abs=1e-8)
-    assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/planning.md').read_text()
+    assert f'--phase {steps * 2048}@{size}' in (ROOT / 'docs/measuring.md').read_text()
 
 
 def commands_of(folder: Path, *argv: str, **variables: str) -> list:
@@ -86,15 +86,31 @@ def test_the_whole_training_does_nothing_for_a_word_that_it_does_not_know():
     assert 'sh recipes/stable-diffusion-2.sh plan ' in done.stdout
 
 
+def test_the_plan_of_the_whole_training_forecasts_its_phases_and_plans_by_their_records(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    variables = {'MODEL': 'my model', 'PLAN': f'{tmp_path}/my plan.jsonl', 'LATENTS': '1', 'GPU': 'A100 H100-80GB',
+                 'IMAGES_2': '5', 'PRICES': '@recipes/prices-spot.txt', 'PHASE_FLAGS': '--batch_size 1024'}
+    one, two, report = commands_of(tmp_path, 'plan', **variables)
+    for forecast, size in ((one, 256), (two, 512)):
+        assert (forecast.model_name, forecast.results) == ('my model', variables['PLAN'])
+        assert (forecast.dry_run, forecast.gpu, forecast.use_synth_latents) == (8, ('A100', 'H100-80GB'), True)
+        assert (forecast.image_size, forecast.batch_size) == (size, 1024)
+    assert report.records == (variables['PLAN'],)
+    assert report.phase == ((None, '256'), (None, '512'))
+    assert report.encode == ((790_000_000, '256'), (5, '512'))
+    assert report.hours_between_losses == 6
+
+
 @pytest.mark.long
 def test_the_plan_of_the_whole_training_adds_up_the_phases_that_it_would_train():
     variables = {'MODEL': 'tiny', 'GPU': 'H200', 'SIZE_1': '32', 'SIZE_2': '64', 'STEPS_1': '20', 'STEPS_2': '30',
-                 'BATCH_SIZE': '8', 'LATENTS': '1', 'PRICES': '2 H200=3.2',
+                 'BATCH_SIZE': '8', 'LATENTS': '1', 'IMAGES_1': '1000000000', 'PRICES': '2 H200=3.2',
                  'PATH': f'{Path(sys.executable).parent}:{os.environ["PATH"]}'}
     done = subprocess.run(['sh', WHOLE, 'plan'], cwd=ROOT, env=os.environ | variables, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
-    assert 'train on 160 images at 32 px, then 240 images at 64 px' in done.stdout
-    assert re.search(r'H200 .*\$.*days at 32 px .*, .* days at 64 px ', done.stdout)
+    assert done.stdout.startswith('Plan: train on 160 images at 32 px (1.6e-07 epochs), then 240 images at 64 px (')
+    assert re.search(r'8 x H200 +\| latents .*\$', done.stdout)
+    assert '2 of 2: phase 2, at 64 pixels' in done.stderr
 
 
 @pytest.mark.long

@@ -2,6 +2,10 @@
 
 import csv
 import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.figure
@@ -9,7 +13,10 @@ import numpy as np
 import pytest
 
 import report
-from sdbench.report.pictures import short_name
+from sdbench.costs import price_of
+from sdbench.flags.commands import Report
+from sdbench.flags.parser import parse
+from sdbench.report.plans import RESTART_HOURS
 from tests.runs import ROOT, one_error_line
 
 PUBLISHED = str(ROOT / 'published.csv')
@@ -78,12 +85,14 @@ def test_published_csv_gives_the_published_table_and_the_originals_program_on_an
     assert columns(of_h100, 'device_train_microbatch_size', 'images/s') == [('4', '189.3'), ('32', '385.3')]
 
 
-def test_the_costs_on_the_front_page_are_those_that_its_command_prints(printed):
-    _, plans = tables(printed(ROOT / 'docs/plan.jsonl', '--phase', '1126400000@256', '--phase', '1740800000@512',
-                              '--dollars_per_gpu_hour', '2', 'H100=2.5', 'H200=3.2', 'B200=5'))
-    section = (ROOT / 'README.md').read_text().partition('## What Stable Diffusion 2 costs')[2]
+def test_the_costs_on_the_front_page_are_those_that_its_command_prints(printed, monkeypatch):
+    page = (ROOT / 'README.md').read_text()
+    command = re.search(r'^python (report.py docs/plan.jsonl .*?[^\\])$', page, re.MULTILINE | re.DOTALL)[1]
+    monkeypatch.chdir(ROOT)
+    [plans] = tables(printed(*shlex.split(command.replace('\\\n', ' '))[1:]))
+    section = page.partition('## What Stable Diffusion 2 costs')[2]
     [rows] = tables(section.partition('These rows')[0])
-    expected = [(short_name(plan['device']), plan['input'], plan['days'], plan['GPU-hours'], plan['cost'])
+    expected = [(plan['GPUs'].removeprefix('8 x '), plan['input'], plan['days'], plan['GPU-hours'], plan['cost'])
                 for plan in plans]
     assert sorted(columns(rows, '8 GPUs', 'input', 'days', 'GPU-hours', 'cost')) == sorted(expected)
     for row in rows:
@@ -127,14 +136,14 @@ def test_several_settings_are_predicted_each_from_its_own_runs(printed, write):
     [table] = tables(text)
     predicted = [row for row in table if row['notes'] == 'extrapolated']
     assert columns(predicted, 'use_ema', 'GPUs', 'images/s') == [('yes', '64', '640.0'), ('no', '64', '1,280.0')]
-    assert 'use_ema yes: step_seconds' in text
-    assert 'use_ema no: step_seconds' in text
+    assert 'EMA: step_seconds' in text
+    assert 'no EMA: step_seconds' in text
 
 
 # One table of what was measured
 
 def test_records_of_different_settings_are_rows_of_one_table_with_the_setting_as_a_column(printed, write):
-    first, second = ({'date': n, 'seed': n, 'command': n} for n in (1, 2))  # which are no settings
+    first, second = ({'date': n, 'seed': n, 'command': n, 'measure_batches': 20} for n in (1, 2))  # not of its speed
     [table] = tables(printed(write({'compile': True} | first, {'compile': 'reduce-overhead'},
                                    {'compile': True} | second)))
     assert not {'date', 'seed', 'command'} & table[0].keys()
@@ -167,6 +176,31 @@ def test_workers_that_the_program_chose_are_one_setting_and_others_are_not(print
     assert 'efficiency' not in table[0]
 
 
+LEARNED = {'trained_batches': 100, 'eval_loss': 0.38, 'loss': 0.4, 'learning_rate': 1e-4, 'eval_remote': 'held-out'}
+
+
+def test_trainings_of_other_flags_of_learning_are_rows_of_their_own_and_show_what_they_learned(printed, write):
+    better = LEARNED | {'learning_rate': 1e-3, 'eval_loss': 0.29, 'loss': 0.3}
+    longer = LEARNED | {'trained_batches': 200, 'eval_loss': 0.37, 'date': '1'}
+    measured = {'measure_batches': 20, 'learning_rate': 1e-2, 'loss': 9.0}  # which learns nothing
+    text = printed(write(longer, LEARNED, better, measured, measured | {'learning_rate': 1e-1}))
+    assert sorted(columns(tables(text)[0], 'learning_rate', 'held-out loss', 'loss', 'batches')) == [
+        ('', '', '', ''), ('0.0001', '0.3700', '0.400', '200'), ('0.001', '0.2900', '0.300', '100')]
+    assert 'Lowest held-out loss: 0.29 after 100 batches, with learning rate 0.001.' in text
+
+
+def test_what_a_stranger_wrote_into_a_record_stays_text_in_a_cell(printed, write):
+    text = printed(write({'device': 'H200 \x1b[31m| red'}, {'status': 'failed', 'error': 'a | b\x1b]0;c\x07'}))
+    assert text.replace('\n', '').isprintable()
+    assert r'H200 [31m\| red' in text
+    assert r'failed: a \| b ]0;c' in text
+
+
+def test_a_report_ends_without_a_word_where_its_reader_does():
+    done = subprocess.run(f'{sys.executable} report.py published.csv | true', shell=True, cwd=ROOT, capture_output=True)
+    assert done.stderr == b''
+
+
 def test_the_model_tiny_has_no_days_unless_they_are_asked_for(printed, write):
     path = write({'model_name': 'tiny'})
     text = printed(path)
@@ -189,13 +223,6 @@ def test_a_run_that_is_not_complete_or_reliable_says_so_and_nothing_follows_from
     assert other['notes'].startswith(note)
     [compared] = tables(printed(path, '--compare'))
     assert columns(compared, 'over the first') == [('',), ('1.00 x',), ('1.02 x',)]
-
-
-def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
-    text = printed(write({'image_size': 256}, {}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}),
-                   '--phase', '1000@256', '--phase', '1000@512')
-    left_out = text.partition('Not in the plan: ')[2].splitlines()[0].split('; ')
-    assert left_out == ['32 x H200, not reliable: speed changed by +50.0%', '16 x H200, not measured at 256 px']
 
 
 def test_compare_has_a_row_a_training_what_differs_and_the_speed_over_the_first_of_its_model_and_size(printed, write):
@@ -224,62 +251,153 @@ def test_a_cpu_has_no_gpu_hours_or_dollars_and_loaders_and_encodings_have_no_day
 
 # Plans
 
-def test_phases_add_up_the_days_of_each_size(printed, write):
-    at_256 = {'image_size': 256, 'images_per_sec': 3200.0, 'device_train_microbatch_size': 64}
-    text = printed(write({}, at_256, {'num_devices': 16}), '--phase', '1126400000@256', '--phase', '1740800000@512')
-    [_, [row]] = tables(text)
-    days = 1126400000 / 3200 / 86400 + 1740800000 / 800 / 86400
-    assert columns([row], 'GPUs', 'days', 'GPU-hours') == [('8', f'{days:.2f}', f'{days * 24 * 8:,.0f}')]
-    assert row['notes'] == '4.07 days at 256 px, 25.19 days at 512 px'
-    assert 'train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px' in text
+SIZES = ('--phase', '1126400000@256', '--phase', '1740800000@512')
+AT_256 = {'image_size': 256, 'images_per_sec': 3200.0}
+OF_A_PHASE = FORECAST | {'batch_size': 2048, 'compile': True}
+
+
+def test_phases_add_up_the_days_of_each_size_and_nothing_else_is_printed(printed, write):
+    text = printed(write({}, AT_256 | {'device_train_microbatch_size': 64}, {'num_devices': 16}), *SIZES)
+    [[row]] = tables(text)
+    at_256, at_512 = 1126400000 / 3200 / 86400, 1740800000 / 800 / 86400
+    assert columns([row], 'GPUs', 'train 256', 'train 512', 'days', 'GPU-hours') == [
+        ('8 x H200', f'{at_256:.2f}', f'{at_512:.2f}', f'{at_256 + at_512:.2f}', f'{(at_256 + at_512) * 24 * 8:,.0f}')]
+    assert text.startswith('Plan: train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px\n')
     assert text.rstrip().endswith('Costs: $2 a GPU-hour (--dollars_per_gpu_hour).')
 
 
-def test_a_plan_takes_the_fastest_measured_speed_of_a_size(printed, write):
-    path = write({'device_train_microbatch_size': 4}, {'device_train_microbatch_size': 8, 'images_per_sec': 900.0},
-                 {'images_per_sec': 1000.0, 'extrapolated': True}, {'images_per_sec': 1000.0, 'status': 'interrupted'})
-    [_, [row]] = tables(printed(path, '--phase', '77760000@512'))
-    assert row['days'] == '1.00'
+def test_a_phase_trains_on_the_images_of_its_newest_record_that_is_no_measurement(printed, write):
+    at_256 = OF_A_PHASE | AT_256
+    path = write(OF_A_PHASE | {'max_duration': '850000ba'}, at_256 | {'max_duration': '550000ba', 'date': '2'},
+                 at_256 | {'max_duration': '5ba', 'date': '1'},
+                 OF_A_PHASE | {'max_duration': '23ba', 'measure_batches': 20, 'date': '3'})
+    assert printed(path, '--phase', 256, '--phase', 512).startswith(
+        'Plan: train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px\n')
+
+
+@pytest.mark.parametrize('order', [1, -1])
+def test_a_plan_takes_what_was_measured_before_what_was_forecast_and_the_newest_before_older(printed, write, order):
+    """Whatever the order of the lines; of measurements the fastest microbatch."""
+    measured = {'device_train_microbatch_size': 4, 'date': '2', 'images_per_sec': 450.0, 'model_name': 'sd2'}
+    records = [FORECAST | {'date': '8', 'images_per_sec': 5000.0}, measured,
+               measured | {'date': '1', 'images_per_sec': 5000.0},
+               measured | {'device_train_microbatch_size': 8, 'images_per_sec': 900.0},
+               measured | {'images_per_sec': 5000.0, 'extrapolated': True},
+               measured | {'images_per_sec': 5000.0, 'status': 'interrupted'},
+               FORECAST | {'device': 'H100', 'date': '1', 'images_per_sec': 5000.0},
+               FORECAST | {'device': 'H100', 'date': '2', 'device_train_microbatch_size': 8, 'images_per_sec': 450.0}]
+    [rows] = tables(printed(write(*records[::order]), '--phase', '77760000@512'))
+    assert columns(rows, 'GPUs', 'days') == [('8 x H200', '1.00'), ('8 x H100', '2.00')]
 
 
 def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has_not(printed, write):
     latents = {'encoders': 'text_in_loop', 'model_name': 'sd2', 'images_per_sec': 1000}
-    encoded = ENCODE | {'model_name': 'sd2', 'images_per_sec': 5000, 'stored_samples': 864_000_000}
-    others = [encoded | {'stored_samples': 1_728_000_000} | changes for changes in (
-        {'model_name': 'tiny'}, {'device': 'H100'}, {'num_devices': 16}, {'image_size': 128}, {'status': 'failed'})]
-    forecast = encoded | {'status': 'forecast', 'image_size': 256, 'stored_samples': 432_000_000}
-    text = printed(write(latents, latents | {'image_size': 256}, latents | {'image_size': 64}, *others, encoded,
-                         encoded | {'stored_samples': 1000}, forecast),  # the former of the held-out samples
-                   '--phase', '86400000@256', '--phase', '86400000@512', '--phase', '86400000@256', '--phase',
-                   '86400000@64')
-    [_, [row]] = tables(text)
-    assert row['days'] == '7.00'  # 4 of training, 2 and 1 of encoding
-    assert row['cost'] == '$2,688'
-    assert row['notes'].endswith(
-        'at 64 px, 1.00 days to encode 432,000,000 images at 256 px (21.6 TB; forecast, not tested), 2.00 days to '
-        'encode 864,000,000 images at 512 px (43.2 TB), without encoding the images at 64 px')
+    encoded = ENCODE | {'model_name': 'sd2', 'num_devices': 2, 'images_per_sec': 1250, 'date': '1'}
+    others = [encoded | {'images_per_sec': 10 ** 9} | changes for changes in (
+        {'model_name': 'tiny'}, {'device': 'H100'}, {'image_size': 128}, {'status': 'failed'}, {'date': '0'})]
+    forecast = FORECAST | latents | {'encode_images_per_sec': 2500}
+    text = printed(write(latents, *others, encoded, forecast | {'image_size': 256, 'date': '2'}),
+                   '--phase', '86400000@256', '--phase', '86400000@512', '--phase', '86400000@256',
+                   '--encode', '216000000@256', '--encode', '864000000@512')
+    [[row]] = tables(text)
+    assert columns([row], 'encode 256', 'encode 512', 'train 256', 'train 512', 'days', 'cost') == [
+        ('1.00', '2.00', '2.00', '1.00', '6.00', '$2,304')]
+    assert 'train on 86,400,000 images at 256 px (0.4 epochs), then 86,400,000 images at 512 px (0.1 epochs)' in text
+    assert 'forecast of encode 256 and train 256, not tested.' in text
+    assert 'without encoding at 256 and 512 px.' in printed(write(latents, latents | {'image_size': 256}), *SIZES)
+
+
+def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_compiled_alike(printed, write):
+    """By the median of 0.8 and 0.9; runs that are not reliable, or have other settings, say nothing."""
+    alike = OF_A_PHASE | {'images_per_sec': 1000.0, 'encoders': 'in_loop', 'device_train_microbatch_size': 64}
+    latents = alike | {'encoders': 'text_in_loop', 'images_per_sec': 2000.0}
+    measured = {'status': 'complete', 'measured_batches': 20}
+    before = [alike, alike | AT_256, latents, alike | AT_256 | {'compile': False}, alike | {'compile': False}]
+    after = [latents | measured | {'images_per_sec': 1600.0}, alike | measured | {'images_per_sec': 900.0},
+             alike | measured | {'images_per_sec': 1.0, 'measured_batches': 5},
+             alike | measured | {'images_per_sec': 1.0, 'device_train_microbatch_size': 32, 'batch_size': 64}]
+    flags = ('--phase', '86400000@256', '--phase', '86400000@512')
+    plain = [row for table in tables(printed(write(*before), *flags)) for row in table]
+    text = printed(write(*before, *after), *flags)
+    corrected = [row for table in tables(text) for row in table]  # the cheapest first
+    assert columns(plain, 'train 256', 'train 512') == [('7 h 30 min', '1.00'), ('7 h 30 min', '1.00')]
+    assert columns(corrected, 'train 256', 'train 512') == [('7 h 30 min', '1.00'), ('8 h 49 min', '1.11')]
+    assert 'compile: 0.85 times, by 8 x H200 at 512 px on latents and 8 x H200 at 512 px on images.' in text
+    assert 'forecast of train 256, corrected.' in text
+
+
+def test_a_loss_costs_half_a_save_interval_and_a_restart(printed, write):
+    """6 hours, of which half of 3600 batches of 2048 images at 2048 images/s are lost, and a quarter of an hour."""
+    path = write({'batch_size': 2048, 'images_per_sec': 2048.0, 'save_interval': '3600ba'})
+    plain, lossy = (tables(printed(path, '--phase', '1769472000@512', *flags))[0][0]
+                    for flags in ([], ['--hours_between_losses', '6']))
+    assert (plain['days'], lossy['days']) == ('10.00', f'{10 / (1 - 0.75 / 6):.2f}')
+
+
+def test_the_intervals_of_the_page_on_spot_machines_follow_from_its_formulas():
+    between, checkpoint = 6 * 60, 1  # minutes
+    young = (2 * checkpoint * between) ** 0.5
+    daly = young * (1 + (checkpoint / (2 * between)) ** 0.5 / 3 + checkpoint / (18 * between)) - checkpoint
+    page = (ROOT / 'docs/planning.md').read_text()
+    assert f'For a minute and six hours that is {young:.0f}\nor {daly:.0f} minutes.' in page
+    assert f'counts {RESTART_HOURS * 60:.0f} minutes' in ' '.join(page.split())
+    assert '--hours_between_losses 6' in (ROOT / 'recipes/prices-spot.txt').read_text()
+    for record in map(json.loads, (ROOT / 'docs/plan.jsonl').read_text().splitlines()):
+        if record['stage'] == 'train' and record['image_size'] == 512:
+            assert 5000 * record['batch_size'] / record['images_per_sec'] > 60 * young  # 'The 5000 batches take longer'
+
+
+def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
+    text = printed(write(AT_256, {}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}), *SIZES)
+    left_out = text.partition('Not in the plan: ')[2].splitlines()[0].split('; ')
+    assert left_out == ['32 x H200, not reliable: speed changed by +50.0%', '16 x H200, no speed at 256 px']
+
+
+def test_plans_of_several_settings_stand_apart_and_no_line_is_wider_than_120(printed, write):
+    long_names = ['NVIDIA RTX 6000 Ada Generation', 'NVIDIA A100-SXM4-80GB']
+    switches = {'compile': True, 'half_precision_norms': True, 'cudnn_benchmark': True, 'fused_optimizer': True}
+    text = printed(write(*(FORECAST | at | changes | {'device': device} for device in long_names
+                           for at in ({}, AT_256, AT_256 | {'image_size': 128})
+                           for changes in (switches, dict.fromkeys(switches, False)))),
+                   *SIZES, '--phase', '1@128', '--phase', '2@512', '--dollars_per_gpu_hour', 'A100=3')
+    assert [len(table) for table in tables(text)] == [2, 2]
+    assert 'With no compile, no fused optimizer, no half precision norms, no cudnn benchmark:' in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert columns(tables(text)[0], 'cost')[1] == ('',)  # another card's price is no price of it
+    assert 'a GPU-hour $3 for A100 80GB, no price for RTX 6000 Ada Generation (--dollars_per_gpu_hour)' in text
+
+
+@pytest.mark.parametrize('prices, dollars', [
+    (['4', 'H100=5', '3', 'H100=6'], {'H100 PCIe': 6, 'A100-SXM4-40GB': 3}),  # of equal ones the last
+    (['A100=1.2', 'A100-80GB=2'], {'NVIDIA A100-SXM4-80GB': 2, 'NVIDIA A100-SXM4-40GB': 1.2}),
+    (['H200=3.2', 'H200 NVL=2'], {'NVIDIA H200': 3.2, 'NVIDIA H200 NVL': 2, 'H200': 3.2}),
+    (['NVIDIA A100-SXM4-40GB=1.1'], {'A100-SXM4-40GB': 1.1, 'A100-SXM4-80GB': None, 'GTX 1080': None}), ([], {'x': 2})])
+def test_a_price_is_for_the_gpus_that_its_name_picks_and_the_most_specific_name_counts(prices, dollars):
+    parsed = parse(Report, '', ['records', '--dollars_per_gpu_hour', *prices] if prices else ['records'])
+    for device, price in dollars.items():
+        found = price_of(device, parsed.dollars_per_gpu_hour)
+        assert price == found or price is None and found != found, device
 
 
 # Files
 
 def test_forecasts_are_planned_and_priced_by_card_and_told_apart_from_what_was_measured(printed, write):
-    path = write(*[FORECAST | {'device': device, 'image_size': size, 'images_per_sec': speed,
-                               'images_per_sec_least': least, 'images_per_sec_most': most}
-                   for device, size, speed, least, most in (
-                       ('NVIDIA H200', 256, 4000.0, 3200.0, 5000.0), ('NVIDIA H200', 512, 1000.0, 800.0, 1250.0),
-                       ('NVIDIA B200', 256, 8000.0, None, None), ('NVIDIA B200', 512, 2000.0, 1600.0, 2500.0))],
-                 {'device': 'NVIDIA H200', 'model_name': 'sd2', 'images_per_sec': 990.0})
-    rows, plans = tables(printed(path, '--phase', '345600000@256', '--phase', '86400000@512', '--days', '3',
-                                 '--dollars_per_gpu_hour', '2', 'B200=5'))
+    forecasts = [FORECAST | {'device': device, 'image_size': size, 'images_per_sec': speed,
+                             'images_per_sec_least': least, 'images_per_sec_most': most}
+                 for device, size, speed, least, most in (
+                     ('NVIDIA H200', 256, 4000.0, 3200.0, 5000.0), ('NVIDIA H200', 512, 1000.0, 800.0, 1250.0),
+                     ('NVIDIA B200', 256, 8000.0, None, None), ('NVIDIA B200', 512, 2000.0, 1600.0, 2500.0))]
+    measured = {'device': 'NVIDIA H200', 'model_name': 'sd2', 'images_per_sec': 990.0}
+    [rows] = tables(printed(write(*forecasts, measured), '--days', '3'))
     assert [row['notes'] for row in rows if row['device'] == 'NVIDIA H200' and row['image_size'] == '512'] == [
         '', 'forecast: 800 to 1,250 images/s']
     assert [row['images in --days'] for row in rows if row['images/s'] == '990.0'] == ['256,608,000']
-    by_gpu = {plan['device']: plan for plan in plans}
-    assert by_gpu['NVIDIA H200']['cost'] == '$768'  # 2 days of 8 GPUs at $2
-    assert by_gpu['NVIDIA B200']['cost'] == '$960'  # 1 day at $5
-    of_h200 = by_gpu['NVIDIA H200']['notes']
-    assert of_h200 == 'forecast: 1.00 days at 256 px (0.800 to 1.25), 1.00 days at 512 px (0.800 to 1.25)'
-    assert by_gpu['NVIDIA B200']['notes'].startswith('forecast: 0.500 days at 256 px (not tested), ')
+    text = printed(write(*forecasts), '--phase', '345600000@256', '--phase', '86400000@512',
+                   '--dollars_per_gpu_hour', '2', 'B200=5')
+    assert columns(tables(text)[0], 'GPUs', 'cost') == [
+        ('8 x H200', '$768'), ('8 x B200', '$960')]  # 2 days of 8 GPUs at $2, and 1 day at $5
+    assert '8 x H200: forecast, 1.60 to 2.50 days.' in text
+    assert '8 x B200: forecast, not tested.' in text
 
 
 @pytest.fixture
@@ -291,12 +409,24 @@ def original(tmp_path) -> str:
 
 
 def test_the_csv_holds_the_rows_of_all_tables_unrounded(tmp_path, printed, original):
-    printed(original, '--csv', tmp_path / 'table.csv', '--extrapolate', 512, '--phase', '1000000@512')
+    printed(original, '--csv', tmp_path / 'table.csv', '--extrapolate', 512)
     rows = list(csv.DictReader((tmp_path / 'table.csv').open()))
-    assert [row['status'] for row in rows] == ['measured'] * 5 + ['extrapolated'] * 2 + ['measured'] * 5
     assert float(rows[3]['days']) == 2_867_200_000 / 912.2 / 86_400
     assert float(rows[3]['scaling_efficiency']) == pytest.approx(912.2 / 64 / (128.2 / 8), rel=1e-14)
-    assert rows[-1]['stage'] == 'plan'
+    assert [row['extrapolated'] for row in rows] == ['no'] * 5 + ['yes', 'true']
+
+
+def test_the_csv_is_read_as_the_records_were(tmp_path, printed, write):
+    records = [TRAINING | {'encoders': 'in_loop', 'drift': 0.5, 'versions': {'torch': '2.7.0'}, 'adam_betas': [0.9, 1]},
+               TRAINING | {'encoders': 'text_in_loop', 'num_workers': 2, 'evaluations': [[10, 0.5], [20, None]]},
+               {'status': 'failed', 'images_per_sec': None, 'error': 'out of "memory", |'}, LOADER, EVALUATION]
+    table = tmp_path / 'table.csv'
+    first = printed(write(*records), '--csv', table)
+    assert printed(table, '--csv', tmp_path / 'again.csv') == first.replace('table.csv', 'again.csv')
+    assert (tmp_path / 'again.csv').read_text() == table.read_text()
+    printed(write({}), '--csv', table, '--phase', '1@512')
+    with pytest.raises(SystemExit):  # a plan is no record
+        printed(table)
 
 
 @pytest.mark.parametrize('record, reason', [
@@ -387,6 +517,37 @@ def test_the_picture_of_days_has_a_line_a_setting_and_tells_apart_what_was_measu
     assert ideal.get_ydata() == pytest.approx([258.85, 258.85 * 8 / 256], 1e-3)
 
 
+def test_forecasts_of_two_microbatches_on_as_many_gpus_are_two_lines(drawn, write):
+    small, large = (FORECAST | {'device_train_microbatch_size': size, 'images_per_sec': speed}
+                    for size, speed in ((8, 500.0), (32, 600.0)))
+    [axes] = drawn(write(small, large, small | {'num_devices': 16}), '--figure', 'days.png').axes
+    assert legend(axes)[:2] == ['H200, microbatch 8, forecast', 'H200, microbatch 32, forecast']
+
+
+def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_where_they_were_forecast(drawn, write):
+    path = write(AT_256, {}, *(FORECAST | at | {'device': 'B200', 'images_per_sec': 8000.0} for at in ({}, AT_256)))
+    [axes] = drawn(path, '--phase', '86400000@256', '--phase', '86400000@512', '--figure', 'plan.png').axes
+    bars = axes.patches
+    assert [bar.get_width() for bar in bars] == pytest.approx([24, 24, 60, 240])
+    assert [bar.get_x() for bar in bars] == pytest.approx([0, 24, 0, 60])
+    assert [bool(bar.get_hatch()) for bar in bars] == [True, True, False, False]
+    assert [text.get_text().strip() for text in axes.texts] == ['$96.0', '$600']
+    assert [label.get_text() for label in axes.get_yticklabels()] == ['8 x B200', '8 x H200']
+
+
+def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_dollars(drawn, write):
+    """Of 8 GPUs at $3 that train 800 images/s; a resumed run goes on with its line."""
+    stopped = LEARNED | {'status': 'interrupted', 'evaluations': [[0, 0.5], [360_000, 0.4]]}
+    resumed = LEARNED | {'evaluations': [[360_000, 0.41], [720_000, 0.38]]}
+    faster = LEARNED | {'learning_rate': 1e-3, 'evaluations': [[360_000, 0.35], [720_000, None]]}
+    path = write(stopped, resumed, faster)
+    images, dollars = drawn(path, '--learned', 'learned.png', '--dollars_per_gpu_hour', 3).axes
+    assert [line.get_xydata().tolist() for line in images.lines] == [
+        [[0, 0.5], [360_000, 0.41], [720_000, 0.38]], [[360_000, 0.35]]]
+    assert list(dollars.lines[0].get_xdata()) == pytest.approx([0, 3, 6])
+    assert legend(images) == ['learning rate 0.0001', 'learning rate 0.001']
+
+
 def test_the_picture_of_quality_has_both_scores_over_guidance_and_over_images(drawn, write):
     curve, fid, clip = drawn(write(TRAINING, EVALUATION, LATER), '--quality', 'quality.png').axes
     assert [list(line.get_xdata()) for line in curve.lines] == [[14, 15], [20, 25]]
@@ -405,6 +566,6 @@ def test_scores_by_another_network_are_lines_of_their_own(drawn, write):
 def test_pictures_are_written_and_named(tmp_path, printed, write):
     paths = [tmp_path / 'days.png', tmp_path / 'quality.svg']
     text = printed(write(TRAINING, EVALUATION), '--figure', paths[0], '--quality', paths[1])
-    assert text.endswith(f'Written: {paths[0]}, {paths[1]}\n')
+    assert text.endswith(f'Written: {paths[0]} (days over the number of GPUs), {paths[1]} (FID and CLIP score)\n')
     assert paths[0].read_bytes().startswith(b'\x89PNG')
     assert 'guidance 4' in paths[1].read_text()

@@ -301,6 +301,7 @@ def smoke(machine: Machine) -> int:
     """
     from sdbench.errors import DataError
     from sdbench.records.record import append_line  # which takes seconds
+    from sdbench.records.summary import PLAN_COMMAND
     speeds = {}
     steps = smoke_steps(machine)
     for step in steps:
@@ -323,6 +324,8 @@ def smoke(machine: Machine) -> int:
     if len(speeds) == 2:
         print(comparison(speeds, machine.gib))
     print('To try other flags: source .venv/bin/activate, then repeat the command with them')
+    if machine.gpus:
+        print(f'A plan that these speeds correct, after the forecast of the run: {PLAN_COMMAND.format(RESULTS.name)}')
     return 0 if len(speeds) == len(steps) else 1
 
 

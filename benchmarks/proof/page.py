@@ -6,7 +6,10 @@ import pandas as pd
 
 from sdbench.forecast.estimate import UNCOUNTED_SHARE
 from sdbench.forecast.speed import LARGEST_ERROR
+from sdbench.records.figures import rounded
+from sdbench.records.read import words
 from sdbench.records.reliability import why_unreliable
+from sdbench.report.markdown import table_text
 
 ROOT = Path(__file__).parents[2]
 FAR = 1.25  # times outside of what was published
@@ -59,18 +62,16 @@ def markdown(rows: list[dict], columns: list[str]) -> str:
     table = pd.DataFrame(rows, columns=columns).dropna(axis='columns', how='all')
     if table.empty:
         return 'Nothing was measured.'
-    return table.map(text_of).to_markdown(index=False, disable_numparse=True)
+    return table_text(table.map(text_of), columns)
 
 
 def text_of(value) -> str:
     """Return the text of a cell; figures have three significant digits or are whole."""
     if isinstance(value, bool):
         return 'yes' if value else 'NO'
-    if value is None or isinstance(value, float) and math.isnan(value):
-        return ''
     if isinstance(value, float):
-        return f'{value:,.3g}' if abs(value) < 1000 else f'{value:,.0f}'
-    return str(value)
+        return '' if math.isnan(value) else rounded(value)
+    return words(value)
 
 
 def run_row(record: dict, forecasts: dict[str, dict]) -> dict:
@@ -91,10 +92,10 @@ def run_row(record: dict, forecasts: dict[str, dict]) -> dict:
 
 def plausibility(records: list[dict]) -> list[str]:
     """Say whether the original's recipe is as fast as others found it on this GPU. That stands first on the page."""
-    # images/s a GPU of the same work
+    # images/s a GPU of the same work, and of each run at the same microbatch
     published = pd.concat([pd.read_csv(ROOT / name) for name in ('published.csv', 'benchmarks/published_speeds.csv')])
     published = published[(published['image_size'] == 512) & (published['encoders'] == 'in_loop')
-                          & (published['device_train_microbatch_size'] >= 4) & (published['num_devices'] <= 8)]
+                          & (published['num_devices'] <= 8)]
     published = published.assign(each=published['images_per_sec'] / published['num_devices'])
 
     # each run of the recipe, those that are far off first
@@ -104,15 +105,19 @@ def plausibility(records: list[dict]) -> list[str]:
         if not is_original or record['model_name'] == 'tiny':
             continue
         speed = record['images_per_sec_per_device']
-        found = published[published['device'] == record['device'].removeprefix('NVIDIA ')]['each']
+        same = ((published['device'] == record['device'].removeprefix('NVIDIA '))
+                & (published['device_train_microbatch_size'] == record['device_train_microbatch_size']))
+        found = published[same]['each']
         said = (f"The original's recipe trains {speed:.3g} images/s a GPU at a microbatch of "
                 f'{record["device_train_microbatch_size"]}')
         if found.empty:
-            sentences.append(f'{said}; nothing is published for this GPU.')
-        elif found.min() / FAR <= speed <= found.max() * FAR:
-            sentences.append(f'{said}, which is plausible: others found {found.min():.3g} to {found.max():.3g}.')
+            sentences.append(f'{said}; nothing is published for it.')
+            continue
+        others = ' and '.join(f'{each:.3g}' for each in sorted(found))
+        if found.min() / FAR <= speed <= found.max() * FAR:
+            sentences.append(f'{said}, which is plausible: others found {others}.')
         else:
-            sentences.insert(0, f'**FAR OFF: {said}, where others found {found.min():.3g} to {found.max():.3g}. '
+            sentences.insert(0, f'**FAR OFF: {said}, where others found {others}. '
                                 'Look for the reason before anything else here is believed.**')
     return sentences or ["The original's recipe was not measured with Stable Diffusion 2, so that no speed here can be "
                          'compared with published ones.']

@@ -36,12 +36,22 @@ def shard_size(text: str) -> int:
     raise argparse.ArgumentTypeError(f'{text} is not a size below 4gb, such as 64mb')
 
 
-def phase(text: str) -> tuple[int, str]:
-    """Convert IMAGES@SIZE: the images of a phase, and the size of a side in pixels."""
+def images_at_size(text: str) -> tuple[int, str]:
+    """Convert IMAGES@SIZE: a number of images, and the size of a side in pixels."""
     match = re.fullmatch('([1-9][0-9]*)@([1-9][0-9]*)', text)
     if match is None:
         raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
     return int(match[1]), match[2]
+
+
+def phase(text: str) -> tuple[int | None, str]:
+    """Convert SIZE or IMAGES@SIZE; the images are None where the records are to say them."""
+    if re.fullmatch('[1-9][0-9]*', text):
+        return None, text
+    try:
+        return images_at_size(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256, or 256') from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +179,20 @@ class Report:
                                         converter=count, metavar='GPUS')
     compare: bool = flag(False, 'a row for each training, numbered, with its speed over that of the first one of the '
                          'same model and image size')
-    phase: tuple[tuple[int, str], ...] = flag(
-        (), 'a phase of a plan: how many images to train on, and the side of each in pixels; the next phase stands '
-        'behind it (default: no plan)', converter=phase, metavar='IMAGES@SIZE')
-    figure: str | None = flag(None, 'file for a picture, such as days.png: days over the number of GPUs',
-                              metavar='FILE')
+    phase: tuple[tuple[int | None, str], ...] = flag(
+        (), 'a plan instead: a phase of it, the side of its images in pixels; it trains on as many images as its '
+        'record says, or on IMAGES; the next phase stands behind it (default: no plan)', converter=phase,
+        metavar='[IMAGES@]SIZE')
+    encode: tuple[tuple[int, str], ...] = flag(
+        (), 'how many images a plan on latents encodes once, and at which size (default: none)',
+        converter=images_at_size, metavar='IMAGES@SIZE', needs='phase')
+    hours_between_losses: float | None = flag(
+        None, 'of machines that may be taken away: the plan has in it what each loss costs, half a save interval and a '
+        'restart', converter=positive, metavar='HOURS', needs='phase')
+    figure: str | None = flag(None, 'file for a picture, such as days.png: days over the number of GPUs; with --phase '
+                              'the GPU-hours of each plan', metavar='FILE')
+    learned: str | None = flag(None, 'file for a picture, such as learned.png: the held-out loss of each training over '
+                               'the images seen, and over dollars', metavar='FILE')
     quality: str | None = flag(None, 'file for a picture, such as quality.png, of what evaluate.py has scored: FID '
                                'against CLIP score, and both against the images of the training', metavar='FILE')
     csv: str | None = flag(None, 'file for the rows of all tables, unrounded', metavar='FILE')
@@ -181,9 +200,13 @@ class Report:
     def check(self) -> None:
         if self.compare and self.extrapolate:
             raise ValueError('--extrapolate predicts, and --compare shows what was measured; give one of them')
+        sizes = [size for images, size in self.phase if images is None]
+        if len(set(sizes)) < len(sizes):
+            raise ValueError(f'--phase {" ".join(sizes)}: two phases of one size would take the images of one record; '
+                             'give each as IMAGES@SIZE')
         if self.csv and os.path.realpath(self.csv) in map(os.path.realpath, self.records):
             raise ValueError(f'--csv {self.csv} would overwrite the records; give another file')
-        for name, suffixes in (('csv', ('.csv',)), ('figure', PICTURES), ('quality', PICTURES)):
+        for name, suffixes in (('csv', ('.csv',)), ('figure', PICTURES), ('learned', PICTURES), ('quality', PICTURES)):
             path = getattr(self, name)
             if path and not path.lower().endswith(suffixes):
                 raise ValueError(f'--{name} {path} does not end in {" or ".join(suffixes)}; name such a file')

@@ -1,6 +1,7 @@
 """The flags of benchmark.py, each in one place, and what of them cannot be. Nothing here needs torch."""
 import argparse
 import os
+import re
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -32,11 +33,14 @@ def known_gpu(text: str) -> str:
 
 
 def price(text: str) -> tuple[str | None, float]:
-    """Convert a price in dollars, such as 2.5, or NAME=PRICE for GPUs of that name, such as H100=2.5."""
+    """Convert a price in dollars, such as 2.5, or NAME=PRICE for the GPUs that --gpu NAME picks, such as H100=2.5."""
     name, is_named, dollars = text.rpartition('=')
+    if not re.match('[0-9]', dollars):
+        raise argparse.ArgumentTypeError(f'{text} is no price such as 2.5 or H100=2.5; leave out the $, which the '
+                                         'shell takes for the name of a variable')
     if not is_named:
         return None, amount(text)
-    return known_gpu(name), amount(dollars or text)  # of which an error says what is wrong
+    return known_gpu(name), amount(dollars)
 
 
 PRICES_HELP = (f'price of one GPU for an hour, in dollars, or several, such as H100=2.5 H200=3.2 '

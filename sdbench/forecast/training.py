@@ -129,9 +129,10 @@ def training_answer(given: Estimate, others: list[Estimate], cards: list[Card], 
 
     def dollars_of_an_image(pair: tuple[Card, dict]) -> float:
         card, record = pair
-        if record['images_per_sec'] is None:
+        price = price_of(card.name, settings.dollars_per_gpu_hour)
+        if record['images_per_sec'] is None or math.isnan(price):
             return math.inf
-        return price_of(card.name, settings.dollars_per_gpu_hour) / record['images_per_sec']
+        return price / record['images_per_sec']
 
     pairs = sorted(zip(cards, forecasts, strict=True), key=dollars_of_an_image)
     first, record_of_first = pairs[0]
@@ -191,7 +192,7 @@ def answer_rows(rows: list[dict], settings: Train) -> pd.DataFrame:
             for speed in speeds:
                 days.append(speed and days_to_train(speed, settings.training_images))
                 dollars.append(speed and gpu_hours(speed, row['num_devices'], settings.training_images) * price)
-            line |= {'days': with_range(days), 'dollars': with_range(dollars)}
+            line |= {'days': with_range(days), 'dollars': 'no price' if math.isnan(price) else with_range(dollars)}
         table.append(line)
     return pd.DataFrame(table)
 
@@ -200,8 +201,9 @@ def notes_on_answer(rows: list[dict], settings: Train) -> str:
     """Return what the figures of the answer are of, and how sure."""
     sentences = []
     if settings.training_images:
+        devices = [row['device'] for row in rows]
         sentences.append(f'Days and dollars: {settings.training_images:,} images, '
-                         f'{prices_in_words(settings.dollars_per_gpu_hour)} (--dollars_per_gpu_hour).')
+                         f'{prices_in_words(devices, settings.dollars_per_gpu_hour)} (--dollars_per_gpu_hour).')
     sentences.append(RANGE if any(row['images_per_sec_least'] for row in rows) else NO_RANGE)
     if len(rows) > 1:
         sentences.append('What follows is of the first GPU; --gpu NAME picks another.')

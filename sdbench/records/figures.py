@@ -1,76 +1,134 @@
-"""The figures of a record: how the summary of a run and the table of report.py show each. Nothing here needs torch.
+"""How figures are shown: as lines of a run's summary, and as columns of report.py's tables. Nothing here needs torch.
 
-A new figure is an entry here, and its value in the record: docs/extending.md says where that comes from.
+A new figure has its value in the record, its meaning in keys.py, and here a line, a column, or both.
 """
+import math
 import string
 from typing import Any, NamedTuple
 
+WIDTH = 120  # of a line, in characters
 
-class Figure(NamedTuple):
-    """How a key of a record is shown.
 
-    Attributes:
-        heading: of its line in a summary, and of its column in a table.
-        line: in a summary; a template of this key and others. None: it has no line of its own.
-        cell: in a table; a template of the number alone, times 100 where it has a %. None: it has no column. Several
-            runs of one setting show their median, and a row that is predicted or planned shows nothing.
-        decimals: of a cell, or three significant digits where these are more; None: of a whole number.
-    """
+def rounded(value: float, decimals: int = 0) -> str:
+    """Write a number with so many decimals, or with three significant digits where these are more."""
+    if value:
+        decimals = max(decimals, 2 - math.floor(math.log10(abs(value))))
+    return f'{value:,.{decimals}f}'
+
+
+def days_in_words(days: float) -> str:
+    """Write days with two decimals, or what is below one as hours and minutes."""
+    if days >= 1:
+        return rounded(days, 2)
+    minutes = round(days * 24 * 60)
+    if minutes < 60:
+        return f'{max(1, minutes)} min'
+    return f'{minutes // 60} h {minutes % 60} min'
+
+
+class Line(NamedTuple):
+    """A line of a summary: its heading, and a template of keys of the record and of what the summary adds."""
     heading: str
-    line: str | None = None
-    cell: str | None = None
-    decimals: int | None = 1
+    text: str
 
 
-FIGURES = {
-    'images_per_sec': Figure(
-        'images/s', '{images_per_sec:.4g} on {num_devices} x {device}, {images_per_sec_per_device:.4g} each', '{}'),
-    'why_no_speed': Figure('no speed', '{why_no_speed}'),
-    'batch_seconds_median': Figure(
+# In the order of the summary of a measurement.
+LINES = {
+    'images_per_sec': Line(
+        'images/s', '{images_per_sec:.4g} on {num_devices} x {device}, {images_per_sec_per_device:.4g} each'),
+    'why_no_speed': Line('no speed', '{why_no_speed}'),
+    'batch_seconds': Line(
         'batch', '{batch_seconds_median:.3g} s median of {measured_batches}, 10th to 90th percentile '
         '{batch_seconds_p10:.3g} to {batch_seconds_p90:.3g} s'),
-    'drift': Figure('change', '{drift:+.1%} in speed from the first third of the batches to the last'),
-    'data_wait_fraction': Figure('wait for data', '{data_wait_fraction:.1%} of the time{on_waiting}', '{} %'),
-    'peak_memory_gib': Figure(
-        'peak memory', '{peak_memory_gib:.3g} GiB, microbatch {device_train_microbatch_size}', '{} GiB'),
-    'tflops_per_sec_per_device': Figure('arithmetic', '{tflops_per_sec_per_device:.3g} TFLOP/s each'),
-    'mfu': Figure('of the peak', '{mfu:.1%}', '{} %'),
-    'joules_per_image': Figure('power', '{gpu_power_watts_mean:.0f} W each, {joules_per_image:.3g} J an image'),
-    'trained_batches': Figure('trained', 'up to batch {trained_batches:,}'),
-    'whole_epochs': Figure('epochs', '{whole_epochs:,}'),
-    'resumed_after': Figure('resumed', 'after batch {resumed_after:,}'),
-    'loss': Figure('loss', '{loss:.3g}'),
-    'eval_loss': Figure('held-out loss', '{eval_loss:.4g} after batch {eval_batch:,}'),
-    'ema_start_to_come': Figure('no average', 'yet, for --ema_start is {ema_start_to_come}'),
-    'young_half_life': Figure(
-        'average', 'still near the weights at the start, for --ema_half_life is {young_half_life}'),
-    'caution': Figure('caution', '{caution}'),
-    'full_days': Figure(
+    'drift': Line('change', '{drift:+.1%} in speed from the first third of the batches to the last'),
+    'data_wait_fraction': Line('wait for data', '{data_wait_fraction:.1%} of the time{on_waiting}'),
+    'peak_memory_gib': Line(
+        'peak memory', '{peak_memory_gib:.3g} GiB, microbatch {device_train_microbatch_size}'),
+    'arithmetic': Line('arithmetic', '{tflops_per_sec_per_device:.3g} TFLOP/s each'),
+    'mfu': Line('of the peak', '{mfu:.1%}'),
+    'power': Line('power', '{gpu_power_watts_mean:.0f} W each, {joules_per_image:.3g} J an image'),
+    'trained': Line('trained', 'up to batch {trained_batches:,}'),
+    'epochs': Line('epochs', '{whole_epochs:,}'),
+    'resumed': Line('resumed', 'after batch {resumed_after:,}'),
+    'loss': Line('loss', '{loss:.3g}'),
+    'eval_loss': Line('held-out loss', '{eval_loss:.4g} after batch {eval_batch:,}'),
+    'drawings': Line('drawings', 'in {drawings}'),
+    'no_average': Line('no average', 'yet, for --ema_start is {ema_start_to_come}'),
+    'young_average': Line('average', 'still near the weights at the start, for --ema_half_life is {young_half_life}'),
+    'checkpoints': Line('checkpoint', 'in {checkpoints}'),
+    'export': Line('next', 'python export.py {checkpoints} {pipeline}{export_flags}'),
+    'caution': Line('caution', '{caution}'),
+    'full_training': Line(
         'full training', 'training on {full_images:,} images would take {full_days:,.1f} days on {gpus}, '
-        '{full_hours:,.0f} GPU-hours, ${full_dollars:,.0f}'),
-    'checkpoints': Figure('checkpoint', 'in {checkpoints}'),
-    'drawings': Figure('drawings', 'in {drawings}'),
-    'export_flags': Figure('next', 'python export.py {checkpoints} {pipeline}{export_flags}'),
+        '{full_hours:,.0f} GPU-hours, {full_cost}'),
+    'plan': Line('for a plan', '{forecast_command}\n' + 16 * ' ' + '{plan_command}'),
 }
 
-# The lines of a summary, in their order: of a measurement the speed comes first, of a training what was trained.
-SPEED_LINES = ('images_per_sec', 'why_no_speed')
-TRAINED_LINES = ('trained_batches', 'whole_epochs', 'resumed_after', 'loss', 'eval_loss', 'drawings',
-                 'ema_start_to_come')
-OF_A_MEASUREMENT = (*SPEED_LINES, 'batch_seconds_median', 'drift', 'data_wait_fraction', 'peak_memory_gib',
-                    'tflops_per_sec_per_device', 'mfu', 'joules_per_image', *TRAINED_LINES, 'caution',
-                    'full_days')
-OF_A_TRAINING = (*TRAINED_LINES, 'young_half_life', 'checkpoints', 'export_flags', *SPEED_LINES)
-
-IN_TABLES = tuple(key for key, figure in FIGURES.items() if figure.cell is not None)
+# Of a training, what was trained comes first, and of its speed there is only that.
+OF_SPEED = ('images_per_sec', 'why_no_speed')
+OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'loss', 'eval_loss', 'drawings', 'no_average', 'young_average',
+                 'checkpoints', 'export', *OF_SPEED)
+OF_A_MEASUREMENT = tuple(key for key in LINES if key not in ('young_average', 'checkpoints', 'export'))
 
 
 def summary_lines(keys: tuple[str, ...], values: dict[str, Any]) -> list[str]:
     """Return the lines of a summary. One is left out where a value of its template is missing, or None."""
     lines = []
     for key in keys:
-        figure = FIGURES[key]
-        names = [name for _, name, _, _ in string.Formatter().parse(figure.line) if name]
+        heading, text = LINES[key]
+        names = [name for _, name, _, _ in string.Formatter().parse(text) if name]
         if all(values.get(name) is not None for name in names):
-            lines.append(f'{figure.heading:<15} {figure.line.format_map(values)}')
+            lines.append(f'{heading:<15} {text.format_map(values)}')
     return lines
+
+
+class Column(NamedTuple):
+    """A column of numbers in a table.
+
+    Attributes:
+        heading: where it has {} that is GPU or device.
+        cell: template of the number, which is times 100 where it has a %.
+        decimals: of a cell, or three significant digits where these are more; None: of a whole number.
+        of_a_run: several runs of one setting show their median, and a row that is predicted shows nothing.
+    """
+    heading: str
+    cell: str = '{}'
+    decimals: int | None = 1
+    of_a_run: bool = False
+
+
+# In the order of the tables: what a record has, and what follows from that.
+COLUMNS = {
+    'num_devices': Column('{}s', decimals=None),
+    'images_per_sec': Column('images/s', of_a_run=True),
+    'images_per_sec_per_device': Column('images/s per {}', decimals=2),
+    'scaling_efficiency': Column('efficiency', '{} %'),
+    'speed_over_first': Column('over the first', '{} x', 2),
+    'data_wait_fraction': Column('wait for data', '{} %', of_a_run=True),
+    'peak_memory_gib': Column('peak memory', '{} GiB', of_a_run=True),
+    'mfu': Column('of the peak', '{} %', of_a_run=True),
+    'eval_loss': Column('held-out loss', decimals=4),
+    'loss': Column('loss', decimals=3),
+    'guidance': Column('guidance'),
+    'fid': Column('FID', decimals=2),
+    'clip_score': Column('CLIP score', decimals=2),
+    'trained_batches': Column('batches', decimals=None),
+    'images_seen': Column('images seen', decimals=None),
+    'days': Column('days', decimals=2),
+    'gpu_hours': Column('GPU-hours', decimals=0),
+    'cost_usd': Column('cost', '${}', 0),
+    'images_in_days': Column('images in --days', decimals=0),
+}
+OF_A_RUN = tuple(key for key, column in COLUMNS.items() if column.of_a_run)
+
+
+def cell(key: str, value: float) -> str:
+    """Return the text of a number in its column; '' where it is NaN."""
+    _, template, decimals, _ = COLUMNS[key]
+    if math.isnan(value):
+        return ''
+    if '%' in template:
+        value *= 100
+    if key == 'days':
+        return days_in_words(value)
+    return template.format(f'{value:,.0f}' if decimals is None else rounded(value, decimals))

@@ -21,8 +21,8 @@ KEYS = {
     'Python, CUDA and the libraries',
     'device device_type num_devices num_nodes': 'name of the GPU or CPU; `cuda` or `cpu`; on how many of them, and on '
     'how many machines',
-    'num_workers_by_default dataset': 'whether the number of loader processes followed from the machine; `streaming` '
-    'or `synthetic`',
+    'num_workers_by_default dataset': 'whether the number of loader processes is that which follows from the '
+    'machine; `streaming` or `synthetic`',
 
     # of its speed
     'images_per_sec images_per_sec_per_device': 'images divided by the wall clock of the measured batches on the '
@@ -50,7 +50,7 @@ KEYS = {
     'batch of the whole training, its whole epochs, and how long one is',
     'loss skipped_batches bad_samples': 'loss of the last batch, steps that were not finite, samples that could not be '
     'read',
-    'evaluations eval_loss eval_batch': 'how many evaluations there were; loss and batch of the last one',
+    'evaluations eval_loss eval_batch': 'images seen and loss of each evaluation; loss and batch of the last',
 
     # of an encoding
     'samples stored_samples bytes_per_image': 'images that this run encoded, images and bytes an image that are stored '

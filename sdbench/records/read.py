@@ -7,18 +7,23 @@ import os
 import textwrap
 from pathlib import Path
 
-from sdbench.flags.train import SWITCHES
-from sdbench.records.figures import IN_TABLES
+from sdbench.flags.train import SAME_ON_RESUME, SWITCHES
+from sdbench.records.figures import OF_A_RUN
 from sdbench.records.keys import COMPLETE, ENCODERS, FORECAST
 from sdbench.records.reliability import why_unreliable
 from sdbench.records.versions import PACKAGES
 
-VERSIONS = ['python', 'cuda', *PACKAGES]
-# Records of speed are averaged and fitted together only where all of these agree; one that is not stated agrees with no
-# value.
-SETTINGS = ['stage', 'device', 'image_size', 'model_name', 'input', 'dataset', 'batch_size', *SWITCHES, 'use_ema',
-            'num_workers', 'clip_grad_norm', 'ema_start', *VERSIONS]
+# What bears on speed. A loader has nothing of a model.
 OF_A_MODEL = ['model_name', *SWITCHES, 'use_ema', 'clip_grad_norm', 'ema_start']
+VERSIONS = ['python', 'cuda', *PACKAGES]
+OF_SPEED = ['stage', 'device', 'image_size', 'input', 'dataset', 'batch_size', *OF_A_MODEL, 'num_workers', *VERSIONS]
+# What bears on what a training learns, beside those. Measurements and forecasts learn nothing.
+OF_LEARNING = [field.name for field in SAME_ON_RESUME
+               if field.name not in (*OF_SPEED, 'use_synth_data', 'use_synth_latents')]  # which `dataset` says
+OF_LEARNING += ['max_duration', 'load_weights', 'remote', 'eval_remote']
+# Records are averaged and fitted together only where all of these agree; one that is not stated agrees with no value.
+SETTINGS = [*OF_SPEED, *OF_LEARNING]
+LEARNED = ['eval_loss', 'loss', 'trained_batches']
 # Scores are on one line of a picture only where these agree, and those of the network that the score is from.
 CONDITIONS = ['model', 'weights', 'data', 'samples', 'image_size', 'steps']
 NETWORKS = {'fid': ['network', 'inception_sha256'], 'clip_score': ['clip', 'clip_sha256']}
@@ -74,14 +79,17 @@ def record_of_cells(cells: dict[str | None, str]) -> dict:
 
 
 def rows_of(record: dict) -> list[dict]:
-    """Return the row of a record of speed, one for each guidance scale of an evaluation, none of a proof's checks."""
+    """Return the row of a record of speed, or one for each guidance scale of an evaluation.
+
+    The checks of a proof, and a plan that was written by --csv, are in no table.
+    """
     if not isinstance(record, dict):
         raise ValueError('not one JSON object')
     stated = {key: value for key, value in record.items() if value not in (None, '', 'auto')}
+    if stated.get('stage') in ('proof', 'plan'):
+        return []
     if stated.get('stage') == 'evaluate':
         return score_rows(stated)
-    if stated.get('stage') == 'proof':
-        return []
     return [speed_row(stated)]
 
 
@@ -91,7 +99,7 @@ def speed_row(record: dict) -> dict:
     Raises ValueError if a number that is needed is missing or not positive.
     """
     # what it must have
-    record = {'stage': 'train', 'status': COMPLETE, 'extrapolated': False} | record | record.get('versions', {})
+    record = {'stage': 'train', 'status': COMPLETE, 'extrapolated': False} | record
     speed = 'loader_images_per_sec' if record['stage'] == 'loader' else 'images_per_sec'
     needed = ['device', 'num_devices', 'image_size']
     if record['status'] in (COMPLETE, FORECAST):
@@ -103,22 +111,28 @@ def speed_row(record: dict) -> dict:
         if key in record and (type(record[key]) not in (int, float) or not 0 < record[key] < math.inf):
             raise ValueError(f'{key} {record[key]!r} is not a positive number')
 
-    # settings
-    row = {key: words(record.get(key)) for key in (*SETTINGS, 'num_nodes')}
+    # settings, but for those that do nothing there
+    stated = record | record.get('versions', {})
+    row = {key: words(stated.get(key)) for key in (*SETTINGS, 'num_nodes')}
+    learns = record['stage'] == 'train' and record['status'] != FORECAST and 'measure_batches' not in record
+    if not learns:
+        row |= dict.fromkeys(OF_LEARNING, '')
     if record['stage'] == 'loader':
-        row |= dict.fromkeys(OF_A_MODEL, '')  # it has none
+        row |= dict.fromkeys(OF_A_MODEL, '')
+    if record.get('num_workers_by_default') is True:  # it follows from the machine
+        row['num_workers'] = ''
     encoders = words(record.get('encoders'))
     row['input'] = INPUTS.get(encoders, encoders)
-    if record.get('num_workers_by_default') is True:  # it follows from the machine, and is no setting of the run
-        row['num_workers'] = 'default'
     row['date'] = words(record.get('date'))[:19].replace('T', ' ')  # to the second
     commit, dash, dirty = words(record.get('git_commit')).partition('-')
     row['git_commit'] = commit[:8] + dash + dirty
 
     # figures
     row['num_devices'] = record['num_devices']
-    for key in (*IN_TABLES, 'images_per_sec_least', 'images_per_sec_most'):
+    for key in (*OF_A_RUN, 'images_per_sec_least', 'images_per_sec_most'):
         row[key] = float(record.get(key, math.nan))
+    for key in LEARNED:
+        row[key] = float(record.get(key, math.nan)) if learns else math.nan
     row['images_per_sec'] = float(record.get(speed, math.nan))
     row['on_cpu'] = record.get('device_type') == 'cpu'
     row['status'], row['notes'] = status_and_notes(record)
@@ -172,9 +186,9 @@ def score_rows(record: dict) -> list[dict]:
 
 
 def words(value) -> str:
-    """Return a value of a record as one line of text."""
+    """Return a value of a record as one line of text, without what a terminal would take for a command."""
     if value is None:
         return ''
     if isinstance(value, bool):
         return 'yes' if value else 'no'
-    return ' '.join(str(value).split())
+    return ' '.join(''.join(char if char.isprintable() else ' ' for char in str(value)).split())

@@ -1,17 +1,22 @@
 """Write the summary of a run for people. Nothing here needs torch."""
+import math
 import os
+import shlex
 from typing import Any
 
 from sdbench.costs import days_to_train, gpu_hours, price_of
 from sdbench.errors import plural
 from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import Train
+from sdbench.gpus import CARDS
 from sdbench.paths import sibling_path
 from sdbench.records.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
 from sdbench.records.keys import ENCODERS, FAILED, INTERRUPTED
 from sdbench.records.reliability import caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
+# A plan whose forecasts the records in a file correct, by the forecast of the same flags in plan.jsonl.
+PLAN_COMMAND = 'python report.py docs/plan.jsonl plan.jsonl {} --phase 256 --phase 512'
 
 
 def run_summary(record: dict, settings: Train) -> str:
@@ -70,5 +75,11 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
         notes['full_days'] = days_to_train(speed, settings.training_images)
         notes['gpus'] = plural(record['num_devices'], 'GPU')
         notes['full_hours'] = hours
-        notes['full_dollars'] = hours * price_of(record['device'], settings.dollars_per_gpu_hour)
+        price = price_of(record['device'], settings.dollars_per_gpu_hour)
+        if record['device'] in CARDS:
+            file = 'results.jsonl' if settings.results_file == '-' else settings.results_file
+            notes['forecast_command'] = (f'python {record["command"]} --dry_run {record["num_devices"]} '
+                                         f'--gpu {shlex.quote(record["device"])} --results plan.jsonl')
+            notes['plan_command'] = PLAN_COMMAND.format(shlex.quote(file))
+        notes['full_cost'] = 'no price' if math.isnan(price) else f'${hours * price:,.0f}'
     return notes

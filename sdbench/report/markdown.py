@@ -1,37 +1,46 @@
 """Write rows as a Markdown table: what they agree in above it, and a column for what they differ in."""
-import math
+import textwrap
 from collections.abc import Sequence
 
 import pandas as pd
 
-from sdbench.records.figures import FIGURES, IN_TABLES, Figure
+from sdbench.records.figures import COLUMNS, WIDTH, cell
 from sdbench.records.read import VERSIONS
 
-# Columns of figures in their order: those of a record, and those that follow from them.
-COLUMNS = {
-    'num_devices': Figure('{}s', cell='{}', decimals=None),
-    'images_per_sec': FIGURES['images_per_sec'],
-    'images_per_sec_per_device': Figure('images/s per {}', cell='{}', decimals=2),
-    'scaling_efficiency': Figure('efficiency', cell='{} %'),
-    'speed_over_first': Figure('over the first', cell='{} x', decimals=2),
-    **{key: FIGURES[key] for key in IN_TABLES},
-    'guidance': Figure('guidance', cell='{}'),
-    'fid': Figure('FID', cell='{}', decimals=2),
-    'clip_score': Figure('CLIP score', cell='{}', decimals=2),
-    'trained_batches': Figure('batches', cell='{}', decimals=None),
-    'images_seen': Figure('images seen', cell='{}', decimals=None),
-    'days': Figure('days', cell='{}', decimals=2),
-    'gpu_hours': Figure('GPU-hours', cell='{}', decimals=0),
-    'cost_usd': Figure('cost', cell='${}', decimals=0),
-    'images_in_days': Figure('images in --days', cell='{}', decimals=0),
-}
+# How a sentence or a legend writes a setting, where its name and its value are not enough
+IN_WORDS = {'device': '{}', 'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels',
+            'input': 'on {}', 'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA', 'model': '{}',
+            'weights': '{}', 'guidance': 'guidance {:g}', 'trained_batches': 'batch {:,.0f}',
+            'num_nodes': '{} machines'}
 
 
-def differing(rows: pd.DataFrame, keys: Sequence[str]) -> list[str]:
-    """Return the keys with several values, or, within a stage, with a value in some rows and none in others."""
-    in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # '' is a value
+def differing(rows: pd.DataFrame, keys: Sequence[str], unstated: bool = True) -> list[str]:
+    """Return the keys in which rows differ: of several values, or, within a stage, stated by some rows alone.
+
+    Args:
+        rows: of a table.
+        keys: of settings; '' is one that a row does not state.
+        unstated: whether a setting that only some rows state, all with the same value, counts.
+    """
     stated = rows[list(keys)].replace('', None).nunique()
+    if not unstated:
+        return [key for key in keys if stated[key] > 1]
+    in_a_stage = rows.groupby('stage')[list(keys)].nunique().max()  # '' is a value
     return [key for key in keys if in_a_stage[key] > 1 or stated[key] > 1]
+
+
+def setting_in_words(key: str, value: str | float) -> str:
+    """Return a setting as a sentence or a legend has it: 'microbatch 4', 'compile', or 'no compile'."""
+    name = key.replace('_', ' ')
+    if value in ('yes', 'no'):
+        name = IN_WORDS.get(key, name)
+        return name if value == 'yes' else f'no {name}'
+    return IN_WORDS.get(key, f'{name} {{}}').format(value)
+
+
+def settings_in_words(row: pd.Series, keys: Sequence[str]) -> str:
+    """Return the settings of a row that it states, of these keys, such as 'on latents, no compile'."""
+    return ', '.join(setting_in_words(key, row[key]) for key in keys if row[key] != '')
 
 
 def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
@@ -52,47 +61,29 @@ def in_common(rows: pd.DataFrame, keys: Sequence[str]) -> str:
             settings.append(f'{key} {value}')
     lines = []
     if settings:
-        lines.append(f'All rows: {", ".join(settings)}')
+        lines.append(textwrap.fill(f'All rows: {", ".join(settings)}', WIDTH))
     if versions:
-        lines.append(f'Versions: {", ".join(versions)}')
+        lines.append(textwrap.fill(f'Versions: {", ".join(versions)}', WIDTH))
     return '\n'.join(lines)
 
 
 def markdown(rows: pd.DataFrame, keys: Sequence[str]) -> str:
-    """Return an aligned Markdown table: those of its keys that rows differ in, the figures and the notes.
-
-    A column with nothing in it is left out.
-    """
+    """Return an aligned Markdown table: those of its keys that rows differ in, the figures and the notes."""
     device = 'GPU'
     if 'on_cpu' in rows and rows['on_cpu'].any():
         device = 'device'
-    cells = pd.DataFrame(index=rows.index)
-    alignment = []
-    for key in [*differing(rows, keys), *COLUMNS, 'notes']:
-        if key not in rows:
-            continue
-        texts = [printed(key, value) for value in rows[key]]
-        if not any(texts):
-            continue
-        heading = key
-        if key in COLUMNS:
-            heading = COLUMNS[key].heading.format(device)
-        cells[heading] = texts
-        alignment.append('right' if key in COLUMNS else 'left')
+    settings = differing(rows, keys)
+    cells = rows[settings].copy()
+    for key, column in COLUMNS.items():
+        if key in rows:
+            cells[column.heading.format(device)] = [cell(key, value) for value in rows[key]]
+    cells['notes'] = rows['notes']
+    return table_text(cells, [*settings, 'notes'])
+
+
+def table_text(cells: pd.DataFrame, texts: Sequence[str]) -> str:
+    """Return a Markdown table of cells; columns of `texts` stand to the left. One with nothing in it is left out."""
+    cells = cells[[column for column in cells if cells[column].any()]]
+    cells = cells.map(lambda text: text.replace('|', r'\|'))  # a cell of its own, else
+    alignment = ['left' if column in texts else 'right' for column in cells]
     return cells.to_markdown(index=False, disable_numparse=True, colalign=alignment)
-
-
-def printed(key: str, value: str | float) -> str:
-    """Return a figure with its column's decimals, or with three digits where these are more; a text as it is."""
-    if isinstance(value, str):
-        return value
-    if math.isnan(value):
-        return ''
-    template, decimals = COLUMNS[key].cell, COLUMNS[key].decimals
-    if '%' in template:
-        value *= 100
-    if decimals is None:
-        decimals = 0
-    elif value:
-        decimals = max(decimals, 2 - math.floor(math.log10(value)))
-    return template.format(f'{value:,.{decimals}f}')

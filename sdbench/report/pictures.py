@@ -1,24 +1,29 @@
-"""Draw the pictures of a report: days over GPUs, and scores of evaluations.
+"""Draw the pictures of a report: days over GPUs, GPU-hours of plans, what was learned, and scores of evaluations.
 
 matplotlib is imported only when there is something to draw.
 """
+import math
 import textwrap
 
 import pandas as pd
 
-from sdbench.records.read import CONDITIONS, FORECAST, MEASURED, NETWORKS, SETTINGS, VERSIONS
+from sdbench.costs import Prices, gpu_hours, price_of
+from sdbench.gpus import short_name
+from sdbench.records.figures import cell
+from sdbench.records.keys import FORECAST
+from sdbench.records.read import CONDITIONS, MEASURED, NETWORKS, SETTINGS, VERSIONS
+from sdbench.report.markdown import differing, setting_in_words, settings_in_words
 
 COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6aa8e0', '#f2b84b', '#c0392b')
 LINE_INCHES = 0.2  # of text
 LABEL_CHARACTERS = 50  # of a value in a legend
 CAPTION_CHARACTERS = 130
-TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen'}
+TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen', 'loss': 'held-out loss',
+          'dollars': 'dollars'}
 PANEL_INCHES = 4.8
+BAR_INCHES = 0.75
+BIG_TEXT = 14  # points, in a picture that is shown at half its size
 PANEL_CHARACTERS = 60  # of a caption below a panel
-# How a legend writes a setting, where its name and its value are not enough
-IN_WORDS = {'device_train_microbatch_size': 'microbatch {}', 'image_size': '{} pixels', 'input': 'on {}',
-            'model_name': '{}', 'batch_size': 'batch of {}', 'use_ema': 'EMA', 'model': '{}', 'weights': '{}',
-            'guidance': 'guidance {:g}', 'trained_batches': 'batch {:,.0f}'}
 
 
 def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
@@ -35,28 +40,36 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     Raises ValueError if no row has days.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
-    # a line has one setting; a forecast takes the largest microbatch, which gets smaller with more GPUs
+    # a line has one setting and one value at each number of GPUs. A forecast takes the largest microbatch, which gets
+    # smaller with more GPUs: its lines have any, unless there are several at one number of GPUs
     rows = rows[rows['days'].notna()].sort_values('num_devices', kind='stable')
     if rows.empty:
         raise ValueError(f'--figure {path}: no training in these records has days; of the model tiny, '
                          '--training_images asks for them')
-    is_forecast = rows['status'] == FORECAST
-    rows['device_train_microbatch_size'] = rows['device_train_microbatch_size'].mask(is_forecast, '')
-    rows['setting'] = rows['setting'].mask(is_forecast, -1)
-    rows['legend'] = legend_labels(rows)
-    lines = rows.groupby(['setting', 'legend'], sort=False)
+    microbatch = 'device_train_microbatch_size'
+    others = [key for key in SETTINGS if key != microbatch]
+    is_one_line = (rows['status'] == FORECAST) & ~rows.duplicated(['status', *others, 'num_devices'], keep=False)
+    rows[microbatch] = rows[microbatch].mask(is_one_line, '')
+    rows['is_forecast'] = rows['status'] == FORECAST
+    lines = rows.groupby(['is_forecast', *SETTINGS], sort=False)
 
     # a figure with a caption
-    caption = wrapped(f'All: {settings_in_common(rows)}', CAPTION_CHARACTERS)
+    same = [key for key in SETTINGS if rows[key].nunique() == 1 and rows[key].iloc[0] != 'no']
+    same = [key for key in same if key not in ('stage', *VERSIONS)]
+    caption = wrapped(f'All: {settings_in_words(rows.iloc[0], same)}', CAPTION_CHARACTERS)
     height = PANEL_INCHES + LINE_INCHES * (caption.count('\n') + 1)
     figure = Figure(figsize=(10, height), layout='constrained')
     figure.supxlabel(caption, x=0.01, ha='left', fontsize=9)
     axes = figure.subplots()
 
     # the lines, and what their marks mean
-    for number, ((_, label), points) in enumerate(lines):
-        draw_line(axes, points, COLORS[number % len(COLORS)], label)
+    keys = [key for key in differing(rows, SETTINGS, unstated=False) if key not in ('stage', 'device')]
+    for number, (_, points) in enumerate(lines):
+        first = points.iloc[0]
+        words = [short_name(first['device']), settings_in_words(first, keys), 'forecast' * first['is_forecast']]
+        draw_line(axes, points, COLORS[number % len(COLORS)], ', '.join(filter(None, words)))
     axes.plot([], [], 'o', color='black', label='measured')
     hollow = 'extrapolated, or forecast'
     if rows['images_per_sec_least'].notna().any():
@@ -64,14 +77,8 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     axes.plot([], [], 'o', color='black', markerfacecolor='white', label=hollow)
     axes.plot([], [], '--', color='black', linewidth=0.8, label='ideal: twice the GPUs, half the days')
 
-    set_days_axes(axes, sorted(rows['num_devices'].unique()), training_images)
-    figure.savefig(path, dpi=160)
-
-
-def set_days_axes(axes, counts: list[int], training_images: int) -> None:
-    """Label the axes of the picture of days, with a tick for each number of GPUs, and place its legend."""
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
+    # both axes logarithmic, with a tick for each number of GPUs
+    counts = sorted(rows['num_devices'].unique())
     axes.set(xscale='log', yscale='log', xlabel='GPUs', ylabel=f'days for {training_images:,} images')
     axes.set_xticks(counts, counts)
     axes.minorticks_off()
@@ -80,6 +87,7 @@ def set_days_axes(axes, counts: list[int], training_images: int) -> None:
     axes.grid(alpha=0.3)
     axes.spines[['top', 'right']].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc='center left', bbox_to_anchor=(1.01, 0.5))
+    figure.savefig(path, dpi=160)
 
 
 def draw_line(axes, points: pd.DataFrame, color: str, label: str) -> None:
@@ -90,7 +98,15 @@ def draw_line(axes, points: pd.DataFrame, color: str, label: str) -> None:
         ideal = [first['days'] * first['num_devices'] / count for count in ends]
         axes.plot(ends, ideal, color=color, linestyle='--', linewidth=0.8, alpha=0.6)
     axes.plot(points['num_devices'], points['days'], color=color, linewidth=1.2)
-    draw_points(axes, points, color)
+
+    # filled if measured, else hollow, with the range of a forecast: days are inversely proportional to the speed
+    is_measured = points['status'] == MEASURED
+    for chosen, face in ((points[is_measured], color), (points[~is_measured], 'white')):
+        axes.plot(chosen['num_devices'], chosen['days'], 'o', color=color, markerfacecolor=face, zorder=3)
+    for _, point in points[points['images_per_sec_least'].notna()].iterrows():
+        longest = point['days'] * point['images_per_sec'] / point['images_per_sec_least']
+        shortest = point['days'] * point['images_per_sec'] / point['images_per_sec_most']
+        axes.plot([point['num_devices']] * 2, [shortest, longest], color=color, linewidth=1.2)
 
     # the legend has a filled mark if anything of the line was measured
     face = color
@@ -99,64 +115,104 @@ def draw_line(axes, points: pd.DataFrame, color: str, label: str) -> None:
     axes.plot([], [], 'o-', color=color, markerfacecolor=face, label=label)
 
 
-def draw_points(axes, points: pd.DataFrame, color: str) -> None:
-    """Draw the points of a line over its GPUs: filled if measured, else hollow, with the range of a forecast."""
-    is_measured = points['status'] == MEASURED
-    for chosen, face in ((points[is_measured], color), (points[~is_measured], 'white')):
-        axes.plot(chosen['num_devices'], chosen['days'], 'o', color=color, markerfacecolor=face, zorder=3)
-    for _, point in points[points['images_per_sec_least'].notna()].iterrows():
-        # days are inversely proportional to the speed
-        longest = point['days'] * point['images_per_sec'] / point['images_per_sec_least']
-        shortest = point['days'] * point['images_per_sec'] / point['images_per_sec_most']
-        axes.plot([point['num_devices']] * 2, [shortest, longest], color=color, linewidth=1.2)
+def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
+    """Write a picture of plans: a bar of GPU-hours for each, in its parts, with the dollars at its end.
 
+    What was forecast is hatched, and what was measured is full.
 
-def legend_labels(rows: pd.DataFrame) -> list[str]:
-    """Return the words of the setting of each row, such as 'A100 40GB, microbatch 4'.
+    Args:
+        path: of the picture.
+        plans: the table of plans.
+        title: what is planned.
 
-    They are its GPU, and in what the settings that rows state differ.
+    Raises ValueError if no plan is of GPUs.
     """
-    keys = []
-    for key in SETTINGS:
-        stated = rows[key].replace('', None).nunique()
-        if stated > 1 and key not in ('stage', 'device'):
-            keys.append(key)
-    labels = []
-    for _, row in rows.iterrows():
-        words = [short_name(row['device'])]
-        for key in keys:
-            if row[key]:
-                words.append(setting_in_words(key, row[key]))
-        if row['status'] == FORECAST:
-            words.append('forecast')
-        labels.append(', '.join(words))
-    return labels
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    # the first plan stands at the top
+    plans = plans[plans['gpu_hours'].notna()]
+    if plans.empty:
+        raise ValueError(f'--figure {path}: a plan on CPUs has no GPU-hours')
+    names = []
+    for _, plan in plans.iterrows():
+        names.append(' x '.join([f'{plan["num_devices"]}', short_name(plan['device'])]))
+        others = settings_in_words(plan, [key for key in differing(plans, SETTINGS) if key in ('input', 'compile')])
+        names[-1] += f'\n{others}' if others else ''
+    figure = Figure(figsize=(10, 2.2 + BAR_INCHES * len(plans)), layout='constrained')
+    axes = figure.subplots()
+
+    # its parts, one behind the other
+    colors = {}  # by name and size of a part
+    for position, plan in enumerate(plans.itertuples()):
+        start = 0.0
+        for part in plan.parts:
+            color = colors.setdefault(f'{part.name} {part.size} px', COLORS[len(colors) % len(COLORS)])
+            hours = part.days * 24 * plan.num_devices
+            hatch, face = ('///', 'white') if part.status == FORECAST else (None, color)
+            axes.barh(position, hours, left=start, height=0.6, color=face, edgecolor=color, hatch=hatch, linewidth=1.5)
+            start += hours
+        cost = cell('cost_usd', plan.cost_usd)
+        axes.annotate(f' {cost or "no price"}', (start, position), va='center', fontsize=BIG_TEXT)
+
+    # axes and legend, in letters that can be read at half the size
+    axes.set_yticks(range(len(plans)), names, fontsize=BIG_TEXT)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel('GPU-hours', fontsize=BIG_TEXT)
+    axes.xaxis.set_major_formatter('{x:,.0f}')
+    axes.tick_params(axis='x', labelsize=BIG_TEXT)
+    axes.spines[['top', 'right']].set_visible(False)
+    marks = [Patch(facecolor=color, label=name) for name, color in colors.items()]
+    marks += [Patch(facecolor='white', edgecolor='black', hatch='///', label='forecast'),
+              Patch(facecolor='black', label='measured')]
+    figure.legend(handles=marks, loc='outside upper left', ncols=4, frameon=False, fontsize=BIG_TEXT)
+    figure.supxlabel(wrapped(title, CAPTION_CHARACTERS * 9 // BIG_TEXT), x=0.01, ha='left', fontsize=BIG_TEXT)
+    figure.savefig(path, dpi=160)
 
 
-def settings_in_common(rows: pd.DataFrame) -> str:
-    """Return in words the settings that all rows have, but for what is off."""
-    words = []
-    for key in SETTINGS:
-        values = set(rows[key])
-        if len(values) == 1 and not values & {'', 'no'} and key not in ('stage', *VERSIONS):
-            words.append(setting_in_words(key, *values))
-    return ', '.join(words)
+def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
+    """Write a picture of the held-out loss of each training over images seen, and over dollars where these are known.
 
+    Runs that resumed one another are one line. Dollars follow from the images and a speed that may be relied on.
 
-def short_name(device: str) -> str:
-    """Return the name of a GPU as people say it: 'A100 40GB' for 'NVIDIA A100-SXM4-40GB'."""
-    for words in ('NVIDIA ', 'GeForce ', '-SXM4', ' HBM3'):
-        device = device.replace(words, '')
-    return device.replace('-', ' ')
+    Args:
+        path: of the picture.
+        records: the rows of all records.
+        prices: of GPUs.
 
+    Raises ValueError if no training has evaluations.
+    """
+    from matplotlib.figure import Figure
 
-def setting_in_words(key: str, value: str) -> str:
-    """Return a setting as a legend has it: 'microbatch 4', 'compile', or 'no compile'."""
-    name = key.replace('_', ' ')
-    if value in ('yes', 'no'):
-        name = IN_WORDS.get(key, name)
-        return name if value == 'yes' else f'no {name}'
-    return IN_WORDS.get(key, f'{name} {{}}').format(value)
+    # a row for each evaluation; of a batch that was evaluated again, the last counts
+    points = []
+    trained = records[records['stage'] == 'train']
+    for number, (_, runs) in enumerate(trained.groupby(SETTINGS, sort=False)):
+        measured = runs[(runs['status'] == MEASURED) & ~runs['on_cpu']]
+        for _, run in runs.iterrows():
+            for images, loss in run['record'].get('evaluations', ()):
+                dollars = math.nan
+                if len(measured) and loss is not None:
+                    hours = gpu_hours(measured['images_per_sec'].median(), run['num_devices'], images)
+                    dollars = hours * price_of(run['device'], prices)
+                points.append(run.to_dict() | {'line': number, 'images_seen': images, 'loss': loss, 'dollars': dollars})
+    points = pd.DataFrame(points)
+    if points.empty:
+        raise ValueError(f'--learned {path}: no training in these records was evaluated; --eval_remote does it')
+    points = points.drop_duplicates(['line', 'images_seen'], keep='last').sort_values(['line', 'images_seen'])
+
+    # a panel over images, and one over dollars
+    panels = ['images_seen', 'dollars'] if points['dollars'].notna().any() else ['images_seen']
+    keys = differing(points.drop_duplicates('line'), SETTINGS)
+    height = PANEL_INCHES + LINE_INCHES * points['line'].nunique()
+    figure = Figure(figsize=(1.4 * PANEL_INCHES * len(panels), height), layout='constrained')
+    for axes, across in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for number, (_, line) in enumerate(points.dropna(subset=[across, 'loss']).groupby('line')):
+            label = settings_in_words(line.iloc[0], keys) or 'training'
+            axes.plot(line[across], line['loss'], 'o-', markersize=4, color=COLORS[number % len(COLORS)], label=label)
+        set_axes(axes, across, 'loss')
+    figure.savefig(path, dpi=160)
 
 
 def wrapped(text: str, characters: int) -> str:
@@ -202,10 +258,8 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
 
 def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[str]) -> None:
     """Draw a panel of `up` against `across`, with a line for each value of `line_keys`, and its legend below."""
-    from matplotlib.ticker import EngFormatter
-
     # lines, named by what distinguishes them
-    named = [key for key in line_keys if rows[key].nunique() > 1]
+    named = differing(rows, line_keys, unstated=False)
     for number, (_, points) in enumerate(rows.groupby(line_keys, dropna=False)):
         label = []
         for key in named:
@@ -215,13 +269,18 @@ def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[
             label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
         axes.plot(points[across], points[up], marker='o', markersize=4, label=', '.join(label),
                   color=COLORS[number % len(COLORS)])
+    set_axes(axes, across, up)
 
-    # axes and legend
+
+def set_axes(axes, across: str, up: str) -> None:
+    """Label the axes of a panel, and place its legend below."""
+    from matplotlib.ticker import EngFormatter
+
     axes.locator_params(axis='x', nbins=5)  # more may overlap
     axes.set_xlabel(TITLES[across])
     axes.set_ylabel(TITLES[up])
     if across == 'images_seen':
         axes.xaxis.set_major_formatter(EngFormatter())
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)  # below the panel
+        axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
     axes.spines[['top', 'right']].set_visible(False)

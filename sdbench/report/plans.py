@@ -1,122 +1,298 @@
-"""Make the table of plans: what a training in phases takes, from the speed at the size of each."""
+"""Make the table of plans: what a training in phases takes, from the speed at the size of each.
+
+Records give speeds: measured before forecast, newest before older. What was measured and forecast alike corrects the
+other forecasts of its GPU.
+"""
+import math
+from typing import NamedTuple
+
 import pandas as pd
 
-from sdbench.costs import days_to_train, storage_in_words
+from sdbench.costs import days_to_train, price_of
 from sdbench.errors import plural
 from sdbench.flags.commands import Report
-from sdbench.records.read import FORECAST, MEASURED, SETTINGS
-from sdbench.report.markdown import printed
-from sdbench.report.speeds import UNKNOWN, with_costs
+from sdbench.flags.times import LONGEST_INTERVAL, to_batches
+from sdbench.gpus import short_name
+from sdbench.records.figures import WIDTH, cell, days_in_words, rounded
+from sdbench.records.keys import FORECAST
+from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
+from sdbench.report.markdown import differing, settings_in_words, table_text
+from sdbench.report.speeds import UNKNOWN
 
-SPEED_AND_RANGE = ['images_per_sec', 'images_per_sec_least', 'images_per_sec_most']
-OF_A_PHASE = ['image_size', 'device_train_microbatch_size']  # settings that may differ from phase to phase
+# Settings that a plan has one of, whatever its phases, its data and its libraries are.
+PLANNED = [key for key in OF_SPEED if key not in (
+    'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
+ALIKE = [*PLANNED, 'num_devices', 'image_size', 'device_train_microbatch_size']  # a measurement and its forecast
+RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
+Corrections = dict[tuple[str, str], float]  # by GPU and --compile, what its forecasts are multiplied by
 
 
-def plan_in_words(phases: tuple[tuple[int, str], ...]) -> str:
-    """Return what the plan of --phase is, as the heading of its table."""
-    sizes = [f'{plural(images, "image")} at {size} px' for images, size in phases]
-    return f'Plan, for each number of devices with a speed at each size: train on {", then ".join(sizes)}'
+class Part(NamedTuple):
+    """A part of a plan.
 
-
-def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
-    """Return a plan for each setting and number of devices, and what has no plan, each with the reason.
-
-    A plan needs a speed that was measured, or forecast, at the size of every phase of --phase. A phase takes the speed
-    of the fastest run of its size, whatever the microbatch. A plan on latents has the encoding of their images in it,
-    once at each size, where the records have one. Raises ValueError if there is no plan.
+    Attributes:
+        name: what it is, 'encode' or 'train'.
+        size: of a side of its images in pixels.
+        images: that are encoded, or trained on.
+        days: that they take.
+        least: the fewest days that they may take; NaN where the forecast is not tested, or corrected.
+        most: the most days.
+        status: of the record that the speed is from.
     """
-    # only speeds to rely on
-    encodings = records[(records['stage'] == 'encode') & records['status'].isin([MEASURED, FORECAST])]
-    trained = records[records['stage'] == 'train']
+    name: str
+    size: str
+    images: int
+    days: float
+    least: float
+    most: float
+    status: str
+
+
+def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, str, list[str]]:
+    """Return a row for each plan, the cheapest first, what is planned, and sentences on the plans.
+
+    A plan needs a speed that was measured, or forecast, at the size of every phase of --phase. A plan on latents has
+    their encoding in it, as --encode says. Raises ValueError if there is no plan.
+    """
+    # only speeds to rely on, in the order of time
+    records = records.sort_values('date', kind='stable')
     left_out = []
-    planned = trained['status'].isin([MEASURED, FORECAST])
-    for _, row in trained[~planned].iterrows():
-        left_out.append(f'{row["num_devices"]} x {row["device"]}, {row["notes"]}')
-    trained = trained[planned]
+    trained = records[records['stage'] == 'train']
+    is_planned = trained['status'].isin([MEASURED, FORECAST])
+    for _, row in trained[~is_planned].iterrows():
+        left_out.append(f'{row["num_devices"]} x {short_name(row["device"])}, {row["notes"]}')
+    trained = trained[is_planned]
+    corrections, sentences = corrections_of(trained)
 
-    # a plan for the runs of each setting
-    keys = ['status', *(key for key in SETTINGS if key not in OF_A_PHASE), 'num_devices', 'num_nodes']
-    sizes = [size for _, size in settings.phase]
+    # a plan for the runs of each setting on so many GPUs
+    phases = [(images or images_of_phase(trained, size), size) for images, size in settings.phase]
     plans = []
-    for _, runs in trained.groupby(keys, sort=False):
-        of_settings = runs.groupby(OF_A_PHASE)[SPEED_AND_RANGE].median().sort_values('images_per_sec')
-        speeds = of_settings.groupby('image_size').tail(1).droplevel(1)  # (sizes, speed and range)
-        unmeasured = [size for size in sizes if size not in speeds.index]
-        if unmeasured:
-            first = runs.iloc[0]
-            left_out.append(f'{first["num_devices"]} x {first["device"]}, not measured at '
-                            f'{" and ".join(unmeasured)} px')
+    for _, runs in trained.groupby([*PLANNED, 'num_devices', 'num_nodes'], sort=False):
+        missing = [size for _, size in phases if size not in set(runs['image_size'])]
+        if not missing:
+            plans.append(plan_row(runs, records, phases, settings, corrections))
             continue
-        plans.append(plan_row(runs, speeds, encodings, settings))
+        first = runs.iloc[0]
+        left_out.append(f'{first["num_devices"]} x {short_name(first["device"])}, no speed at '
+                        f'{" and ".join(missing)} px')
     if not plans:
-        raise ValueError(f'--phase: no number of devices has reliable records of one setting at {" and ".join(sizes)} '
-                         'px; measure each size with the same flags')
-    return pd.concat(plans).sort_values('num_devices', kind='stable'), left_out
+        sizes = ' and '.join(size for _, size in phases)
+        raise ValueError(f'--phase: no number of devices has reliable records of one setting at {sizes} px; measure or '
+                         'forecast each size with the same flags')
+
+    # what is planned
+    encoded = {size: images for images, size in settings.encode}
+    trainings = []
+    for images, size in phases:
+        epochs = f' ({images / encoded[size]:,.3g} epochs)' if size in encoded else ''
+        trainings.append(f'{plural(images, "image")} at {size} px{epochs}')
+    title = f'Plan: train on {", then ".join(trainings)}'
+    if encoded:
+        once = ' and '.join(f'{plural(images, "image")} at {size} px' for size, images in encoded.items())
+        title += f'; for latents, encode {once}'
+
+    # what is said of it
+    if settings.hours_between_losses:
+        sentences.append(f'Losses: one in {settings.hours_between_losses:g} hours, each of which costs half a '
+                         f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
+    if left_out:
+        sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
+    plans = pd.DataFrame(plans).sort_values(['cost_usd', 'gpu_hours'], kind='stable', ignore_index=True)
+    return plans, title, sentences
 
 
-def plan_row(runs: pd.DataFrame, speeds: pd.DataFrame, encodings: pd.DataFrame, settings: Report) -> pd.DataFrame:
+def images_of_phase(trained: pd.DataFrame, size: str) -> int:
+    """Return how many images a phase trains on: those of the newest record of its size that is no measurement.
+
+    Raises ValueError if no record says it.
+    """
+    for record in reversed(list(trained.loc[trained['image_size'] == size, 'record'])):
+        duration = str(record.get('max_duration', ''))
+        if 'measure_batches' not in record and duration.endswith('ba') and 'batch_size' in record:
+            return to_batches(duration) * record['batch_size']
+    raise ValueError(f'--phase {size}: no record of this size has a --max_duration in batches; give IMAGES@{size}')
+
+
+def corrections_of(trained: pd.DataFrame) -> tuple[Corrections, list[str]]:
+    """Return what forecasts are to be multiplied by, and sentences that say so.
+
+    Where a training was measured and forecast with the same settings on a GPU, all forecasts of that GPU that are
+    compiled alike are multiplied by measured over forecast, of several such pairs by the median.
+    """
+    # the newest forecast of each setting, and what was measured of it
+    forecasts = trained[trained['status'] == FORECAST].drop_duplicates(ALIKE, keep='last')
+    pairs = trained[trained['status'] == MEASURED].merge(forecasts, on=ALIKE, suffixes=('', '_forecast'))
+    pairs['ratio'] = pairs['images_per_sec'] / pairs['images_per_sec_forecast']
+
+    corrections = {}
+    sentences = []
+    for (device, compile), alike in pairs.groupby(['device', 'compile'], sort=False):
+        corrections[device, compile] = alike['ratio'].median()
+        sources = []
+        for _, pair in alike.iterrows():
+            on = f' on {pair["input"]}' if pair['input'] else ''
+            sources.append(f'{pair["num_devices"]} x {short_name(device)} at {pair["image_size"]} px{on}')
+        how = settings_in_words(alike.iloc[0], ['device', 'compile'])
+        sentences.append(f'Forecasts of {how}: {corrections[device, compile]:.2f} times, by '
+                         f'{" and ".join(dict.fromkeys(sources))}.')
+    return corrections, sentences
+
+
+def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
+             corrections: Corrections) -> dict:
     """Return the row of a plan.
 
     Args:
-        runs: the rows of its setting.
-        speeds: of each size the speed, and the least and the most that a forecast may be; NaN: not known.
-        encodings: the rows of encode.py.
+        runs: the rows of its setting, the newest last.
+        records: all rows, for the speed of an encoding.
+        phases: images and size of each.
         settings: of the report.
+        corrections: of forecasts.
     """
-    days = []
+    # its parts, and where their figures are from
+    first = runs.iloc[0]
+    factor = corrections.get((first['device'], first['compile']))
+    parts = parts_of_plan(runs, records, phases, settings, factor)
     notes = []
-    for images, size in settings.phase:
-        speed, *bounds = speeds.loc[size]
-        days.append(days_to_train(speed, images))
-        note = f'{printed("days", days[-1])} days at {size} px'
-        if runs['status'].iloc[0] == FORECAST:
-            note += f' ({range_in_words(images, bounds)})'
-        notes.append(note)
-    if runs['status'].iloc[0] == FORECAST:
-        notes[0] = f'forecast: {notes[0]}'
-    sizes = [size for _, size in settings.phase]
-    if runs['input'].iloc[0] == 'latents':
-        for size in dict.fromkeys(sizes):
-            some, note = days_to_encode(encodings, runs.iloc[0], size)
-            days.append(some)
-            notes.append(note)
-    plan = runs.iloc[[0]].assign(stage='plan', image_size=', then '.join(sizes), device_train_microbatch_size='',
-                                 notes=', '.join(notes), **UNKNOWN)
-    return with_costs(plan, pd.Series(sum(days), index=plan.index), settings.dollars_per_gpu_hour)
+    forecasts = [part for part in parts if part.status == FORECAST]
+    if forecasts:
+        what = 'forecast'
+        if len(forecasts) < len(parts):
+            names = dict.fromkeys(f'{part.name} {part.size}' for part in forecasts)
+            what += f' of {" and ".join(names)}'
+        least, most = sum(part.least for part in parts), sum(part.most for part in parts)
+        if factor is not None:
+            notes.append(f'{what}, corrected')
+        elif math.isnan(least):
+            notes.append(f'{what}, not tested')
+        else:
+            notes.append(f'{what}, {rounded(least, 2)} to {rounded(most, 2)} days')
+
+    # what is not in it
+    encoded = [part.size for part in parts if part.name == 'encode']
+    without = dict.fromkeys(size for _, size in phases if size not in encoded)
+    if first['input'] == 'latents' and without:
+        notes.append(f'without encoding at {" and ".join(without)} px')
+
+    # what it takes; --csv has the days of each part
+    days = sum(part.days for part in parts)
+    hours = math.nan if first['on_cpu'] else days * 24 * first['num_devices']
+    record = {'stage': 'plan'} | {key: first['record'].get(key) for key in ('device', 'num_devices', 'encoders')}
+    for part in parts:
+        key = f'days_{part.name}_{part.size}'
+        record[key] = record.get(key, 0) + part.days
+    return first.to_dict() | UNKNOWN | {
+        'stage': 'plan', 'parts': parts, 'days': days, 'gpu_hours': hours, 'record': record, 'notes': ', '.join(notes),
+        'cost_usd': hours * price_of(first['device'], settings.dollars_per_gpu_hour)}
 
 
-def range_in_words(images: int, speeds: list[float]) -> str:
-    """Return the days of so many images at the least and the most images per second; NaN: not known."""
-    if any(pd.isna(speed) for speed in speeds):
-        return 'not tested'
-    least, most = sorted(days_to_train(speed, images) for speed in speeds)
-    return f'{printed("days", least)} to {printed("days", most)}'
+def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
+                  factor: float | None) -> list[Part]:
+    """Return the parts of a plan in the order of the work; the arguments are those of `plan_row`.
 
-
-def days_to_encode(encodings: pd.DataFrame, run: pd.Series, size: str) -> tuple[float, str]:
-    """Return the days of encoding the images of a dataset once at a size, on the GPUs of a run, and a note on them.
-
-    A record of encode.py says how many images its dataset has, how fast they are encoded, and into how many bytes. Of
-    several of the same model, size and GPUs the one with the most images counts. Without one it is 0 days.
+    `factor` corrects forecasts; None: they stay. Raises ValueError if a machine would be taken away before it has saved
+    what it trained.
     """
-    # the record
-    same = {'image_size': size, 'model_name': run['model_name'], 'device': run['device'],
-            'num_devices': run['num_devices']}
-    encoding = None
-    images = 0
-    for _, row in encodings.iterrows():
-        stored = row['record'].get('stored_samples', 0)
-        if stored > images and all(row[key] == value for key, value in same.items()):
-            encoding, images = row, stored
-    if encoding is None:
-        return 0.0, f'without encoding the images at {size} px'
+    # the speed of each part, at most and at least, and how many images are trained on between two checkpoints
+    first = runs.iloc[0]
+    work = []
+    for images, size in settings.encode if first['input'] == 'latents' else ():
+        speed, status = speed_of_encoding(first, records, size)
+        if status:
+            work.append(('encode', size, images, (speed, math.nan, math.nan), status, 0))
+    for images, size in phases:
+        run = run_to_plan_by(runs[runs['image_size'] == size])
+        speeds = run['images_per_sec'], run['images_per_sec_most'], run['images_per_sec_least']
+        interval = str(run['record'].get('save_interval', ''))
+        batches = to_batches(interval) if interval.endswith('ba') else LONGEST_INTERVAL
+        work.append(('train', size, images, speeds, run['status'], batches * run['record'].get('batch_size', 1)))
 
-    # what it says
-    days = days_to_train(encoding['images_per_sec'], images)
-    details = []
-    if 'bytes_per_image' in encoding['record']:
-        details.append(storage_in_words(images * encoding['record']['bytes_per_image']))
-    if encoding['status'] == FORECAST:
-        details.append(encoding['notes'])
-    in_brackets = f' ({"; ".join(details)})' if details else ''
-    return days, f'{printed("days", days)} days to encode {plural(images, "image")} at {size} px{in_brackets}'
+    # its days; each loss of a machine costs half of what is trained between two checkpoints, and a restart
+    parts = []
+    hours = settings.hours_between_losses
+    for name, size, images, speeds, status, unsaved in work:
+        if status == MEASURED:
+            speeds = speeds[:1] * 3
+        elif factor is not None:
+            speeds = speeds[0] * factor, math.nan, math.nan
+        days = [days_to_train(speed, images) for speed in speeds]
+        if hours:
+            lost = RESTART_HOURS + unsaved / 2 / speeds[0] / 3600
+            if lost >= hours:
+                raise ValueError(f'--hours_between_losses {hours:g}: {short_name(first["device"])} at {size} px loses '
+                                 f'{lost:.1f} hours each time; plan with a shorter --save_interval')
+            days = [each * hours / (hours - lost) for each in days]
+        parts.append(Part(name, size, images, *days, status))
+    return parts
+
+
+def run_to_plan_by(runs: pd.DataFrame) -> pd.Series:
+    """Return the row whose speed counts, of runs of one setting and size that may differ in the microbatch.
+
+    It is the newest forecast; or, where there are measurements, the fastest of the newest of each microbatch.
+
+    Args:
+        runs: the newest last.
+    """
+    measured = runs[runs['status'] == MEASURED]
+    if measured.empty:
+        return runs.iloc[-1]
+    newest = measured.drop_duplicates('device_train_microbatch_size', keep='last')
+    return newest.loc[newest['images_per_sec'].idxmax()]
+
+
+def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple[float, str]:
+    """Return how fast the GPUs of a training encode images of a size, and the status of that, '' where it is not known.
+
+    It is of the same model and GPU: the newest measurement of encode.py, on any number of GPUs, since these share no
+    work, or else the newest forecast.
+    """
+    found = math.nan, ''
+    for _, row in records.iterrows():  # the newest last
+        is_same = (row['device'], row['model_name'], row['image_size']) == (run['device'], run['model_name'], size)
+        if row['stage'] == 'encode':
+            speed = row['images_per_sec']
+        else:
+            speed = row['record'].get('encode_images_per_sec')
+            is_same = is_same and row['compile'] == run['compile']
+        is_better = row['status'] == MEASURED or row['status'] == FORECAST and found[1] != MEASURED
+        if is_same and is_better and speed is not None:
+            found = speed / row['num_devices'] * run['num_devices'], row['status']
+    return found
+
+
+def plan_blocks(plans: pd.DataFrame) -> list[str]:
+    """Return the tables of plans, one for each setting. No line is wider than WIDTH."""
+    # a row for each plan, with the days of each of its parts; its notes have no room there
+    rows = []
+    named = {}  # plans, by what is to be said of them
+    for _, plan in plans.iterrows():
+        row = {'GPUs': f'{plan["num_devices"]} x {short_name(plan["device"])}', 'input': plan['input']}
+        for key, days in plan['record'].items():
+            if key.startswith('days_'):
+                row[key.removeprefix('days_').replace('_', ' ')] = days_in_words(days)
+        for key, heading in (('days', 'days'), ('gpu_hours', 'GPU-hours'), ('cost_usd', 'cost')):
+            row[heading] = cell(key, plan[key])
+        rows.append(row)
+        if plan['notes']:
+            named.setdefault(plan['notes'], []).append(', '.join(filter(None, (row['GPUs'], row['input']))))
+    cells = pd.DataFrame(rows, index=plans.index).fillna('')
+    ends = ['GPUs', 'input', 'days', 'GPU-hours', 'cost']
+    parts = sorted(column for column in cells if column not in ends)  # what is encoded stands before what is trained
+
+    # plans that differ in other settings stand apart; where there is no room, the parts are in the picture and in --csv
+    others = differing(plans, [key for key in (*PLANNED, 'num_nodes') if key not in ('device', 'input')])
+    blocks = []
+    for _, alike in plans.groupby(others or ['stage'], sort=False):
+        if others:
+            blocks.append(f'With {settings_in_words(alike.iloc[0], others)}:')
+        for columns in ([*ends[:2], *parts, *ends[2:]], ends):
+            table = table_text(cells.loc[alike.index, columns], ['GPUs', 'input'])
+            if len(table.splitlines()[0]) <= WIDTH:
+                break
+        blocks.append(table)
+
+    for note, names in named.items():
+        whose = 'All of these' if len(names) == len(plans) else '; '.join(dict.fromkeys(names))
+        blocks.append(f'{whose}: {note}.')
+    return blocks

@@ -10,20 +10,29 @@ FROM_SPEED = ('GPU-hours and cost of an evaluation are those of the images seen,
 
 
 def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, prices: Prices) -> pd.DataFrame:
-    """Return a row for each guidance scale of each evaluation, checkpoints in order, and what the training took."""
-    trainings = [record for record in records.get('record', ()) if record['stage'] == 'train']
+    """Return a row for each guidance scale of each evaluation, checkpoints in order, and what the training took.
+
+    Args:
+        evaluations: their rows.
+        records: the rows of speeds that may be relied on.
+        prices: of GPUs.
+    """
     rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
+    trainings = [record for record in records.get('record', ()) if record['stage'] == 'train']
     hours = []
     dollars = []
+    devices = []
     for record in rows['record']:
         training = training_of(record, trainings)
         if training is None:
             hours.append(math.nan)
             dollars.append(math.nan)
+            devices.append('')
         else:
             hours.append(gpu_hours(training['images_per_sec'], training['num_devices'], record['images_seen']))
             dollars.append(hours[-1] * price_of(training['device'], prices))
-    return rows.assign(gpu_hours=hours, cost_usd=dollars)
+            devices.append(training['device'])
+    return rows.assign(gpu_hours=hours, cost_usd=dollars, device=devices)
 
 
 def training_of(evaluation: dict, trainings: list[dict]) -> dict | None:
@@ -33,9 +42,9 @@ def training_of(evaluation: dict, trainings: list[dict]) -> dict | None:
     """
     flags = evaluation.get('training', {})
     for training in reversed(trainings):
-        has_hours = 'images_per_sec' in training and training.get('device_type') != 'cpu'
         in_both = (flags.keys() & training.keys()) - {'dataset', 'remote'}  # the same data may have moved
         is_same = 'batch_size' in in_both and all(flags[key] == training[key] for key in in_both)
-        if has_hours and is_same and training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf):
+        is_as_long = training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf)
+        if is_same and is_as_long and training.get('device_type') != 'cpu':
             return training
     return None

@@ -9,11 +9,12 @@ from scipy.optimize import nnls
 from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import plural
 from sdbench.flags.commands import Report
-from sdbench.records.figures import IN_TABLES
-from sdbench.records.read import EXTRAPOLATED, FORECAST, MEASURED, SETTINGS, WITH_FIGURES
-from sdbench.report.markdown import differing
+from sdbench.records.figures import OF_A_RUN
+from sdbench.records.keys import FORECAST
+from sdbench.records.read import EXTRAPOLATED, LEARNED, MEASURED, SETTINGS, WITH_FIGURES
+from sdbench.report.markdown import differing, settings_in_words
 
-UNKNOWN = dict.fromkeys(IN_TABLES, math.nan)  # the figures of a row that was not measured
+UNKNOWN = dict.fromkeys((*OF_A_RUN, *LEARNED), math.nan)  # the figures of a row that no run has
 TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
 
 
@@ -49,20 +50,29 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     if settings.days is not None:
         rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
         sentences.append(f'The last column is how many images {settings.days:g} days buy.')
+
+    # which training learned best, of several that were judged by the same images
+    judged = rows[rows['eval_loss'].notna()]
+    if len(judged) > 1 and judged['eval_remote'].nunique() == 1:
+        best = judged.loc[judged['eval_loss'].idxmin()]
+        how = settings_in_words(best, differing(judged, SETTINGS))
+        sentences.append(f'Lowest held-out loss: {best["eval_loss"]:.4g} after {best["trained_batches"]:,.0f} batches'
+                         f'{how and ", with " + how}.')
     return with_costs(rows, days, settings.dollars_per_gpu_hour), sentences
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
     """Return a row with the median of the measured runs of each setting on so many devices and nodes.
 
-    Each other record has a row of its own.
+    What was learned is that of the run that went furthest. Each other record has a row of its own.
     """
     is_measured = rows['status'] == MEASURED
     merged = []
     for _, runs in rows[is_measured].groupby(['setting', 'num_devices', 'num_nodes']):
-        speeds = runs['images_per_sec']
-        row = runs.iloc[[0]].assign(**{key: runs[key].median() for key in IN_TABLES})
+        runs = runs.sort_values('trained_batches', kind='stable', na_position='first')
+        row = runs.iloc[[-1]].assign(**{key: runs[key].median() for key in OF_A_RUN})
         if len(runs) > 1:
+            speeds = runs['images_per_sec']
             row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
         merged.append(row)
     return pd.concat([*merged, rows[~is_measured]])
@@ -104,18 +114,23 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
         if len(runs) < 3 or 1 < batch < counts[-1]:
             continue
 
+        # the a, b >= 0 for which a / n + b is closest to the seconds of a step on n devices: closest by relative
+        # errors, since the long steps on few devices would outweigh all others in absolute ones
+        seconds = (batch / runs['images_per_sec']).to_numpy()
+        terms = np.stack([1 / runs['num_devices'].to_numpy(), np.ones(len(runs))], axis=1)  # (measurements, 2)
+        (a, b), _ = nnls(terms / seconds[:, None], np.ones(len(runs)))
+
         # a row for each of `counts`
-        a, b = fit_step_seconds(runs['num_devices'], batch / runs['images_per_sec'])
         for count in counts:
             note = 'extrapolated'
             if batch > 1 and batch / count < int(first['device_train_microbatch_size'] or 1):
                 note += f'; {batch / count:.3g} images a GPU: a smaller microbatch'
             predicted.append(first.to_dict() | UNKNOWN | {
                 'num_devices': count, 'num_nodes': '', 'images_per_sec': batch / (a / count + b),
-                'status': EXTRAPOLATED, 'notes': note})
+                'status': EXTRAPOLATED, 'notes': note, 'record': first['record'] | {'extrapolated': True}})
 
         # how well the fit meets what was measured
-        label = ', '.join(f'{key} {first[key]}' for key in different if first[key])
+        label = settings_in_words(first, different)
         residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
         worst = residuals.abs().argmax()
         sentences.append(
@@ -126,15 +141,3 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
         raise ValueError(f'--extrapolate {counts[-1]} needs complete and reliable trainings of one setting on three '
                          'numbers of GPUs, and a batch of as many images as GPUs')
     return pd.DataFrame(predicted), sentences
-
-
-def fit_step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the a, b >= 0 for which a / n + b is closest to the seconds that a step took on n devices.
-
-    Closest by least squares of the relative errors, since the long steps on few devices would outweigh all others in
-    absolute ones.
-    """
-    counts = np.asarray(counts, dtype=float)
-    terms = np.stack([1 / counts, np.ones_like(counts)], axis=1)  # (measurements, 2): what a and b are multiplied by
-    (a, b), _ = nnls(terms / np.asarray(seconds)[:, None], np.ones_like(counts))
-    return a, b

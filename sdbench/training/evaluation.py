@@ -11,27 +11,25 @@ METRIC = 'MeanSquaredError'
 
 
 class Evaluations(Callback):
-    """Remembers the newest evaluation of this process, and says each one's loss on rank 0.
+    """Remembers the evaluations of this process, and says each one's loss on rank 0.
 
     Attributes:
-        count: how many there were.
-        loss: mean squared error on the held-out samples; None where it is not finite, or there was none.
-        batch: after which it was.
+        losses: of each the images seen, and the mean squared error on the held-out samples, None where not finite.
+        batch: after which the last one was.
     """
 
     def __init__(self):
-        self.count = 0
-        self.loss: float | None = None
+        self.losses: list[tuple[int, float | None]] = []
         self.batch: int | None = None
 
     def eval_end(self, state, logger) -> None:
         loss = float(state.eval_metrics[LABEL][METRIC].compute())  # over all ranks
-        self.count += 1
-        self.loss = loss if math.isfinite(loss) else None
+        self.losses.append((state.timestamp.sample.value, loss if math.isfinite(loss) else None))
         self.batch = state.timestamp.batch.value
         if dist.get_global_rank() == 0:
             tqdm.write(f'batch {self.batch}: loss {loss:.4g} on the held-out samples', file=sys.stderr)  # over the bar
 
     def figures(self, all_ranks: bool) -> dict:
         """Return the record's figures of evaluations, which all ranks know."""
-        return {'evaluations': self.count, 'eval_loss': self.loss, 'eval_batch': self.batch}
+        last = self.losses[-1][1] if self.losses else None
+        return {'evaluations': [list(pair) for pair in self.losses], 'eval_loss': last, 'eval_batch': self.batch}

@@ -151,8 +151,17 @@ def test_the_cost_is_that_of_stable_diffusion_2_unless_another_is_asked_for_and_
     assert cost('--training_images', '864000000') == \
         'training on 864,000,000 images would take 100.0 days on 2 GPUs, 4,800 GPU-hours, $9,600'
     assert cost().startswith('training on 2,867,200,000 images')
-    assert cost('--model_name', 'tiny') == ''
-    assert cost(device_type='cpu') == ''
+    assert cost('--model_name', 'tiny') == cost(device_type='cpu') == ''
+
+
+def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it(tmp_path):
+    text = run_summary(measured(device='NVIDIA H100 PCIe', command="benchmark.py --wandb_name 'a b'"),
+                       settings_of('--use_synth_data', '--results', f'{tmp_path}/my results'))
+    forecast, plan = text.splitlines()[-2:]
+    assert forecast == ("for a plan      python benchmark.py --wandb_name 'a b' --dry_run 2 --gpu 'NVIDIA H100 PCIe' "
+                        '--results plan.jsonl')
+    assert plan.split()[:4] == ['python', 'report.py', 'docs/plan.jsonl', 'plan.jsonl']
+    assert plan.endswith(f"'{tmp_path}/my results' --phase 256 --phase 512")
 
 
 # --profile

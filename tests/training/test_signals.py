@@ -44,7 +44,7 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     record = json.loads(results.read_text().splitlines()[-1])
     assert (exit.value.code, record['status'], record['trained_batches']) == (130, 'interrupted', 4)
     assert record['images_per_sec'] > 0
-    assert record['evaluations'] == 0
+    assert record['evaluations'] == []
     assert not (tmp_path / 'drawn').exists()
     errors = capfd.readouterr().err
     assert errors.count('a signal came') == 1
