@@ -15,7 +15,7 @@ from composer.utils import dist
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.errors import plural
 from sdbench.flags.commands import Encode
-from sdbench.flags.times import to_batches
+from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, TINY_MODEL, Train
 from sdbench.inputs.loader import queued_batches
 from sdbench.inputs.shards import read_index
@@ -29,7 +29,6 @@ SYNTHETIC_SAMPLES = 100_000  # of an epoch, or those of a larger batch
 
 # each interval, and the flag without which nothing happens at it
 INTERVALS = {'save_interval': 'save_folder', 'eval_interval': 'eval_remote', 'sample_interval': 'sample_prompts'}
-LONGEST_INTERVAL = 1000  # batches, where none is given
 TIMES = ('max_duration', *INTERVALS, 'lr_warmup', 'ema_half_life', 'ema_start')
 
 
