@@ -63,6 +63,7 @@ from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling, read_prompts
+from sdbench.training.spending import Spending
 from sdbench.training.weights import load_initial_weights
 
 
@@ -355,9 +356,11 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
     if settings.autoresume:
         checkpoint = newest_checkpoint(settings.save_folder)
 
-    # The training. A signal ends it, and lets the record be kept.
+    # The training. A signal ends it, or its budget, and lets the record be kept.
     with StopAtSignal() as stop:
-        settings, model, trainer = build_training(settings, files, data, stop, callbacks, checkpoint)
+        spending = Spending(settings, stop)
+        settings, model, trainer = build_training(settings, files, data, stop, [*callbacks, spending], checkpoint)
+        spending.require_money()
         log_start(settings, model, trainer, checkpoint)
         if is_over(trainer.state):
             sys.exit(0)

@@ -47,6 +47,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --learning_rate 0', '--learning_rate: 0 is not a number above 0'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),
+    ('benchmark.py', f'{SYNTHETIC} --budget 9 --dollars_per_gpu_hour H100=2', '--budget 9 needs a price for CPU'),
     ('benchmark.py', f'{SYNTHETIC} --max_duration 50', '--max_duration: 50 is not a time such as 5000ba or 2ep'),
     ('benchmark.py', f'{SYNTHETIC} --adam_betas 0.9 1', '--adam_betas: 1 is not a number from 0 to below 1'),
     ('benchmark.py', f'{SYNTHETIC} --compile_blocks', '--compile_blocks needs --compile'),

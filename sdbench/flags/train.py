@@ -323,6 +323,9 @@ class Cost:
                                        'the model tiny no cost is shown)',
                                        converter=count)
     dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
+    budget: float | None = flag(
+        None, 'save and end the run when its GPU-hours, with those of the runs that it resumes, have cost so many '
+        'dollars (default: no limit)', converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
 
 
 @dataclass(frozen=True, kw_only=True)

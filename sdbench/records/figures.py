@@ -50,6 +50,7 @@ LINES = {
     'trained': Line('trained', 'up to batch {trained_batches:,}'),
     'epochs': Line('epochs', '{whole_epochs:,}'),
     'resumed': Line('resumed', 'after batch {resumed_after:,}'),
+    'spent': Line('spent', '{gpu_hours:,.3g} GPU-hours, ${dollars:,.2f}'),
     'loss': Line('loss', '{loss:.3g}'),
     'eval_loss': Line('held-out loss', '{eval_loss:.4g} after batch {eval_batch:,}'),
     'drawings': Line('drawings', 'in {drawings}'),
@@ -66,8 +67,8 @@ LINES = {
 
 # Of a training, what was trained comes first, and of its speed there is only that.
 OF_SPEED = ('images_per_sec', 'why_no_speed')
-OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'loss', 'eval_loss', 'drawings', 'no_average', 'young_average',
-                 'checkpoints', 'export', *OF_SPEED)
+OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval_loss', 'drawings', 'no_average',
+                 'young_average', 'checkpoints', 'export', *OF_SPEED)
 OF_A_MEASUREMENT = tuple(key for key in LINES if key not in ('young_average', 'checkpoints', 'export'))
 
 

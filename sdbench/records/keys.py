@@ -48,6 +48,7 @@ KEYS = {
     'whether fp32 multiplies as TF32',
     'first_batch trained_batches trained_epochs batches_per_epoch': 'the batch that this run resumed after, the last '
     'batch of the whole training, its whole epochs, and how long one is',
+    'gpu_hours dollars': 'of this training so far, with the runs that it resumed; dollars where a price is given',
     'loss skipped_batches bad_samples': 'loss of the last batch, steps that were not finite, samples that could not be '
     'read',
     'evaluations eval_loss eval_batch': 'images seen and loss of each evaluation; loss and batch of the last',

@@ -85,14 +85,14 @@ def on_every_rank(function: Callable[[], Any]) -> list[Any]:
 
 
 class StopAtSignal(Callback):
-    """Ends the training on all ranks at the end of the batch in which SIGINT or SIGTERM comes to one of them.
+    """Ends the training on all ranks at the end of the batch in which SIGINT or SIGTERM comes to one of them, or `end`.
 
     It must come before the callbacks that save. It is also a context manager, around all that is to be finished after a
     signal: it handles signals from the start of the training until the context ends. A second Ctrl-C ends the process
     at once. A second SIGTERM does not, because a cluster and the launcher both send one.
 
     Attributes:
-        interrupted: whether a signal ended the training.
+        interrupted: whether the training was ended so.
     """
 
     def __init__(self):
@@ -116,6 +116,10 @@ class StopAtSignal(Callback):
             signal.signal(number, signal.SIG_DFL)
         if not self._has_come and dist.get_global_rank() == 0:
             os.write(2, ENDING)
+        self._has_come = True
+
+    def end(self) -> None:
+        """End the training with the batch that it is in, as a signal does."""
         self._has_come = True
 
     def batch_end(self, state: State, logger: Logger) -> None:

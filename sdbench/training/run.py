@@ -159,7 +159,7 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
     if record['status'] != FAILED:
         text = run_summary(record, settings)
     if record['status'] == INTERRUPTED:
-        text += f'\n{where_it_stopped(settings, trainer.state)}'
+        text += f'\n{where_it_stopped(settings, record)}'
 
     # the record, and the end of the loggers
     try:
@@ -179,9 +179,13 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
         raise RunFailed(f'the run failed at batch {failed_batch}: {record["error"]}')
 
 
-def where_it_stopped(settings: Train, state: State) -> str:
-    """Return the line of a summary that says where an interrupted run stopped, and how to go on."""
-    stopped = f'{"stopped":<15} after batch {state.timestamp.batch.value}; '
+def where_it_stopped(settings: Train, record: dict) -> str:
+    """Return the line of a summary that says where a run stopped before its end, and how to go on."""
+    stopped = f'{"stopped":<15} after batch {record["trained_batches"]}'
+    remedy = '--autoresume'
+    if settings.budget is not None and record['dollars'] >= settings.budget:
+        stopped += f', for --budget {settings.budget:g} is spent'
+        remedy += ' and a larger one'
     if settings.save_folder:
-        return stopped + f'a checkpoint is in {settings.save_folder}: the same command with --autoresume goes on'
-    return stopped + 'without --save_folder nothing was saved'
+        return f'{stopped}; a checkpoint is in {settings.save_folder}: the same command with {remedy} goes on'
+    return f'{stopped}; without --save_folder nothing was saved'

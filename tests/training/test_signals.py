@@ -12,7 +12,7 @@ from composer import Callback
 from benchmark import main
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.ranks import StopAtSignal
-from tests.runs import TINY, assert_same_training, start_launcher, wait_until
+from tests.runs import TINY, assert_same_training, one_error_line, start_launcher, wait_until
 
 
 class Signalled(Callback):
@@ -55,6 +55,23 @@ def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_a
     assert load_checkpoint(checkpoint)['state']['timestamp']['Timestamp']['batch'] == 4
     assert main(stopped)['first_batch'] == 4
     assert_same_training(tmp_path / 'stopped', tmp_path / 'whole')
+
+
+def test_a_training_ends_where_its_budget_is_spent_and_counts_what_it_has_cost_when_it_goes_on(results, capfd):
+    argv = ['--use_synth_data', *TINY[:-2], '--max_duration', '3ba', '--save_folder', 'kept', '--autoresume',
+            '--dollars_per_gpu_hour', '3600000', '--budget']  # a thousand dollars a second
+    with pytest.raises(SystemExit) as exit:
+        main([*argv, '1'])
+    spent = json.loads(results.read_text())
+    assert (exit.value.code, spent['status'], spent['trained_batches']) == (130, 'interrupted', 1)
+    assert spent['dollars'] == pytest.approx(spent['gpu_hours'] * 3_600_000, rel=0.01)
+    output, errors = capfd.readouterr()
+    assert 'after batch 1, for --budget 1 is spent; a checkpoint is in kept' in output
+    assert '$' in errors.splitlines()[-1]
+    assert '--budget 1 is spent' in one_error_line([*argv, '1'], capfd)
+    whole = main([*argv, '1e9'])
+    assert (whole['status'], whole['first_batch'], whole['trained_batches']) == ('complete', 1, 3)
+    assert whole['gpu_hours'] > spent['gpu_hours']
 
 
 def interrupt_twice(note: Path) -> None:

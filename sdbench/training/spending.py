@@ -1,0 +1,77 @@
+"""What a training has cost so far, and its end where the money is spent."""
+import math
+import time
+
+import torch
+from composer import Callback
+from composer.core import State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from sdbench.costs import price_of
+from sdbench.flags.train import Train
+from sdbench.training.ranks import StopAtSignal
+
+SECONDS_PER_HOUR = 3600
+
+
+class Spending(Callback):
+    """Counts the GPU-hours of a training, those of the runs that it resumes too, and ends it at its --budget.
+
+    They are counted from when this is made, and kept in the checkpoints: what a run that was killed did after its last
+    one is not in them. Its curves are `cost/gpu_hours` and, with a price, `cost/dollars`.
+
+    Args:
+        settings: of the run.
+        stop: ends it, as at a signal.
+
+    Raises ValueError if there is a budget, and no price for this device.
+    """
+
+    def __init__(self, settings: Train, stop: StopAtSignal):
+        self.budget = settings.budget
+        self.price = None  # dollars of an hour of each device
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
+        price = price_of(device, settings.dollars_per_gpu_hour)
+        if settings.dollars_per_gpu_hour and not math.isnan(price):
+            self.price = price
+        elif self.budget is not None:
+            raise ValueError(f'--budget {self.budget:g} needs a price for {device}; give it in --dollars_per_gpu_hour')
+        self._stop = stop
+        self._hours_before = 0.0  # GPU-hours of the runs that this one resumes
+        self._start = time.monotonic()
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all devices together, until now."""
+        return self._hours_before + (time.monotonic() - self._start) / SECONDS_PER_HOUR * dist.get_world_size()
+
+    @property
+    def dollars(self) -> float | None:
+        """What they cost; None where no price is given."""
+        return None if self.price is None else self.gpu_hours * self.price
+
+    def state_dict(self) -> dict:
+        return {'gpu_hours': self.gpu_hours}
+
+    def load_state_dict(self, state: dict) -> None:
+        self._hours_before = state['gpu_hours']
+
+    def require_money(self) -> None:
+        """Raise ValueError if the runs that this one resumes have left nothing to spend."""
+        if self.budget is not None and self._hours_before * self.price >= self.budget:
+            raise ValueError(f'--budget {self.budget:g} is spent: the training has cost '
+                             f'${self._hours_before * self.price:,.2f}; give a larger one')
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Log the curves, and end the training where the money is spent."""
+        logger.log_metrics({'cost/gpu_hours': self.gpu_hours})
+        if self.price is None:
+            return
+        logger.log_metrics({'cost/dollars': self.dollars})
+        if self.budget is not None and self.dollars >= self.budget:
+            self._stop.end()
+
+    def figures(self, all_ranks: bool) -> dict:
+        """Return what the record says of the cost."""
+        return {'gpu_hours': self.gpu_hours, 'dollars': self.dollars}
