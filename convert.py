@@ -39,10 +39,11 @@ from sdbench.datasets.job import (
 )
 from sdbench.datasets.output import Output, part_name
 from sdbench.datasets.sources import Found, find_files, join_neighbours
-from sdbench.datasets.tables import Columns
+from sdbench.datasets.tables import TABLE_SUFFIXES, Columns, read_columns
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, one_line, plural
 from sdbench.inputs.images import formats
+from sdbench.inputs.shards import DRAW
 from sdbench.inputs.stores import parse_address
 from sdbench.paths import HELD_OUT, is_url
 
@@ -89,10 +90,14 @@ def convert(settings: Convert) -> int:
         joined = join_parts(outputs[0], names, found.left_out)
         held_out = join_parts(outputs[1], names) if settings.held_out else Joined()
         if not joined.samples:
-            raise nothing_converted(joined, held_out, settings)
+            raise nothing_converted(joined, held_out, found, settings)
+        sides = [{}]
+        if settings.held_out:  # what tells that they have no image in common
+            draw = {'share': settings.held_out, 'seed': settings.seed}
+            sides = [{DRAW: draw | {'side': side}} for side in ('training', 'held out')]
         if held_out.samples:
-            write_index(outputs[1], held_out)
-        is_new = write_index(outputs[0], joined)
+            write_index(outputs[1], held_out, **sides[1])
+        is_new = write_index(outputs[0], joined, **sides[0])
 
     # say what was made
     warn(joined, sorted(done[0].keys() - set(names)), settings)
@@ -153,14 +158,32 @@ def nothing_found(found: Found, settings: Convert) -> ValueError:
     return ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {reason}')
 
 
-def nothing_converted(joined: Joined, held_out: Joined, settings: Convert) -> DataError:
+def nothing_converted(joined: Joined, held_out: Joined, found: Found, settings: Convert) -> DataError:
     """Return the error of a SOURCE of which no sample is in OUT."""
     if held_out.samples:
         reason = f'--held_out {settings.held_out} takes all of {plural(held_out.samples, "sample")}'
     else:
         first = joined.first_skipped
-        reason = f'{what_was_skipped(joined, settings)}; the first is {first["source"]}: {first["reason"]}'
+        reason = (f'{what_was_skipped(joined, settings)}; the first is {first["source"]}: {first["reason"]}'
+                  f'{tables_in(found)}')
     return DataError(f'nothing could be converted of SOURCE {" ".join(settings.source)}: {reason}')
+
+
+def tables_in(found: Found) -> str:
+    """Say which files of SOURCE look like tables, which columns they have, and how the captions of one are taken."""
+    tables = []
+    for line in found.left_out:
+        path = line['source']
+        suffix = os.path.splitext(path)[1].lower()
+        if line['key'] is None and suffix in TABLE_SUFFIXES and os.path.isfile(path):
+            with contextlib.suppress(ValueError, OSError):  # which say that it is none
+                tables.append(f'{path} has the columns {", ".join(read_columns(path))}')
+        elif suffix == '.xlsx':
+            tables.append(f'{path} is read once it is saved as CSV (UTF-8)')
+    if not tables:
+        return ''
+    return (f'; {"; ".join(tables[:MOST_TABLES])}; --captions FILE --image_column NAME --caption_column NAME takes the '
+            'captions of a table')
 
 
 def what_was_skipped(joined: Joined, settings: Convert) -> str:

@@ -24,7 +24,15 @@ from sdbench.inputs.captions import CAPTION_LENGTH, CLIP_VOCABULARY, build_token
 from sdbench.inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
 from sdbench.inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
-from sdbench.inputs.shards import MOMENTS, hash_of_images, index_hash, read_index, require_same_origin
+from sdbench.inputs.shards import (
+    DRAW,
+    MOMENTS,
+    are_two_sides,
+    hash_of_images,
+    index_hash,
+    read_index,
+    require_same_origin,
+)
 from sdbench.inputs.stream import DOWNLOADS, VerifiedDataset, VerifiedStream
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
@@ -137,6 +145,7 @@ class StreamingLAIONDataset(VerifiedDataset):
             local = local and os.path.join(local, split)
         if index is None:
             index = read_index(remote or local, '--remote' if remote else '--local')
+        self.draw = index.get(DRAW)
         self.index_hash = index_hash(index)
         self.images_hash = hash_of_images(index)
         stream = VerifiedStream(index, remote, local, cache_limit, download_retry, download_timeout)
@@ -395,10 +404,16 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
     if number_of_samples(index) == 0:
         raise ValueError(f'{flag} {remote} holds no samples')
 
+    # whether the run is known to train on none of them: random data and the other side of a draw have none
+    is_known = not settings.remote or are_two_sides(index.get(DRAW), trained_on.draw)
+    if not is_known and dist.get_global_rank() == 0:
+        print(f'warning: {flag} {remote} is not known to be held out: it and --remote {settings.remote} are not, by '
+              f'their {INDEX}, the two sides of one convert.py --held_out', file=sys.stderr)
+
     # its samples, each with its noise and timestep
     images = StreamingLAIONDataset(remote, image_size=settings.image_size, index=index, batch_size=1)
     timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
-    return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed)
+    return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed, is_known)
 
 
 def build_evaluator(settings: Train, files: ModelFiles, held_out: HeldOutSamples | None) -> Evaluator | None:

@@ -39,7 +39,7 @@ from sdbench.datasets.output import SKIPPED, Output, part_name
 from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.complete import complete_encoding
-from sdbench.inputs.shards import IMAGES_HASH, index_hash, read_image_index
+from sdbench.inputs.shards import DRAW, IMAGES_HASH, index_hash, read_image_index
 from sdbench.models.flops import flops_of_latents
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
@@ -84,7 +84,8 @@ def encode(settings: Encode) -> dict | None:
         joined = join_parts(output, [part.name for part in parts])
         if joined.samples == 0:
             raise DataError(f'not one image could be encoded; {settings.out}/{SKIPPED} says why')
-        write_index(output, joined, latents=origin | {IMAGES_HASH: index_hash(index)})
+        about = {fact: index[fact] for fact in (DRAW,) if fact in index}  # whether the images were held out
+        write_index(output, joined, latents=origin | {IMAGES_HASH: index_hash(index)}, **about)
 
     # say what was made
     if not missing:

@@ -8,6 +8,7 @@ import pytest
 
 import convert
 from benchmark import main
+from sdbench.inputs.shards import are_two_sides, read_index
 from tests.forked_runs import run_program, script
 from tests.local_s3 import local_s3
 from tests.runs import ROOT, TINY, files_of, one_error_line, times_of
@@ -49,12 +50,15 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
     (photos / 'a.v2.JPG').write_bytes(shaded(1))
     (photos / 'a.v2.TXT').write_bytes(b'\xef\xbb\xbfcaption 1\r\n')  # as a Windows editor saves it
     (photos / 'deep/er/b.jpeg').write_bytes(shaded(2))
+    (photos / 'deep/er/b.txt').write_text('\n')  # empty, as some downloaders leave it
     (photos / 'deep/er/b.json').write_text('{"caption": "caption 2"}')
+    (photos / 'kohya.jpg').write_bytes(shaded(4))
+    (photos / 'kohya.caption').write_text('caption 4\n')
     (photos / 'lonely.webp').write_bytes(shaded(3, 'WEBP'))
     os.mkfifo(photos / 'pipe.jpg')  # would block whoever opens it
     for _ in range(2):  # OUT lies in SOURCE, and is none of it
         assert convert.main(['photos', 'photos/mds']) == 0
-    assert read_back(photos / 'mds') == pairs(1, 2)
+    assert read_back(photos / 'mds') == pairs(1, 2, 4)
     assert [(line['source'], line['reason'].partition(':')[0]) for line in skipped(photos / 'mds')] == [
         (f'{photos}/pipe.jpg', 'no file'), (f'{photos}/lonely.webp', 'no caption')]
 
@@ -165,6 +169,9 @@ def test_a_share_is_held_out_by_the_images_and_the_seed_alone(tmp_path, capsys):
     assert f'--eval_remote {tmp_path}/one-held-out' in printed
     assert sides('parts', '--size_limit', '50kb') == (kept, held_out)
     assert sides('seed', '--seed', '18') != (kept, held_out)
+    draw = read_index(f'{tmp_path}/one-held-out')['draw']
+    for name, is_other_side in (('one', True), ('parts', True), ('one-held-out', False), ('seed', False)):
+        assert are_two_sides(draw, read_index(str(tmp_path / name))['draw']) == is_other_side, name
     (tmp_path / 'tars/0.tar').unlink()
     write_sample_tar(tmp_path / 'tars/9.tar', [{'jpg': encoded(picture(900 + index)), 'caption': 'x'} for index in
                                                range(50)])

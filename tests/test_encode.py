@@ -122,12 +122,16 @@ def test_images_that_were_added_are_encoded_and_no_others_also_where_a_shard_is_
     assert encode_shards(images, out, model_folder)['samples'] == 9
     shutil.rmtree(images)
     write_shards(images, samples, size_limit=6000)
-    assert read_index(str(images))['shards'][0]['samples'] == 0
+    index = read_index(str(images))
+    assert index['shards'][0]['samples'] == 0
+    draw = {'share': 0.1, 'seed': 17, 'side': 'held out'}
+    (images / 'index.json').write_text(json.dumps(index | {'draw': draw}))
     record = encode_shards(images, out, model_folder)
     assert record['samples'] < 9
     check_keys(record, 'encode.py')
     assert record['stored_samples'] == 12
     assert captions(out) == [str(index) for index in range(12)]
+    assert read_index(str(out))['draw'] == draw
 
 
 def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, capfd):

@@ -117,13 +117,16 @@ def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, sma
     assert_same_training(tmp_path / 'plain', tmp_path / 'kept')
 
 
-def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards):
+def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards, capfd):
     """Not on the microbatch, the batch that it comes after, the processes that decode, or Min-SNR of the training."""
     folder, record, _ = evaluated
     argv = ['--remote', shards, *TINY, '--num_workers', '2', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
             '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out]
     later = main([*argv, '--device_train_microbatch_size', '1', '--snr_gamma', '0.001'])
     assert later['eval_batch'] == 2
+    said = capfd.readouterr().err
+    assert f'--eval_remote {held_out} is not known to be held out: it and --remote {shards} are not' in said
+    assert ' on the samples of --eval_remote, not known to be held out\n' in said
     assert later['loss'] < 0.1 * record['loss']  # it has the weights
     assert later['eval_loss'] == pytest.approx(record['eval_loss'], rel=1e-5)
 

@@ -78,6 +78,7 @@ ROWS = [
     ('benchmark.py', f'--remote s3://b/mds/index.json {TINY}', '--remote s3://b/mds/index.json is a file; give the'),
     ('benchmark.py', f'--remote shards {TINY} --batch_size 25', 'holds 24 samples, fewer than --batch_size 25'),
     ('benchmark.py', f'--remote shards {TINY} --cache_limit 1mb', '--cache_limit has no cache to bound'),
+    ('benchmark.py', f'--remote shards {TINY} --cache_limit 0', '--cache_limit 0 leaves no room for a shard; leave it'),
     ('convert.py', 'notes oci://bucket/a', 'OUT oci://bucket/a: of stores, s3://, gs:// and azure:// can be used; use '
      'an S3-compatible address with S3_ENDPOINT_URL'),
     ('convert.py', 'notes s3://', 'OUT s3:// names no bucket; write s3://BUCKET/folder'),

@@ -25,7 +25,7 @@ from sdbench.datasets.sources import (
     split_name,
     why_not_read,
 )
-from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn
+from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread, captions_in
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import decode_whole_image
 from sdbench.inputs.stores import open_file
@@ -44,10 +44,6 @@ ROWS_AT_ONCE = 32
 PARQUET_BUFFER_BYTES = 8 << 20  # of each column, whose row group may be as large as the file
 
 SMALLEST_SIDE = 8  # pixels, of which the VAE makes one latent pixel: a narrower image is less than that
-
-
-class Unread(str):
-    """Why a file of a sample was not read."""
 
 
 class Place(NamedTuple):
@@ -236,12 +232,14 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
                 number += group.num_rows
                 continue
             for batch in parquet.iter_batches(ROWS_AT_ONCE, [index], [image, caption], use_threads=False):
-                for value, text in zip(batch.column(image), batch.column(caption), strict=True):
-                    yield number, {'.jpg': image_bytes(value.as_py()), '.txt': caption_bytes(text)}
+                for value, cell in zip(batch.column(image), batch.column(caption), strict=True):
+                    content = bytes_of_image(value.as_py())
+                    for text in captions_of_cell(cell):
+                        yield number, {'.jpg': content, '.txt': text}
                     number += 1
 
 
-def image_bytes(value: Any) -> bytes | Unread:
+def bytes_of_image(value: Any) -> bytes | Unread:
     """Return the bytes of an image, which in Parquet of the Hugging Face hub are in a struct of bytes and path."""
     if isinstance(value, dict):
         value = value.get('bytes') or value.get('path')
@@ -253,15 +251,13 @@ def image_bytes(value: Any) -> bytes | Unread:
                   'and img2dataset makes tars of addresses)')
 
 
-def caption_bytes(scalar: Any) -> bytes | Unread:
-    """Return a caption in UTF-8, from pyarrow's scalar."""
+def captions_of_cell(scalar: Any) -> list[bytes | Unread]:
+    """Return the captions, in UTF-8, of pyarrow's scalar: a text, or a list of them, each of which makes a sample."""
     try:
         value = scalar.as_py()
     except UnicodeError:
-        return Unread('it is not UTF-8')
-    if not isinstance(value, str):
-        return Unread(f'the row has {value!r:.50}')
-    return value.encode()
+        return [Unread('it is not UTF-8')]
+    return [text if isinstance(text, Unread) else text.encode() for text in captions_in(value)]
 
 
 def make_sample(fields: Fields) -> dict[str, bytes | str]:
@@ -279,12 +275,10 @@ def make_sample(fields: Fields) -> dict[str, bytes | str]:
         raise ValueError('no image' + ''.join(unread[:1]))
     if len(images) > 1:  # one may be a mask of the other
         raise ValueError('more than one image')
-    image = require_read(fields[images[0]], 'no image')
-
-    # the caption
+    image = fields[images[0]]
+    if isinstance(image, Unread):
+        raise ValueError(f'no image: {image}')
     caption = read_caption(fields)
-    if not caption.strip():
-        raise ValueError('empty caption')
 
     # whether the image decodes, and is large enough
     height, width = decode_whole_image(image).shape[1:]
@@ -293,27 +287,26 @@ def make_sample(fields: Fields) -> dict[str, bytes | str]:
     return {'jpg': image, 'caption': caption}
 
 
-def require_read(content: bytes | Unread, label: str) -> bytes:
-    """Return the content of a file. Raises ValueError if it was not read."""
-    if isinstance(content, Unread):
-        raise ValueError(f'{label}: {content}')
-    return content
-
-
 def read_caption(fields: Fields) -> str:
-    """Return the text of a sample's .txt, or the `caption` of its .json.
+    """Return the text of a sample's .txt or .caption, or the `caption` of its .json: the first that is not empty.
 
     Raises ValueError, with the reason, if there is none.
     """
-    found = captions_among(fields)
-    if not found:
-        raise ValueError('no caption')
-    content = require_read(fields[found[0]], 'no caption')
-    try:
-        if found[0].lower() == '.txt':
-            return content.decode('utf-8-sig').rstrip('\r\n')
-        return json.loads(content)['caption'].encode().decode()  # JSON can hold what UTF-8 cannot
-    except UnicodeError:
-        raise ValueError('caption is not UTF-8') from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError('no caption') from None
+    reason = 'no caption'
+    for suffix in captions_among(fields):
+        content = fields[suffix]
+        if isinstance(content, Unread):
+            raise ValueError(f'no caption: {content}')
+        try:
+            if suffix.lower() == '.json':
+                caption = json.loads(content)['caption'].encode().decode()  # JSON can hold what UTF-8 cannot
+            else:
+                caption = content.decode('utf-8-sig').rstrip('\r\n')
+        except UnicodeError:
+            raise ValueError('caption is not UTF-8') from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # a .json of something else
+        if caption.strip():
+            return caption
+        reason = 'empty caption'
+    raise ValueError(reason)

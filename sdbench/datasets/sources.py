@@ -1,7 +1,8 @@
 """Find what SOURCE names: the tars, Parquet files and images to convert, and what is left out, with a reason.
 
 One rule splits a name, in tars and in folders: what follows the last dot is the suffix, and what stands before it is
-the key. The caption of KEY.jpg is KEY.txt, or else the "caption" of KEY.json; the case of a suffix does not matter.
+the key. The caption of KEY.jpg is KEY.txt or KEY.caption, or else the "caption" of KEY.json; the case of a suffix does
+not matter.
 (WebDataset splits at the first dot: all of IMG_2020.01.02.jpg, IMG_2020.01.03.jpg and so on would be one sample.)
 A table of captions goes before both for each image that it names: all tables are read before the first image.
 
@@ -29,10 +30,10 @@ from sdbench.inputs.images import formats
 from sdbench.inputs.stores import open_store, reach, store_error
 from sdbench.paths import is_url
 
-IMAGES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2', '.ppm')
-HEIF = ('.heic', '.heif')  # read where pillow-heif is installed
-CAPTIONS = ('.txt', '.json')  # the first that is there is taken
-IMG2DATASET_FILES = ('.parquet', '_stats.json')  # what it writes for 00000.tar: 00000.parquet, 00000_stats.json
+IMAGE_SUFFIXES = ('.jpg', '.jpeg', '.jpe', '.jfif', '.png', '.webp', '.gif', '.bmp', '.avif', '.tif', '.tiff', '.jp2',
+                  '.ppm')
+HEIF_SUFFIXES = ('.heic', '.heif')  # read where pillow-heif is installed
+CAPTION_SUFFIXES = ('.txt', '.caption', '.json')  # the first that is there, and not empty, is taken
 
 
 class File(NamedTuple):
@@ -75,7 +76,7 @@ class Folder(NamedTuple):
     """A folder of this machine."""
     path: str
     real_path: str  # without links
-    present: Set[str]  # names of all its files
+    present: Set[str]  # names of all that is in it
     named: list[str]  # those of them that SOURCE names
 
     def find(self, name: str) -> Entry | None:
@@ -135,7 +136,7 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
     # sort what is converted from what is left out
     for folder in folders:
         files += search.files(folder, tables)
-    tables.leave_out_missing()
+    tables.leave_out_unused()
     return Found(sorted(files, key=lambda file: file.name.split('/')), search.left_out, tables.count())
 
 
@@ -191,7 +192,7 @@ class Search:
         if not self.is_to_be_searched(top):
             return
         for folder, subfolders, names in os.walk(top, onerror=self.list_unreadable, followlinks=True):
-            yield Folder(folder, os.path.realpath(folder), set(names), sorted(names))
+            yield Folder(folder, os.path.realpath(folder), {*names, *subfolders}, sorted(names))
             subfolders.sort()
             subfolders[:] = [name for name in subfolders if self.is_to_be_searched(os.path.join(folder, name))]
 
@@ -293,12 +294,12 @@ class Search:
         for key, entries in images.items():
             for image in entries:
                 of_table = tables.take(image.real_path)
-                if not of_table and len(entries) > 1:  # one may be a mask of the other
+                if of_table is None and len(entries) > 1:  # one may be a mask of the other
                     names = [os.path.basename(entry.path) for entry in entries]
                     self.leave_out(image.path, f'more than one image: {", ".join(names)}')
                 elif not self.is_new(image.path, image.real_path):
                     continue
-                elif of_table:
+                elif of_table is not None:
                     for caption in of_table:
                         yield File(image.path, image.size, changed=(image.change,), caption=caption)
                 else:
@@ -373,22 +374,22 @@ def split_name(name: str) -> tuple[str, str]:
 
 def is_image(suffix: str) -> bool:
     """Tell whether a file of this suffix, in any case, is read as an image."""
-    return suffix.lower() in IMAGES or (suffix.lower() in HEIF and 'HEIF' in formats())
+    return suffix.lower() in IMAGE_SUFFIXES or (suffix.lower() in HEIF_SUFFIXES and 'HEIF' in formats())
 
 
 def is_caption(suffix: str) -> bool:
     """Tell whether a file of this suffix, in any case, may hold a caption."""
-    return suffix.lower() in CAPTIONS
+    return suffix.lower() in CAPTION_SUFFIXES
 
 
 def captions_among(suffixes: Iterable[str]) -> list[str]:
     """Return the suffixes of captions, the one that is taken first."""
-    return sorted(filter(is_caption, suffixes), key=lambda suffix: (CAPTIONS.index(suffix.lower()), suffix))
+    return sorted(filter(is_caption, suffixes), key=lambda suffix: (CAPTION_SUFFIXES.index(suffix.lower()), suffix))
 
 
 def why_not_read(suffix: str) -> str:
     """Say why a file of this suffix is neither image, caption, tar nor Parquet."""
-    if suffix.lower() in HEIF:
+    if suffix.lower() in HEIF_SUFFIXES:
         return f'{suffix} needs a package (pip install pillow-heif)'
     return f'{suffix or "a file without a suffix"} is not read'
 
@@ -399,8 +400,14 @@ def is_parquet(name: str) -> bool:
 
 
 def is_of_img2dataset(name: str, present: Set[str]) -> bool:
-    """Tell whether img2dataset writes a file of this name for one of the tars that are present."""
-    return any(name.endswith(end) and f'{name.removesuffix(end)}.tar' in present for end in IMG2DATASET_FILES)
+    """Tell whether img2dataset writes a file of this name about a shard that is present.
+
+    Beside 00000.tar, or the folder 00000 of its layout `files`, it writes 00000.parquet and 00000_stats.json.
+    """
+    shard = name.removesuffix('.parquet').removesuffix('_stats.json')
+    if shard == name:
+        return False
+    return f'{shard}.tar' in present or {shard, f'{shard}_stats.json'} <= present
 
 
 def is_hidden(name: str) -> bool:

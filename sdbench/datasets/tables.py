@@ -2,7 +2,10 @@
 import csv
 import json
 import os
-from collections import Counter
+import re
+import sys
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,8 +13,15 @@ from sdbench.errors import one_line
 
 # names of the tables that are found in SOURCE: the first three are those of Hugging Face's ImageFolder
 TABLES = ('metadata.csv', 'metadata.jsonl', 'metadata.parquet', 'captions.csv')
+TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.parquet')  # of those that --captions may name
 IMAGE_COLUMNS = ('file_name', 'filename')  # of paths of images
 CAPTION_COLUMNS = ('text', 'caption')
+SEPARATORS = ',;\t|'  # of the columns of a CSV: spreadsheets write what is usual in their country
+NO_CAPTIONS = ('nan', 'None', '<NA>')  # what pandas writes for a missing caption that was made text
+
+
+class Unread(str):
+    """Why something of a sample is not read."""
 
 
 class NoSuchColumn(ValueError):
@@ -36,39 +46,51 @@ class Columns(NamedTuple):
         Raises NoSuchColumn, with the names of the columns, if one is missing or two have its name. Raises ValueError if
         a flag must name one of two columns.
         """
+        # the columns of these names
         images = [self.image] if self.image else usual_images
-        image = find_column(path, names, images, '--image_column')
-        others = [name for name in names if name != image]
-        if takes_only_other and not self.caption and len(others) == 1:
-            return image, others[0]
         captions = [self.caption] if self.caption else CAPTION_COLUMNS
-        return image, find_column(path, names, captions, '--caption_column', image)
+        found_images = columns_called(images, names)
+        others = [name for name in names if name not in found_images]
+        found_captions = columns_called(captions, others)
+        if takes_only_other and not self.caption and len(others) == 1:
+            found_captions = others
+
+        # there is to be one of each
+        missing = []
+        if not found_images:
+            missing.append(f'no {" or ".join(images)} for --image_column')
+        if not found_captions:
+            missing.append(f'no {" or ".join(captions)} for --caption_column')
+        if missing:
+            raise NoSuchColumn(f'{" and ".join(missing)} among its columns {", ".join(names)}')
+        for found, flag in ((found_images, '--image_column'), (found_captions, '--caption_column')):
+            if len(set(found)) > 1:
+                raise ValueError(f'the table {path} has the columns {" and ".join(sorted(set(found)))}; name one of '
+                                 f'them with {flag}')
+            if len(found) > 1:
+                raise NoSuchColumn(f'several columns of one name: {len(found)} are called {found[0]}')
+        return found_images[0], found_captions[0]
 
 
 USUAL_COLUMNS = Columns()
 
 
-def find_column(path: str, names: Sequence[str], wanted: Sequence[str], flag: str, taken: str | None = None) -> str:
-    """Return the one of the `wanted` columns that a table has, apart from the one that is `taken`.
+def columns_called(wanted: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the columns that have one of the `wanted` names; if none has, those that have it but for its form.
 
-    Raises as Columns.find does.
+    So File_Name, "file name" and FILENAME are found as file_name.
     """
-    found = [name for name in names if name in wanted and name != taken]
-    if not found:
-        raise NoSuchColumn(f'no {" or ".join(wanted)} for {flag} among its columns {", ".join(names)}')
-    if len(set(found)) > 1:
-        raise ValueError(f'the table {path} has the columns {" and ".join(sorted(set(found)))}; name one of them with '
-                         f'{flag}')
-    if len(found) > 1:
-        raise NoSuchColumn(f'several columns of one name: {len(found)} are called {found[0]}')
-    return found[0]
+    def letters(name: str) -> str:
+        return ''.join(filter(str.isalnum, name.casefold()))
+    alike = {letters(name) for name in wanted}
+    return [name for name in names if name in wanted] or [name for name in names if letters(name) in alike]
 
 
 class Row(NamedTuple):
-    """A row of a table of captions."""
-    number: int  # counted from 0
+    """A caption in a row of a table."""
+    number: int  # of its line, counted from 1; in Parquet of the row, counted from 0
     image: str  # a path, relative to the folder of the table
-    caption: str
+    caption: str | Unread
 
 
 class Table(NamedTuple):
@@ -93,6 +115,7 @@ class Captions:
         read: real paths of all tables, also of those that are tables of something else.
         rows: by the real path of an image, the table that names it and its rows there.
         used: images whose captions were taken.
+        listings: of folders, the names of their entries by their form.
     """
 
     def __init__(self, columns: Columns, leave_out: Callable[[str, str, int | None], None]):
@@ -101,6 +124,7 @@ class Captions:
         self.read: set[str] = set()
         self.rows: dict[str, tuple[Table, list[Row]]] = {}
         self.used: set[str] = set()
+        self.listings: dict[str, dict[str, list[str]]] = {}
 
     def add_named(self, path: str) -> None:
         """Read the table that --captions names. Raises ValueError if it is not a table of captions."""
@@ -123,33 +147,72 @@ class Captions:
                 self.leave_out(path, f'no table of captions: {error}', None)
 
     def add(self, table: Table) -> None:
-        """Take the rows of a table, except for images that an earlier table names."""
+        """Take the rows of a table, except for images that do not exist or that an earlier table names."""
         self.read.add(os.path.realpath(table.path))
         for number, reason in table.unread.items():
             self.leave_out(table.path, reason, number)
         folder = os.path.realpath(os.path.dirname(table.path))
         for row in table.rows:
-            image = os.path.realpath(os.path.join(folder, row.image))
+            # the image, which is one file
+            images = self.images_called(folder, row.image)
+            if len(images) != 1:
+                which = f'there is no {row.image}'
+                if images:
+                    which = f'{row.image} may be each of {", ".join(images)}'
+                self.leave_out(table.path, f'no image at the path of a row: {which}', row.number)
+                continue
+
+            # its caption, of the first table that names it
+            image = os.path.realpath(images[0])
             first, rows = self.rows.setdefault(image, (table, []))
-            if first is table:
-                rows.append(row)
-            else:
+            if first is not table:
                 self.leave_out(table.path, f'a caption of another table: {first.path} has one of {row.image}',
                                row.number)
+            elif isinstance(row.caption, Unread):
+                self.leave_out(table.path, f'no caption: {row.caption}', row.number)
+            else:
+                rows.append(row)
 
-    def take(self, image: str) -> list[str]:
-        """Return the captions that a table has for the image of a real path; none if no table names it."""
+    def images_called(self, folder: str, name: str) -> list[str]:
+        """Return the path of the file that a row names, or if there is none those whose names differ in their form.
+
+        A table and a disk may write an accent as one sign or as two (macOS), and / as a backslash (Windows), and they
+        may differ in capitals and in blanks around a name.
+        """
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            return [path]
+        found = ['/' if name.startswith('/') else folder]
+        for part in name.replace('\\', '/').split('/'):
+            found = [os.path.join(parent, entry) for parent in found for entry in self.entries_called(parent, part)]
+        return list(filter(os.path.isfile, found))
+
+    def entries_called(self, folder: str, name: str) -> list[str]:
+        """Return the name if the folder has such an entry, or else those of its entries that differ in their form."""
+        if os.path.lexists(os.path.join(folder, name)):
+            return [name]
+        if folder not in self.listings:
+            entries = defaultdict(list)
+            if os.path.isdir(folder):
+                for entry in sorted(os.listdir(folder)):
+                    entries[form_of_name(entry)].append(entry)
+            self.listings[folder] = entries
+        return self.listings[folder].get(form_of_name(name), [])
+
+    def take(self, image: str) -> list[str] | None:
+        """Return the captions that a table has for the image of a real path; None if no table names it."""
         if image not in self.rows:
-            return []
+            return None
         self.used.add(image)
         return [row.caption for row in self.rows[image][1]]
 
-    def leave_out_missing(self) -> None:
-        """Leave out the rows whose images do not exist."""
+    def leave_out_unused(self) -> None:
+        """Leave out the rows of images that are none of SOURCE."""
         for image, (table, rows) in self.rows.items():
-            if image not in self.used and not os.path.isfile(image):
+            if image not in self.used:
                 for row in rows:
-                    self.leave_out(table.path, f'no image at the path of a row: there is no {row.image}', row.number)
+                    self.leave_out(table.path, f'no image of SOURCE at the path of a row: {row.image} is elsewhere, '
+                                   'hidden or no image', row.number)
 
     def count(self) -> dict[tuple[str, str], int]:
         """Return how many captions were taken from each table, by its path and the name of its column."""
@@ -160,8 +223,44 @@ class Captions:
         return dict(numbers)
 
 
+def form_of_name(name: str) -> str:
+    """Return what a name has in common with those that differ in accents of two signs, capitals and blanks alone."""
+    return unicodedata.normalize('NFC', name.strip().casefold())
+
+
+def captions_in(value: Any) -> list[str | Unread]:
+    """Return the captions in a cell: its text, or those of a list; in the place of each that is none, why."""
+    captions = []
+    for text in value if isinstance(value, list) and value else [value]:
+        if isinstance(text, str) and text.strip() and text.strip() not in NO_CAPTIONS:
+            captions.append(text)
+        else:
+            captions.append(Unread(f'the row has {text!r:.50}'))
+    return captions
+
+
+def read_columns(path: str) -> list[str]:
+    """Return the names of the columns of a table. Raises OSError, or ValueError if it is damaged."""
+    return next(read_rows(path))
+
+
+def read_rows(path: str) -> Iterator:
+    """Yield the names of the columns of a table, and then (number, row): a dict, or why the row cannot be read.
+
+    The table is Parquet (*.parquet), JSON lines (*.jsonl), or else CSV. Numbers are those of class Row.
+
+    Raises ValueError if it cannot be read to its end.
+    """
+    readers = {'.parquet': read_parquet_table, '.jsonl': read_json_lines}
+    read = readers.get(os.path.splitext(path)[1].lower(), read_csv)
+    try:
+        yield from read(path)
+    except UnicodeError:
+        raise ValueError(f'the table {path} is not UTF-8; save it as that') from None
+
+
 def read_table(path: str, columns: Columns, is_named: bool = False) -> Table:
-    """Read a table of captions: Parquet (*.parquet), JSON lines (*.jsonl), or else CSV.
+    """Read a table of captions.
 
     Args:
         path: of the table.
@@ -171,92 +270,93 @@ def read_table(path: str, columns: Columns, is_named: bool = False) -> Table:
     Raises NoSuchColumn if it lacks the columns, so that it may be a table of something else. Raises ValueError if it
     cannot be read to its end, or a flag must name one of two columns: without it its images would have other captions.
     """
-    # read the names of the columns, and find the two
-    readers = {'.parquet': read_parquet_table, '.jsonl': read_json_lines}
-    read = readers.get(os.path.splitext(path)[1].lower(), read_csv)
-    try:
-        lines = read(path)
-        names = next(lines)
-        image, caption = columns.find(path, names, IMAGE_COLUMNS, is_named)
-        table = Table(path, caption, [], {})
-
-        # read the rows, or say why one is left out
-        for number, values in enumerate(lines):
-            if isinstance(values, str):
-                table.unread[number] = values
-                continue
-            name = values.get(image)
-            text = values.get(caption)
-            if not isinstance(name, str) or not name:
-                table.unread[number] = f'no image in a row: it has no path in column {image}'
-            elif not isinstance(text, str):  # such as nothing, or a list
-                table.rows.append(Row(number, name, ''))
-            else:
-                table.rows.append(Row(number, name, text))
-    except UnicodeError:
-        raise ValueError(f'the table {path} is not UTF-8; save it as that') from None
+    rows = read_rows(path)
+    image, caption = columns.find(path, next(rows), IMAGE_COLUMNS, is_named)
+    table = Table(path, caption, [], {})
+    for number, values in rows:
+        if isinstance(values, str):
+            table.unread[number] = values
+            continue
+        name = values.get(image)
+        if not isinstance(name, str) or not name.strip():
+            table.unread[number] = f'no image in a row: it has no path in column {image}'
+            continue
+        for text in captions_in(values.get(caption)):
+            table.rows.append(Row(number, name, text))
     return table
 
 
-def read_csv(path: str) -> Iterator[list[str] | dict[str, str] | str]:
-    """Yield the names of the columns of a CSV, and then each row by these, or why it cannot be read.
-
-    Raises ValueError if a quote is not closed.
-    """
+# pyarrow's readers of CSV and JSON lines were tried: a quote that is not closed takes all rows behind it as its
+# caption, without an error, and one row whose text is a number or a list makes the whole file unreadable.
+def read_csv(path: str) -> Iterator:
+    """Read a CSV as `read_rows` does. Raises ValueError if a quote is not closed."""
+    csv.field_size_limit(sys.maxsize)  # a column that nobody uses may hold megabytes in a cell
     with open(path, encoding='utf-8-sig', newline='') as file:
-        # guess what separates the columns: spreadsheets write what is usual in their country
-        header = next(filter(str.strip, file), '')  # the first line that is not empty
-        file.seek(0)
-        separator = max(',;\t', key=header.count)
+        # what separates the columns: Excel can say so in a first line, sep=;
+        first = re.fullmatch('"?sep=(.)"?[\r\n]*', file.readline(), re.IGNORECASE)
+        if first:
+            separator = first[1]
+        else:
+            file.seek(0)
+            header = next(filter(str.strip, file), '')  # the first line that is not empty
+            separator = max(SEPARATORS, key=header.count)
+            file.seek(0)
 
-        # read the rows
-        reader = csv.reader(file, delimiter=separator, strict=True)
-        rows = filter(None, reader)  # an empty line is not a row
+        # the rows
+        reader = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)
+        lines_before = 1 if first else 0
         try:
-            names = next(rows, [])
+            rows = numbered_rows(reader, lines_before)
+            _, names = next(rows, (0, []))
             yield names
-            for cells in rows:
+            for number, cells in rows:
                 if len(cells) == len(names):
-                    yield dict(zip(names, cells, strict=True))
+                    yield number, dict(zip(names, cells, strict=True))
                 else:
-                    yield (f'no row as long as the header: it has {len(cells)} cells instead of {len(names)}; a cell '
-                           f'with {separator!r} in it stands in quotes')
+                    yield number, (f'no row as long as the header: it has {len(cells)} cells instead of {len(names)}; '
+                                   f'a cell with {separator!r} in it stands in quotes')
         except csv.Error as error:
-            raise ValueError(f'the table {path} cannot be read up to line {reader.line_num} ({error}); a caption that '
-                            'begins with a quote ends with one, and a quote within it is written twice') from None
+            raise ValueError(f'the table {path} cannot be read up to line {lines_before + reader.line_num} ({error}); '
+                             'a caption that begins with a quote ends with one, and a quote within it is written twice'
+                             ) from None
 
 
-def read_json_lines(path: str) -> Iterator[list[str] | dict[str, Any]]:
-    """Yield the names of all keys of a file of JSON lines, and then each line as an object.
+def numbered_rows(reader, lines_before: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV that are not empty, each with the number of its first line in the file."""
+    end = lines_before
+    for cells in reader:
+        number, end = end + 1, lines_before + reader.line_num
+        if cells:
+            yield number, cells
 
-    Raises ValueError if a line is not an object of JSON.
-    """
+
+def read_json_lines(path: str) -> Iterator:
+    """Read JSON lines as `read_rows` does. Raises ValueError if a line is not an object of JSON."""
     rows = []
     with open(path, encoding='utf-8-sig') as file:
-        for line in filter(str.strip, file):
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 values = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f'row {len(rows)} of the table {path} cannot be read ({error})') from None
+                raise ValueError(f'line {number} of the table {path} cannot be read ({error})') from None
             if not isinstance(values, dict):
-                raise ValueError(f'row {len(rows)} of the table {path} cannot be read (it is not an object)')
-            rows.append(values)
-    yield list(dict.fromkeys(key for row in rows for key in row))
+                raise ValueError(f'line {number} of the table {path} cannot be read (it is not an object)')
+            rows.append((number, values))
+    yield list(dict.fromkeys(key for _, row in rows for key in row))
     yield from rows
 
 
-def read_parquet_table(path: str) -> Iterator[list[str] | dict[str, Any]]:
-    """Yield the names of the columns of a Parquet file, and then each row by these.
-
-    Raises ValueError if it is damaged.
-    """
+def read_parquet_table(path: str) -> Iterator:
+    """Read Parquet as `read_rows` does. Raises ValueError if it is damaged."""
     import pyarrow
     from pyarrow.parquet import ParquetFile
     try:
         with ParquetFile(path) as parquet:
             yield parquet.schema_arrow.names
-            for batch in parquet.iter_batches(use_threads=False):
-                yield from batch.to_pylist()
+            batches = parquet.iter_batches(use_threads=False)
+            yield from enumerate(row for batch in batches for row in batch.to_pylist())
     except (OSError, pyarrow.ArrowException) as error:
         if getattr(error, 'errno', None) is not None:  # of the disk: pyarrow's own have no number
             raise

@@ -18,14 +18,16 @@ class HeldOutSamples(Dataset):
         latent_size: height and width of the latents that are trained on.
         num_timesteps: of the noise schedule.
         seed: of the noise and of the timesteps.
+        is_known: whether the training is known to have none of them.
     """
 
-    def __init__(self, samples, latent_size: int, num_timesteps: int, seed: int):
+    def __init__(self, samples, latent_size: int, num_timesteps: int, seed: int, is_known: bool = True):
         self.samples = samples
         self.image_size = samples.image_size
         self.latent_size = latent_size
         self.num_timesteps = num_timesteps
         self.seed = seed
+        self.is_known = is_known
 
     def __len__(self) -> int:
         return self.samples.num_samples

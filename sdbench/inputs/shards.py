@@ -14,6 +14,7 @@ from sdbench.paths import INDEX
 LARGEST_SHARD = 1 << 32  # bytes, which MDS counts in 32 bits
 MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 IMAGES_HASH = 'images_sha256'  # among the facts of latents in their index.json: `index_hash` of the images
+DRAW = 'draw'  # in the index.json of each side of convert.py --held_out: its `share`, `seed` and `side`
 MDS_COLUMNS = {'jpg': 'bytes', 'caption': 'str'}  # an image of any format in inputs.images; other columns are ignored
 LATENT_COLUMNS = {'caption': 'str'}  # and MOMENTS, whose type has the size in it
 
@@ -85,6 +86,16 @@ def hash_of_images(index: dict) -> str:
     Latents of earlier versions do not say of which images they are: theirs is their own.
     """
     return index.get('latents', {}).get(IMAGES_HASH, index_hash(index))
+
+
+def are_two_sides(draw: dict | None, other: dict | None) -> bool:
+    """Tell whether two datasets, by what their index.json says of a DRAW, are the two sides of one.
+
+    Such have no image in common, whatever they were made of: the draw is by an image's bytes and the seed.
+    """
+    if not draw or not other or draw['side'] == other['side']:
+        return False
+    return (draw['share'], draw['seed']) == (other['share'], other['seed'])
 
 
 def refuse_harmful_entry(shard: dict, label: str) -> None:

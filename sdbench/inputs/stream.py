@@ -69,6 +69,8 @@ class VerifiedStream(Stream):
         super().__init__(remote=remote, local=local, keep_zip=False, download_retry=download_retry,
                          download_timeout=download_timeout)
         self.cache_limit = bytes_to_int(cache_limit) if cache_limit is not None else None
+        if self.cache_limit == 0:
+            raise ValueError(f'--cache_limit {cache_limit} leaves no room for a shard; leave it out for no limit')
         if self.cache_limit and remote is None:
             raise ValueError(f'--cache_limit has no cache to bound: {local} is read in place; give --local a folder, '
                              'or leave the limit out')

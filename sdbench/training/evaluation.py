@@ -26,8 +26,11 @@ class Evaluations(Callback):
         loss = float(state.eval_metrics[LABEL][METRIC].compute())  # over all ranks
         self.losses.append((state.timestamp.sample.value, loss if math.isfinite(loss) else None))
         self.batch = state.timestamp.batch.value
+        which = 'the held-out samples'
+        if not state.dataloader.dataset.is_known:
+            which = 'the samples of --eval_remote, not known to be held out'
         if dist.get_global_rank() == 0:
-            tqdm.write(f'batch {self.batch}: loss {loss:.4g} on the held-out samples', file=sys.stderr)  # over the bar
+            tqdm.write(f'batch {self.batch}: loss {loss:.4g} on {which}', file=sys.stderr)  # over the bar
 
     def figures(self, all_ranks: bool) -> dict:
         """Return the record's figures of evaluations, which all ranks know."""

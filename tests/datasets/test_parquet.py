@@ -48,6 +48,12 @@ def test_an_image_may_be_plain_bytes_and_the_columns_have_other_names(tmp_path, 
     assert converted(tmp_path / 'out', path, *flags) == SAMPLES
 
 
+def test_of_a_list_of_captions_each_is_a_sample(tmp_path):
+    path = write_parquet(tmp_path / 'x.parquet', {'image': IMAGES[:2], 'captions': [['a', 'b'], ['c']]})
+    expected = [(IMAGES[0], 'a'), (IMAGES[0], 'b'), (IMAGES[1], 'c')]
+    assert converted(tmp_path / 'out', path, '--caption_column', 'captions') == expected
+
+
 def test_the_hubs_images_are_converted_and_a_file_that_is_larger_than_a_part_in_pieces(tmp_path, capsys):
     path = hub_file(tmp_path / 'hub/data/train-00000-of-00001.parquet', rows_of_group=3)
     assert converted(tmp_path / 'out', tmp_path / 'hub', '--size_limit', '20kb') == SAMPLES
@@ -71,7 +77,7 @@ def test_a_bad_row_is_listed_with_its_number(tmp_path):
     assert reasons(out) == {
         1: 'no caption: it is not UTF-8', 2: 'image does not decode: not a known format',
         3: 'no image: the row has none', 4: 'no image: the row has none', 5: 'no caption: the row has None',
-        6: 'empty caption',
+        6: "no caption: the row has ' '",
         7: "no image: the row has '05.png' instead of its bytes (--captions reads tables of paths, "
            'and img2dataset makes tars of addresses)'}
 

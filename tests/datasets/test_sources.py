@@ -43,8 +43,9 @@ def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(t
 
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr('sdbench.datasets.sources.formats', lambda: ())
-    make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', 'y.parquet', 'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README',
-         'photo.xyz', 'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar')
+    make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', '0/a.mp4', '0.parquet', '0_stats.json', 'y.parquet',
+         'y_stats.json', 'x.tar.gz', 'IMG.heic', 'README', 'photo.xyz',
+         'photo.txt', 'two.jpg', 'two.png', 'two.txt', '._x.jpg', '.Trash/y.tar', 'closed/b.tar')
     os.mkfifo(tmp_path / 'pipe.tar')
 
     def list_but_for_one(folder, scan=os.scandir):
@@ -57,7 +58,7 @@ def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     other = 'not an image, a caption, a tar or Parquet: '
     two = 'more than one image: two.jpg, two.png'
     assert reasons_of(found, tmp_path) == {
-        'y_stats.json': 'no image',
+        'y_stats.json': 'no image', '0/a.mp4': f'{other}.mp4 is not read',
         'x.tar.gz': f'{other}.gz is not read', 'photo.xyz': f'{other}.xyz is not read',
         'IMG.heic': f'{other}.heic needs a package (pip install pillow-heif)', 'photo.txt': 'no image',
         'README': f'{other}a file without a suffix is not read', 'two.jpg': two, 'two.png': two, '._x.jpg': 'hidden',

@@ -1,5 +1,6 @@
 """Images have their captions from tables that name them, and what does not fit is listed."""
 import os
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,30 @@ METADATA = {'metadata.csv': '\ufefffile_name,text\na.jpg,"one, two"\nsub/b.jpg,t
             'captions.csv': 'filename;caption\na.jpg;"one, two"\nsub/b.jpg;three\n'}
 
 
+NFC, NFD = (unicodedata.normalize(form, 'café.jpg') for form in ('NFC', 'NFD'))
+TABLES_OF_PEOPLE = {
+    'accents of macOS': ([NFD, 'b.jpg'], f'file_name,text\n{NFC},one\nb.jpg,two\n'),
+    'backslashes of Windows': (['Sub/a.jpg', 'b.jpg'], 'file_name,text\nsub\\a.jpg,one\n.\\b.jpg,two\n'),
+    'capitals': (['a.JPG', 'b.jpg'], 'File_Name,Text\na.jpg,one\nB.jpg,two\n'),
+    'blanks behind commas': (['a.jpg', 'b.jpg'], 'file_name, text\na.jpg, one\n b.jpg, "two"\n'),
+    'the separator in a first line': (['a.jpg', 'b.jpg'], 'sep=;\r\nfile_name;text\r\na.jpg;one\r\nb.jpg;two\r\n'),
+    'bars': (['a.jpg', 'b.jpg'], 'file name|text\na.jpg|one\nb.jpg|two\n'),
+    'a large cell': (['a.jpg', 'b.jpg'], f'x,file_name,text\n{"0.1 " * 50_000},a.jpg,one\n,b.jpg,two\n'),
+    'an index of pandas': (['a.jpg', 'b.jpg'], ',file_name,text\n0,a.jpg,one\n1,b.jpg,two\n'),
+    'lines of an old Mac': (['a.jpg', 'b.jpg'], 'file_name,text\ra.jpg,one\rb.jpg,two\r'),
+}
+
+
+@pytest.mark.parametrize('case', TABLES_OF_PEOPLE)
+def test_tables_as_editors_spreadsheets_and_other_systems_write_them_are_read(tmp_path, case):
+    names, content = TABLES_OF_PEOPLE[case]
+    folder = photos(tmp_path / 'in', *names)
+    (folder / 'metadata.csv').write_text(content, newline='')
+    assert convert.main([str(folder), 'out']) == 0
+    assert dict(read_back(tmp_path / 'out')) == {shaded(0): 'one', shaded(1): 'two'}
+    assert not (tmp_path / 'out/skipped.jsonl').exists()
+
+
 @pytest.mark.parametrize('name', METADATA)
 @pytest.mark.parametrize('source', ['', '/*'])
 def test_images_of_a_folder_and_its_subfolders_take_their_captions_from_metadata(tmp_path, name, source):
@@ -51,6 +76,37 @@ def test_a_table_may_lie_elsewhere_and_have_other_columns(tmp_path):
     assert captions(tmp_path / 'out') == ['one', 'two']
 
 
+def test_what_a_table_has_that_is_no_text_or_no_image_of_source_is_listed_by_its_line_and_not_counted(tmp_path, capsys):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg', 'd.jpg', 'E.jpg', 'e.JPG', '../elsewhere.jpg')
+    (folder / 'b.txt').write_text('the table decides')
+    rows = [['a.jpg', '["one", "two", null]'], ['b.jpg', '5'], ['c.jpg', 'NaN'], ['d.jpg', '"nan"'], ['e.jpg', '"x"'],
+            ['../elsewhere.jpg', '"x"']]
+    lines = [f'{{"file_name": "{image}", "text": {text}}}\n' for image, text in rows]
+    (folder / 'metadata.jsonl').write_text('\n' + ''.join(lines))
+    assert convert.main([str(folder), 'out']) == 0
+    assert captions(tmp_path / 'out') == ['one', 'two']
+    assert f'captions   2 from column text of {folder}/metadata.jsonl\n' in capsys.readouterr().out
+    alike = f'no image at the path of a row: e.jpg may be each of {folder}/E.jpg, {folder}/e.JPG'
+    assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.jsonl'] == [
+        ('metadata.jsonl', 2, 'no caption: the row has None'), ('metadata.jsonl', 3, 'no caption: the row has 5'),
+        ('metadata.jsonl', 4, 'no caption: the row has nan'), ('metadata.jsonl', 5, "no caption: the row has 'nan'"),
+        ('metadata.jsonl', 6, alike), ('metadata.jsonl', 7, 'no image of SOURCE at the path of a row: ../elsewhere.jpg '
+                                       'is elsewhere, hidden or no image')]
+
+
+def test_where_nothing_has_a_caption_the_files_that_look_like_tables_are_named_with_their_columns(tmp_path, capsys):
+    folder = photos(tmp_path / 'in', 'a.jpg')
+    (folder / 'captions.csv').write_text('Bild;Beschreibung\na.jpg;eins\n')
+    (folder / 'list.tsv').write_text('id\tpicture\twords\n')
+    (folder / 'list.xlsx').write_bytes(b'1')
+    line = one_error_line([folder, 'out'], capsys, convert.main)
+    for words in (f'{folder}/captions.csv has the columns Bild, Beschreibung; ', f'{folder}/list.xlsx is read once',
+                  f'{folder}/list.tsv has the columns id, picture, words; ',
+                  '--captions FILE --image_column NAME --caption_column NAME takes the captions of a table'):
+        assert words in line
+    assert convert.main(['in', 'out', '--captions', 'in/captions.csv', '--image_column', 'Bild']) == 0
+
+
 def test_a_table_goes_before_the_text_files_wherever_it_lies_and_what_has_no_match_is_listed(tmp_path, capsys):
     folder = photos(tmp_path / 'in', 'both.jpg', 'both.png', 'empty.jpg', 'images/a.jpg', 'images/b.jpg', 'lonely.jpg',
                     'of_text.jpg', 'twice.jpg')
@@ -68,10 +124,11 @@ def test_a_table_goes_before_the_text_files_wherever_it_lies_and_what_has_no_mat
                                           'first', 'second']
     assert listed(tmp_path / 'out') == [
         ('both.png', None, 'more than one image: both.jpg, both.png'),
-        ('captions.csv', 0, f'a caption of another table: {folder}/metadata.csv has one of twice.jpg'),
-        ('empty.jpg', 'empty', 'empty caption'), ('lonely.jpg', 'lonely', 'no caption'),
-        ('metadata.csv', 2, 'no image at the path of a row: there is no missing.jpg')]
-    assert f'4 from column text of {folder}/metadata.csv' in capsys.readouterr().out
+        ('captions.csv', 2, f'a caption of another table: {folder}/metadata.csv has one of twice.jpg'),
+        ('lonely.jpg', 'lonely', 'no caption'),
+        ('metadata.csv', 4, 'no image at the path of a row: there is no missing.jpg'),
+        ('metadata.csv', 5, "no caption: the row has ''")]
+    assert f'3 from column text of {folder}/metadata.csv' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('name, flags', [('metadata.parquet', []),
@@ -92,7 +149,9 @@ def test_a_table_in_parquet_is_read_once_and_is_no_source_of_images(tmp_path, ca
 @pytest.mark.parametrize('content, words', [
     ('name;text\na.jpg;one\n', 'no file_name or filename for --image_column among its columns name, text'),
     ('file_name,text,text\na.jpg,1,2\n', 'several columns of one name: 2 are called text'),
-    ('file_name,a,b\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, b')])
+    ('file_name,a,b\na.jpg,1,2\n', 'no text or caption for --caption_column among its columns file_name, a, b'),
+    ('x,y,z\na.jpg,1,2\n', 'no file_name or filename for --image_column and no text or caption for --caption_column '
+     'among its columns x, y, z')])
 def test_a_table_without_the_columns_says_so_and_images_keep_their_text_files(tmp_path, capsys, content, words):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
     (folder / 'b.txt').write_text('two')
@@ -124,15 +183,15 @@ def test_a_row_has_as_many_cells_as_the_header_or_is_listed(tmp_path):
     assert captions(tmp_path / 'out') == ['a cat, awake']
     reason = "no row as long as the header: it has {} cells instead of 2; a cell with ',' in it stands in quotes"
     assert [line for line in listed(tmp_path / 'out') if line[0] == 'metadata.csv'] == [
-        ('metadata.csv', 0, reason.format(3)), ('metadata.csv', 1, reason.format(1)),
-        ('metadata.csv', 3, 'no image in a row: it has no path in column file_name')]
+        ('metadata.csv', 3, reason.format(3)), ('metadata.csv', 4, reason.format(1)),
+        ('metadata.csv', 7, 'no image in a row: it has no path in column file_name')]
 
 
 @pytest.mark.parametrize('name, content, words', [
     ('metadata.csv', b'file_name,text\na.jpg,"one\nb.jpg,two\n',
      'the table {} cannot be read up to line 3 (unexpected end of data)'),
     ('metadata.csv', b'file_name,text\ncaf\xe9.jpg,one\n', 'the table {} is not UTF-8; save it as that'),
-    ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'row 1 of the table {} cannot be read')])
+    ('metadata.jsonl', b'{"file_name": "a.jpg", "text": "one"}\n{\n', 'line 2 of the table {} cannot be read')])
 @pytest.mark.parametrize('flags', [[], ['--captions', '{}']])
 def test_a_table_that_cannot_be_read_to_its_end_is_refused(tmp_path, capsys, name, content, words, flags):
     folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg')
