@@ -69,7 +69,7 @@ def trace(run: Run) -> StepWork:
         argv += ['--encoder_precision', run.encoder_precision]
     if run.half_precision_norms:
         argv.append('--half_precision_norms')
-    settings = complete(parse(Train, '', argv, 'benchmark.py'))
+    settings = complete(parse(Train, '', argv, 'benchmark.py'), None)
     outline = build_on_meta(settings, find_model(SD2_BASE), build_model)
 
     # what no flag has

@@ -20,7 +20,7 @@ CARD = CARDS['NVIDIA H100 80GB HBM3']
 
 def forecast(argv: list[str]) -> Estimate:
     """Count a step of a run with these flags."""
-    settings = complete(parse(Train, '', argv, 'benchmark.py'))
+    settings = complete(parse(Train, '', argv, 'benchmark.py'), None)
     return estimate('', settings, settings.latents, build_model)
 
 

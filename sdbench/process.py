@@ -18,7 +18,7 @@ EMPTY_IS_UNSET = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_
 
 
 def begin() -> None:
-    """Prepare the process of a command, before torch is imported."""
+    """Prepare the process of a command: its environment, before torch is imported, its output, and its end."""
     # The libraries read these variables, too, and stop at an empty one.
     for name in EMPTY_IS_UNSET:
         if os.environ.get(name) == '':
@@ -29,9 +29,15 @@ def begin() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors='backslashreplace')
 
-    # Threads that leave the cores to others, and no rank that outlives its launcher.
-    sleep_while_waiting()
-    end_with_launcher()
+    # By default OpenMP's threads spin while they wait for one another. Where another program has taken the core of the
+    # one that they wait for, they keep it from coming back, and a training on a CPU is ten times slower.
+    if not any(os.path.exists(device) for device in GPU_DEVICES):
+        os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+
+    # When the launcher that started this process is gone, SIGTERM comes, so that no rank runs on alone (Linux).
+    if os.environ.get('LOCAL_RANK') and sys.platform == 'linux':
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def of_launcher(name: str) -> int | None:
@@ -42,24 +48,6 @@ def of_launcher(name: str) -> int | None:
     if not text.isdecimal():
         raise ValueError(f'{name} of the environment is {text}, and no number; unset it, or leave it to a launcher')
     return int(text)
-
-
-def sleep_while_waiting() -> None:
-    """Let the threads of torch sleep while they wait for one another, on a machine without a GPU.
-
-    By default OpenMP's threads spin while they wait. Where another program has taken the core of the one that they wait
-    for, they keep it from coming back, and a training is ten times slower. OpenMP reads this when torch is imported, so
-    that it has to be called before.
-    """
-    if not any(os.path.exists(device) for device in GPU_DEVICES):
-        os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
-
-
-def end_with_launcher() -> None:
-    """Ask for SIGTERM when the launcher that started this process is gone, so that no rank runs on alone (Linux)."""
-    if os.environ.get('LOCAL_RANK') and sys.platform == 'linux':
-        import ctypes
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:

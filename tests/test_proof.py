@@ -21,7 +21,7 @@ MACHINES = [ONE, EIGHT, Machine(1, 'NVIDIA A10', 22.1, False), Machine(2, A100, 
 
 
 def settings_on(machine: Machine, step: Step) -> Train:
-    return complete(parse(Train, '', list(step.flags), 'benchmark.py'))
+    return complete(parse(Train, '', list(step.flags), 'benchmark.py'), None)
 
 
 @pytest.mark.parametrize('machine', MACHINES, ids=str)

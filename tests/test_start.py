@@ -55,7 +55,7 @@ def test_threads_sleep_on_a_machine_without_a_gpu_unless_the_user_says_otherwise
     monkeypatch.setattr(process, 'GPU_DEVICES', (str(device),))
     environment = {} if of_the_user is None else {'OMP_WAIT_POLICY': of_the_user}
     monkeypatch.setattr(os, 'environ', environment)
-    process.sleep_while_waiting()
+    process.begin()
     assert environment.get('OMP_WAIT_POLICY') == policy
 
 

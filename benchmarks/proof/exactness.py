@@ -62,7 +62,7 @@ def build(settings: Train, device: torch.device | str) -> benchmark.StableDiffus
 
 def loss_and_gradient(argv: Sequence[str], device: torch.device | str = 'cpu') -> tuple[float, torch.Tensor]:
     """Return the loss of one batch and its gradients as a vector; with fp16 the loss is scaled, as a scaler begins."""
-    settings = complete(parse(Train, '', [*PLAIN, *argv], 'benchmark.py'))
+    settings = complete(parse(Train, '', [*PLAIN, *argv], 'benchmark.py'), None)
     scale = 2. ** 16 if settings.precision == 'amp_fp16' else 1.
     precision = settings.precision
     with process_switches(settings):
@@ -135,7 +135,7 @@ def compare_devices() -> dict:
 
 def thirty_steps(device: torch.device | str) -> tuple[list[tuple[float, float]], torch.Tensor]:
     """Train; return loss and gradient norm of each step, and the average of the weights (N,) on the CPU."""
-    settings = complete(parse(Train, '', [*PLAIN, *EAGER], 'benchmark.py'))
+    settings = complete(parse(Train, '', [*PLAIN, *EAGER], 'benchmark.py'), None)
     model = build(settings, device)
     optimizer = benchmark.build_optimizer(model, settings)
     average = ShadowModel(model.unet)

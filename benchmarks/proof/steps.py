@@ -137,7 +137,7 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
         argv = [*flags, '--dry_run', devices]
         if device == 'CPU':
             argv += ['--precision', 'fp32', '--no-channels_last']
-        settings = complete(parse(Train, '', argv, 'benchmark.py'))
+        settings = complete(parse(Train, '', argv, 'benchmark.py'), None)
 
         # a trace depends on neither the size of a batch nor what is not counted: all fused attention is alike
         attention = 'math' if settings.attention == 'math' else 'sdpa'

@@ -41,7 +41,7 @@ def index_of_data(settings: Train) -> dict | None:
     return None
 
 
-def complete(settings: Train, index: dict | None = None) -> Train:
+def complete(settings: Train, index: dict | None) -> Train:
     """Return the settings of a run with nothing left open. All ranks call it together, once they have met.
 
     One thing is still to be found with the model: a microbatch that is auto, by `with_found_microbatch`, and in a dry
@@ -88,9 +88,7 @@ def complete(settings: Train, index: dict | None = None) -> Train:
         settings, num_workers=first.num_workers, num_workers_by_default=first.num_workers_by_default,
         measure_batches=first.measure_batches, max_duration=first.max_duration)
 
-    # Every time, in batches.
-    settings = with_defaults(settings, {'training_images': images_of_training(settings)})
-    return with_times(with_length(settings))
+    return with_times(settings)
 
 
 def complete_encoding(settings: Encode) -> Encode:
@@ -154,52 +152,41 @@ def with_workers(settings: Train | Encode, devices: int) -> Train | Encode:
     return dataclasses.replace(settings, num_workers=workers, num_workers_by_default=True)
 
 
-def images_of_training(settings: Train) -> int | None:
-    """Return the images of the training whose cost is stated; None for the model tiny, which is for trials.
-
-    They are those of Stable Diffusion 2, but those of --max_duration in a dry run that has it.
-    """
-    if settings.model_name == TINY_MODEL:
-        return None
-    if settings.dry_run and settings.max_duration:
-        return to_batches(settings.max_duration, settings.batches_per_epoch) * settings.batch_size
-    return TRAINING_IMAGES
-
-
-def with_length(settings: Train) -> Train:
-    """Return the settings with the length of the run: without --max_duration that of the measurement.
-
-    With --max_duration all batches after the warm-up are measured.
-    """
-    if settings.max_duration and not settings.loader_only:
-        return settings
-    queue = queued_batches(settings.num_workers) if settings.remote else 0
-    settings = with_defaults(settings, {'measure_batches': fewest_batches(queue)})
-    batches = settings.warmup_batches + queue + settings.measure_batches
-    return with_defaults(settings, {'max_duration': f'{batches}ba'})
-
-
 def with_times(settings: Train) -> Train:
-    """Return the settings with every time in batches, such as 1000ba.
+    """Return the settings with the length of the run and every time in batches, such as 1000ba.
 
     Raises ValueError if the average would start when the run is over.
     """
-    # times that are given
+    # The length. Without --max_duration it is that of the measurement; with it, all after the warm-up is measured.
+    is_given = settings.max_duration is not None
+    if settings.loader_only or not is_given:
+        queue = queued_batches(settings.num_workers) if settings.remote else 0
+        settings = with_defaults(settings, {'measure_batches': fewest_batches(queue)})
+        batches = settings.warmup_batches + queue + settings.measure_batches
+        settings = with_defaults(settings, {'max_duration': f'{batches}ba'})
     length = to_batches(settings.max_duration, settings.batches_per_epoch)
+
+    # The images whose cost is stated: none of the model tiny, which is for trials.
+    if settings.model_name != TINY_MODEL:
+        of_this_run = length * settings.batch_size
+        images = of_this_run if settings.dry_run and is_given else TRAINING_IMAGES
+        settings = with_defaults(settings, {'training_images': images})
+
+    # Times that are given.
     in_batches = {}
     for flag in TIMES:
         time = getattr(settings, flag)
         if time is not None:
             in_batches[flag] = f'{to_batches(time, settings.batches_per_epoch, length)}ba'
 
-    # times that are not given: a short run is saved and judged as well
+    # Times that are not given. A short run is saved and judged as well.
     if settings.use_ema and settings.ema_half_life is None:
         in_batches['ema_half_life'] = '1000ba'
     for flag, needed in INTERVALS.items():
         if getattr(settings, needed) and getattr(settings, flag) is None:
             in_batches[flag] = f'{min(LONGEST_INTERVAL, math.ceil(length / 4))}ba'
 
-    # an average that would never start
+    # An average that would never start.
     is_trained = settings.dry_run is None and not settings.loader_only
     if is_trained and settings.ema_start is not None and to_batches(in_batches['ema_start']) >= length:
         raise ValueError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '

@@ -26,6 +26,7 @@ from sdbench.paths import read_text
 from sdbench.process import begin, exit_with_error
 
 Settings = TypeVar('Settings')
+IN_WORDS = {'None': 'none', 'True': 'on', 'False': 'off'}  # defaults in --help
 
 
 def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = None, metavar: str | None = None,
@@ -71,9 +72,11 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
     try:
         values = vars(parser.parse_args(argv))
         for name, value in values.items():
+            if value == '' or isinstance(value, list) and '' in value:
+                label = f'--{name}' if hasattr(cls, name) else name.upper()  # what is positional has no default
+                raise ValueError(f'{label} is empty; a variable of the shell may not be set')
             if isinstance(value, list):
                 values[name] = tuple(value)  # a list cannot be in a frozen dataclass that is compared
-        refuse_empty(cls, values)
         settings = cls(**values)
         check(settings)
     except ValueError as error:
@@ -91,15 +94,6 @@ def answer_early(cls: type, description: str) -> None:
     if importlib.util.find_spec('composer') is None:
         exit_with_error(Path(sys.argv[0]).name, 1, f'{sys.executable} is not the Python of the environment, which has '
                         'the libraries: source .venv/bin/activate (make smoke makes it)')
-
-
-def refuse_empty(cls: type, values: dict[str, Any]) -> None:
-    """Raise ValueError for a text that is empty, as the shell makes it of a variable that is not set."""
-    for field in dataclasses.fields(cls):
-        value = values.get(field.name)
-        if value == '' or isinstance(value, tuple) and '' in value:
-            name = field.name.upper() if 'positional' in field.metadata else f'--{field.name}'
-            raise ValueError(f'{name} is empty; a variable of the shell may not be set')
 
 
 def check(settings: Any) -> None:
@@ -145,17 +139,6 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     return parser
 
 
-def default_in_words(default: Any) -> str:
-    """Return a default as --help says it."""
-    if default is None:
-        return 'none'
-    if default is True:
-        return 'on'
-    if default is False:
-        return 'off'
-    return str(default)
-
-
 def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     """Add a field to argparse's group. `hint` is its type."""
     about = field.metadata
@@ -166,7 +149,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
         types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
     help = about['help'].replace('%', '%%')
     if '(default' not in help:
-        help += f' (default: {default_in_words(field.default)})'
+        help += f' (default: {IN_WORDS.get(str(field.default), field.default)})'
     options = {'default': argparse.SUPPRESS, 'help': help}  # the dataclass has the defaults
 
     # a switch: --flag and --no-flag
@@ -199,13 +182,6 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     if bool in types_of_value:
         group.add_argument(f'--no-{field.name}', dest=field.name, action='store_const', const=False,
                            default=argparse.SUPPRESS, help=f'leave --{field.name} off')
-
-
-# argparse's errors that say no remedy, and ours in their place
-ARGPARSES_WORDS = [
-    (r"argument (--\S+)/(--no-\S+): ignored explicit argument '(.*)'",
-     r'\1=\3: this flag takes no value; give \1 or \2'),
-]
 
 
 # flags of other programs that train, and ours that do the same
@@ -260,8 +236,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """End with one line and status 2."""
-        for pattern, plainer in ARGPARSES_WORDS:
-            message = re.sub(pattern, plainer, message)
+        message = re.sub(r"argument (--\S+)/(--no-\S+): ignored explicit argument '(.*)'",
+                         r'\1=\3: this flag takes no value; give \1 or \2', message)
         exit_with_error(self.prog, 2, message)
 
 

@@ -139,24 +139,6 @@ class Speed:
     allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'in which GPUs exchange gradients')
 
 
-def number_of_devices(settings: 'Train') -> int:
-    """Return how many devices share the batch: those of this run, or those that --dry_run speaks of."""
-    return settings.dry_run or of_launcher('WORLD_SIZE') or 1
-
-
-def check_batch(batch_size: int, microbatch: int | str | None, devices: int) -> None:
-    """Raise ValueError if the batch does not divide over the devices, or a device's share into microbatches."""
-    if batch_size % devices:
-        divisible = batch_size // devices * devices or devices
-        raise ValueError(f'--batch_size {batch_size} does not divide over {devices} devices; use {divisible}')
-    device_batch = batch_size // devices
-    if microbatch in (None, 'auto') or device_batch % microbatch == 0:
-        return
-    largest = max(divisor for divisor in range(1, min(microbatch, device_batch) + 1) if device_batch % divisor == 0)
-    raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images that a '
-                     f'device gets of --batch_size {batch_size}; use {largest}')
-
-
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
     heading = 'measurement'
@@ -180,15 +162,8 @@ class Results:
     def check(self) -> None:
         """Raise ValueError if nothing can be appended there: it is said before the run, not after it."""
         path = self.results_file
-        if path == '-':
-            return
-        if os.path.isdir(path):
-            can_be_written = False
-        elif os.path.exists(path):
-            can_be_written = os.access(path, os.W_OK)
-        else:
-            can_be_written = os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)
-        if not can_be_written:
+        place = path if os.path.exists(path) else os.path.dirname(os.path.abspath(path))
+        if path != '-' and (os.path.isdir(path) or not os.access(place, os.W_OK)):
             raise ValueError(f'--results {path} is no file that can be written; name another, or - to print')
 
 
@@ -353,8 +328,20 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         if sum(sources) > 1:
             raise ValueError('give only one of --remote, --use_synth_data and --use_synth_latents, not both')
 
-        # a batch that divides over devices and microbatches
-        check_batch(self.batch_size, self.device_train_microbatch_size, number_of_devices(self))
+        # a batch that divides over the devices, of this run or of those that --dry_run speaks of
+        devices = self.dry_run or of_launcher('WORLD_SIZE') or 1
+        if self.batch_size % devices:
+            divisible = self.batch_size // devices * devices or devices
+            raise ValueError(f'--batch_size {self.batch_size} does not divide over {devices} devices; use {divisible}')
+
+        # a device's share of it that divides into microbatches
+        device_batch = self.batch_size // devices
+        microbatch = self.device_train_microbatch_size
+        if microbatch not in (None, 'auto') and device_batch % microbatch:
+            smaller = range(1, min(microbatch, device_batch) + 1)
+            largest = max(divisor for divisor in smaller if device_batch % divisor == 0)
+            raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '
+                             f'that a device gets of --batch_size {self.batch_size}; use {largest}')
 
         # a training to forecast
         if self.loader_only and self.dry_run is not None:
