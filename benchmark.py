@@ -19,7 +19,7 @@ if __name__ == '__main__':
 
 import sys
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -51,15 +51,17 @@ from sdbench.models.loading import (
     find_model,
 )
 from sdbench.models.switches import apply_switches, process_switches, switch_callbacks
+from sdbench.paths import without_placeholders
 from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
-from sdbench.training.compatibility import flags_to_keep
+from sdbench.training.compatibility import difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.evaluation import METRIC, Evaluations
-from sdbench.training.loggers import build_loggers, name_of_run
+from sdbench.training.finite_steps import FiniteSteps
+from sdbench.training.loggers import build_loggers, kept_name, name_of_run
 from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
-from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks
+from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling, read_prompts
@@ -108,6 +110,17 @@ class StableDiffusion(ComposerModel):
         if not latents:
             self.vae = build_vae(files, encoder_precision)
         self.text_encoder = build_text_encoder(files, encoder_precision)
+        self.facts = facts_of_model(files, image_size, self.unet, self.text_encoder, self.scheduler)
+
+    def get_extra_state(self) -> dict:
+        """Return what a checkpoint says of the model beside its weights: torch saves it with them."""
+        return self.facts
+
+    def set_extra_state(self, facts: dict) -> None:
+        """Raise ValueError if the weights that torch loads were trained as another model, or with another VAE."""
+        difference = difference_of_models(facts, self.facts)
+        if difference:
+            raise ValueError(f'--model_name {self.facts["model_name"]} has another configuration: {difference}')
 
     def train(self, mode: bool = True) -> 'StableDiffusion':
         """Put the UNet into training mode; the frozen encoders stay in eval mode."""
@@ -247,15 +260,14 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
                     prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
     """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
-    safeguard = Safeguard(settings.seed, settings.on_nan, flags_to_keep(settings, files, dataset),
-                          settings.clip_grad_norm)
     callbacks = [
         *switch_callbacks(settings),
         build_speed_monitor(settings),
         *more,                  # what they do counts as part of the batch
         measurement,            # the clock stops here, before anything is drawn or saved
         Progress(),
-        safeguard,
+        Safeguard(settings.seed, flags_to_keep(settings, files, dataset)),
+        FiniteSteps(settings.on_nan, settings.clip_grad_norm),
         Evaluations(),
         LRMonitor(),
         stop,                   # decides whether this batch is the last, which is drawn and saved
@@ -304,8 +316,9 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     # What is not there, or does not fit, is said before the model is built, which takes a while.
     dataset = data.dataloader.dataset
     held_out = open_held_out(settings, files, dataset)
-    prompts = read_prompts(settings.sample_prompts) if settings.sample_prompts else []
-    name = name_of_run(settings, checkpoint)
+    kept = on_rank_0(partial(kept_name, settings.save_folder))  # by a run that has begun
+    prompts = on_rank_0(partial(read_prompts, settings, begins=checkpoint is None and kept is None))
+    name = name_of_run(settings, kept)
     loggers = build_loggers(settings, name)
 
     # The model with its switches, and the weights that it starts from.
@@ -336,7 +349,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             max_duration=settings.max_duration,
             precision=settings.precision,
             device_train_microbatch_size=settings.device_train_microbatch_size,
-            load_path=checkpoint,
+            load_path=checkpoint and without_placeholders(checkpoint, times=2),
             load_progress_bar=False,
             seed=settings.seed,
             dist_timeout=settings.dist_timeout,

@@ -6,6 +6,7 @@ In a program of your own, `get_ema_model` returns a model that shares memory wit
     ema.get_ema_model(trainer.state.model).unet.save_pretrained('averaged/unet')
 """
 import copy
+from typing import Any
 
 import torch
 from composer.algorithms.ema import ema as composers
@@ -122,11 +123,19 @@ class EMA(composers.EMA):
         else:
             update_interval = update_interval or '1ba'
         super().__init__(half_life, smoothing, ema_start, update_interval)
+        self._given_half_life = half_life  # kept in checkpoints, so that export.py can tell a young average
         self.ema_model = composers.EMAParameters(None)  # until the model is there
         self._pairs: tuple | None = None  # a model, the averages, and in the same order its tensors
 
     def __repr__(self) -> str:  # Composer keeps it in checkpoints
         return f'EMA(smoothing={self.smoothing}, ema_start={self.ema_start}, update_interval={self.update_interval})'
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {'half_life': self._given_half_life}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
+        """Take the averages over. The half-life stays that of the constructor."""
+        super().load_state_dict({name: value for name, value in state.items() if name != 'half_life'}, strict)
 
     def match(self, event: Event, state: State) -> bool:
         """Tell whether `apply` has something to do at an event.

@@ -59,7 +59,7 @@ from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.paths import number_of_samples
 from sdbench.progress_bar import progress_bar
 from sdbench.records.record import append_record, make_record
-from sdbench.training.compatibility import MODEL, was_trained_on
+from sdbench.training.compatibility import was_trained_on
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.weights import read_trained_model, trained_pipeline
 
@@ -103,14 +103,10 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
     # or a checkpoint
     else:
         trained = read_trained_model(path, 'MODEL')
-        if trained.vae is None and not trained.flags.get('pretrained'):
-            raise ValueError(f'MODEL {path} has no VAE to decode with, because it was trained on latents; make a '
-                             'pipeline of it by export.py --model_name FOLDER --pretrained, and evaluate that')
-        pipeline = trained_pipeline(trained, f'MODEL {path}', pretrained=True)
-        flags = dict(trained.flags)
-        flags.pop(MODEL, None)  # a record names it, and its weights by a hash
+        pipeline = trained_pipeline(trained, f'MODEL {path}')
         about = {'weights': 'live' if trained.averaged is None else 'averaged', 'trained_batches': trained.batch,
-                 'images_seen': trained.samples, 'training': flags, 'model_name': flags['model_name']}
+                 'images_seen': trained.samples, 'training': trained.flags,
+                 'model_name': trained.facts.get('model_name')}
     about['model_sha256'] = hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)
     return pipeline, about
 

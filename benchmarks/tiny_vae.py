@@ -26,7 +26,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torchvision.utils import make_grid, save_image
 
-from sdbench.models.loading import BUILT_IN, VAE_WEIGHTS, build_vae, find_model
+from sdbench.models.loading import BUILT_IN, build_vae, find_model
 
 SIDE = 64  # pixels of a picture
 CROP = 32  # pixels of what most of the training sees
@@ -164,7 +164,8 @@ def main() -> None:
     parser.add_argument('emojis', type=Path, help='folder of PNGs')
     parser.add_argument('figure', type=Path, help='PNG of held-out pictures, before and after')
     parser.add_argument('--batches', type=int, default=3000)
-    parser.add_argument('--out', type=Path, default=BUILT_IN['tiny'] / VAE_WEIGHTS, help='file for the weights')
+    parser.add_argument('--out', type=Path, default=BUILT_IN['tiny'] / 'vae/diffusion_pytorch_model.safetensors',
+                        help='file for the weights')
     args = parser.parse_args()
 
     # the weights

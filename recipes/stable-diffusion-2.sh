@@ -20,7 +20,7 @@ esac
 # What is there, and where what is made goes.
 : "${SOURCE:=photos}"             # images with captions, as convert.py reads them
 : "${WORK:=sd2-training}"         # folder or object store for shards and checkpoints
-: "${OUT:=sd2-trained}"           # new folder of this machine for the pipeline; its pictures go to OUT-pictures
+: "${OUT:=sd2-trained}"           # new folder of this machine for the pipeline; its pictures go to OUT/pictures
 : "${RESULTS:=results.jsonl}"     # file for the records
 
 # How it is trained.
@@ -99,12 +99,8 @@ $LAUNCH benchmark.py $phase_1 --model_name "$MODEL" --remote "$data_1" --save_fo
 $LAUNCH benchmark.py $phase_2 --model_name "$MODEL" --remote "$data_2" --save_folder "$WORK/phase-2" \
     --load_weights "$WORK/phase-1" --results "$RESULTS" $PHASE_FLAGS
 
-# A pipeline of the averaged weights. The folder appears whole, so that where it is there, this was done.
-if [ -e "$OUT" ]; then
-    echo "done already: OUT $OUT is there"
-else
-    python export.py "$WORK/phase-2" "$OUT" --model_name "$MODEL" --pretrained
-fi
+# A pipeline of the averaged weights. Where OUT has them already, export.py says so.
+python export.py "$WORK/phase-2" "$OUT"
 
 # Pictures of the captions that were held out, and their scores.
-$LAUNCH evaluate.py "$OUT" "$WORK/images-held-out" --out "$OUT-pictures" --results "$RESULTS" $SCORES
+$LAUNCH evaluate.py "$OUT" "$WORK/images-held-out" --out "$OUT/pictures" --results "$RESULTS" $SCORES

@@ -1,10 +1,13 @@
 """Paths that commands are given, of datasets, of stores and of models. No library is needed but for a download."""
+import glob
 import os
 import re
 from pathlib import Path
 
 HELD_OUT = '-held-out'  # how the name of a dataset of held-out samples ends
 INDEX = 'index.json'  # of a dataset, which is whole once it is there
+PLACEHOLDER = '{run_name}'  # in a --save_folder, as Composer has it
+EXPORTED = 'export.json'  # in a pipeline folder of export.py: what it was made of
 CLAIM = 'claim.json'  # says what is being made in a folder, and is there before anything else
 
 
@@ -22,6 +25,41 @@ def sibling_path(folder: str, name: str) -> str:
     if is_url(folder):
         folder = re.sub(':/+', '/', folder)
     return f'{folder}-{name}'
+
+
+def with_run_name(folder: str, name: str | None) -> str:
+    """Return a --save_folder with `{run_name}` filled in, as Composer does. Other braces are characters of its name.
+
+    Raises ValueError if the run has no name.
+    """
+    if PLACEHOLDER not in folder:
+        return folder
+    name = name or os.environ.get('COMPOSER_RUN_NAME') or os.environ.get('RUN_NAME')
+    if not name:
+        raise ValueError(f'--save_folder {folder} needs --run_name NAME: the same command goes on by that name')
+    return folder.replace(PLACEHOLDER, name)
+
+
+def by_run_name(folder: str, flag: str) -> str:
+    """Return a folder to read from, in whose name `{run_name}` may stand for the only run that is there.
+
+    Raises ValueError, which names `flag`, if there are several or none.
+    """
+    if PLACEHOLDER not in folder or os.path.exists(folder):
+        return folder
+    found = sorted(glob.glob(glob.escape(folder).replace(PLACEHOLDER, '*')))
+    if len(found) == 1:
+        return found[0]
+    there = f'there are {", ".join(found)}' if found else 'there is no such folder'
+    raise ValueError(f'{flag} {folder}: {there}; give the name of the run in the place of {PLACEHOLDER}')
+
+
+def without_placeholders(path: str, times: int = 1) -> str:
+    """Return a path for Composer, which fills in what stands in braces: here they are characters of its name.
+
+    Composer 0.32 does so once where it saves or traces, and two `times` where it loads.
+    """
+    return path.replace('{', '{' * 2 ** times).replace('}', '}' * 2 ** times)
 
 
 def is_url(path: str) -> bool:

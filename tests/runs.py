@@ -165,11 +165,6 @@ def final_state(folder: str | Path) -> dict:
     return load_checkpoint(checkpoints_in(str(folder))[-1])['state']
 
 
-def flags_of(checkpoint: dict) -> dict:
-    """Return what a checkpoint keeps of the flags of its run, to be looked at or changed."""
-    return dict(checkpoint['state']['callbacks'])['Safeguard']['flags']
-
-
 def assert_same_training(one: str | Path, other: str | Path) -> None:
     """Check that weights, optimizer and average of the newest checkpoints in two folders are the same to the last bit.
     """

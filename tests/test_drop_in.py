@@ -1,6 +1,8 @@
 """What people wrote for mosaicml/diffusion-benchmark works here: flags, classes, and their arguments in order."""
 import inspect
 import os
+import re
+import signal
 import subprocess
 import sys
 
@@ -97,8 +99,29 @@ def test_a_program_with_packages_of_its_own_trains_resumes_and_exports(shards, t
     environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
     subprocess.run([sys.executable, program, shards], cwd=tmp_path, env=environment, check=True)
     capfd.readouterr()
-    export([str(tmp_path / 'stopped'), str(tmp_path / 'pipeline'), '--model_name', 'tiny', '--pretrained'])
+    export([str(tmp_path / 'stopped'), str(tmp_path / 'pipeline')])
     assert 'warning' not in capfd.readouterr().err
+
+
+def test_composers_training_as_the_page_has_it_optimizes_the_unet_and_goes_on_after_a_signal(shards, tmp_path,
+                                                                                            monkeypatch):
+    (tmp_path / 'photos-mds').symlink_to(shards)
+    page = (ROOT / 'docs' / 'migrating.md').read_text()
+    [program] = [block for block in re.findall('```python\n(.*?)```', page, re.DOTALL) if 'Trainer(model' in block]
+    loss = StableDiffusion.loss
+
+    def loss_with_a_signal(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return loss(*arguments)
+    for function, batches in ((loss_with_a_signal, 1), (loss, 2)):  # an epoch is a batch
+        monkeypatch.setattr(StableDiffusion, 'loss', function)
+        variables = {}
+        exec(program, variables)
+        assert variables['trainer'].state.timestamp.batch == batches
+        [optimizer] = variables['trainer'].state.optimizers
+        [group] = optimizer.param_groups
+        assert type(optimizer) is torch.optim.AdamW
+        assert {id(p) for p in group['params']} == {id(p) for p in variables['model'].unet.parameters()}
 
 
 def test_a_local_folder_without_a_remote_is_read_in_place(shards):
@@ -158,6 +181,8 @@ def test_an_argument_that_cannot_be_honoured_is_one_line(shards, tmp_path):
         build_loader(StreamingLAIONDataset(shards, transform=str, batch_size=1), 1, 0)
     with pytest.raises(ValueError, match='^[^\n]*needs a remote, or a local folder[^\n]*$'):
         StreamingLAIONDataset(batch_size=1)
+    with pytest.raises(ValueError, match='^keep_zip would do nothing[^\n]+$'):
+        StreamingLAIONDataset(shards, batch_size=1, keep_zip=True)
     with pytest.raises(ValueError, match='^[^\n]*no-such-tokenizer[^\n]*$'):
         StreamingLAIONDataset(shards, tokenizer_name_or_path='no-such-tokenizer', batch_size=1)
 

@@ -109,7 +109,10 @@ def test_a_pipeline_of_a_training_on_latents_takes_no_vae_but_that_of_the_encodi
                     '--max_duration', '1ba', '--save_folder', kept, '--results', '-'])
     with pytest.raises(SystemExit):
         export.main([kept, 'out', '--model_name', str(other), '--pretrained'])
-    assert 'has another VAE than the one that encoded the latents' in capsys.readouterr().err
+    assert 'hash of its vae was' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        benchmark.main(['--use_synth_data', *TINY, '--model_name', str(other), '--pretrained', '--load_weights', kept])
+    assert 'hash of its vae was' in capsys.readouterr().err
     export.main([kept, 'out', '--model_name', model_folder, '--pretrained'])
 
 

@@ -6,13 +6,17 @@ import signal
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, StableDiffusionPipeline
+from composer import Trainer
+from diffusers import StableDiffusionPipeline
 from safetensors import SafetensorError
 
-from benchmark import main
+from benchmark import StableDiffusion, main
+from data import SyntheticImageCaptionDataset, build_loader
+from ema import EMA
 from evaluate import load_model
 from export import main as export
 from sdbench.inputs.captions import build_tokenizer
+from sdbench.models.loading import BUILT_IN, build_vae, find_model
 from sdbench.training.checkpoints import load_checkpoint
 from tests.runs import TINY, one_error_line
 
@@ -32,9 +36,9 @@ def checkpoints(tmp_path_factory, model_folder) -> str:
 
 @pytest.fixture(scope='module')
 def latent_checkpoints(tmp_path_factory) -> str:
-    """Of a run on latents, without an average."""
+    """Of a run on latents, without an average, by a VAE with weights."""
     folder = tmp_path_factory.mktemp('latents')
-    main(['--use_synth_latents', *TINY, '--save_folder', str(folder / 'kept'), '--results', str(folder / 'results')])
+    main(['--use_synth_latents', *TINY, '--pretrained', '--save_folder', str(folder / 'kept'), '--results', '-'])
     return str(folder / 'kept')
 
 
@@ -55,11 +59,15 @@ def epsilon_folder(tmp_path_factory, model_folder) -> str:
 
 
 @pytest.fixture(scope='module')
-def exported_latents(tmp_path_factory, latent_checkpoints, epsilon_folder) -> str:
-    """The pipeline of the run on latents, with the VAE of the folder."""
-    out = str(tmp_path_factory.mktemp('latents') / 'out')
-    export([latent_checkpoints, out, '--model_name', epsilon_folder, '--pretrained'])
-    return out
+def exported_latents(tmp_path_factory, latent_checkpoints, model_folder) -> str:
+    """The pipeline of the run on latents, whose model is a folder now: its VAE in fp16, beside another tokenizer."""
+    folder = tmp_path_factory.mktemp('latents')
+    moved = shutil.copytree(model_folder, folder / 'tiny')
+    shutil.rmtree(moved / 'vae')
+    shutil.copytree(BUILT_IN['tiny'], moved, dirs_exist_ok=True, ignore=shutil.ignore_patterns('*.safetensors'))
+    build_vae(find_model('tiny', pretrained=True), 'fp16').save_pretrained(moved / 'vae', variant='fp16')
+    export([latent_checkpoints, str(folder / 'out'), '--model_name', str(moved)])
+    return str(folder / 'out')
 
 
 def loaded(out, *without: str) -> StableDiffusionPipeline:
@@ -97,12 +105,9 @@ def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(che
     assert np.asarray(image).std() > 0
 
 
-def test_the_pipeline_tokenizes_as_training_does(exported, latent_checkpoints, exported_latents, model_folder,
-                                                 tmp_path):
+def test_the_pipeline_tokenizes_as_training_does(exported, exported_latents, model_folder):
     """Also where the folder of its VAE has another tokenizer, which pads with another token."""
-    without_a_folder = 'out'
-    export([latent_checkpoints, without_a_folder])
-    for out, tokenizer in ((exported, model_folder), (without_a_folder, None), (exported_latents, None)):
+    for out, tokenizer in ((exported, model_folder), (exported_latents, None)):
         in_pipeline = loaded(out, 'unet', 'vae', 'text_encoder').tokenizer
         for in_training in (build_tokenizer(tokenizer), build_tokenizer(out)):
             for caption in CAPTIONS:
@@ -111,17 +116,29 @@ def test_the_pipeline_tokenizes_as_training_does(exported, latent_checkpoints, e
                 assert ids.input_ids == in_training.encode(caption).ids, caption
 
 
-def test_a_run_on_latents_takes_the_vae_of_the_model_folder_and_is_not_evaluated_without_one(
-        exported_latents, latent_checkpoints, model_folder, tmp_path, capfd):
-    saved = AutoencoderKL.from_pretrained(model_folder, subfolder='vae').state_dict()
-    vae = loaded(exported_latents, 'unet', 'text_encoder', 'tokenizer').vae
-    assert all(torch.equal(saved[name], tensor) for name, tensor in vae.state_dict().items())
+def test_a_run_on_latents_is_drawn_with_the_vae_that_encoded_them_wherever_it_is_now(
+        exported_latents, latent_checkpoints, capfd):
     export([latent_checkpoints, 'out'])
-    output, errors = capfd.readouterr()
-    assert 'cannot decode; give --model_name FOLDER --pretrained' in errors
-    assert 'there is no average' in output
-    with pytest.raises(ValueError, match='has no VAE to decode with'):
-        load_model(latent_checkpoints)
+    assert 'there is no average' in capfd.readouterr().out
+    [vae, moved] = [loaded(out, 'unet', 'text_encoder', 'tokenizer').vae for out in ('out', exported_latents)]
+    evaluated, _ = load_model(latent_checkpoints)
+    for name, tensor in build_vae(find_model('tiny', pretrained=True), 'fp32').state_dict().items():
+        assert all(torch.equal(other.state_dict()[name], tensor) for other in (vae, moved, evaluated.vae))
+
+
+@pytest.mark.parametrize('known, words', [(True, 'a VAE with random weights, which cannot decode'),
+                                          (False, 'give export.py --model_name FOLDER --pretrained')])
+def test_a_run_on_latents_whose_vae_is_not_to_be_had_is_neither_exported_nor_evaluated(smallest_model, tmp_path, capfd,
+                                                                                      known, words):
+    main(['--use_synth_latents', *TINY, '--model_name', smallest_model, '--image_size', '16', '--save_folder', 'kept'])
+    checkpoint = load_checkpoint('kept/latest-rank0.pt')
+    if not known:
+        del checkpoint['state']['model']['_extra_state']  # as of a model that is not this program's
+    torch.save(checkpoint, 'run.pt')
+    assert words in one_error_line(['run.pt', 'out', '--model_name', smallest_model], capfd, export)
+    assert not (tmp_path / 'out').exists()
+    with pytest.raises(ValueError, match='VAE|does not say'):
+        load_model('run.pt')
 
 
 def test_a_run_without_pretrained_is_told_at_its_start_and_at_its_export_that_its_pictures_will_be_noise(
@@ -134,8 +151,10 @@ def test_a_run_without_pretrained_is_told_at_its_start_and_at_its_export_that_it
 
 
 @pytest.mark.parametrize('source, flags, words', [
-    ('other', [], 'give --model_name'), ('other', ['--model_name', 'tiny'], 'is not the model of'),
+    ('other', [], 'give --model_name'), ('other', ['--model_name', 'tiny'], 'give export.py --model_name FOLDER'),
+    ('other', ['--model_name', 'tiny', '--pretrained'], 'is not the model of'),
     ('run', ['--model_name', 'EPSILON'], 'prediction_type of its scheduler was "v_prediction", and is "epsilon" now'),
+    ('latents', ['--model_name', 'EPSILON'], 'hash of its vae was'),
     ('latents', ['--tokenizer', 'MODEL'], 'was trained with another tokenizer than')])
 def test_another_model_or_tokenizer_than_the_trained_one_is_refused(
         checkpoints, latent_checkpoints, model_folder, epsilon_folder, tmp_path, capfd, source, flags, words):
@@ -146,6 +165,36 @@ def test_another_model_or_tokenizer_than_the_trained_one_is_refused(
     argv = [places[source], tmp_path / 'out', *(places.get(flag, flag) for flag in flags)]
     assert words in one_error_line(argv, capfd, export)
     assert list(tmp_path.iterdir()) == [other]
+
+
+def test_the_average_of_a_young_training_is_exported_with_a_warning_whoever_trained_it(smallest_model, capfd):
+    for half_life in ('2ba', '1ba'):
+        model = StableDiffusion(smallest_model, image_size=32)
+        dataset = SyntheticImageCaptionDataset(32, num_samples=16)
+        Trainer(model=model, optimizers=torch.optim.AdamW(model.unet.parameters()), device='cpu', max_duration='1ep',
+                train_dataloader=build_loader(dataset, 4, num_workers=0), algorithms=EMA(half_life),
+                progress_bar=False, save_folder=half_life).fit()  # of 4 batches
+        export([half_life, f'{half_life}-out'])
+    [warning] = [line for line in capfd.readouterr().err.splitlines() if 'average is still near' in line]
+    assert 'since its half-life is 2ba, and CHECKPOINT 2ba is of batch 4; --live' in warning
+    assert loaded('2ba-out', 'vae', 'text_encoder', 'tokenizer').unet.config.sample_size == 32
+
+
+def test_an_export_to_the_folder_of_another_is_done_already_or_made_anew_and_what_was_there_stays(checkpoints, tmp_path,
+                                                                                                capfd):
+    first, second = (f'{checkpoints}/ep0-ba{batch}-rank0.pt' for batch in (2, 4))
+    exports = ((first, 'holds the pipeline after 2 batches'), (first, 'done already: OUT out'),
+               (second, 'before, of another checkpoint, is in out-1 now'))
+    for number, (source, words) in enumerate(exports):
+        export([source, 'out'])
+        assert words in capfd.readouterr().out
+        (tmp_path / 'out' / f'mine-{number}').touch()
+    assert sorted(path.name for path in tmp_path.glob('*/mine-*')) == ['mine-0', 'mine-1', 'mine-2']
+    assert (tmp_path / 'out-1' / 'mine-1').exists()
+    for out, source in (('out-1', first), ('out', second)):
+        state = load_checkpoint(source)['state']
+        average = dict(state['algorithms'])['EMA']['ema_model']['named_parameters_dict']['unet.conv_in.weight']
+        assert torch.equal(loaded(out, 'vae', 'text_encoder', 'tokenizer').unet.conv_in.weight, average)
 
 
 @pytest.mark.parametrize('trouble', ['a full disk', 'SIGTERM'])

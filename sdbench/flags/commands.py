@@ -18,6 +18,7 @@ from sdbench.flags.train import (
     check_image_size,
     price,
 )
+from sdbench.paths import EXPORTED
 from sdbench.process import of_launcher
 
 CLIP_MODEL = 'openai/clip-vit-large-patch14'
@@ -111,18 +112,18 @@ class Export:
     heading = 'export'
 
     checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
-    out: str = positional('new folder for the pipeline')
+    out: str = positional('new folder for the pipeline, or that of an earlier export, which then moves to OUT-1')
     live: bool = flag(False, 'the live weights of the UNet in a checkpoint (default: off, the averaged ones, where the '
                       'run had --use_ema)')
     model_name: str | None = flag(None, 'tiny, a diffusers folder or a hub name, for the configuration of each part of '
                                   'a checkpoint (default: that of the run)')
-    pretrained: bool = flag(False, 'take the VAE from --model_name where the checkpoint has none, because the run '
-                            'trained on latents')
+    pretrained: bool = flag(False, 'take the VAE from --model_name also where a checkpoint without one does not say '
+                            'which it was trained with')
     tokenizer: str | None = flag(None, "folder or hub name of the run's tokenizer, where it has moved (default: that "
                                  "of the run)")
 
     def check(self) -> None:
-        if os.path.lexists(self.out):
+        if os.path.lexists(self.out) and not os.path.isfile(os.path.join(self.out, EXPORTED)):
             raise ValueError(f'OUT {self.out} already exists; give a new folder')
 
 

@@ -19,7 +19,7 @@ from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.flags.train import ENCODER_PRECISIONS, TINY_MODEL, Train
 from sdbench.inputs.loader import queued_batches
 from sdbench.inputs.shards import read_index
-from sdbench.paths import number_of_samples, sibling_path
+from sdbench.paths import number_of_samples, sibling_path, with_run_name
 from sdbench.records.keys import ENCODERS
 from sdbench.records.reliability import fewest_batches
 
@@ -61,6 +61,8 @@ def complete(settings: Train, index: dict | None) -> Train:
 
     # The data. A dry run without any is of random images.
     settings = with_local_in_place(settings)
+    if settings.save_folder:
+        settings = dataclasses.replace(settings, save_folder=with_run_name(settings.save_folder, settings.run_name))
     is_random = index is None and not settings.use_synth_latents
     latents = settings.use_synth_latents if index is None else 'latents' in index
     batches = batches_per_epoch(settings, index, devices)
@@ -179,9 +181,9 @@ def with_times(settings: Train) -> Train:
         if time is not None:
             in_batches[flag] = f'{to_batches(time, settings.batches_per_epoch, length)}ba'
 
-    # Times that are not given. A short run is saved and judged as well.
+    # Times that are not given. A short run is saved and judged as well, and its average forgets its first weights.
     if settings.use_ema and settings.ema_half_life is None:
-        in_batches['ema_half_life'] = '1000ba'
+        in_batches['ema_half_life'] = f'{min(LONGEST_INTERVAL, math.ceil(length / 10))}ba'
     for flag, needed in INTERVALS.items():
         if getattr(settings, needed) and getattr(settings, flag) is None:
             in_batches[flag] = f'{min(LONGEST_INTERVAL, math.ceil(length / 4))}ba'

@@ -51,11 +51,3 @@ def to_batches(time: str, batches_per_epoch: int | None = None, batches_of_run: 
     return max(1, math.floor(number * batches_of_run))
 
 
-def is_young(half_life: str | None, batches: int) -> bool:
-    """Tell whether an average is still near the weights that it started from.
-
-    It is False where its half-life is not in batches, as that of a checkpoint of an earlier version.
-    """
-    if half_life is None or not half_life.endswith('ba'):
-        return False
-    return 4 * to_batches(half_life) > batches

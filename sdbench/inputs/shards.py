@@ -70,22 +70,15 @@ def fetch_index(remote: str) -> bytes:
 
 
 def index_hash(index: dict) -> str:
-    """Return a SHA-256 of what an index.json says, in hex, which tells a dataset from one that was made again.
-
-    Which images latents were made of does not count: earlier versions did not say it, and encode.py adds it to theirs.
-    """
-    if 'latents' in index:
-        latents = {name: fact for name, fact in index['latents'].items() if name != IMAGES_HASH}
-        index = index | {'latents': latents}
+    """Return a SHA-256 of what an index.json says, in hex, which tells a dataset from one that was made again."""
     return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def hash_of_images(index: dict) -> str:
-    """Return the `index_hash` of the images of a dataset; of latents, that of the images that encode.py made them of.
-
-    Latents of earlier versions do not say of which images they are: theirs is their own.
-    """
-    return index.get('latents', {}).get(IMAGES_HASH, index_hash(index))
+    """Return the `index_hash` of the images of a dataset; of latents, that of those that they were made of."""
+    if 'latents' in index:
+        return index['latents'][IMAGES_HASH]
+    return index_hash(index)
 
 
 def are_two_sides(draw: dict | None, other: dict | None) -> bool:

@@ -37,6 +37,7 @@ from sdbench.paths import INDEX
 
 DOWNLOADS = 8  # tries, 1, 2, 4 ... 64 seconds apart: two minutes, as inputs.stores waits for a store
 FINAL_CODES = ('400', '403', '404', 'AccessDenied', 'NoSuchBucket', 'NoSuchKey')  # of S3: no waiting mends these
+IGNORED = ('validate_hash', 'keep_zip', 'stream_name', 'stream_config')  # by Streaming where the stream is there
 MEMORY_NUMBERS = range(10 ** 6, 2 ** 31)  # others count from 0, and longer names are more than macOS takes
 
 
@@ -146,11 +147,17 @@ class VerifiedDataset(StreamingDataset):
 
     Args:
         stream: of its shards.
-        kwargs: of StreamingDataset.
+        kwargs: of StreamingDataset, but for those that make a stream.
+
+    Raises ValueError if any of those are given, which Streaming would ignore.
     """
     failure = None  # the exception of a background thread
 
     def __init__(self, stream: VerifiedStream, **kwargs):
+        ignored = [name for name in IGNORED if name in kwargs]
+        if ignored:
+            raise ValueError(f'{", ".join(ignored)} would do nothing: shards are compared with all hashes of their '
+                             'index.json, and kept as they are read')
         with own_shared_memory():
             super().__init__(streams=[stream], cache_limit=stream.cache_limit, **kwargs)
 

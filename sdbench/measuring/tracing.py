@@ -4,6 +4,7 @@ from pathlib import Path
 from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
 
 from sdbench.flags.train import Train
+from sdbench.paths import without_placeholders
 
 TRACE_WARMUP = 1   # batches in which the profiler itself warms up
 TRACED_BATCHES = 3
@@ -17,7 +18,7 @@ def build_profiler(settings: Train) -> Profiler | None:
     """
     if not settings.profile:
         return None
-    folder = Path(settings.profile)
+    folder = Path(without_placeholders(settings.profile))
     events = JSONTraceHandler(folder=str(folder / 'composer'), remote_file_name=None, merged_trace_filename=None,
                               merged_trace_remote_file_name=None)
     schedule = cyclic_schedule(skip_first=settings.warmup_batches, warmup=TRACE_WARMUP, active=TRACED_BATCHES)

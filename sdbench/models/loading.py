@@ -2,6 +2,7 @@
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,11 +22,12 @@ from sdbench.paths import find_or_download
 BUILT_IN = {SD2_BASE: Path(__file__).parent / 'stable-diffusion-2-base', TINY_MODEL: Path(__file__).parent / 'tiny'}
 CONFIG_FILES = {'unet': 'config.json', 'vae': 'config.json', 'text_encoder': 'config.json',
                 'scheduler': 'scheduler_config.json'}
-UNET_WEIGHTS = 'unet/diffusion_pytorch_model.safetensors'
-VAE_WEIGHTS = 'vae/diffusion_pytorch_model.safetensors'
-TEXT_ENCODER_WEIGHTS = 'text_encoder/model.safetensors'
+# such as model.safetensors, diffusion_pytorch_model.fp16.bin, model-00001-of-00002.safetensors
+WEIGHTS = re.compile(r'(diffusion_pytorch_|pytorch_)?model(\.\w+)?(-\d+-of-\d+)?(\.\w+)?\.(safetensors|bin)')
+PRETRAINED_PARTS = ('vae', 'text_encoder')  # whose weights --pretrained takes
 DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}  # of --encoder_precision
 AUTOCAST_DTYPES = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}  # of --precision, where it has autocast
+RANDOM = 'random'  # in the place of a hash of weights
 SCALING_FACTOR = 0.18215  # brings the latents to unit variance, where the VAE's configuration is silent
 
 
@@ -67,11 +69,13 @@ class ModelFiles:
 
     @cached_property
     def vae_sha256(self) -> str:
-        """A hash of the VAE's weights, 'random' where they are drawn."""
+        """A hash that tells the VAE from others, RANDOM where its weights are drawn.
+
+        It is of the weights as float16, to which a variant in fp16 was rounded: both have the same, in any files.
+        """
         if not self.pretrained:
-            return 'random'
-        with open(self.folder / VAE_WEIGHTS, 'rb') as file:
-            return hashlib.file_digest(file, 'sha256').hexdigest()
+            return RANDOM
+        return hash_of_weights(build_vae(self, 'fp16'))
 
 
 def find_model(name: str, pretrained: bool = False) -> ModelFiles:
@@ -80,13 +84,12 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
     Raises ValueError if there is no such model, or it lacks the weights that `pretrained` asks for.
     """
     # the folder, with the weights that are needed
-    weight_files = []
-    if pretrained and name != TINY_MODEL:
-        weight_files = [VAE_WEIGHTS, TEXT_ENCODER_WEIGHTS]
-    if name in BUILT_IN and not weight_files:
+    with_weights = PRETRAINED_PARTS if pretrained and name != TINY_MODEL else ()
+    if name in BUILT_IN and not with_weights:
         folder = BUILT_IN[name]
     else:
-        patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()] + ['tokenizer/*', *weight_files]
+        patterns = [f'{part}/{file}' for part, file in CONFIG_FILES.items()] + ['tokenizer/*']
+        patterns += [f'{part}/*.safetensors*' for part in with_weights]
         folder = find_or_download('--model_name', name, patterns)
 
     # what its files say
@@ -97,10 +100,22 @@ def find_model(name: str, pretrained: bool = False) -> ModelFiles:
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(f'--model_name {name} is not a diffusers model ({one_line(error, 300)}); it needs the '
                              'folders unet, vae, text_encoder and scheduler') from None
-    for file in weight_files:
-        if not (folder / file).is_file():
-            raise ValueError(f'--model_name {name} lacks {file}; leave out --pretrained for random weights')
+    for part in with_weights:
+        if not weight_files(folder / part):
+            raise ValueError(f'--model_name {name} has no weights in its folder {part}; leave out --pretrained for '
+                             'random ones')
     return ModelFiles(name, folder, configs, pretrained)
+
+
+def weight_files(folder: Path) -> dict[str | None, list[Path]]:
+    """Return the files of weights in a folder by their variant, such as fp16, or None where their names have none."""
+    found = {}
+    for path in folder.glob('*'):
+        match = WEIGHTS.fullmatch(path.name)
+        if match:
+            variant = match[2] or match[4]
+            found.setdefault(variant and variant[1:], []).append(path)
+    return found
 
 
 def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
@@ -108,15 +123,20 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
 
     Args:
         cls: its class, such as UNet2DConditionModel.
-        folder: with its configuration and its weights, as safetensors.
+        folder: with its configuration and its weights, whole or in shards, as safetensors or as tensors that torch has
+            pickled. Where there is none but a variant, such as fp16, that is taken.
         label: in error messages, the model that it is a part of: a flag with its value.
 
     Raises ValueError if the weights do not load, or are not those of the network: diffusers and transformers go on
     with random numbers in the place of what is missing, and without what is foreign.
     """
+    files = weight_files(Path(folder))
+    variant = min(files, default=None, key=str) if None not in files else None
+    is_safe = any(path.suffix == '.safetensors' for path in files.get(variant, ()))
     try:
-        network, loading = cls.from_pretrained(folder, use_safetensors=True, local_files_only=True,
-                                                output_loading_info=True)
+        # of what is pickled diffusers and transformers read tensors alone, and say much about it unless they are asked
+        network, loading = cls.from_pretrained(folder, use_safetensors=is_safe, variant=variant, local_files_only=True,
+                                               output_loading_info=True)
     except Exception as error:  # of nearly any kind, for files that are not there, damaged, or make no sense
         raise ValueError(f'{label}: {folder} holds no {cls.__name__} that loads ({one_line(error, 300)}); give '
                          'another model') from None
@@ -128,12 +148,12 @@ def load_weights(cls: type, folder: str | os.PathLike, label: str) -> Any:
 
 
 def hash_of_weights(*networks: torch.nn.Module) -> str:
-    """Return a SHA-256 of all tensors of networks on the CPU, in hex."""
+    """Return a SHA-256 of all tensors of networks, in hex."""
     digest = hashlib.sha256()
     for network in networks:
         for name, tensor in sorted(network.state_dict().items()):
             digest.update(name.encode())
-            digest.update(tensor.contiguous().numpy())
+            digest.update(tensor.contiguous().cpu().numpy())
     return digest.hexdigest()
 
 

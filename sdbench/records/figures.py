@@ -55,9 +55,8 @@ LINES = {
     'eval_loss': Line('held-out loss', '{eval_loss:.4g} after batch {eval_batch:,}'),
     'drawings': Line('drawings', 'in {drawings}'),
     'no_average': Line('no average', 'yet, for --ema_start is {ema_start_to_come}'),
-    'young_average': Line('average', 'still near the weights at the start, for --ema_half_life is {young_half_life}'),
     'checkpoints': Line('checkpoint', 'in {checkpoints}'),
-    'export': Line('next', 'python export.py {checkpoints} {pipeline}{export_flags}'),
+    'export': Line('next', '{export_command}'),
     'caution': Line('caution', '{caution}'),
     'full_training': Line(
         'full training', 'training on {full_images:,} images would take {full_days:,.1f} days on {gpus}, '
@@ -68,8 +67,8 @@ LINES = {
 # Of a training, what was trained comes first, and of its speed there is only that.
 OF_SPEED = ('images_per_sec', 'why_no_speed')
 OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval_loss', 'drawings', 'no_average',
-                 'young_average', 'checkpoints', 'export', *OF_SPEED)
-OF_A_MEASUREMENT = tuple(key for key in LINES if key not in ('young_average', 'checkpoints', 'export'))
+                 'checkpoints', 'export', *OF_SPEED)
+OF_A_MEASUREMENT = tuple(key for key in LINES if key not in ('checkpoints', 'export'))
 
 
 def summary_lines(keys: tuple[str, ...], values: dict[str, Any]) -> list[str]:

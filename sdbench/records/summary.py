@@ -6,12 +6,12 @@ from typing import Any
 
 from sdbench.costs import days_to_train, gpu_hours, price_of
 from sdbench.errors import plural
-from sdbench.flags.times import is_young, to_batches
+from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
 from sdbench.gpus import CARDS
 from sdbench.paths import sibling_path
 from sdbench.records.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
-from sdbench.records.keys import ENCODERS, FAILED, INTERRUPTED
+from sdbench.records.keys import FAILED, INTERRUPTED
 from sdbench.records.reliability import caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
@@ -36,23 +36,14 @@ def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
     if settings.sample_prompts and os.path.isdir(settings.sample_folder):
         notes['drawings'] = settings.sample_folder
 
-    # the average, which export.py exports unless it is too young
-    export_flags = ''
-    trained = record['trained_batches']
-    if settings.ema_start and trained < to_batches(settings.ema_start):
+    if settings.ema_start and record['trained_batches'] < to_batches(settings.ema_start):
         notes['ema_start_to_come'] = settings.ema_start
-    elif is_young(settings.ema_half_life, trained):
-        notes['young_half_life'] = settings.ema_half_life
-        export_flags = ' --live'
 
     # the checkpoints, and how they become a pipeline
     if settings.save_folder and record['status'] not in (FAILED, INTERRUPTED):
-        if record['encoders'] == ENCODERS[True]:  # no VAE is in the checkpoints
-            model = settings.model_name if settings.pretrained else 'FOLDER'
-            export_flags += f' --model_name {model} --pretrained'
         notes['checkpoints'] = settings.save_folder
-        notes['pipeline'] = sibling_path(settings.save_folder, 'model')
-        notes['export_flags'] = export_flags
+        pipeline = sibling_path(settings.save_folder, 'model')
+        notes['export_command'] = shlex.join(['python', 'export.py', settings.save_folder, pipeline])
     return notes
 
 

@@ -31,9 +31,11 @@ from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
 from sdbench.files import atomic_write, locked
+from sdbench.paths import without_placeholders
 from sdbench.training.compatibility import DatasetChanged
 from sdbench.training.ranks import SIGNALS, on_every_rank, on_rank_0
 
+LATEST = 'latest-rank{rank}.pt'
 FILE_NAME = 'ep{epoch}-ba{batch}-rank{rank}.pt'
 FILE_NAME_PATTERN = re.compile(r'ep([0-9]+)-ba([0-9]+)-rank0\.pt')  # best-ep1-ba9-rank0.pt is the user's
 UNFINISHED = re.compile(r'\.ep[0-9]+-ba[0-9]+-rank0\.pt\.([0-9a-f]+\.)?unfinished')  # what `atomic_write` can leave
@@ -235,11 +237,15 @@ class AtomicCheckpointSaver(CheckpointSaver):
     The differences from the saver of Composer 0.32:
     - A checkpoint is whole or not there, even if the run is killed or a disk fills. Composer writes into the file that
       a resume looks for.
+    - Braces in the folder are plain characters. Composer fills in what it knows, and fails on others.
+    - Files of the same name are written over. Composer refuses to, unless it is told to.
+    - The random state is left out: `Safeguard` gives each batch its own.
     - The checkpoints of a run that is resumed make room as well. Composer forgets them.
     - A checkpoint that the user has removed is no error. Composer ends the run where it would remove that one.
     - An upload to a store that fails is a warning, and the next checkpoint takes its place. Composer ends the run at
       some later batch. The last checkpoint is sent once more at the end of the run; if that fails as well, it stays on
       this machine, and the run ends with an error.
+    - A store gets no link to the newest, by which `Trainer(autoresume=True)` finds it; `newest_checkpoint` needs none.
 
     Args:
         folder: or object store.
@@ -251,15 +257,16 @@ class AtomicCheckpointSaver(CheckpointSaver):
     def __init__(self, folder: str, save_interval: str, to_keep: int | None = None):
         # a link to the newest in a folder; from a store's files on this machine each is removed once it is sent
         remote_file_name = None
-        latest_filename = 'latest-rank{rank}.pt'
+        latest_filename = LATEST
         if '://' in folder:
-            remote_file_name = os.path.join(parse_uri(folder)[2], FILE_NAME)
+            remote_file_name = os.path.join(without_placeholders(parse_uri(folder)[2]), FILE_NAME)
             latest_filename = None
             to_keep = None
-        super().__init__(folder, FILE_NAME, remote_file_name, latest_filename, latest_remote_file_name=None,
+        super().__init__(without_placeholders(folder), FILE_NAME, remote_file_name, latest_filename,
+                         latest_remote_file_name=LATEST,  # not used; Trainer(autoresume=True) asserts that there is one
                          save_interval=save_interval,
                          overwrite=True,  # files newer than the one resumed from, which a killed run left
-                         num_checkpoints_to_keep=to_keep or -1,
+                         num_checkpoints_to_keep=-1 if to_keep is None else to_keep,
                          ignore_keys=leave_out)
         self.address = folder  # as it was given; `folder` is on this machine
         self.upload: Upload | None = None  # the newest
@@ -269,11 +276,12 @@ class AtomicCheckpointSaver(CheckpointSaver):
         super().load_state_dict(state)
 
         # the checkpoints that are still there, the oldest first, so that they make room for newer ones
-        paths = [os.path.join(self.folder, os.path.basename(path)) for path in self.all_saved_checkpoints_to_timestamp]
+        paths = [os.path.join(self.address, os.path.basename(path)) for path in self.all_saved_checkpoints_to_timestamp]
         self.saved_checkpoints = [path for path in paths if os.path.exists(path)]
 
         # else at an epoch's end Composer would save the same batch again, under the name of the next epoch
-        self.last_checkpoint_batch = max(saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values())
+        batches = [saved.batch for saved in self.all_saved_checkpoints_to_timestamp.values()]
+        self.last_checkpoint_batch = max(batches, default=None)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full.

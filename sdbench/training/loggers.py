@@ -9,18 +9,18 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from composer.loggers import LoggerDestination, TensorboardLogger, WandBLogger
-from composer.utils import get_file, maybe_create_object_store_from_uri, parse_uri
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandBLogger
+from composer.utils import dist, get_file, maybe_create_object_store_from_uri, parse_uri
 
-from sdbench.errors import one_line
+from sdbench.errors import DataError, one_line
 from sdbench.files import atomic_write
 from sdbench.flags.train import Train
 from sdbench.paths import is_url
 from sdbench.training.checkpoints import RUN_NAME, names_in
 from sdbench.training.ranks import on_rank_0
-from sdbench.training.sampling import refuse_drawings_of_another_run
 
-SEPARATOR = '-'  # between the label, by which people know the run, and what was drawn
+SEPARATOR = '-'  # between the beginning, by which people know the run, and what was drawn
 
 
 def build_loggers(settings: Train, name: str | None) -> list[LoggerDestination]:
@@ -42,8 +42,27 @@ def build_loggers(settings: Train, name: str | None) -> list[LoggerDestination]:
         options = {'settings': {'quiet': True}}  # else 70 lines at the end push the result out of sight
         if name is not None:
             options |= {'id': name, 'resume': 'allow'}
-        loggers.append(WandBLogger(settings.wandb_project, name=settings.wandb_name, init_kwargs=options))
+        loggers.append(WandB(settings.wandb_project, name=settings.wandb_name, init_kwargs=options))
     return loggers
+
+
+class WandB(WandBLogger):
+    """Composer's logger of W&B. Where it cannot start, the training fails with the reason before its first batch."""
+    failure: Exception | None = None
+
+    def init(self, state: State, logger: Logger) -> None:
+        try:
+            super().init(state, logger)
+        except Exception as error:  # of nearly any kind: nobody has logged in, or the server is out of reach
+            self.failure = error
+            self._enabled = False
+            dist.broadcast_object_list(['', ''])  # the entity and the project, for which the other ranks wait
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.failure is not None:
+            raise DataError('--wandb_name and --wandb_project: the log of Weights & Biases cannot be opened '
+                            f'({one_line(self.failure, 200)}); log in by `wandb login` or WANDB_API_KEY, or set '
+                            'WANDB_MODE=offline to keep it on this machine')
 
 
 def make_curves_folder(folder: str, name: str | None) -> None:
@@ -58,55 +77,44 @@ def make_curves_folder(folder: str, name: str | None) -> None:
                          ) from None
 
 
-def name_of_run(settings: Train, checkpoint: str | None) -> str | None:
-    """Return the name of a run, the same on all ranks; None where it has neither curves nor drawings.
+def name_of_run(settings: Train, kept: str | None) -> str | None:
+    """Return the name of a run, the same on all ranks: the one that --save_folder has kept, or a new one.
 
-    Args and errors are those of `kept_or_new_name`.
-    """
-    has_curves = settings.tensorboard or settings.wandb_name or settings.wandb_project
-    if not has_curves and not settings.sample_prompts:
-        return None
-    return on_rank_0(partial(kept_or_new_name, settings, checkpoint))
-
-
-def kept_or_new_name(settings: Train, checkpoint: str | None) -> str | None:
-    """Return the name that --save_folder keeps, or draw a new one, which it keeps from now on.
-
-    The name is LABEL-DRAWN. The label is --run_name, or the last part of --save_folder; another --run_name than before
-    makes a new name. Without both there is none, and Composer draws one for this start alone.
-
-    A run that has been named goes on with its curves and its drawings, also where it ended before its first checkpoint.
-    Raises ValueError if it begins, and its folder of drawings holds those of another.
+    The name is BEGINNING-DRAWN. The beginning is --run_name, or the last part of --save_folder; another --run_name than
+    before makes a new name. Without both there is none, and Composer draws one for this start alone. A run without
+    curves and drawings needs none.
 
     Args:
         settings: of the run.
-        checkpoint: that it resumes; None: it has none.
+        kept: `kept_name` of --save_folder.
+
+    Raises ValueError if a new name cannot be kept.
     """
-    kept = kept_name(settings.save_folder) if settings.save_folder else None
-    if settings.sample_prompts and checkpoint is None and kept is None:
-        refuse_drawings_of_another_run(settings.sample_folder)
-    if not (settings.run_name or settings.save_folder):
+    is_shown = settings.tensorboard or settings.wandb_name or settings.wandb_project or settings.sample_prompts
+    if not is_shown or not (settings.run_name or settings.save_folder):
         return None
-    label = run_label(settings.run_name or os.path.abspath(settings.save_folder))
-    if kept and (settings.run_name is None or kept.rpartition(SEPARATOR)[0] == label):
+    beginning = os.path.basename((settings.run_name or os.path.abspath(settings.save_folder)).rstrip('/'))
+    beginning = re.sub(r'[^\w.-]+', SEPARATOR, beginning).strip('-.') or 'run'  # as a folder of curves may be called
+    if kept and (settings.run_name is None or kept.rpartition(SEPARATOR)[0] == beginning):
         return kept
-    name = f'{label}{SEPARATOR}{secrets.token_hex(4)}'
-    if settings.save_folder:
-        keep_name(name, settings.save_folder)
+    return on_rank_0(partial(draw_name, beginning, settings.save_folder))
+
+
+def draw_name(beginning: str, folder: str | None) -> str:
+    """Draw a name that no other run has, and keep it in --save_folder. Raises ValueError if that fails."""
+    name = f'{beginning}{SEPARATOR}{secrets.token_hex(4)}'
+    if folder:
+        keep_name(name, folder)
     return name
 
 
-def run_label(name: str) -> str:
-    """Return the last part of a name or path, as a folder that is not hidden may be called."""
-    last = os.path.basename(name.rstrip('/'))
-    return re.sub(r'[^\w.-]+', SEPARATOR, last).strip('-.') or 'run'
-
-
-def kept_name(folder: str) -> str | None:
-    """Return the name that a folder or an object store keeps; None if it keeps none.
+def kept_name(folder: str | None) -> str | None:
+    """Return the name that a --save_folder keeps; None if it keeps none, or there is no folder.
 
     Raises ValueError if it cannot be read, or is no name.
     """
+    if folder is None:
+        return None
     path = os.path.join(folder, RUN_NAME)
     if path not in names_in(folder):
         return None

@@ -1,6 +1,7 @@
 """Start, synchronize and end the ranks of a run, also at Ctrl-C or SIGTERM."""
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,12 @@ def leave_ranks() -> None:
     """
     if torch.distributed.is_initialized() and torch.distributed.get_backend() == 'nccl':
         torch.distributed.destroy_process_group()
+
+
+def print_on_rank_0(text: str) -> None:
+    """Print a line for people to stderr, once for all ranks."""
+    if dist.get_global_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:

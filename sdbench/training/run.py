@@ -1,8 +1,8 @@
 """How a training begins, ends and is recorded."""
-import os
 import sys
 import traceback
 import warnings
+from pathlib import Path
 
 import torch
 from composer import ComposerModel, Trainer
@@ -10,10 +10,9 @@ from composer.core import DataSpec, State
 from composer.utils import dist
 
 from sdbench.errors import DataError, known_reason, one_line, plural, redacted
-from sdbench.flags.times import is_young, to_batches
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
 from sdbench.measuring.clock import whole_epochs
-from sdbench.models.loading import UNET_WEIGHTS
+from sdbench.models.loading import weight_files
 from sdbench.records.keys import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import run_summary
@@ -57,7 +56,7 @@ def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
         return
     if settings.load_weights and not checkpoint:
         print(f'starting from the weights of {settings.load_weights}')
-    elif settings.pretrained and not checkpoint and os.path.isfile(f'{settings.model_name}/{UNET_WEIGHTS}'):
+    elif settings.pretrained and not checkpoint and weight_files(Path(settings.model_name, 'unet')):
         print('the UNet starts from random weights: --pretrained is for the VAE and the text encoder; to start from '
               f'trained ones, give --load_weights {settings.model_name}')
     if checkpoint:
@@ -68,11 +67,6 @@ def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
         print(f'warning: without --save_folder nothing of these {settings.max_duration} will be kept', file=sys.stderr)
 
     # what will not come of it
-    batches = to_batches(settings.max_duration)
-    is_new = checkpoint is None  # a resume keeps its half-life
-    if is_new and settings.save_folder and settings.use_ema and is_young(settings.ema_half_life, batches):
-        print(f'warning: after {batches} batches the average will still be near the weights at the start; give '
-              f'--ema_half_life {max(1, batches // 10)}ba', file=sys.stderr)
     if settings.save_folder and not settings.pretrained:
         print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw; '
               'give --model_name FOLDER --pretrained', file=sys.stderr)

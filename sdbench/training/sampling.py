@@ -11,7 +11,7 @@ from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
 from diffusers import StableDiffusionPipeline
 from matplotlib.font_manager import findfont
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
@@ -27,25 +27,34 @@ from sdbench.paths import read_text
 from sdbench.training.ranks import StopAtSignal
 
 CAPTION_LINES = 3  # below a picture
+LEAST_WIDTH = 256  # of a picture in its grid, in pixels
 
 
-def read_prompts(path: str) -> list[str]:
-    """Read the prompts in a file, one a line. Raises ValueError if it cannot be read, or holds none."""
+def read_prompts(settings: Train, begins: bool) -> list[str]:
+    """Read the prompts of --sample_prompts, one a line; none without the flag.
+
+    Args:
+        settings: of the run.
+        begins: whether this is a new run, so that drawings in --sample_folder are another's.
+
+    Raises ValueError if the file cannot be read or holds none, or another run has drawn in the folder.
+    """
+    path = settings.sample_prompts
+    if path is None:
+        return []
     lines = read_text(path, f'--sample_prompts {path}').split('\n')
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f'--sample_prompts {path} holds no prompt; write one on each line')
+    if begins and list(Path(settings.sample_folder).glob('ba*.png')):
+        raise ValueError(f'--sample_folder {settings.sample_folder} already holds drawings of another run; give a new '
+                         'one')
     return prompts
 
 
-def refuse_drawings_of_another_run(folder: str) -> None:
-    """Raise ValueError if a folder, in which a run begins to draw, holds drawings: they are another run's."""
-    if list(Path(folder).glob('ba*.png')):
-        raise ValueError(f'--sample_folder {folder} already holds drawings of another run; give a new one')
-
-
 def with_caption(picture: Image.Image, caption: str) -> Image.Image:
-    """Return a picture with as much of its caption below it as three lines take."""
+    """Return a picture with as much of its caption below it as three lines take. A small one is enlarged, unblurred."""
+    picture = ImageOps.scale(picture, max(1, LEAST_WIDTH // picture.width), Image.Resampling.NEAREST)
     size = max(8, picture.width // 24)  # of the letters, in pixels
     font = ImageFont.truetype(findfont('DejaVu Sans'), size)
     letters = max(1, int(picture.width / font.getlength('n')))  # in a line

@@ -2,7 +2,6 @@
 import contextlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,17 +12,20 @@ import torch
 from accelerate import init_empty_weights
 from composer import ComposerModel
 from composer.utils import dist, get_file
-from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from ema import DDP_PREFIX
 from sdbench.errors import one_line
 from sdbench.inputs.captions import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
-from sdbench.models.loading import ModelFiles, build_vae, find_model, load_weights
+from sdbench.models.loading import RANDOM, ModelFiles, build_vae, find_model, load_weights
+from sdbench.paths import by_run_name
 from sdbench.training.checkpoints import load_checkpoint, newest_checkpoint
-from sdbench.training.compatibility import MODEL, difference_of_models, kept_tokenizer
-from sdbench.training.ranks import on_rank_0
+from sdbench.training.compatibility import TOKENIZER, comparable, difference_of_models, facts_of_model
+from sdbench.training.ranks import on_rank_0, print_on_rank_0
+
+EXTRA_STATE = '_extra_state'  # what torch calls a module's own in its state
 
 # What a checkpoint holds
 
@@ -34,9 +36,11 @@ class TrainedModel:
     Attributes:
         batch: how many batches it was trained for; None where it does not say.
         samples: how many images these were.
-        flags: of the run, such as model_name and image_size; empty if it was not one of benchmark.py.
+        flags: of a run of benchmark.py; empty if it was none.
+        facts: what the model says of itself (`facts_of_model`); empty if it was not one of this program.
         live: the weights of the UNet that the optimizer moves.
         averaged: those of the average; None where there is none.
+        young_half_life: of an average that is still near the weights that the training started from, else None.
         ema: the state of the algorithm that keeps the average, for its `load_state_dict`; None where there is none.
         vae: None where the run trained on latents.
         text_encoder: as it was held in the run, perhaps in half precision.
@@ -44,8 +48,10 @@ class TrainedModel:
     batch: int | None
     samples: int | None
     flags: dict
+    facts: dict
     live: dict[str, torch.Tensor]
     averaged: dict[str, torch.Tensor] | None
+    young_half_life: str | None
     ema: dict | None
     vae: dict[str, torch.Tensor] | None
     text_encoder: dict[str, torch.Tensor]
@@ -63,6 +69,7 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
 
     Raises ValueError if there is no such checkpoint, or it cannot be read or trusted.
     """
+    source = by_run_name(source, flag)
     name = source if source.endswith('.pt') else newest_checkpoint(source, flag)
     if name is None:
         raise ValueError(f'{flag} {source} is not there, or holds no whole checkpoint; give one, or the --save_folder '
@@ -77,27 +84,33 @@ def read_trained_model(source: str, flag: str) -> TrainedModel:
 
 def trained_model_of(state: dict) -> TrainedModel:
     """Return the model in the state of a checkpoint. Raises KeyError, TypeError or the like if it is none."""
-    # the weights
-    model = state['model']
-    ema = dict(state.get('algorithms', ())).get('EMA')
-    if ema is not None:
-        model, ema = live_and_averaged(model, ema)
-    live = with_prefix_removed(model, 'unet.')
-    averaged = None
-    if ema is not None:
-        averaged = live | with_prefix_removed(ema['ema_model']['named_parameters_dict'], 'unet.')
-
-    # the run
+    # the run: what it says of itself, and how far it is
+    model = dict(state['model'])
+    facts = model.pop(EXTRA_STATE, {})
     flags = {}
     for callback in dict(state.get('callbacks', ())).values():
         flags = callback.get('flags', flags)
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
-    return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, live, averaged, ema,
-                   with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
+
+    # the weights, and their average where it has started
+    ema = dict(state.get('algorithms', ())).get('EMA')
+    averaged = None
+    young_half_life = None
+    if ema is not None and ema['ema_started']:
+        half_life = ema.get('half_life')
+        model, ema = live_and_averaged(model, ema)
+        averaged = with_prefix_removed(model | ema['ema_model']['named_parameters_dict'], 'unet.')
+        if half_life and 4 * int(half_life[:-2]) > timestamp['batch' if half_life.endswith('ba') else 'epoch']:
+            young_half_life = half_life
+    else:
+        ema = None
+    return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, facts,
+                        with_prefix_removed(model, 'unet.'), averaged, young_half_life, ema,
+                        with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
 
 
-def live_and_averaged(model: dict[str, torch.Tensor], ema: dict) -> tuple[dict[str, torch.Tensor], dict | None]:
-    """Return the live weights of a checkpoint, and the state of its average or None where that has not started.
+def live_and_averaged(model: dict[str, torch.Tensor], ema: dict) -> tuple[dict[str, torch.Tensor], dict]:
+    """Return the live weights of a checkpoint, and the state of its average.
 
     Composer's own EMA saves while the average is in the model, and the live weights are in its shadow. Of a run on
     several devices, the names in its shadow have DDP's prefix.
@@ -106,8 +119,6 @@ def live_and_averaged(model: dict[str, torch.Tensor], ema: dict) -> tuple[dict[s
         model: the tensors of the model, by name.
         ema: the state of the algorithm, this program's or Composer's.
     """
-    if not ema['ema_started']:
-        return model, None
     live = dict(model)
     shadow = {}
     for group, tensors in ema['ema_model'].items():  # parameters and buffers
@@ -166,19 +177,36 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
 
     Raises ValueError if there is nothing of the kind, or it does not fit this model.
     """
-    # the weights, of a folder of diffusers or of a checkpoint
+    # The weights are in a folder of diffusers, which says of noise and VAE at most the scheduler's part,
     label = f'--load_weights {path}'
     folder = on_rank_0(partial(unet_folder, path))
     if folder is not None:
-        weights, ema = weights_of_folder(folder, files, label), None
+        unet = load_weights(UNet2DConditionModel, folder, label)
+        configs = {'unet': unet.config}
+        scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
+        if scheduler.is_file():
+            configs['scheduler'] = DDPMScheduler.from_config(json.loads(scheduler.read_bytes())).config
+        facts = {'configs': comparable(**configs)}
+        weights, ema = unet.state_dict(), None
+    # or in a checkpoint, with whose text encoder and tokens the training should go on.
     else:
         trained = read_trained_model(path, '--load_weights')
-        require_same_model(trained.flags, files.configs, label)
-        require_same_encoders(trained, model, label)
-        warn_of_another_tokenizer(trained, tokenizer or files.tokenizer, label)
-        weights, ema = trained.live, trained.ema
+        facts, weights, ema = trained.facts, trained.live, trained.ema
+        ours = model.text_encoder.state_dict()
+        for name in ours.keys() & trained.text_encoder.keys():
+            if not nearly_equal(trained.text_encoder[name], ours[name]):
+                raise ValueError(f'{label} was trained with another text_encoder; give the --model_name, the '
+                                 '--pretrained and, where its weights are random, the --seed of that run')
+        if trained.flags.get(TOKENIZER) not in (None, hash_of_tokenizer(tokenizer or files.tokenizer)):
+            print_on_rank_0(f'warning: {label} was trained with another tokenizer, whose token ids differ; --tokenizer '
+                            'names the one to train with')
 
-    # their place in the model
+    # They fit a model that computes alike, on latents of the same VAE.
+    difference = difference_of_models(facts, model.facts)
+    if difference:
+        raise ValueError(f'{label} was trained as another model than that of --model_name ({difference}); give the '
+                         '--model_name that it is of, or, to train it as this one all the same, a copy of the folder '
+                         'unet that export.py writes')
     try:
         model.unet.load_state_dict(weights)
     except RuntimeError as error:  # names what is missing, what is foreign, and what has another shape
@@ -194,50 +222,6 @@ def unet_folder(path: str) -> Path | None:
     return None
 
 
-def weights_of_folder(folder: Path, files: ModelFiles, label: str) -> dict[str, torch.Tensor]:
-    """Return the weights of the UNet in a folder of diffusers.
-
-    Raises ValueError if it has none, or they were trained as another model than that of `files`.
-    """
-    unet = load_weights(UNet2DConditionModel, folder, label)
-    configs = {'unet': dict(unet.config)}
-    scheduler = folder.parent / 'scheduler' / 'scheduler_config.json'
-    if scheduler.is_file():
-        configs['scheduler'] = json.loads(scheduler.read_bytes())
-    compared = {part: files.configs[part] for part in configs}
-    require_same_model({MODEL: configs}, compared, label)
-    return unet.state_dict()
-
-
-def require_same_model(flags: dict, configs: dict[str, dict], label: str) -> None:
-    """Raise ValueError if weights were trained as another model than that of these configuration files."""
-    difference = difference_of_models(flags, configs)
-    if difference:
-        raise ValueError(f'{label} was trained as another model than that of --model_name ({difference}); give the '
-                         '--model_name that it is of, or, to train it as this one all the same, a copy of the folder '
-                         'unet that export.py writes')
-
-
-def warn_of_another_tokenizer(trained: TrainedModel, name: str | None, label: str) -> None:
-    """Say on rank 0 where the training goes on with other token ids than the weights have learned."""
-    if dist.get_global_rank() == 0 and kept_tokenizer(trained.flags) not in (None, hash_of_tokenizer(name)):
-        print(f'warning: {label} was trained with another tokenizer, whose token ids differ; --tokenizer names the one '
-              'to train with', file=sys.stderr)
-
-
-def require_same_encoders(trained: TrainedModel, model: ComposerModel, label: str) -> None:
-    """Raise ValueError if the UNet was trained with another VAE or text encoder than `model`, in any precision."""
-    for part in ('vae', 'text_encoder'):
-        theirs = getattr(trained, part)
-        module = getattr(model, part)
-        if theirs is None or module is None:  # latents need no VAE
-            continue
-        for name, ours in module.state_dict().items():
-            if name in theirs and not nearly_equal(theirs[name], ours):
-                raise ValueError(f'{label} was trained with another {part}; give the --model_name, the --pretrained '
-                                 'and, where its weights are random, the --seed of that run')
-
-
 def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors are the same but for the rounding to half precision."""
     if one.shape != other.shape:
@@ -249,51 +233,62 @@ def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None = None, tokenizer: str | None = None,
                      pretrained: bool = False, live: bool = False) -> StableDiffusionPipeline:
-    """Make the pipeline of a checkpoint, on the CPU.
+    """Make the pipeline of a checkpoint, on the CPU. A warning says if its average is worth little yet.
 
     Args:
         trained: what the checkpoint holds; its tensors in float32 are not copied.
         label: its name in error messages.
         model_name: for the configuration of each part; None: that of the run.
         tokenizer: None: that of the run, which is the model's own unless it had another.
-        pretrained: take the VAE from `model_name` where the checkpoint has none, instead of a random one.
+        pretrained: take the VAE from `model_name` also where a checkpoint without one does not say which it was.
         live: draw with the live weights, also where there is an average.
 
     Raises ValueError if the checkpoint does not fit `model_name`, or a part cannot be had.
     """
-    name = model_name or trained.flags.get('model_name')
+    # The model's files. A run on latents has no VAE in its checkpoints, and says by a hash which one encoded them.
+    name = model_name or trained.facts.get('model_name')
     if name is None:
         raise ValueError(f'{label} does not say what model it is of; give --model_name of export.py')
+    if trained.vae is None and trained.facts.get('vae_sha256') == RANDOM:
+        raise ValueError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so that '
+                         'nothing can be drawn with it; train with --pretrained, on what encode.py makes with it')
+    if trained.vae is None and not pretrained and 'vae_sha256' not in trained.facts:
+        raise ValueError(f'{label} holds no VAE, and does not say which one encoded its latents; give export.py '
+                         '--model_name FOLDER --pretrained for that one')
+    files = find_model(name, pretrained=trained.vae is None)
 
-    # the model's files, which must be of what was trained
-    files = find_model(name, pretrained and trained.vae is None)
-    difference = difference_of_models(trained.flags, files.configs)
-    if difference:
-        raise ValueError(f'--model_name {name} is not the model of {label} ({difference}); give the one that was '
-                         'trained, with its configuration as it was')
-    encoded_by = trained.flags.get('vae_sha256')  # of a run on latents
-    if files.pretrained and encoded_by not in (None, files.vae_sha256):
-        raise ValueError(f'--model_name {name} has another VAE than the one that encoded the latents of {label}; give '
-                         'the model of the encoding')
-
-    # the parts with their weights
+    # Its parts, with the weights that were trained.
     unet_config = dict(files.configs['unet'])
-    if 'image_size' in trained.flags:
-        unet_config['sample_size'] = files.latent_size(trained.flags['image_size'])
+    if 'image_size' in trained.facts:
+        unet_config['sample_size'] = files.latent_size(trained.facts['image_size'])
     unet_weights = trained.live
     if trained.averaged is not None and not live:
         unet_weights = trained.averaged
+        if trained.young_half_life is not None:
+            print_on_rank_0('warning: the average is still near the weights that the training started from, since its '
+                            f'half-life is {trained.young_half_life}, and {label} is of batch {trained.batch:,}; '
+                            '--live of export.py takes the live weights')
     text_config = CLIPTextConfig(**files.configs['text_encoder'])
     try:
         unet = with_weights(partial(UNet2DConditionModel.from_config, unet_config), unet_weights)
         text_encoder = with_weights(partial(CLIPTextModel, text_config), trained.text_encoder)
         if trained.vae is None:
-            vae = build_vae(files, 'fp32')  # random unless `files` are pretrained
+            vae = build_vae(files, 'fp32')
         else:
             vae = with_weights(partial(AutoencoderKL.from_config, files.configs['vae']), trained.vae)
     except RuntimeError as error:
         raise ValueError(f'--model_name {name} is not the model of {label} ({one_line(error, 200)}); give the one '
                          'that was trained') from None
+
+    # The files must be of the model that was trained: its noise, its heads of attention, its VAE where that is theirs.
+    scheduler = DDPMScheduler.from_config(files.configs['scheduler'])
+    facts = facts_of_model(files, 0, unet, text_encoder, scheduler)
+    if trained.vae is not None:
+        del facts['vae_sha256']
+    difference = difference_of_models(trained.facts, facts)
+    if difference:
+        raise ValueError(f'--model_name {name} is not the model of {label} ({difference}); give the one that was '
+                         'trained, with its configuration as it was')
     tokenizer = pipeline_tokenizer(trained_tokenizer(trained, files, tokenizer, label))
     return build_pipeline(unet, vae, files.configs['scheduler'], text_encoder, tokenizer)
 
@@ -309,7 +304,7 @@ def trained_tokenizer(trained: TrainedModel, files: ModelFiles, given: str | Non
 
     Raises ValueError if the tokenizer gives other token ids than the one of the training.
     """
-    expected = kept_tokenizer(trained.flags)
+    expected = trained.flags.get(TOKENIZER)
     if given is None and expected == hash_of_tokenizer():
         return None
     name = given or trained.flags.get('tokenizer') or files.tokenizer

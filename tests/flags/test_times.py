@@ -3,7 +3,7 @@ import pytest
 
 from benchmark import build_data
 from sdbench.flags.complete import index_of_data
-from sdbench.flags.times import is_young, to_batches
+from sdbench.flags.times import to_batches
 from sdbench.models.loading import find_model
 from tests.runs import TINY, settings_of
 
@@ -46,6 +46,9 @@ def test_a_short_run_is_saved_and_evaluated_four_times(shards, length, interval)
     assert settings.sample_interval is None
 
 
-@pytest.mark.parametrize('half_life, young', [('10ba', True), ('9ba', False), ('1ep', False), (None, False)])
-def test_an_average_is_young_until_four_half_lives_have_passed(half_life, young):
-    assert is_young(half_life, batches=39) is young
+@pytest.mark.parametrize('length, half_life', [
+    ('2ep', '2ba'), ('39ba', '4ba'), ('10000ba', '1000ba'), ('90000ba', '1000ba')])
+def test_the_average_of_a_short_run_forgets_half_of_it_ten_times(shards, length, half_life):
+    flags = ['--remote', shards, '--max_duration', length, *TINY]
+    assert settings_of(*flags, '--use_ema').ema_half_life == half_life
+    assert settings_of(*flags).ema_half_life is None

@@ -16,7 +16,7 @@ from benchmark import StableDiffusion, build_data
 from sdbench.flags.complete import index_of_data
 from sdbench.inputs.captions import build_tokenizer
 from sdbench.models.drawing import load_pipeline
-from sdbench.models.loading import SD2_BASE, VAE_WEIGHTS, build_text_encoder, build_vae, find_model
+from sdbench.models.loading import SD2_BASE, build_text_encoder, build_vae, find_model
 from tests.runs import TINY, settings_of
 
 
@@ -77,9 +77,10 @@ def drawn_picture() -> torch.Tensor:
 def test_the_vae_of_tiny_reconstructs_a_picture_by_the_weights_of_its_file_and_random_ones_do_not():
     files = find_model('tiny', pretrained=True)
     vae = build_vae(files, 'fp32')
-    saved = load_file(files.folder / VAE_WEIGHTS)
+    weights = files.folder / 'vae' / 'diffusion_pytorch_model.safetensors'
+    saved = load_file(weights)
     assert all(torch.equal(saved[name].float(), tensor) for name, tensor in vae.state_dict().items())
-    assert (files.folder / VAE_WEIGHTS).stat().st_size < 2e6
+    assert weights.stat().st_size < 2e6
     picture = drawn_picture()
     psnr = {}
     for pretrained in (True, False):
@@ -139,6 +140,35 @@ def test_weights_that_are_missing_or_foreign_are_refused_in_one_line_that_names_
             load()
         line = str(refused.value)
         assert f'{folder}/{part} holds the weights of another model: 2 are missing or foreign, first aforeign' in line
+
+
+@pytest.mark.parametrize('kind', ['in fp16', 'in shards', 'pickled'])
+def test_weights_load_from_variants_shards_and_pickled_tensors_and_the_vae_is_told_to_be_the_same(tmp_path, kind,
+                                                                                                smallest_model):
+    original = find_model(smallest_model, pretrained=True)
+    folder = shutil.copytree(smallest_model, tmp_path / 'model')
+    networks = {'vae': build_vae(original, 'fp32'), 'text_encoder': build_text_encoder(original, 'fp32')}
+    for part, network in networks.items():
+        [weights] = (folder / part).glob('*.safetensors')
+        weights.unlink()
+        if kind == 'in fp16':
+            network.half().save_pretrained(folder / part, variant='fp16')
+        elif kind == 'in shards':
+            network.save_pretrained(folder / part, max_shard_size='1KB')
+        else:
+            name = {'vae': 'diffusion_pytorch_model.bin', 'text_encoder': 'pytorch_model.bin'}[part]
+            torch.save(network.state_dict(), folder / part / name)
+    here = find_model(str(folder), pretrained=True)
+    assert here.vae_sha256 == original.vae_sha256
+    for build in (build_vae, build_text_encoder):
+        for one, other in zip(build(here, 'fp32').parameters(), build(original, 'fp32').parameters(), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=0.001 if kind == 'in fp16' else 0)
+
+
+def test_a_folder_without_weights_is_one_line_where_they_are_asked_for(tmp_path, smallest_model):
+    folder = shutil.copytree(smallest_model, tmp_path / 'model', ignore=shutil.ignore_patterns('*.safetensors'))
+    with pytest.raises(ValueError, match='model has no weights in its folder vae; leave out --pretrained'):
+        find_model(str(folder), pretrained=True)
 
 
 @pytest.mark.parametrize('content', ['', 'null', '{"a":'])

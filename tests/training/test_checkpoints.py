@@ -8,15 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from composer import Callback
+from composer import Callback, ComposerModel, Trainer
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmark import main
 from export import main as export
 from sdbench.inputs.captions import build_tokenizer
-from sdbench.training.checkpoints import checkpoints_in, load_checkpoint, locked_save_folder, newest_checkpoint
-from sdbench.training.compatibility import hash_of_configs
+from sdbench.training.checkpoints import (
+    AtomicCheckpointSaver,
+    checkpoints_in,
+    load_checkpoint,
+    locked_save_folder,
+    newest_checkpoint,
+)
+from sdbench.training.safeguard import Safeguard
+from sdbench.training.weights import read_trained_model
 from tests.forked_runs import RUN, assert_no_kill_changes_a_run, on_small_disk, run_program
-from tests.runs import TINY, failed, flags_of, one_error_line
+from tests.runs import TINY, failed, one_error_line
 from tests.samples import good, write_shards
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
@@ -249,27 +257,69 @@ def test_shards_and_a_model_may_have_moved_when_a_run_resumes(shards, smallest_m
     assert main([*there, '--max_duration', '4ba'])['first_batch'] == 3
 
 
-@pytest.mark.parametrize('version', ['this one', 'an earlier one'])
 def test_a_run_goes_on_and_is_exported_with_the_token_ids_that_it_was_trained_with(shards, smallest_model, model_folder,
-                                                                                   tmp_path, capfd, version):
-    """A checkpoint of an earlier version has the hash of its model and no tokenizer, which then is CLIP's own."""
+                                                                                   tmp_path, capfd):
     model = shutil.copytree(smallest_model, tmp_path / 'model')
     kept = tmp_path / 'kept'
     argv = [*TINY, '--image_size', '16', '--num_workers', '0', '--save_folder', str(kept), '--autoresume', '--remote',
             shards, '--model_name', str(model), '--max_duration']
     main([*argv, '1ba'])
-    if version == 'an earlier one':
-        [path] = checkpoints_in(str(kept))
-        checkpoint = load_checkpoint(path)
-        del flags_of(checkpoint)['tokenizer_sha256'], flags_of(checkpoint)['images_sha256']
-        flags_of(checkpoint)['model'] = hash_of_configs(flags_of(checkpoint)['model'])
-        torch.save(checkpoint, f'{path}.changed')
-        os.replace(f'{path}.changed', path)
     shutil.copytree(Path(model_folder, 'tokenizer'), model / 'tokenizer')  # of another padding
     assert f'the tokenizer of {model} gives other token ids' in one_error_line([*argv, '2ba'], capfd)
     export([str(kept), 'out'])
     assert build_tokenizer('out').encode('a cat').ids == build_tokenizer().encode('a cat').ids
     assert main([*argv, '2ba', '--tokenizer', 'out'])['first_batch'] == 1
+
+
+@pytest.mark.parametrize('name', ['runs/{run_name}', 'set {1}', 'a {b} %s c', '{rank}', 'a{'])
+def test_a_save_folder_is_one_folder_whatever_braces_are_in_its_name(smallest_model, tmp_path, name):
+    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--image_size', '16', '--save_folder', name,
+            '--run_name', 'mine', '--autoresume', '--save_num_checkpoints_to_keep', '1', '--max_duration']
+    main([*argv, '2ba'])
+    assert main([*argv, '3ba'])['first_batch'] == 2
+    folder = tmp_path / name.replace('{run_name}', 'mine')
+    assert sorted(path.name for path in folder.glob('*.pt')) == ['ep0-ba3-rank0.pt', 'latest-rank0.pt']
+    others = {path.name for path in tmp_path.iterdir()} - {name.partition('/')[0], 'results.jsonl'}
+    assert not others
+    assert read_trained_model(name, 'CHECKPOINT').batch == 3
+
+
+def test_a_save_folder_is_not_named_after_a_run_without_a_name_and_is_found_by_one_run_alone(tmp_path, capfd):
+    argv = ['--use_synth_latents', *TINY, '--save_folder', 'runs/{run_name}']
+    assert '--save_folder runs/{run_name} needs --run_name NAME' in one_error_line(argv, capfd)
+    for name in ('one', 'other'):
+        (tmp_path / 'runs' / name).mkdir(parents=True)
+    assert 'there are runs/one, runs/other; give the name' in one_error_line(['runs/{run_name}', 'out'], capfd, export)
+
+
+class Net(ComposerModel):
+    """A layer, which a Trainer of somebody's own trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, batch):
+        return self.layer(batch[0])
+
+    def loss(self, outputs, batch):
+        return outputs.square().mean()
+
+
+@pytest.mark.parametrize('to_keep, left', [(None, 2), (1, 1), (0, 0)])
+def test_the_saver_resumes_in_somebodys_own_trainer_as_composers_does(to_keep, left):
+    data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    for epochs in (1, 2):
+        net = Net()
+        saver = AtomicCheckpointSaver('kept', '1ep', to_keep)
+        saver.load_state_dict({})
+        saver.load_state_dict(AtomicCheckpointSaver('kept', '1ep').state_dict())
+        trainer = Trainer(model=net, optimizers=torch.optim.SGD(net.parameters(), lr=0.1), train_dataloader=data,
+                          max_duration=f'{epochs}ep', callbacks=[saver, Safeguard(seed=1)], run_name='mine',
+                          autoresume=True, progress_bar=False)
+        assert trainer.state.timestamp.batch == (2 * epochs - 2 if left else 0)
+        trainer.fit()
+    assert len(checkpoints_in('kept')) == left
 
 
 def save_for_ever(folder: str, has_begun) -> None:

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+import wandb
 
 from benchmark import main
 from sdbench.training.checkpoints import RUN_NAME
-from sdbench.training.loggers import build_loggers, kept_or_new_name, name_of_run
+from sdbench.training.loggers import build_loggers, kept_name, name_of_run
 from tests.forked_runs import run_program
-from tests.runs import TINY, settings_of
+from tests.runs import TINY, failed, settings_of
 
 CURVES = {'loss/train/total', 'lr-AdamW/group0', 'l2_norm/grad/global', 'throughput/samples_per_sec', 'images_per_sec'}
 
@@ -35,9 +36,10 @@ def test_tensorboard_has_the_curves_evaluations_and_figures_of_a_run_and_of_the_
     assert abs(events.Scalars('images_per_sec')[-1].value / record['images_per_sec'] - 1) < 1e-6
 
 
-def named(*flags: str, checkpoint: str | None = None) -> str | None:
-    """Return the name of a run with these flags."""
-    return kept_or_new_name(settings_of('--use_synth_data', *map(str, flags)), checkpoint)
+def named(*flags: str) -> str | None:
+    """Return the name of a run with these flags, which has curves."""
+    settings = settings_of('--use_synth_data', '--tensorboard', 'board', *map(str, flags))
+    return name_of_run(settings, kept_name(settings.save_folder))
 
 
 def test_two_runs_never_share_a_name_and_one_keeps_its_own(tmp_path, monkeypatch, s3):
@@ -71,14 +73,23 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_goes_on_at_wandb_by_the
     settings = settings_of('--use_synth_data', '--run_name', 'my run', '--wandb_project', 'project', '--save_folder',
                            str(tmp_path))
     for _ in range(2):
-        [logger] = build_loggers(settings, name_of_run(settings, None))
+        [logger] = build_loggers(settings, name_of_run(settings, kept_name(str(tmp_path))))
         assert logger._init_kwargs['id'] == (tmp_path / RUN_NAME).read_text().strip()
         assert logger._init_kwargs['resume'] == 'allow'
 
 
+def test_a_logger_that_cannot_start_is_one_line_and_the_record_says_failed(smallest_model, results, capfd, monkeypatch):
+    def nobody_has_logged_in(**_):
+        raise wandb.errors.UsageError('api_key not configured (no-tty).')
+    monkeypatch.setattr(wandb, 'init', nobody_has_logged_in)
+    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--wandb_name', 'x', '--results', results]
+    line = failed(argv, results, capfd)
+    assert '--wandb_name' in line
+    assert '(api_key not configured (no-tty).); log in by `wandb login` or WANDB_API_KEY, or set WANDB_MODE' in line
+
+
 def main_and_teardown(argv: list[str]) -> None:
     """Train, and end W&B's own process, which would end later where a process was forked."""
-    import wandb
     main(argv)
     wandb.teardown()
 

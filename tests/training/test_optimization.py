@@ -50,7 +50,25 @@ def test_a_run_does_what_its_flags_say_and_has_them_in_its_record_and_in_its_che
                 'ema_start': '2ba', 'clip_grad_norm': 0.25, 'snr_gamma': 5.0, 'adam_betas': (0.8, 0.95)}
     assert {flag: record[flag] for flag in expected} == expected | {'adam_betas': [0.8, 0.95]}  # as in JSON
     flags = dict(state['callbacks'])['Safeguard']['flags']
-    assert {flag: flags[flag] for flag in expected} == expected
+    assert {flag: flags.get(flag, '3ba') for flag in expected} == expected  # only the half-life may change
+
+
+def test_a_resumed_optimizer_has_the_arguments_of_now_and_goes_on_with_the_learning_rate(smallest_model):
+    rates, groups = [], []
+
+    class Witness(Callback):
+        def after_train_batch(self, state, logger):
+            [group] = state.optimizers[0].param_groups
+            rates.append(group['lr'])
+            groups.append(group['fused'])
+
+    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--image_size', '16', '--lr_warmup', '4ba',
+            '--save_folder', 'kept', '--autoresume', '--max_duration']
+    main([*argv, '2ba'], [Witness()])
+    record = main([*argv, '4ba', '--no-fused_optimizer'], [Witness()])
+    assert groups == [True, True, False, False]
+    assert record['fused_optimizer'] is False
+    assert rates == pytest.approx([0, 0, 0.25e-4, 0.5e-4])  # Composer's second step is as its first
 
 
 @pytest.mark.parametrize('schedule, shares', [
@@ -113,7 +131,7 @@ def test_a_timestep_of_noise_alone_has_a_finite_weight(prediction_type, weight):
 
 
 def test_without_the_flags_all_is_as_in_the_original_but_that_the_unet_alone_is_optimized():
-    settings = settings_of('--use_synth_data', '--use_ema', *TINY)
+    settings = settings_of('--use_synth_data', '--use_ema', *TINY, '--max_duration', '10000ba')
     [ema] = benchmark.build_algorithms(settings)
     assert ema.smoothing == 2 ** (-1 / 1000)
     assert ema.ema_start.value == 0

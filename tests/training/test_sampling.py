@@ -44,10 +44,14 @@ def kept(folder: Path) -> list[str]:
     return ['--use_ema', '--save_folder', str(folder / 'kept'), '--save_interval', '3ba']
 
 
-def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
-    """Cut the grid of three prompts into its pictures, int (size, size, 3), each of which has its prompt below it."""
+def pictures_in(path: Path, times: int = 4) -> list[np.ndarray]:
+    """Cut the grid of three prompts into its pictures, int (64, 64, 3), each of which has its prompt below it.
+
+    In the grid a pixel of theirs has `times` pixels a side.
+    """
     grid = np.asarray(Image.open(path), dtype=int)
     row = len(grid) // 2
+    size = 64 * times
     assert grid.shape == (2 * row, 2 * size, 3)
     assert (grid[row:, size:] == 255).all()
     pictures = []
@@ -55,7 +59,8 @@ def pictures_in(path: Path, size: int = 64) -> list[np.ndarray]:
         prompt = grid[top + size:top + row, left:left + size]
         assert prompt.min() < 128
         assert (prompt[-1] == 255).all()
-        pictures.append(grid[top:top + size, left:left + size])
+        pictures.append(grid[top:top + size:times, left:left + size:times])
+        assert (grid[top:top + size, left:left + size] == pictures[-1].repeat(times, 0).repeat(times, 1)).all()
     return pictures
 
 
