@@ -27,7 +27,6 @@ import torch
 
 from sdbench.datasets.encoder import ImageShard, encode_parts
 from sdbench.datasets.job import (
-    Joined,
     done_already,
     join_parts,
     make_parts,
@@ -44,6 +43,7 @@ from sdbench.models.flops import flops_of_latents
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.paths import HELD_OUT, number_of_samples
+from sdbench.records.figures import OF_AN_ENCODING, summary_lines
 from sdbench.records.record import append_record, make_record
 from sdbench.records.reliability import why_unreliable
 
@@ -87,11 +87,20 @@ def encode(settings: Encode) -> dict | None:
         about = {fact: index[fact] for fact in (DRAW,) if fact in index}  # whether the images were held out
         write_index(output, joined, latents=origin | {IMAGES_HASH: index_hash(index)}, **about)
 
-    # say what was made
+    # say what was made, and how to go on
+    notes = {}
+    if joined.skipped:
+        notes['skipped'] = joined.skipped_line(settings.out)
+    if settings.remote.rstrip('/').endswith(HELD_OUT):
+        notes['next'] = f'--eval_remote {settings.out} of a training on the latents of the other samples'
+    else:
+        size = ['--image_size', str(settings.image_size)]
+        notes['next'] = training_command(settings.out, joined.samples, settings.model_name, settings.pretrained, size)
     if not missing:
-        print(done_already(output, joined, '--remote'))
-        print(last_lines(joined, settings))
+        print(done_already(output, joined, '--remote'), *summary_lines(OF_AN_ENCODING, notes), sep='\n')
         return None
+
+    # keep the record
     stored = {
         'samples': sum(joined.samples_of[part.name] for part in missing),  # of this run
         'stored_samples': joined.samples,  # of all runs that have made OUT
@@ -100,7 +109,11 @@ def encode(settings: Encode) -> dict | None:
     }
     record = encoding_record(settings, figures, devices, stored, flops_of_latents(files.configs['vae'],
                                                                                   settings.image_size))
-    return append_record(record, f'{record_lines(record)}{last_lines(joined, settings)}', settings.results_file)
+    notes['encoded'], notes['stored'] = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
+    if why_unreliable(record):
+        notes['caution'] = f'{why_unreliable(record)} of a device, too few to rely on its images/s'
+    summary = '\n'.join(summary_lines(OF_AN_ENCODING, record | notes))
+    return append_record(record, summary, settings.results_file)
 
 
 def list_parts(shards: list[dict], facts: dict) -> list[Part]:
@@ -168,30 +181,6 @@ def encoding_record(settings: Encode, figures: list[dict], devices: int, stored:
     if figures[0]['device']:
         found |= {'device': figures[0]['device'], 'device_type': 'cuda'}
     return make_record('encode', settings, found)
-
-
-def record_lines(record: dict) -> str:
-    """Return the lines that show a record to people."""
-    caution = ''
-    if why_unreliable(record):
-        caution = (f'caution         {why_unreliable(record)} of a device, too few to rely on its images/s\n')
-    encoded, stored = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
-    return (f'encoded         {encoded}, {record["images_per_sec"]:,.4g} images/s\n'
-            f'stored          {stored}, {record["bytes_per_image"]:,.0f} bytes each\n'
-            f'{caution}')
-
-
-def last_lines(joined: Joined, settings: Encode) -> str:
-    """Return the lines that say what was skipped, and which command trains on what was encoded."""
-    skipped = ''
-    if joined.skipped:
-        skipped = f'skipped         {joined.skipped_line(settings.out)}\n'
-    if settings.remote.rstrip('/').endswith(HELD_OUT):
-        return (f'{skipped}next            --eval_remote {settings.out} of a training on the latents of the other '
-                'samples')
-    size = ['--image_size', str(settings.image_size)]
-    command = training_command(settings.out, joined.samples, settings.model_name, settings.pretrained, size)
-    return f'{skipped}next            {command}'
 
 
 if __name__ == '__main__':

@@ -59,13 +59,14 @@ from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.paths import number_of_samples
 from sdbench.progress_bar import progress_bar
 from sdbench.records.record import append_record, make_record
+from sdbench.records.reliability import FEWEST_FOR_FID
+from sdbench.records.summary import evaluation_summary
 from sdbench.training.compatibility import was_trained_on
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0
 from sdbench.training.weights import read_trained_model, trained_pipeline
 
 PIPELINE_INDEX = 'model_index.json'  # of a pipeline folder of diffusers
 SEEDS_APART = 1_000_000  # so many samples share no noise with those of another --seed
-FEWEST_FOR_FID = 10_000  # with fewer, FID is biased upwards by much
 SECONDS_FOR_THE_SLOWEST = 6 * 60 * 60  # a process waits so long for another that draws
 
 
@@ -266,43 +267,6 @@ def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics:
     return scores
 
 
-def scores_summary(record: dict) -> str:
-    """Write the record for people: what drew, a row of scores for each guidance scale, and cautions."""
-    lines = []
-    if record['images_per_sec']:
-        lines.append(f'{"drawn":<15} {record["samples_drawn"]:,} pictures, {record["images_per_sec"]:.4g} images/s')
-    age = ''
-    if record['trained_batches'] is not None:
-        age = f', {record["weights"]} weights after {record["trained_batches"]:,} batches'
-    lines.append(f'{"model":<15} {record["model"]}{age}')
-
-    # the scores
-    if not record['inception'] and not record['clip']:
-        lines.append(f'{"not scored":<15} --inception is for FID, --clip for the CLIP score; the same command with '
-                     'them scores these pictures')
-        return '\n'.join(lines)
-    lines.append(f'{"guidance":<15} {"FID":>10} {"CLIP score":>12}')
-    for score in record['scores']:
-        lines.append(f'{score["guidance"]:<15g} {in_words(score["fid"]):>10} {in_words(score["clip_score"]):>12}')
-
-    # what they do not say
-    cautions = []
-    if record.get('trained_on_data'):
-        cautions.append('DATA is what the model was trained on: the scores say nothing of other captions and images')
-    if record.get('fid_is_biased'):
-        cautions.append(f'FID of {record["samples"]:,} pictures is too high: below {FEWEST_FOR_FID:,} it is biased, '
-                        'and compares only with the same number')
-    if record.get('fid_of_published_weights') is False:
-        cautions.append('the weights of --inception are not those of published FIDs')
-    lines += [f'{"caution":<15} {caution}' for caution in cautions]
-    return '\n'.join(lines)
-
-
-def in_words(score: float | None) -> str:
-    """Write a score; nothing where there is none."""
-    return '' if score is None else f'{score:,.2f}'
-
-
 def evaluate(settings: Evaluate) -> dict:
     """Draw the pictures that are missing, score all of them, and keep the record; return it."""
     # The ranks, each of which draws and scores some of the samples.
@@ -341,7 +305,7 @@ def evaluate(settings: Evaluate) -> dict:
         found['resize'] = f'centre square, to {image_size} pixels bilinear with antialias, {RESIZE}'
         found['fid_is_biased'] = settings.samples < FEWEST_FOR_FID
     record = make_record('evaluate', settings, found)
-    return append_record(record, scores_summary(record), settings.results_file)
+    return append_record(record, evaluation_summary(record), settings.results_file)
 
 
 def main(argv: list[str] | None = None) -> dict:

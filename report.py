@@ -96,14 +96,14 @@ def report(settings: Report) -> str:
         tables.append(scores)
         common = in_common(scores, EVALUATED)
         blocks += [common, markdown(scores, EVALUATED)]
-        if scores['gpu_hours'].notna().any():
+        if scores['total_gpu_hours'].notna().any():
             blocks.append(FROM_SPEED)
         if settings.quality:
             draw_quality(settings.quality, scores, common)
             drawings[settings.quality] = 'FID and CLIP score'
 
     # by which prices, and which files
-    priced = [row['device'] for table in tables for _, row in table.iterrows() if row.get('gpu_hours', 0) > 0]
+    priced = [row['device'] for table in tables for _, row in table.iterrows() if row.get('total_gpu_hours', 0) > 0]
     if priced:
         blocks.append(f'Costs: {prices_in_words(priced, settings.dollars_per_gpu_hour)} (--dollars_per_gpu_hour).')
     if settings.csv:

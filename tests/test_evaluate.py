@@ -21,6 +21,7 @@ from export import main as export
 from sdbench.inputs.images import decode_image, resize
 from sdbench.models.drawing import load_pipeline
 from sdbench.models.feature_extractors import load_clip
+from sdbench.records.summary import evaluation_summary
 from tests.forked_runs import run_ranks
 from tests.runs import check_keys, files_of, refusal
 from tests.samples import encoded, picture, pillow_square, write_shards
@@ -227,7 +228,7 @@ def test_the_record_is_kept_with_what_was_evaluated_and_by_what(evaluated, pipel
     check_keys(record, 'evaluate.py')
     again = run(pipeline, shards, evaluated.out, *clip, *TWO_SCALES)
     assert (again['samples_drawn'], again['images_per_sec']) == (0, None)
-    summary = evaluate.scores_summary(record)
+    summary = evaluation_summary(record)
     assert 'too high: below 10,000 it is biased' in summary
     assert 'not those of published FIDs' in summary
 

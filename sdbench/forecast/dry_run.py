@@ -11,7 +11,6 @@ from sdbench.records.keys import FORECAST
 from sdbench.records.record import append_line
 
 GPUS_A_NODE = 8
-WIDTH = 120  # of a line, in characters
 
 
 def cards_to_forecast(names: tuple[str, ...], precision: str) -> list[Card]:
@@ -96,8 +95,3 @@ def aligned(table: pd.DataFrame) -> str:
     """Return a table as text: the first column to the left, figures to the right."""
     alignment = ['left', *['right'] * (len(table.columns) - 1)]
     return table.to_markdown(index=False, tablefmt='plain', disable_numparse=True, colalign=alignment)
-
-
-def three_digits(figure: float) -> str:
-    """Return a figure with three significant digits, or whole."""
-    return f'{figure:,.3g}' if figure < 100 else f'{figure:,.0f}'

@@ -17,13 +17,11 @@ from sdbench.errors import plural
 from sdbench.flags.train import Train
 from sdbench.forecast.compiled_step import NotCounted
 from sdbench.forecast.dry_run import (
-    WIDTH,
     aligned,
     cards_to_forecast,
     forecast_figures,
     nothing_fits,
     show_forecasts,
-    three_digits,
     time_in_words,
 )
 from sdbench.forecast.estimate import UNCOUNTED_SHARE, Estimate, estimate, with_less_memory
@@ -31,6 +29,7 @@ from sdbench.forecast.measured import PUBLISHED, measured_speeds
 from sdbench.forecast.speed import LARGEST_ERROR, can_forecast, seconds_by_kind
 from sdbench.gpus import Card
 from sdbench.measuring.power import GIB
+from sdbench.records.figures import WIDTH, rounded
 from sdbench.records.read import read_records
 from sdbench.records.record import make_record
 from sdbench.training.microbatch import sizes_to_try
@@ -150,7 +149,7 @@ def training_answer(given: Estimate, others: list[Estimate], cards: list[Card], 
     if is_forecast:
         split = given.split(given.microbatch_on(first))
         seconds = seconds_by_kind(first, given.work_of_run, split, given.constants)
-        encoding = three_digits(record_of_first['encode_images_per_sec'])
+        encoding = rounded(record_of_first['encode_images_per_sec'])
         blocks.append(f'{textwrap.fill(time_in_words(seconds), WIDTH)}\n'
                       f'Encoding once, before a training on latents: {encoding} images/s.')
 
@@ -226,7 +225,7 @@ def change_rows(given: Estimate, others: list[Estimate], card: Card) -> pd.DataF
         line = {'one change': name, 'microbatch': microbatch or 'none', 'images/s': '', 'times as fast': ''}
         if microbatch:
             speed = each.images_per_sec(card, microbatch)
-            line |= {'images/s': three_digits(speed), 'times as fast': f'{speed / speed_given:.2f}'}
+            line |= {'images/s': rounded(speed), 'times as fast': f'{speed / speed_given:.2f}'}
         table.append(line)
     return pd.DataFrame(table)
 
@@ -254,6 +253,6 @@ def with_range(figures: list[float | None]) -> str:
     if figure is None:
         return 'not known'
     if None in bounds:
-        return three_digits(figure)
+        return rounded(figure)
     least, most = sorted(bounds)
-    return f'{three_digits(figure)} ({three_digits(least)} to {three_digits(most)})'
+    return f'{rounded(figure)} ({rounded(least)} to {rounded(most)})'

@@ -64,11 +64,27 @@ LINES = {
     'plan': Line('for a plan', '{forecast_command}\n' + 16 * ' ' + '{plan_command}'),
 }
 
+OF_A_MEASUREMENT = tuple(key for key in LINES if key not in ('checkpoints', 'export'))
+
+LINES |= {
+    # of an encoding
+    'encoded': Line('encoded', '{encoded}, {images_per_sec:,.4g} images/s'),
+    'stored': Line('stored', '{stored}, {bytes_per_image:,.0f} bytes each'),
+    'skipped': Line('skipped', '{skipped}'),
+    'next': Line('next', '{next}'),
+    # of an evaluation
+    'drawn': Line('drawn', '{samples_drawn:,} pictures, {images_per_sec:.4g} images/s'),
+    'drawn_by': Line('model', '{drawn_by}'),
+    'scores_at': Line('guidance', '{scores_at}'),
+    'not_scored': Line('not scored', '{not_scored}'),
+}
+OF_AN_ENCODING = ('encoded', 'stored', 'caution', 'skipped', 'next')
+OF_AN_EVALUATION = ('drawn', 'drawn_by', 'not_scored', 'scores_at')  # and its cautions
+
 # Of a training, what was trained comes first, and of its speed there is only that.
 OF_SPEED = ('images_per_sec', 'why_no_speed')
 OF_A_TRAINING = ('trained', 'epochs', 'resumed', 'spent', 'loss', 'eval_loss', 'drawings', 'no_average',
                  'checkpoints', 'export', *OF_SPEED)
-OF_A_MEASUREMENT = tuple(key for key in LINES if key not in ('checkpoints', 'export'))
 
 
 def summary_lines(keys: tuple[str, ...], values: dict[str, Any]) -> list[str]:
@@ -115,7 +131,7 @@ COLUMNS = {
     'trained_batches': Column('batches', decimals=None),
     'images_seen': Column('images seen', decimals=None),
     'days': Column('days', decimals=2),
-    'gpu_hours': Column('GPU-hours', decimals=0),
+    'total_gpu_hours': Column('GPU-hours', decimals=0),
     'cost_usd': Column('cost', '${}', 0),
     'images_in_days': Column('images in --days', decimals=0),
 }

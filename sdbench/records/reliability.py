@@ -8,6 +8,7 @@ from sdbench.records.keys import PROFILED
 QUEUES_IN_WINDOW = 5  # in a shorter window many of its batches were made before it began
 FEWEST_BATCHES = 20   # a window that is shorter says little
 MUCH_DRIFT = 0.1      # within a window: another would show another speed
+FEWEST_FOR_FID = 10_000  # pictures: with fewer, FID is biased upwards by much
 
 
 def fewest_batches(queue_batches: int) -> int:

@@ -10,9 +10,9 @@ from sdbench.flags.times import to_batches
 from sdbench.flags.train import Train
 from sdbench.gpus import CARDS
 from sdbench.paths import sibling_path
-from sdbench.records.figures import OF_A_MEASUREMENT, OF_A_TRAINING, summary_lines
+from sdbench.records.figures import OF_A_MEASUREMENT, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines
 from sdbench.records.keys import FAILED, INTERRUPTED
-from sdbench.records.reliability import caution_about
+from sdbench.records.reliability import FEWEST_FOR_FID, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
 # A plan whose forecasts the records in a file correct, by the forecast of the same flags in plan.jsonl.
@@ -74,3 +74,34 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
             notes['plan_command'] = PLAN_COMMAND.format(shlex.quote(file))
         notes['full_cost'] = 'no price' if math.isnan(price) else f'${hours * price:,.0f}'
     return notes
+
+
+def evaluation_summary(record: dict) -> str:
+    """Write the record of an evaluation for people: what drew, the scores at each guidance scale, and cautions."""
+    # what drew
+    notes = {'drawn_by': record['model']}
+    if record['trained_batches'] is not None:
+        notes['drawn_by'] += f', {record["weights"]} weights after {record["trained_batches"]:,} batches'
+
+    # the scores, in columns
+    if record['inception'] or record['clip']:
+        rows = [f'{"FID":>10} {"CLIP score":>12}']
+        for score in record['scores']:
+            fid, clip = ('' if score[key] is None else rounded(score[key], 2) for key in ('fid', 'clip_score'))
+            rows.append(f'{score["guidance"]:<15g} {fid:>10} {clip:>12}')
+        notes['scores_at'] = '\n'.join(rows)
+    else:
+        notes['not_scored'] = ('--inception is for FID, --clip for the CLIP score; the same command with them scores '
+                               'these pictures')
+
+    # what they do not say
+    cautions = []
+    if record.get('trained_on_data'):
+        cautions.append('DATA is what the model was trained on: the scores say nothing of other captions and images')
+    if record.get('fid_is_biased'):
+        cautions.append(f'FID of {record["samples"]:,} pictures is too high: below {FEWEST_FOR_FID:,} it is biased, '
+                        'and compares only with the same number')
+    if record.get('fid_of_published_weights') is False:
+        cautions.append('the weights of --inception are not those of published FIDs')
+    lines = summary_lines(OF_AN_EVALUATION, record | notes)
+    return '\n'.join(lines + [line for text in cautions for line in summary_lines(('caution',), {'caution': text})])

@@ -131,7 +131,7 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
     from matplotlib.patches import Patch
 
     # the first plan stands at the top
-    plans = plans[plans['gpu_hours'].notna()]
+    plans = plans[plans['total_gpu_hours'].notna()]
     if plans.empty:
         raise ValueError(f'--figure {path}: a plan on CPUs has no GPU-hours')
     names = []

@@ -97,7 +97,7 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
-    plans = pd.DataFrame(plans).sort_values(['cost_usd', 'gpu_hours'], kind='stable', ignore_index=True)
+    plans = pd.DataFrame(plans).sort_values(['cost_usd', 'total_gpu_hours'], kind='stable', ignore_index=True)
     return plans, title, sentences
 
 
@@ -182,8 +182,8 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
         key = f'days_{part.name}_{part.size}'
         record[key] = record.get(key, 0) + part.days
     return first.to_dict() | UNKNOWN | {
-        'stage': 'plan', 'parts': parts, 'days': days, 'gpu_hours': hours, 'record': record, 'notes': ', '.join(notes),
-        'cost_usd': hours * price_of(first['device'], settings.dollars_per_gpu_hour)}
+        'stage': 'plan', 'parts': parts, 'days': days, 'total_gpu_hours': hours, 'record': record,
+        'notes': ', '.join(notes), 'cost_usd': hours * price_of(first['device'], settings.dollars_per_gpu_hour)}
 
 
 def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, str]], settings: Report,
@@ -271,7 +271,7 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
         for key, days in plan['record'].items():
             if key.startswith('days_'):
                 row[key.removeprefix('days_').replace('_', ' ')] = days_in_words(days)
-        for key, heading in (('days', 'days'), ('gpu_hours', 'GPU-hours'), ('cost_usd', 'cost')):
+        for key, heading in (('days', 'days'), ('total_gpu_hours', 'GPU-hours'), ('cost_usd', 'cost')):
             row[heading] = cell(key, plan[key])
         rows.append(row)
         if plan['notes']:

@@ -32,7 +32,7 @@ def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, prices: Prices
             hours.append(gpu_hours(training['images_per_sec'], training['num_devices'], record['images_seen']))
             dollars.append(hours[-1] * price_of(training['device'], prices))
             devices.append(training['device'])
-    return rows.assign(gpu_hours=hours, cost_usd=dollars, device=devices)
+    return rows.assign(total_gpu_hours=hours, cost_usd=dollars, device=devices)
 
 
 def training_of(evaluation: dict, trainings: list[dict]) -> dict | None:

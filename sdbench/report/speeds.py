@@ -82,7 +82,7 @@ def with_costs(rows: pd.DataFrame, days: pd.Series, prices: Prices) -> pd.DataFr
     """Return the rows with their days and, where they are those of GPUs, GPU-hours and dollars."""
     hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
     dollars = rows['device'].map(lambda device: price_of(device, prices))
-    return rows.assign(days=days, gpu_hours=hours, cost_usd=hours * dollars)
+    return rows.assign(days=days, total_gpu_hours=hours, cost_usd=hours * dollars)
 
 
 def over_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:
