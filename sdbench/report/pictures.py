@@ -2,7 +2,6 @@
 
 matplotlib is imported only when there is something to draw.
 """
-import math
 import textwrap
 
 import pandas as pd
@@ -183,41 +182,21 @@ def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
 
     Raises ValueError if no training has evaluations.
     """
-    from matplotlib.figure import Figure
-
     # a row for each evaluation; of a batch that was evaluated again, the last counts
-    points = []
-    trained = records[records['stage'] == 'train']
-    for number, (_, runs) in enumerate(trained.groupby(SETTINGS, sort=False)):
-        measured = runs[(runs['status'] == MEASURED) & ~runs['on_cpu']]
+    rows = []
+    for _, runs in records[records['stage'] == 'train'].groupby(SETTINGS, sort=False):
+        speed = runs.loc[(runs['status'] == MEASURED) & ~runs['on_cpu'], 'images_per_sec'].median()  # NaN of none
         for _, run in runs.iterrows():
             for images, loss in run['record'].get('evaluations', ()):
-                dollars = math.nan
-                if len(measured) and loss is not None:
-                    hours = gpu_hours(measured['images_per_sec'].median(), run['num_devices'], images)
-                    dollars = hours * price_of(run['device'], prices)
-                points.append(run.to_dict() | {'line': number, 'images_seen': images, 'loss': loss, 'dollars': dollars})
-    points = pd.DataFrame(points)
-    if points.empty:
+                dollars = gpu_hours(speed, run['num_devices'], images) * price_of(run['device'], prices)
+                rows.append(run.to_dict() | {'images_seen': images, 'loss': loss, 'dollars': dollars})
+    if not rows:
         raise ValueError(f'--learned {path}: no training in these records was evaluated; --eval_remote does it')
-    points = points.drop_duplicates(['line', 'images_seen'], keep='last').sort_values(['line', 'images_seen'])
-
-    # a panel over images, and one over dollars
-    panels = ['images_seen', 'dollars'] if points['dollars'].notna().any() else ['images_seen']
-    keys = differing(points.drop_duplicates('line'), SETTINGS)
-    height = PANEL_INCHES + LINE_INCHES * points['line'].nunique()
-    figure = Figure(figsize=(1.4 * PANEL_INCHES * len(panels), height), layout='constrained')
-    for axes, across in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for number, (_, line) in enumerate(points.dropna(subset=[across, 'loss']).groupby('line')):
-            label = settings_in_words(line.iloc[0], keys) or 'training'
-            axes.plot(line[across], line['loss'], 'o-', markersize=4, color=COLORS[number % len(COLORS)], label=label)
-        set_axes(axes, across, 'loss')
-    figure.savefig(path, dpi=160)
-
-
-def wrapped(text: str, characters: int) -> str:
-    """Wrap each line of a text at so many characters."""
-    return '\n'.join(textwrap.fill(line, characters) for line in text.splitlines())
+    rows = pd.DataFrame(rows).drop_duplicates([*SETTINGS, 'images_seen'], keep='last')
+    panels = [('images_seen', 'loss', SETTINGS)]
+    if rows['dollars'].notna().any():
+        panels.append(('dollars', 'loss', SETTINGS))
+    draw_panels(path, rows.sort_values('images_seen'), panels, '')
 
 
 def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
@@ -228,59 +207,65 @@ def draw_quality(path: str, rows: pd.DataFrame, caption: str) -> None:
     CONDITIONS, or in the columns of their NETWORKS, are never on one line. The notes of the scores stand below.
 
     Args:
-        path: of the picture, whose suffix is its format.
+        path: of the picture.
         rows: the table.
         caption: text below the panels.
 
     Raises ValueError if there is nothing to draw.
     """
-    from matplotlib.figure import Figure
-
-    # which panels have scores: x, y, and the columns that a line agrees in
     panels = [('clip_score', 'fid', [*CONDITIONS, *NETWORKS['fid'], *NETWORKS['clip_score'], 'trained_batches']),
               ('images_seen', 'fid', [*CONDITIONS, *NETWORKS['fid'], 'guidance']),
               ('images_seen', 'clip_score', [*CONDITIONS, *NETWORKS['clip_score'], 'guidance'])]
     panels = [panel for panel in panels if len(rows.dropna(subset=panel[:2]))]
     if not panels:
         raise ValueError(f'--quality {path}: no evaluation has both scores, or the images of its training')
+    draw_panels(path, rows, panels, '\n'.join([caption, *filter(None, rows['notes'].unique())]))
+
+
+def draw_panels(path: str, rows: pd.DataFrame, panels: list[tuple[str, str, list[str]]], caption: str) -> None:
+    """Write a picture of panels of lines.
+
+    Args:
+        path: of the picture.
+        rows: the points.
+        panels: of each the column across, the column up, and the columns that a line agrees in.
+        caption: text below the panels.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     # a figure with room for the legends and the texts below
     most_lines = max(rows.groupby(keys, dropna=False).ngroups for _, _, keys in panels)  # each has one in a legend
-    figure = Figure(figsize=(PANEL_INCHES * len(panels), PANEL_INCHES + LINE_INCHES * most_lines), layout='constrained')
-    caption = '\n'.join([caption, *filter(None, rows['notes'].unique())])
+    size = PANEL_INCHES * max(1.4, len(panels)), PANEL_INCHES + LINE_INCHES * most_lines
+    figure = Figure(figsize=size, layout='constrained')
     figure.supxlabel(wrapped(caption, PANEL_CHARACTERS * len(panels)), x=0.01, ha='left', fontsize=9)
 
-    # one panel each
     for axes, (across, up, line_keys) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw_scores(axes, rows.dropna(subset=[across, up]), across, up, line_keys)
+        # lines, named by what distinguishes them
+        named = differing(rows, line_keys, unstated=False)
+        for number, (_, points) in enumerate(rows.dropna(subset=[across, up]).groupby(line_keys, dropna=False)):
+            label = []
+            for key in named:
+                if points[key].iloc[0] != '':
+                    words = setting_in_words(key, points[key].iloc[0])
+                    label.append(textwrap.shorten(words, LABEL_CHARACTERS, placeholder=' ...'))
+            if across == 'clip_score':
+                label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
+            axes.plot(points[across], points[up], marker='o', markersize=4, label=', '.join(label),
+                      color=COLORS[number % len(COLORS)])
+
+        # axes, and the legend below them
+        axes.locator_params(axis='x', nbins=5)  # more may overlap
+        axes.set_xlabel(TITLES[across])
+        axes.set_ylabel(TITLES[up])
+        if across == 'images_seen':
+            axes.xaxis.set_major_formatter(EngFormatter())
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
+        axes.spines[['top', 'right']].set_visible(False)
     figure.savefig(path, dpi=160)
 
 
-def draw_scores(axes, rows: pd.DataFrame, across: str, up: str, line_keys: list[str]) -> None:
-    """Draw a panel of `up` against `across`, with a line for each value of `line_keys`, and its legend below."""
-    # lines, named by what distinguishes them
-    named = differing(rows, line_keys, unstated=False)
-    for number, (_, points) in enumerate(rows.groupby(line_keys, dropna=False)):
-        label = []
-        for key in named:
-            words = setting_in_words(key, points[key].iloc[0])
-            label.append(textwrap.shorten(words, LABEL_CHARACTERS, placeholder=' ...'))
-        if 'guidance' not in line_keys:
-            label.append('guidance ' + ', '.join(f'{scale:g}' for scale in points['guidance']))
-        axes.plot(points[across], points[up], marker='o', markersize=4, label=', '.join(label),
-                  color=COLORS[number % len(COLORS)])
-    set_axes(axes, across, up)
-
-
-def set_axes(axes, across: str, up: str) -> None:
-    """Label the axes of a panel, and place its legend below."""
-    from matplotlib.ticker import EngFormatter
-
-    axes.locator_params(axis='x', nbins=5)  # more may overlap
-    axes.set_xlabel(TITLES[across])
-    axes.set_ylabel(TITLES[up])
-    if across == 'images_seen':
-        axes.xaxis.set_major_formatter(EngFormatter())
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc='upper left', bbox_to_anchor=(0, -0.15), frameon=False, fontsize=8)
-    axes.spines[['top', 'right']].set_visible(False)
+def wrapped(text: str, characters: int) -> str:
+    """Wrap each line of a text at so many characters."""
+    return '\n'.join(textwrap.fill(line, characters) for line in text.splitlines())
