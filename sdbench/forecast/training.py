@@ -201,8 +201,9 @@ def notes_on_answer(rows: list[dict], settings: Train) -> str:
     sentences = []
     if settings.training_images:
         devices = [row['device'] for row in rows]
-        sentences.append(f'Days and dollars: {settings.training_images:,} images, '
-                         f'{prices_in_words(devices, settings.dollars_per_gpu_hour)} (--dollars_per_gpu_hour).')
+        prices = prices_in_words(devices, settings.dollars_per_gpu_hour)
+        sentences.append(textwrap.fill(
+            f'Days and dollars: {settings.training_images:,} images, {prices} (--dollars_per_gpu_hour).', WIDTH))
     sentences.append(RANGE if any(row['images_per_sec_least'] for row in rows) else NO_RANGE)
     if len(rows) > 1:
         sentences.append('What follows is of the first GPU; --gpu NAME picks another.')

@@ -87,7 +87,9 @@ def test_it_answers_first_with_a_row_for_each_card_the_cheapest_first(printed):
         costs.append(number(dollars))
     assert len(costs) == len(forecasts) == 4
     assert costs == sorted(costs)
-    assert '$3 a GPU-hour, A100-40GB $1' in '\n'.join(lines)
+    text = ' '.join(lines)
+    assert '$1 for A100 40GB and A100 PCIE 40GB' in text
+    assert '$3 for A100 80GB and A100 80GB PCIe' in text
 
 
 def test_it_says_how_fast_the_images_would_be_encoded_once_and_so_does_each_record(printed):

@@ -115,7 +115,7 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
 
 def test_the_unet_of_stable_diffusion_2_is_compiled_in_22_graphs_by_blocks():
     settings = settings_of('--dry_run', '--compile', '--compile_blocks', '--channels_last')
-    model = build_on_meta(settings, find_model(SD2_BASE), True, build_model)
+    model = build_on_meta(settings, find_model(SD2_BASE), build_model)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     unet = with_fake_tensors(model, mode).unet
     graphs = []
