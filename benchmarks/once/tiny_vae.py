@@ -2,7 +2,7 @@
 
     npm pack emoji-datasource-google@16.0.0
     tar -xzf emoji-datasource-google-16.0.0.tgz
-    python -m benchmarks.tiny_vae package/img/google/64 docs/tiny_vae.png
+    python -m benchmarks.once.tiny_vae package/img/google/64 docs/tiny_vae.png
 
 One emoji in ten is held out with all its tones of skin. The rest train diffusers' own AutoencoderKL: half as they are,
 on white, and half in other colours on drawn backgrounds, so that other pictures are reconstructed too. The mean and the
