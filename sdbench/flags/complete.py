@@ -4,9 +4,9 @@ What comes after sees whole settings: every flag has its value, and every time i
 a run in whole epochs where the run's length is in epochs, and moves an average whose half-life is in epochs once an
 epoch. A run that is told nothing but batches has none of these cases.
 """
-import dataclasses
 import math
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,11 +34,9 @@ TIMES = ('max_duration', *INTERVALS, 'lr_warmup', 'ema_half_life', 'ema_start')
 
 def index_of_data(settings: Train) -> dict | None:
     """Read the index.json of the shards; None of synthetic data. Raises ValueError if there is none to be trusted."""
-    if settings.remote:
-        return read_index(settings.remote)
-    if settings.local:
-        return read_index(settings.local, '--local')
-    return None
+    if not settings.remote and not settings.local:
+        return None
+    return read_index(settings.remote or settings.local, '--remote' if settings.remote else '--local')
 
 
 def complete(settings: Train, index: dict | None) -> Train:
@@ -56,41 +54,41 @@ def complete(settings: Train, index: dict | None) -> Train:
     # The ranks: of a dry run, those that it speaks of. It is of GPUs, whether there are any here or not.
     devices = settings.dry_run or dist.get_world_size()
     is_for_gpus = torch.cuda.is_available() or settings.dry_run is not None
+    device_batch_size = settings.batch_size // devices
     if settings.dry_run is not None:
-        settings = dataclasses.replace(settings, dry_run=devices)
+        settings = replace(settings, dry_run=devices)
 
     # The data. A dry run without any is of random images.
     settings = with_local_in_place(settings)
-    if settings.save_folder:
-        settings = dataclasses.replace(settings, save_folder=with_run_name(settings.save_folder, settings.run_name))
-    is_random = index is None and not settings.use_synth_latents
     latents = settings.use_synth_latents if index is None else 'latents' in index
-    batches = batches_per_epoch(settings, index, devices)
-    settings = dataclasses.replace(settings, use_synth_data=is_random, encoders=ENCODERS[latents],
-                                   batches_per_epoch=batches)
+    settings = replace(settings, encoders=ENCODERS[latents], use_synth_data=index is None and not latents,
+                       batches_per_epoch=batches_per_epoch(settings, index, devices))
 
-    # This machine.
-    precision = settings.precision or best_precision(is_for_gpus)
-    settings = with_defaults(settings, {
-        'precision': precision,
-        'encoder_precision': ENCODER_PRECISIONS[precision],
-        'device_train_microbatch_size': 'auto' if is_for_gpus else settings.batch_size // devices,
-        'channels_last': is_for_gpus,
-        # blocks send gradients while others still compute; CUDA graphs are tied to weights, which blocks differ in
-        'compile_blocks': devices > 1 and settings.compile not in (False, 'reduce-overhead'),
-        'sample_folder': sibling_path(settings.save_folder, 'samples') if settings.save_folder else 'samples',
-    })
-    refuse_what_cannot_be_here(settings, is_for_gpus, settings.batch_size // devices)
+    # The machine, which is rank 0's for all: ranks whose loaders differ would train for different numbers of batches.
+    here = (cores_of_device(dist.get_local_world_size()), best_precision(is_for_gpus))
+    cores, precision = dist.all_gather_object(here)[0]
+    settings = with_workers(settings, cores)
+    settings = with_defaults(settings, precision=precision, channels_last=is_for_gpus)
+    settings = with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[settings.precision])
+    if settings.device_train_microbatch_size == 'auto' and not is_for_gpus:  # a trial could take all of its memory
+        settings = replace(settings, device_train_microbatch_size=device_batch_size)
 
-    # The loader and the length, which are rank 0's: hosts can have other numbers of cores, and ranks whose loaders
-    # differ would train for different numbers of batches.
-    settings = with_workers(settings, dist.get_local_world_size())
-    first = dist.all_gather_object(settings)[0]
-    settings = dataclasses.replace(
-        settings, num_workers=first.num_workers, num_workers_by_default=first.num_workers_by_default,
-        measure_batches=first.measure_batches, max_duration=first.max_duration)
+    # What is compiled: by blocks, which send gradients while others still compute. CUDA graphs are tied to weights, in
+    # which blocks differ.
+    by_blocks = devices > 1 and settings.compile not in (False, 'reduce-overhead')
+    settings = with_defaults(settings, compile_blocks=by_blocks)
 
-    return with_times(settings)
+    # The folders.
+    sample_folder = 'samples'
+    if settings.save_folder:
+        settings = replace(settings, save_folder=with_run_name(settings.save_folder, settings.run_name))
+        sample_folder = sibling_path(settings.save_folder, 'samples')
+    settings = with_defaults(settings, sample_folder=sample_folder)
+
+    # The length of the run and its times, of which each follows from what is known by now.
+    settings = with_times(with_length(settings))
+    refuse_what_cannot_be_here(settings, is_for_gpus, device_batch_size)
+    return settings
 
 
 def complete_encoding(settings: Encode) -> Encode:
@@ -99,24 +97,21 @@ def complete_encoding(settings: Encode) -> Encode:
     if settings.ray and settings.encoder_precision is None and not is_for_gpus:
         raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
-    settings = with_defaults(with_local_in_place(settings), {
-        'encoder_precision': ENCODER_PRECISIONS[best_precision(is_for_gpus)],
-        'channels_last': None if settings.ray else is_for_gpus,  # each worker knows
-    })
-    return with_workers(settings, max(1, torch.cuda.device_count()))
+    settings = with_workers(with_local_in_place(settings), cores_of_device(torch.cuda.device_count()))
+    return with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[best_precision(is_for_gpus)],
+                         channels_last=None if settings.ray else is_for_gpus)  # None: each worker knows
 
 
-def with_defaults(settings: Any, defaults: dict[str, Any]) -> Any:
+def with_defaults(settings: Any, **defaults: Any) -> Any:
     """Return the settings with these values for the flags that were not given."""
-    missing = {name: value for name, value in defaults.items() if getattr(settings, name) is None}
-    return dataclasses.replace(settings, **missing)
+    return replace(settings, **{name: value for name, value in defaults.items() if getattr(settings, name) is None})
 
 
 def with_local_in_place(settings: Train | Encode) -> Train | Encode:
     """Return the settings with --local as the data where it is the only place that is given."""
     if settings.remote:
         return settings
-    return dataclasses.replace(settings, remote=settings.local, local=None)
+    return replace(settings, remote=settings.local, local=None)
 
 
 def batches_per_epoch(settings: Train, index: dict | None, devices: int) -> int:
@@ -140,81 +135,70 @@ def best_precision(is_for_gpus: bool) -> str:
     return 'amp_bf16'
 
 
-def with_workers(settings: Train | Encode, devices: int) -> Train | Encode:
-    """Return the settings with the loader's processes: for each of these devices its share of the cores, up to 8.
+def cores_of_device(devices: int) -> int:
+    """Return the CPU cores that each of so many devices of this machine has for its loader."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, devices))
 
-    Synthetic data needs none.
-    """
+
+def with_workers(settings: Train | Encode, cores: int) -> Train | Encode:
+    """Return the settings with the loader's processes: one for each core, up to 8. Synthetic data needs none."""
     if settings.num_workers is not None:
         return settings
-    workers = 0
-    if settings.remote:
-        cores = len(os.sched_getaffinity(0)) // devices
-        workers = max(1, min(MOST_WORKERS, cores))
-    return dataclasses.replace(settings, num_workers=workers, num_workers_by_default=True)
+    workers = min(MOST_WORKERS, cores) if settings.remote else 0
+    return replace(settings, num_workers=workers, num_workers_by_default=True)
 
 
-def with_times(settings: Train) -> Train:
-    """Return the settings with the length of the run and every time in batches, such as 1000ba.
-
-    Raises ValueError if the average would start when the run is over.
-    """
-    # The length. Without --max_duration it is that of the measurement; with it, all after the warm-up is measured.
+def with_length(settings: Train) -> Train:
+    """Return the settings with the length of the run in batches, and the images whose cost is stated."""
+    # Without --max_duration it is that of the measurement; with it, all after the warm-up is measured.
     is_given = settings.max_duration is not None
     if settings.loader_only or not is_given:
         queue = queued_batches(settings.num_workers) if settings.remote else 0
-        settings = with_defaults(settings, {'measure_batches': fewest_batches(queue)})
+        settings = with_defaults(settings, measure_batches=fewest_batches(queue))
         batches = settings.warmup_batches + queue + settings.measure_batches
-        settings = with_defaults(settings, {'max_duration': f'{batches}ba'})
+        settings = with_defaults(settings, max_duration=f'{batches}ba')
     length = to_batches(settings.max_duration, settings.batches_per_epoch)
 
-    # The images whose cost is stated: none of the model tiny, which is for trials.
+    # No cost is stated of the model tiny, which is for trials.
     if settings.model_name != TINY_MODEL:
-        of_this_run = length * settings.batch_size
-        images = of_this_run if settings.dry_run and is_given else TRAINING_IMAGES
-        settings = with_defaults(settings, {'training_images': images})
+        images = length * settings.batch_size if settings.dry_run and is_given else TRAINING_IMAGES
+        settings = with_defaults(settings, training_images=images)
+    return replace(settings, max_duration=f'{length}ba')
 
-    # Times that are given.
-    in_batches = {}
-    for flag in TIMES:
-        time = getattr(settings, flag)
-        if time is not None:
-            in_batches[flag] = f'{to_batches(time, settings.batches_per_epoch, length)}ba'
 
+def with_times(settings: Train) -> Train:
+    """Return the settings with every time in batches. Raises ValueError if the average starts when the run is over."""
     # Times that are not given. A short run is saved and judged as well, and its average forgets its first weights.
-    if settings.use_ema and settings.ema_half_life is None:
-        in_batches['ema_half_life'] = f'{min(LONGEST_INTERVAL, math.ceil(length / 10))}ba'
+    length = to_batches(settings.max_duration)
+    if settings.use_ema:
+        settings = with_defaults(settings, ema_half_life=f'{min(LONGEST_INTERVAL, math.ceil(length / 10))}ba')
     for flag, needed in INTERVALS.items():
-        if getattr(settings, needed) and getattr(settings, flag) is None:
-            in_batches[flag] = f'{min(LONGEST_INTERVAL, math.ceil(length / 4))}ba'
+        if getattr(settings, needed):
+            settings = with_defaults(settings, **{flag: f'{min(LONGEST_INTERVAL, math.ceil(length / 4))}ba'})
+
+    # All in batches.
+    times = {flag: getattr(settings, flag) for flag in TIMES if getattr(settings, flag) is not None}
+    in_batches = {flag: to_batches(time, settings.batches_per_epoch, length) for flag, time in times.items()}
 
     # An average that would never start.
     is_trained = settings.dry_run is None and not settings.loader_only
-    if is_trained and settings.ema_start is not None and to_batches(in_batches['ema_start']) >= length:
+    if is_trained and in_batches.get('ema_start', 0) >= length:
         raise ValueError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
                          f'{settings.max_duration}: there would be no average; give an earlier time')
-    return dataclasses.replace(settings, **in_batches)
+    return replace(settings, **{flag: f'{batches}ba' for flag, batches in in_batches.items()})
 
 
 def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, device_batch_size: int) -> None:
     """Raise ValueError, with the flag, its value and the remedy, if a flag would do nothing or the wrong thing."""
-    # what has no place on a machine without a GPU
-    if settings.device_train_microbatch_size == 'auto' and not is_for_gpus:
-        raise ValueError(f'--device_train_microbatch_size auto needs a GPU; give a number, such as {device_batch_size}')
     if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it for GPUs alone
         raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
                          'fp32, after a recipe that has the other')
-
-    # what goes wrong on one that has
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != device_batch_size:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          f'overwrite; use --device_train_microbatch_size {device_batch_size}')
-    if settings.attention == 'cudnn' and torch.cuda.is_available():
-        version = torch.backends.cudnn.version() or FAULTLESS_CUDNN
-        if version < FAULTLESS_CUDNN:
-            raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
-                             f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
-
-    # what these shards do not have
+    version = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    if settings.attention == 'cudnn' and version and version < FAULTLESS_CUDNN:
+        raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
+                         f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
     if settings.random_flip and settings.latents:
         raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')

@@ -119,9 +119,9 @@ class Encoders:
 class Speed:
     heading = 'speed'
 
-    device_train_microbatch_size: int | Literal['auto'] | None = flag(
-        None, "images that go through the model at once, or auto, the most that fit (default: auto; on a CPU the "
-        "device's share of the batch)", converter=microbatch, metavar='N')
+    device_train_microbatch_size: int | Literal['auto'] = flag(
+        'auto', "images that go through the model at once; auto is the most that fit, on a CPU the device's share",
+        converter=microbatch, metavar='N')
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32, which keeps 10 bits of the fraction '
         '(default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
@@ -338,7 +338,7 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
         # a device's share of it that divides into microbatches
         device_batch = self.batch_size // devices
         microbatch = self.device_train_microbatch_size
-        if microbatch not in (None, 'auto') and device_batch % microbatch:
+        if microbatch != 'auto' and device_batch % microbatch:
             smaller = range(1, min(microbatch, device_batch) + 1)
             largest = max(divisor for divisor in smaller if device_batch % divisor == 0)
             raise ValueError(f'--device_train_microbatch_size {microbatch} does not divide the {device_batch} images '

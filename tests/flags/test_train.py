@@ -1,4 +1,5 @@
 """What cannot be is refused with its flag, its value and the remedy; what was not given follows from the machine."""
+import os
 
 import pytest
 import torch
@@ -6,9 +7,8 @@ from composer.utils import dist
 
 from sdbench.costs import TRAINING_IMAGES
 from sdbench.flags.commands import Encode
-from sdbench.flags.complete import complete, complete_encoding, index_of_data
+from sdbench.flags.complete import complete_encoding
 from sdbench.flags.parser import parse
-from sdbench.flags.train import Train
 from sdbench.process import one_line_errors
 from tests.runs import TINY, settings_of
 
@@ -60,15 +60,20 @@ def test_a_dry_run_of_a_training_whose_length_is_given_costs_its_images(shards):
     assert settings_of(*sized).training_images == TRAINING_IMAGES
 
 
-def test_ranks_whose_hosts_differ_take_what_the_first_has_but_for_their_own_folders(shards, monkeypatch):
-    lengths = {6: '75ba', 8: '99ba'}  # by the processes of the loader
-    given = [parse(Train, '', ['--remote', shards, *TINY, '--num_workers', str(workers), '--max_duration', length,
-                               '--local', f'cache-{workers}']) for workers, length in lengths.items()]
-    monkeypatch.setattr(dist, 'all_gather_object', lambda mine: given)
-    for mine in given:
-        together = complete(mine, index_of_data(mine))
-        assert (together.num_workers, together.max_duration) == (6, '75ba')
-        assert together.local == mine.local
+def test_ranks_whose_hosts_differ_train_as_the_first_would(shards, monkeypatch):
+    told = []  # by each rank, of its machine
+
+    def gather(mine):
+        told.append(mine)
+        return told
+
+    monkeypatch.setattr(dist, 'all_gather_object', gather)
+    trained = []
+    for cores in (6, 8):
+        monkeypatch.setattr(os, 'sched_getaffinity', lambda process, cores=cores: range(cores))
+        trained.append(settings_of('--remote', shards, *TINY))
+    assert trained[0].num_workers == 6
+    assert trained[0] == trained[1]
 
 
 def test_a_local_without_a_remote_is_the_data(shards):
