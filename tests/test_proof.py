@@ -53,7 +53,7 @@ def test_a_proof_goes_on_where_it_was_and_its_page_names_what_failed_and_what_wa
     records = (tmp_path / 'records.jsonl').read_text()
     assert [json.loads(line)['step'] for line in records.splitlines()] == ['wrong size']
     page = (tmp_path / 'proof.md').read_text()
-    assert 'benchmark.py: error: --image_size 63 is not a multiple of 8' in page
+    assert 'benchmark.py: error: argument --image_size: 63 is not a multiple of 8' in page
     assert 'Not run yet: later.' in page
 
     steps[1] = Step('later', 'identity', 1)

@@ -7,17 +7,7 @@ from typing import Literal
 
 from sdbench.costs import TRAINING_IMAGES, Prices
 from sdbench.flags.parser import count, flag, fraction, number, positional, positive, seed
-from sdbench.flags.train import (
-    PRICES_HELP,
-    DataLoading,
-    Encoders,
-    Model,
-    Results,
-    Seed,
-    Warmup,
-    check_image_size,
-    price,
-)
+from sdbench.flags.train import PRICES_HELP, DataLoading, Encoders, Model, Results, Warmup, pixels, price
 from sdbench.paths import EXPORTED
 from sdbench.process import of_launcher
 
@@ -74,19 +64,17 @@ class Convert(Cluster):
     source: tuple[str, ...] = positional('tars, Parquet files, folders of these or of images, or globs; or tars or '
                                          'Parquet files in an object store (s3://bucket/tars/)')
     out: str = positional('new folder, or an address in an object store (s3://, gs://, azure://)')
-    held_out: float | None = flag(
-        None, 'keep this share of the samples, drawn by --seed, out of OUT, and write them to OUT-held-out, for '
-        '--eval_remote of benchmark.py', converter=fraction, metavar='SHARE')
+    held_out: float | None = flag(None, 'of the samples, which go to OUT-held-out instead, for --eval_remote of '
+                                  'benchmark.py', converter=fraction)
     seed: int = flag(17, 'of the draw of --held_out: an image is on the same side whatever else SOURCE holds',
                      converter=seed)
-    captions: str | None = flag(None, 'a table of captions: CSV, JSON lines (.jsonl) or Parquet, with paths of images '
-                                'relative to its folder (default: captions.csv, metadata.csv, metadata.jsonl and '
-                                'metadata.parquet in the folders of SOURCE)', metavar='FILE')
+    captions: str | None = flag(None, 'table of captions: CSV, JSON lines (.jsonl) or Parquet, with paths relative to '
+                                'its folder (default: captions.csv, metadata.csv, .jsonl and .parquet in the folders '
+                                'of SOURCE)', metavar='FILE')
     image_column: str | None = flag(None, 'column of the images in Parquet (default: image), and of their paths in a '
-                                    'table of captions (default: file_name or filename)', metavar='NAME')
-    caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table of captions (default: '
-                                      'text or caption; in the table of --captions also the only other one)',
-                                      metavar='NAME')
+                                    'table (default: file_name or filename)', metavar='NAME')
+    caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table (default: text or '
+                                      'caption; in that of --captions also the only other one)', metavar='NAME')
     num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)',
                                    converter=count)
     size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', converter=shard_size,
@@ -94,7 +82,7 @@ class Convert(Cluster):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encode(DataLoading, Model, Encoders, Warmup, Results, Seed, Cluster):
+class Encode(DataLoading, Model, Encoders, Warmup, Results, Cluster):
     heading = 'latents'
 
     out: str | None = flag(None, 'new folder or object store for the latents (needed)')
@@ -113,14 +101,12 @@ class Export:
 
     checkpoint: str = positional('a checkpoint, or a folder or an object store, for its newest')
     out: str = positional('new folder for the pipeline, or that of an earlier export, which then moves to OUT-1')
-    live: bool = flag(False, 'the live weights of the UNet in a checkpoint (default: off, the averaged ones, where the '
-                      'run had --use_ema)')
-    model_name: str | None = flag(None, 'tiny, a diffusers folder or a hub name, for the configuration of each part of '
-                                  'a checkpoint (default: that of the run)')
+    live: bool = flag(False, 'take the live weights of the UNet (default: off, the averaged ones where there are any)')
+    model_name: str | None = flag(None, 'tiny, a diffusers folder or a hub name, for the configuration of each part '
+                                  '(default: that of the run)')
     pretrained: bool = flag(False, 'take the VAE from --model_name also where a checkpoint without one does not say '
                             'which it was trained with')
-    tokenizer: str | None = flag(None, "folder or hub name of the run's tokenizer, where it has moved (default: that "
-                                 "of the run)")
+    tokenizer: str | None = flag(None, 'folder or hub name, where it has moved (default: that of the run)')
 
     def check(self) -> None:
         if os.path.lexists(self.out) and not os.path.isfile(os.path.join(self.out, EXPORTED)):
@@ -135,23 +121,21 @@ class Evaluate(Results):
                             'folder of diffusers, such as export.py writes')
     data: str = positional('MDS shards of images with captions, a folder or an object store')
     out: str | None = flag(None, 'new folder for the pictures; the same command goes on there (needed)')
-    inception: str | None = flag(None, "weights of InceptionV3, torch-fidelity's weights-inception-2015-12-05-6726825d"
-                                 '.pth (default: none, and no FID)', metavar='FILE')
-    clip: str | None = flag(None, f'a CLIP model in the layout of transformers, such as {CLIP_MODEL} (default: none, '
-                            'and no CLIP score)', metavar='FOLDER')
-    samples: int = flag(30_000, 'captions of DATA to draw, the first N, at each guidance scale', metavar='N',
+    inception: str | None = flag(None, "torch-fidelity's weights-inception-2015-12-05-6726825d.pth (default: none, and "
+                                 'no FID)', metavar='FILE')
+    clip: str | None = flag(None, f'a CLIP model as transformers has them, such as {CLIP_MODEL} (default: none, and no '
+                            'CLIP score)', metavar='FOLDER')
+    samples: int = flag(30_000, 'captions of DATA to draw, the first N, at each guidance scale',
                         converter=number(int, 2, 10 ** 9, 'a whole number above 1'))
-    guidance: tuple[float, ...] = flag((7.5,), 'scales of classifier-free guidance, each of which draws all captions; '
-                                       '1 is none (default: 7.5)',
-                                       converter=number(float, 1, 1000, 'a scale from 1 on'),
-                                       metavar='SCALE')
+    guidance: tuple[float, ...] = flag(
+        (7.5,), 'of classifier-free guidance, each of which draws all captions; 1 is none (default: 7.5)',
+        converter=number(float, 1, 1000, 'a scale from 1 on', 'SCALE'))
     steps: int = flag(50, 'of the sampler, DDIM; a divisor of its 1000 timesteps', converter=count)
     seed: int = flag(17, 'of the noise: that of a sample follows from it and from the number of the sample',
                      converter=seed)
-    image_size: int | None = flag(None, 'height and width of the pictures in pixels (default: those that the model was '
-                                  'trained at)', converter=count)
-    batch_size: int = flag(16, 'pictures at once on each device; an H100 needs more than 16 at 256 pixels',
-                           converter=count)
+    image_size: int | None = flag(None, 'height and width in pixels (default: those that the model was trained at)',
+                                  converter=pixels)
+    batch_size: int = flag(16, 'pictures at once on each device; a large GPU needs more', converter=count)
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
         None, 'of the UNet; all else is in float32 (default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, '
         'fp32 on a CPU)')
@@ -162,8 +146,6 @@ class Evaluate(Results):
         if TIMESTEPS % self.steps or self.steps == TIMESTEPS:
             raise ValueError(f'--steps {self.steps} is no divisor of the {TIMESTEPS} timesteps, so that the sampler '
                              'would not begin at pure noise; use one below them, such as 50')
-        if self.image_size is not None:
-            check_image_size(self.image_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,31 +153,30 @@ class Report:
     heading = 'report'
 
     records: tuple[str, ...] = positional('files of JSON lines, or of CSV where the name ends in .csv')
-    training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES}, those '
-                                       'of Stable Diffusion 2; for the model tiny no days are shown)', converter=count)
+    training_images: int | None = flag(None, f'images to train on, repeats counted (default: {TRAINING_IMAGES:,}, as '
+                                       'Stable Diffusion 2; for the model tiny no days are shown)', converter=count)
     dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
     days: float | None = flag(None, 'say also how many images each speed trains on in so many days',
                               converter=positive)
     extrapolate: tuple[int, ...] = flag((), 'numbers of GPUs to predict the throughput of (default: none)',
                                         converter=count, metavar='GPUS')
-    compare: bool = flag(False, 'a row for each training, numbered, with its speed over that of the first one of the '
-                         'same model and image size')
+    compare: bool = flag(False, 'a row for each training, with its speed over that of the first one of the same model '
+                         'and image size')
     phase: tuple[tuple[int | None, str], ...] = flag(
-        (), 'a plan instead: a phase of it, the side of its images in pixels; it trains on as many images as its '
-        'record says, or on IMAGES; the next phase stands behind it (default: no plan)', converter=phase,
-        metavar='[IMAGES@]SIZE')
+        (), 'a plan instead, of phases at these sides in pixels; each trains on IMAGES, or on as many as its record '
+        'says (default: no plan)', converter=phase, metavar='[IMAGES@]SIZE')
     encode: tuple[tuple[int, str], ...] = flag(
-        (), 'how many images a plan on latents encodes once, and at which size (default: none)',
-        converter=images_at_size, metavar='IMAGES@SIZE', needs='phase')
+        (), 'images that a plan on latents encodes once (default: none)', converter=images_at_size,
+        metavar='IMAGES@SIZE', needs='phase')
     hours_between_losses: float | None = flag(
-        None, 'of machines that may be taken away: the plan has in it what each loss costs, half a save interval and a '
+        None, 'of machines that may be taken away: a plan has in it what each loss costs, half a save interval and a '
         'restart', converter=positive, metavar='HOURS', needs='phase')
-    figure: str | None = flag(None, 'file for a picture, such as days.png: days over the number of GPUs; with --phase '
-                              'the GPU-hours of each plan', metavar='FILE')
-    learned: str | None = flag(None, 'file for a picture, such as learned.png: the held-out loss of each training over '
-                               'the images seen, and over dollars', metavar='FILE')
-    quality: str | None = flag(None, 'file for a picture, such as quality.png, of what evaluate.py has scored: FID '
-                               'against CLIP score, and both against the images of the training', metavar='FILE')
+    figure: str | None = flag(None, 'picture of the days over the number of GPUs, or of the GPU-hours of each plan',
+                              metavar='FILE')
+    learned: str | None = flag(None, 'picture of the held-out loss over the images seen, and over dollars',
+                               metavar='FILE')
+    quality: str | None = flag(None, 'picture of what evaluate.py has scored: FID against CLIP score, and both against '
+                               'the images of the training', metavar='FILE')
     csv: str | None = flag(None, 'file for the rows of all tables, unrounded', metavar='FILE')
 
     def check(self) -> None:

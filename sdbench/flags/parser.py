@@ -40,7 +40,7 @@ def flag(default: Any, help: str, *, converter: Callable[[str], Any] | None = No
         default: its value where it is not given; None: see `help`.
         help: what it is, in words; the default is added, unless they name it.
         converter: turns the text into the value, or raises argparse.ArgumentTypeError; None: the field's type does.
-        metavar: what the value is called in the help.
+        metavar: what the value is called in the help; None: as its converter has it, or else as the flag.
         bare: the value of the flag alone, where its value may be left out.
         needs: another flag, without which this one does nothing, so that it is refused; or several, one of which is
             enough.
@@ -121,8 +121,10 @@ def build_parser(cls: type, description: str, program: str | None = None) -> 'Pa
     """Build the parser of a dataclass; `parse` says what the arguments are."""
     hints = get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    program = program or Path(sys.argv[0]).name
     positionals = [name.upper() for name, field in fields.items() if 'positional' in field.metadata]
-    parser = Parser(program or Path(sys.argv[0]).name, description, positionals)
+    parser = Parser(program, ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]']), description,
+                    formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars='@', allow_abbrev=False)
 
     # the fields of each class, in the order in which they are written
     groups = {}  # of argparse, by heading
@@ -148,7 +150,7 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     if get_origin(hint) in (Union, types.UnionType):
         types_of_value = [one for one in get_args(hint) if one is not types.NoneType]
     help = about['help'].replace('%', '%%')
-    if '(default' not in help:
+    if '(default' not in help and '(needed)' not in help:
         help += f' (default: {IN_WORDS.get(str(field.default), field.default)})'
     options = {'default': argparse.SUPPRESS, 'help': help}  # the dataclass has the defaults
 
@@ -175,22 +177,13 @@ def add_flag(group, field: dataclasses.Field, hint: Any) -> None:
     # a value that may be left out
     if about['bare'] is not None:
         options |= {'nargs': '?', 'const': about['bare']}
-    metavar = about['metavar']
+    metavar = about['metavar'] or getattr(converter, 'metavar', None)
     if metavar is None and 'choices' not in options:
         metavar = field.name.upper()
     group.add_argument(f'--{field.name}', type=converter, metavar=metavar, **options)
     if bool in types_of_value:
         group.add_argument(f'--no-{field.name}', dest=field.name, action='store_const', const=False,
                            default=argparse.SUPPRESS, help=f'leave --{field.name} off')
-
-
-# flags of other programs that train, and ours that do the same
-MEANT = {'lr': '--learning_rate', 'epochs': '--max_duration', 'max_epochs': '--max_duration',
-         'num_train_epochs': '--max_duration', 'steps': '--max_duration', 'max_train_steps': '--max_duration',
-         'train_batch_size': '--batch_size', 'resolution': '--image_size', 'output_dir': '--save_folder',
-         'resume_from_checkpoint': '--autoresume', 'checkpointing_steps': '--save_interval',
-         'max_grad_norm': '--clip_grad_norm', 'validation_prompts': '--sample_prompts',
-         'pretrained_model_name_or_path': '--model_name'}
 
 
 class Parser(argparse.ArgumentParser):
@@ -200,12 +193,6 @@ class Parser(argparse.ArgumentParser):
     What follows a # there is a comment, and a line that ends in a backslash goes on in the next.
     """
 
-    def __init__(self, program: str, description: str, positionals: Sequence[str]):
-        usage = ' '.join([program, *positionals, '[--flag VALUE ...]', '[@FILE]'])
-        super().__init__(program, description=description, usage=usage,
-                         formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars='@',
-                         allow_abbrev=False)
-
     def _read_args_from_files(self, arg_strings: Sequence[str]) -> list[str]:
         """Put what the files hold in the place of their names, where argparse does. Raises ValueError if it cannot."""
         arguments = []
@@ -213,8 +200,8 @@ class Parser(argparse.ArgumentParser):
             if not argument.startswith('@'):
                 arguments.append(argument)
                 continue
-            text = read_text(argument[1:], f'the file of flags {argument}').replace('\\\n', '')
-            for line in text.split('\n'):
+            text = read_text(argument[1:], f'the file of flags {argument}')
+            for line in re.sub(r'\\[ \t]*(\n|\Z)', '', text).split('\n'):
                 try:
                     words = shlex.split(line, comments=True)
                 except ValueError:
@@ -227,21 +214,18 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition('=')[0]
-            flags = self._option_string_actions
-            meant = MEANT.get(name.removeprefix('--'))
-            nearest = [meant] if meant in flags else difflib.get_close_matches(name, flags, n=1)
-            remedy = f'did you mean {nearest[0]}?' if nearest else 'see --help'
+            flags = [flag.removeprefix('--') for flag in self._option_string_actions]
+            nearest = difflib.get_close_matches(name.removeprefix('--'), flags, n=1)
+            remedy = f'did you mean --{nearest[0]}?' if nearest else 'see --help'
             self.error(f'{name} is no flag; {remedy}')
         return known
 
     def error(self, message: str) -> None:
         """End with one line and status 2."""
-        message = re.sub(r"argument (--\S+)/(--no-\S+): ignored explicit argument '(.*)'",
-                         r'\1=\3: this flag takes no value; give \1 or \2', message)
         exit_with_error(self.prog, 2, message)
 
 
-def number(cls: type, least: float, most: float, name: str) -> Callable[[str], int | float]:
+def number(cls: type, least: float, most: float, name: str, metavar: str = 'N') -> Callable[[str], int | float]:
     """Make a converter to an int or a float from `least` to `most`; `name` says in error messages what it takes."""
     def parse_number(text: str) -> int | float:
         try:
@@ -251,6 +235,8 @@ def number(cls: type, least: float, most: float, name: str) -> Callable[[str], i
         if least <= value <= most:
             return value
         raise argparse.ArgumentTypeError(f'{text} is not {name}')
+
+    parse_number.metavar = metavar
     return parse_number
 
 
@@ -258,6 +244,6 @@ count = number(int, 1, sys.maxsize, 'a whole number above 0')
 whole_number = number(int, 0, sys.maxsize, 'a whole number')
 amount = number(float, 0, sys.float_info.max, 'an amount')
 positive = number(float, sys.float_info.min, sys.float_info.max, 'a number above 0')
-fraction = number(float, 0, 1, 'a share between 0 and 1')
+fraction = number(float, 0, 1, 'a share between 0 and 1', 'SHARE')
 below_1 = number(float, 0, math.nextafter(1, 0), 'a number from 0 to below 1')
 seed = number(int, 0, 4_000_000_000, 'a whole number up to 4,000,000,000')  # NumPy takes 32 bits, with the rank on top

@@ -32,6 +32,8 @@ def time_in(units: str) -> Callable[[str], str]:
         if unit not in allowed:
             raise argparse.ArgumentTypeError(f'{text} is not a time such as {examples}')
         return text
+
+    convert.metavar = 'TIME'
     return convert
 
 

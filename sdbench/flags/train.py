@@ -15,12 +15,21 @@ from sdbench.records.keys import ENCODERS
 TINY_MODEL = 'tiny'  # a small model of the same kind, also built in
 SD2_BASE = 'stabilityai/stable-diffusion-2-base'  # whose architecture is built in
 BATCH_SIZE = 2048  # of the published benchmark
+INTERVAL_DEFAULT = '(default: 1000ba, or a quarter of a shorter run)'
 TINY_COMMAND = 'python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4'
 
 
 def microbatch(text: str) -> int | Literal['auto']:
     """Convert a number of images that go through the model at once, or auto."""
     return text if text == 'auto' else count(text)
+
+
+def pixels(text: str) -> int:
+    """Convert a side of an image, of which the VAE makes one latent of 8 pixels."""
+    size = count(text)
+    if size % 8:
+        raise argparse.ArgumentTypeError(f'{text} is not a multiple of 8; use {size // 8 * 8 or 8}')
+    return size
 
 
 def known_gpu(text: str) -> str:
@@ -43,18 +52,18 @@ def price(text: str) -> tuple[str | None, float]:
     return known_gpu(name), amount(dollars)
 
 
-PRICES_HELP = (f'price of one GPU for an hour, in dollars, or several, such as H100=2.5 H200=3.2 '
-               f'(default: {DOLLARS_PER_GPU_HOUR}, for every GPU)')
+PRICES_HELP = (f'dollars of one GPU for an hour, or of several GPUs, such as H100=2.5 H200=3.2 (default: '
+               f'{DOLLARS_PER_GPU_HOUR}, for every GPU)')
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataLoading:
     heading = 'data'
 
-    remote: str | None = flag(None, 'MDS shards, a folder or an object store: images and captions as convert.py writes '
-                              'them, or for a training latents as encode.py does')
-    local: str | None = flag(None, 'folder that caches the shards (default: one for each remote; a remote that is a '
-                             'folder is read in place); without --remote, the folder with the shards')
+    remote: str | None = flag(None, 'MDS shards in a folder or an object store: images and captions as convert.py '
+                              'writes them, or for a training latents as encode.py does')
+    local: str | None = flag(None, 'folder that caches the shards (default: one for each store; a folder is read in '
+                             'place); without --remote, the folder with the shards')
     num_workers: int | None = flag(None, 'processes that decode, per device (default: up to 8 of its CPU cores)',
                                    converter=whole_number)
     num_workers_by_default: bool = False  # no flag: complete.py says whether it filled them in
@@ -65,18 +74,17 @@ class TrainingSamples:
     heading = 'data'
 
     cache_limit: str | None = flag(None, 'most that the cache of --local may hold, such as 500gb (default: no limit)',
-                                   may_change=True)
-    max_bad_samples: float = flag(0.01, 'share of samples that may be bad before the run ends', converter=fraction,
-                                   may_change=True)
+                                   metavar='SIZE', may_change=True)
+    max_bad_samples: float = flag(0.01, 'of all samples, which may be bad before the run ends', converter=fraction,
+                                  may_change=True)
     use_synth_data: bool = flag(False, 'train on random images that cost nothing to load')
     use_synth_latents: bool = flag(False, 'train on random latents, as if encode.py had made them')
     batch_size: int = flag(BATCH_SIZE, 'images in a step, over all devices', converter=count)
-    tokenizer: str | None = flag(None, "folder or hub name (default: that of --model_name where its folder has one, "
-                                 "or else CLIP's own, from the package open_clip_torch)",
+    tokenizer: str | None = flag(None, "folder or hub name (default: that in --model_name's folder, or CLIP's own)",
                                  may_change=True)  # its place: the token ids must be the same
     random_flip: bool = flag(False, 'mirror every image with a chance of one half, drawn again in each epoch')
-    caption_drop: float = flag(0.0, 'share of the captions that the empty one replaces, such as 0.1, so that images '
-                               'can be drawn with classifier-free guidance', converter=fraction)
+    caption_drop: float = flag(0.0, 'of the captions, such as 0.1, in whose place the empty one is trained, for '
+                               'classifier-free guidance', converter=fraction)
 
     def check(self) -> None:
         if self.random_flip and self.use_synth_latents:
@@ -91,16 +99,8 @@ class Model:
                            'is built in)', may_change=True)  # its place: the configuration must be the same
     pretrained: bool = flag(False, 'load the weights of the VAE and the text encoder from --model_name; tiny has those '
                             'of a VAE (default: off, random weights, which train as fast)')
-    image_size: int = flag(512, 'height and width in pixels', converter=count)
-
-    def check(self) -> None:
-        check_image_size(self.image_size)
-
-
-def check_image_size(pixels: int) -> None:
-    """Raise ValueError if the VAE, which makes one latent of 8 x 8 pixels, leaves some over."""
-    if pixels % 8:
-        raise ValueError(f'--image_size {pixels} is not a multiple of 8; use {pixels // 8 * 8 or 8}')
+    image_size: int = flag(512, 'height and width in pixels', converter=pixels)
+    seed: int = flag(17, 'of weights, noise and shuffle', converter=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,19 +123,17 @@ class Speed:
         'auto', "images that go through the model at once; auto is the most that fit, on a CPU the device's share",
         converter=microbatch, metavar='N')
     precision: Literal['amp_bf16', 'amp_fp16', 'fp32'] | None = flag(
-        None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32, which keeps 10 bits of the fraction '
-        '(default: amp_bf16 on a GPU that has it, amp_fp16 on another GPU, fp32 on a CPU)')
+        None, 'of the UNet; on GPUs since the A100 fp32 multiplies as TF32 (default: amp_bf16 on a GPU that has it, '
+        'amp_fp16 on another GPU, fp32 on a CPU)')
     attention: Literal['sdpa', 'cudnn', 'flash', 'efficient', 'math', 'xformers'] = flag(
-        'sdpa', "sdpa, torch's attention; one of its kernels, where it can; or xformers, that of the package")
+        'sdpa', "sdpa is torch's, which chooses a kernel; or one of its kernels; or the package xformers")
     gradient_checkpointing: bool = flag(False, 'less memory for about a third more arithmetic')
     fused_optimizer: bool = flag(True, 'AdamW in one kernel')
-    half_precision_norms: bool = flag(False, "compute the norms of the UNet and of the VAE's encoder in the half "
-                                      'precision of --precision instead of float32')
+    half_precision_norms: bool = flag(False, "norms of the UNet and of the VAE's encoder in half precision")
     cudnn_benchmark: bool = flag(False, 'let cuDNN try its algorithms for each new shape and keep the fastest')
     compile_blocks: bool | None = flag(
-        None, "compile each kind of the UNet's blocks once instead of the whole UNet: a shorter start, and devices "
-        'exchange gradients earlier (default: on where there are several, unless in the mode reduce-overhead)',
-        needs='compile')
+        None, "compile each kind of the UNet's blocks once, which starts sooner and exchanges gradients earlier "
+        '(default: on with several devices, unless in the mode reduce-overhead)', needs='compile')
     allreduce_precision: Literal['fp32', 'bf16'] = flag('fp32', 'in which GPUs exchange gradients')
 
 
@@ -150,9 +148,8 @@ class Warmup:
 class Results:
     heading = 'measurement'
 
-    results: str | None = flag(None, 'file that the record is appended to, or - to print it as the last line of '
-                               'standard output instead (default: results.jsonl; a forecast is kept only in a file '
-                               'that is named)', metavar='FILE')
+    results: str | None = flag(None, 'file that the record is appended to, or - to print it as the last line of output '
+                               '(default: results.jsonl; for a forecast none)', metavar='FILE')
 
     @property
     def results_file(self) -> str:
@@ -168,26 +165,15 @@ class Results:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun:
-    heading = 'forecast'
-
-    dry_run: int | None = flag(
-        None, 'do nothing but say, without a GPU, what fits on which GPU, and how fast so many GPUs could be '
-        '(default: off; without a number, as many as there are processes)', converter=count, metavar='GPUS', bare=0)
-    gpu: tuple[str, ...] = flag((), 'GPUs by their names in records or a part of it, such as A100-40GB H200 (default: '
-                                'all that are known)', converter=known_gpu, metavar='NAME', needs='dry_run')
-
-
-@dataclass(frozen=True, kw_only=True)
 class Measuring:
     heading = 'measurement'
 
     measure_batches: int | None = flag(
-        None, 'batches measured after the warm-up (default: with --max_duration to the end of the run; else 20, or '
-        "with streamed data five times the loader's queue if that is more)", converter=count)
+        None, 'batches measured after the warm-up (default: all of --max_duration; without it 20, or more where the '
+        'loader prepares many ahead)', converter=count)
     loader_only: bool = flag(False, 'measure the loader alone, without a model')
-    profile: str | None = flag(None, 'folder for a trace of 3 batches after the warm-up, for Perfetto and '
-                               'TensorBoard; no report counts such a run', metavar='DIR')
+    profile: str | None = flag(None, 'folder for a trace of 3 batches after the warm-up; no report counts such a run',
+                               metavar='DIR')
 
     def check(self) -> None:
         if self.loader_only and self.profile:
@@ -195,10 +181,21 @@ class Measuring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seed:
-    heading = 'training and checkpoints'
+class Cost:
+    heading = 'forecast and cost'
 
-    seed: int = flag(17, 'of weights, noise and shuffle', converter=seed)
+    dry_run: int | None = flag(
+        None, 'only say, without a GPU, what fits on which GPU, and how fast so many GPUs could be (default: off; '
+        'without a number, as many as there are processes)', converter=count, metavar='GPUS', bare=0)
+    gpu: tuple[str, ...] = flag((), 'GPUs by their names or a part of them, such as A100-40GB H200 (default: all that '
+                                'are known)', converter=known_gpu, metavar='NAME', needs='dry_run')
+    training_images: int | None = flag(
+        None, f'images of the whole training, for its cost (default: {TRAINING_IMAGES:,}, those of Stable Diffusion 2, '
+        'or with --dry_run those of --max_duration; for the model tiny no cost is shown)', converter=count)
+    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
+    budget: float | None = flag(
+        None, 'save and end the run when its GPU-hours, with those of the runs that it resumes, have cost so many '
+        'dollars (default: no limit)', converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,53 +203,48 @@ class Training:
     heading = 'training and checkpoints'
 
     max_duration: str | None = flag(None, 'length of the run, such as 5000ba or 2ep (default: warm-up and measured '
-                                    'batches)', converter=time_in('ba ep'), metavar='TIME')
-    load_weights: str | None = flag(
-        None, 'start from the weights, and with --use_ema their average, of a checkpoint, the newest of a folder or an '
-        'object store, or a diffusers UNet or pipeline (default: random weights)')
-    on_nan: Literal['stop', 'skip'] = flag('stop', 'end the run at a loss or a gradient that is not finite, or skip '
-                                           'such steps and count them, up to 10 in a row')
+                                    'batches)', converter=time_in('ba ep'))
+    load_weights: str | None = flag(None, 'start from a checkpoint, the newest of a folder or an object store, or a '
+                                    'UNet or pipeline of diffusers (default: random weights)')
+    on_nan: Literal['stop', 'skip'] = flag('stop', 'at a loss or a gradient that is not finite: end the run, or skip '
+                                           'the step, up to 10 in a row')
     save_folder: str | None = flag(None, 'save checkpoints to this new folder or object store')
-    save_interval: str | None = flag(
-        None, 'time between checkpoints (default: 1000ba, or a quarter of a shorter run); one is also saved at the end '
-        'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'), metavar='TIME', needs=('save_folder', 'dry_run'))
+    save_interval: str | None = flag(None, f'time between checkpoints {INTERVAL_DEFAULT}; one is also saved at the end '
+                                     'and on Ctrl-C or SIGTERM', converter=time_in('ba ep dur'),
+                                     needs=('save_folder', 'dry_run'))
     save_num_checkpoints_to_keep: int | None = flag(
-        None, 'the newest that stay in a folder (default: all, and one of Stable Diffusion 2 takes 15 GB); an object '
-        'store keeps all', converter=count, metavar='N', needs=('save_folder', 'dry_run'))
+        None, 'the newest that stay in a folder (default: all; one of Stable Diffusion 2 takes 15 GB); an object store '
+        'keeps all', converter=count, needs=('save_folder', 'dry_run'))
     autoresume: bool = flag(False, 'go on from the newest checkpoint in --save_folder, if there is one',
                             needs=('save_folder', 'dry_run'))
-    dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one of them compiles, saves '
-                             'or draws', converter=count)
+    dist_timeout: int = flag(1800, 'seconds to wait for the other processes, also while one compiles, saves or draws',
+                             converter=count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     heading = 'loss, optimizer and average'
 
-    snr_gamma: float | None = flag(
-        None, 'weight the loss of each image by the signal-to-noise ratio (SNR) of its timestep, as Min-SNR does: '
-        'min(SNR, GAMMA) / SNR for epsilon, min(SNR, GAMMA) / (SNR + 1) for v_prediction; its authors took 5.0',
-        converter=positive, metavar='GAMMA')
+    snr_gamma: float | None = flag(None, 'of Min-SNR, such as 5.0: images at a signal-to-noise ratio above it weigh '
+                                   'less in the loss', converter=positive, metavar='GAMMA')
     learning_rate: float = flag(1e-4, 'of AdamW', converter=positive)
-    lr_warmup: str | None = flag(None, 'time in which the learning rate rises from 0, such as 10000ba',
-                                 converter=time_in('ba ep dur'), metavar='TIME')
+    lr_warmup: str | None = flag(None, 'in which the learning rate rises from 0, such as 10000ba',
+                                 converter=time_in('ba ep dur'))
     lr_schedule: Literal['constant', 'cosine', 'linear'] = flag(
-        'constant', 'how the learning rate goes on after the warm-up: it stays, or falls to 0 at the end of '
-        '--max_duration along a cosine or a line')
-    lr_final: float = flag(0.0, 'share of the learning rate to which cosine and linear fall instead of 0, such as 0.1',
-                           converter=fraction, metavar='SHARE')
+        'constant', 'how the learning rate goes on: it stays, or falls to 0 at the end of --max_duration')
+    lr_final: float = flag(0.0, 'of the learning rate, to which cosine and linear fall instead of 0, such as 0.1',
+                           converter=fraction)
     weight_decay: float = flag(0.001, 'of AdamW', converter=amount)
-    adam_betas: tuple[float, float] = flag(
-        (0.9, 0.999), "of AdamW: how much of the gradients' average, and of that of their squares, each step keeps "
-        '(default: 0.9 0.999)', converter=below_1, metavar='BETA')
+    adam_betas: tuple[float, float] = flag((0.9, 0.999), 'of AdamW: how much of its two averages each step keeps '
+                                           '(default: 0.9 0.999)', converter=below_1, metavar='BETA')
     clip_grad_norm: float | None = flag(None, 'scale the gradients of a step down to this norm where it is larger',
                                         converter=positive, metavar='NORM')
     use_ema: bool = flag(False, 'keep an exponential moving average of the UNet')
-    ema_half_life: str | None = flag(None, "time after which today's weights count half in the average (default: "
-                                     '1000ba, or a tenth of a shorter run)', converter=time_in('ba ep'),
-                                     metavar='TIME', needs='use_ema', may_change=True)  # a longer run has a longer one
+    ema_half_life: str | None = flag(
+        None, "after which today's weights count half in the average (default: 1000ba, or a tenth of a shorter run)",
+        converter=time_in('ba ep'), needs='use_ema', may_change=True)  # a longer run has a longer one
     ema_start: str | None = flag(None, 'training before the average starts, such as 5000ba or 0.5dur, half of it',
-                                 converter=time_in('ba ep dur'), metavar='TIME', needs='use_ema')
+                                 converter=time_in('ba ep dur'), needs='use_ema')
 
     def check(self) -> None:
         if self.lr_final and self.lr_schedule == 'constant':
@@ -262,51 +254,27 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationAndDrawing:
-    heading = 'evaluation and drawing'
+    heading = 'evaluation, drawing and curves'
 
-    eval_remote: str | None = flag(None, 'MDS shards that are held out, a folder or an object store: the loss on them '
-                                   'is calculated with the same noise and timesteps each time', metavar='PATH')
-    eval_interval: str | None = flag(None, 'time between evaluations (default: 1000ba, or a quarter of a shorter '
-                                     'run); there is also one at the end',
-                                     converter=time_in('ba ep'), metavar='TIME', needs=('eval_remote', 'dry_run'))
-    sample_prompts: str | None = flag(
-        None, 'draw each prompt of this file, one a line, with the averaged weights where there are any, 50 steps and '
-        'guidance 7.5; needs --pretrained', metavar='FILE')
-    sample_interval: str | None = flag(None, 'time between the drawings (default: 1000ba, or a quarter of a shorter '
-                                       'run); the end of the run is also drawn',
-                                       converter=time_in('ba ep'), metavar='TIME', needs=('sample_prompts', 'dry_run'))
-    sample_folder: str | None = flag(None, 'folder for the drawings, a PNG each time (default: SAVE_FOLDER-samples, or '
-                                     'samples)', metavar='DIR')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Logging:
-    heading = 'logging'
-
-    run_name: str | None = flag(None, 'how the name of the curves begins, which go on at a resume (default: the '
-                                'last part of --save_folder)', metavar='NAME')
+    eval_remote: str | None = flag(None, 'MDS shards that are held out: the loss on them is calculated with the same '
+                                   'noise and timesteps each time')
+    eval_interval: str | None = flag(None, f'time between evaluations {INTERVAL_DEFAULT}; there is also one at the end',
+                                     converter=time_in('ba ep'), needs=('eval_remote', 'dry_run'))
+    sample_prompts: str | None = flag(None, 'draw each line of this file, with the averaged weights where there are '
+                                      'any; needs --pretrained', metavar='FILE')
+    sample_interval: str | None = flag(None, f'time between drawings {INTERVAL_DEFAULT}; the end is also drawn',
+                                       converter=time_in('ba ep'), needs=('sample_prompts', 'dry_run'))
+    sample_folder: str | None = flag(None, 'for the drawings (default: SAVE_FOLDER-samples, or samples)', metavar='DIR')
+    run_name: str | None = flag(None, 'how the name of the curves begins, which go on at a resume (default: the last '
+                                'part of --save_folder)', metavar='NAME')
     wandb_name: str | None = flag(None, 'log to Weights & Biases under this name (default: W&B is not used)')
     wandb_project: str | None = flag(None, 'log to this project of Weights & Biases (default: W&B is not used)')
     tensorboard: str | None = flag(None, 'log to TensorBoard files in this folder', metavar='DIR')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
-    heading = 'cost'
-
-    training_images: int | None = flag(None, f'images of the whole training, for its cost (default: {TRAINING_IMAGES}, '
-                                       'those of Stable Diffusion 2, or with --dry_run those of --max_duration; for '
-                                       'the model tiny no cost is shown)',
-                                       converter=count)
-    dollars_per_gpu_hour: Prices = flag((), PRICES_HELP, converter=price, metavar='PRICE')
-    budget: float | None = flag(
-        None, 'save and end the run when its GPU-hours, with those of the runs that it resumes, have cost so many '
-        'dollars (default: no limit)', converter=positive, metavar='DOLLARS', needs='dollars_per_gpu_hour')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measuring, Results, DryRun, Seed,
-            Training, Optimizer, EvaluationAndDrawing, Logging, Cost):
+class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measuring, Results, Cost, Training, Optimizer,
+            EvaluationAndDrawing):
     """All flags of benchmark.py. `complete.py` fills in what is None here and has another default in --help.
 
     Attributes:
@@ -365,7 +333,7 @@ class Train(DataLoading, TrainingSamples, Model, Encoders, Speed, Warmup, Measur
 
 
 # What is learned follows from the flags of these groups: a resumed run has the same, but for those that may change.
-LEARNING = (TrainingSamples, Model, Seed, Optimizer)
+LEARNING = (TrainingSamples, Model, Optimizer)
 FIELDS_OF_LEARNING = tuple(field for group in LEARNING for field in fields(group))
 SAME_ON_RESUME = tuple(field for field in FIELDS_OF_LEARNING if not field.metadata['may_change'])
 ENCODER_PRECISIONS = {'amp_bf16': 'bf16', 'amp_fp16': 'fp16', 'fp32': 'fp32'}  # unless given, by --precision
