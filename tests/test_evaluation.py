@@ -12,7 +12,7 @@ import benchmark
 from benchmark import StableDiffusion, main
 from ema import EMA
 from sdbench.inputs.captions import build_tokenizer
-from sdbench.inputs.shards import MOMENTS, index_hash, read_index
+from sdbench.inputs.shards import IMAGES_HASH, MOMENTS, index_hash, read_index
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
@@ -31,7 +31,7 @@ def moments(tmp_path_factory) -> tuple[str, list[dict]]:
     folder = tmp_path_factory.mktemp('latents') / 'mds'
     write_shards(folder, samples, {MOMENTS: 'ndarray:float16:8,8,8', 'caption': 'str'})
     index = json.loads((folder / 'index.json').read_text())
-    index['latents'] = origin_of_latents(find_model('tiny'), 64)
+    index['latents'] = origin_of_latents(find_model('tiny'), 64) | {IMAGES_HASH: 'of the images'}
     (folder / 'index.json').write_text(json.dumps(index))
     return str(folder), samples
 
@@ -149,7 +149,7 @@ def test_copies_of_the_training_data_and_latents_of_another_size_are_refused(sou
     copy = shutil.copytree(shards, tmp_path / 'copy')
     latents = shutil.copytree(moments[0], tmp_path / 'latents')  # as encode.py makes them of these shards
     index = json.loads((latents / 'index.json').read_text())
-    index['latents']['images_sha256'] = index_hash(read_index(shards))
+    index['latents'][IMAGES_HASH] = index_hash(read_index(shards))
     (latents / 'index.json').write_text(json.dumps(index))
     places = {'SHARDS': shards, 'MOMENTS': moments[0], 'COPY': str(copy), 'LATENTS': str(latents)}
     argv = [places.get(argument, argument) for argument in [*TINY, *source, *flags]]
