@@ -40,7 +40,7 @@ from sdbench.datasets.job import (
 from sdbench.datasets.output import Output, part_name
 from sdbench.datasets.sources import Found, find_files, join_neighbours
 from sdbench.datasets.tables import TABLE_SUFFIXES, Columns, read_columns
-from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
+from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, one_line, plural
 from sdbench.inputs.images import formats
 from sdbench.inputs.shards import DRAW
@@ -138,7 +138,7 @@ def facts_of_samples(settings: Convert) -> dict:
 
 def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part], missing: list[Part]) -> None:
     """Have the missing parts made by the processes of this machine, or by a Ray cluster."""
-    files = plural(len({file.name for part in missing for file in part.files}), 'file')
+    files = plural(len({source.name for part in missing for source in part.sources}), 'file')
     print(f'converting {files} in {len(missing):,} of {plural(len(parts), "part")}', file=sys.stderr, flush=True)
     do = partial(convert_parts, settings, outputs)
     if settings.ray:

@@ -35,7 +35,7 @@ from sdbench.datasets.job import (
     write_index,
 )
 from sdbench.datasets.output import SKIPPED, Output, part_name
-from sdbench.datasets.work import LocalWorkers, Part, RayWorkers
+from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.complete import complete_encoding
 from sdbench.inputs.shards import DRAW, IMAGES_HASH, index_hash, read_image_index

@@ -44,9 +44,9 @@ from data import StreamingLAIONDataset
 from sdbench.datasets.output import Output
 from sdbench.errors import DataError, plural, redacted
 from sdbench.flags.complete import best_precision
-from sdbench.inputs.captions import hash_of_ids
 from sdbench.inputs.images import resize
 from sdbench.inputs.shards import index_hash, read_image_index
+from sdbench.inputs.tokenizer import hash_of_ids
 from sdbench.models.drawing import SAMPLER, decode, load_pipeline, seeded
 from sdbench.models.feature_extractors import (
     NETWORK,

@@ -22,8 +22,8 @@ from transformers import CLIPTokenizer
 
 from benchmarks.photographs import photograph
 from data import StreamingLAIONDataset, build_loader
-from sdbench.inputs.captions import build_tokenizer, clip_tokenizer
 from sdbench.inputs.shards import MDS_COLUMNS
+from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
 
 IMAGE_SIZE = 512  # pixels to train at
 BATCH_SIZE = 32

@@ -19,7 +19,7 @@ from sdbench.forecast.fake_step import trace_step
 from sdbench.forecast.memory import build_on_meta
 from sdbench.forecast.operators import UPDATE
 from sdbench.forecast.speed import BatchSplit, StepWork, Work
-from sdbench.inputs.captions import CAPTION_LENGTH
+from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.models.loading import AUTOCAST_DTYPES, SD2_BASE, find_model
 
 ROOT = Path(__file__).parent.parent

@@ -93,7 +93,7 @@ def model_folder(tmp_path_factory) -> str:
     from transformers import PreTrainedTokenizerFast
 
     from benchmark import StableDiffusion
-    from sdbench.inputs.captions import clip_tokenizer
+    from sdbench.inputs.tokenizer import clip_tokenizer
     torch.manual_seed(1)
     folder, model = tmp_path_factory.mktemp('model'), StableDiffusion('tiny', image_size=64)
     for part in ('unet', 'vae', 'text_encoder'):

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from benchmarks.once.inception import random_inception
-from sdbench.inputs import captions
+from sdbench.inputs.tokenizer import pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.feature_extractors import Clip
 from sdbench.models.loading import build_text_encoder, build_vae, find_model
@@ -29,8 +29,8 @@ def save_inception(path: Path) -> str:
 def tokenizer_of_letters() -> CLIPTokenizerFast:
     """Build the tokenizer of the program with a token for each letter, which is made and loaded in no time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captions, 'clip_merges', tuple)
-        return captions.pipeline_tokenizer()
+        patch.setattr('sdbench.inputs.tokenizer.clip_merges', tuple)
+        return pipeline_tokenizer()
 
 
 def save_clip(folder: Path) -> str:

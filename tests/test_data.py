@@ -7,8 +7,8 @@ from PIL import Image
 
 from benchmark import main
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader, collate, normalize
-from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.images import decode_image
+from sdbench.inputs.tokenizer import build_tokenizer
 from tests.runs import TINY, failed
 from tests.samples import encoded, good, picture, pillow_square, pixels, write_shards
 

@@ -17,7 +17,7 @@ from benchmark import StableDiffusion, main
 from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_loader
 from ema import EMA, compute_ema
 from export import main as export
-from sdbench.inputs.captions import build_tokenizer
+from sdbench.inputs.tokenizer import build_tokenizer
 from tests.runs import ROOT, TINY
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 

@@ -18,8 +18,8 @@ from sdbench.datasets.encoder import Encoder, ImageShard
 from sdbench.flags.commands import Encode
 from sdbench.flags.complete import complete_encoding
 from sdbench.flags.parser import parse
-from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import hash_of_images, index_hash, read_index
+from sdbench.inputs.tokenizer import build_tokenizer
 from tests.runs import TINY, check_keys, refusal, times_of
 from tests.samples import encoded, picture, write_shards
 

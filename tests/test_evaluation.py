@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import benchmark
 from benchmark import StableDiffusion, main
 from ema import EMA
-from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import IMAGES_HASH, MOMENTS, index_hash, read_index
+from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint

@@ -15,7 +15,7 @@ from data import SyntheticImageCaptionDataset, build_loader
 from ema import EMA
 from evaluate import load_model
 from export import main as export
-from sdbench.inputs.captions import build_tokenizer
+from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.loading import BUILT_IN, build_vae, find_model
 from sdbench.training.checkpoints import load_checkpoint
 from tests.runs import TINY, one_error_line

@@ -6,7 +6,7 @@ import torch
 from sdbench.datasets.output import Output, PartWriter
 from sdbench.datasets.readers import make_sample, read_samples
 from sdbench.datasets.tables import Columns
-from sdbench.datasets.work import Part
+from sdbench.datasets.workers import Part
 from sdbench.flags.commands import Convert
 from sdbench.inputs.shards import MDS_COLUMNS
 
@@ -35,7 +35,7 @@ def convert_part(settings: Convert, outputs: list[Output], part: Part) -> None:
     # read the files of the part, and write their samples
     columns = Columns(settings.image_column, settings.caption_column)
     skipped = []
-    for file in part.files:
+    for file in part.sources:
         for key, fields in read_samples(file, columns):
             try:
                 sample = make_sample(fields)

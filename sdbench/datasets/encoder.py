@@ -18,7 +18,7 @@ from diffusers import AutoencoderKL
 from torch.utils.data import DataLoader, Dataset
 
 from sdbench.datasets.output import Output, PartWriter
-from sdbench.datasets.work import Part
+from sdbench.datasets.workers import Part
 from sdbench.errors import DataError
 from sdbench.flags.commands import Encode
 from sdbench.inputs.images import decode_image, normalize_images, stack_images
@@ -145,7 +145,7 @@ class Encoder:
             copies: folder for the shards while they are read; None: they are read in place.
         """
         settings = self.settings
-        shards = open_shards(settings.remote, copies, [part.files[0].entry for part in parts])
+        shards = open_shards(settings.remote, copies, [part.sources[0].entry for part in parts])
         loader = DataLoader(Batches(shards, settings.image_size), batch_size=None,
                             sampler=keys_of_batches(shards, settings.batch_size), num_workers=settings.num_workers,
                             pin_memory=self.device.type == 'cuda')
@@ -155,7 +155,7 @@ class Encoder:
 
     def encode_part(self, output: Output, part: Part, batches: Iterator[dict]) -> None:
         """Encode the batches of a part's shard, and list its bad samples by their number among all."""
-        [shard] = part.files
+        [shard] = part.sources
         writer = PartWriter(output, part.name, latent_columns(self.latent_size))
         skipped = []
         writing = []
@@ -241,7 +241,7 @@ def encode_parts(settings: Encode, output: Output, parts: list[Part], gpu: int |
     encoder = encoder_of_process(settings, gpu)
     if settings.local:
         os.makedirs(settings.local, exist_ok=True)
-    in_place = not settings.local and is_readable_in_place(settings.remote, [part.files[0].entry for part in parts])
+    in_place = not settings.local and is_readable_in_place(settings.remote, [part.sources[0].entry for part in parts])
     with tempfile.TemporaryDirectory(prefix='shards-', dir=settings.local) as copies:
         encoder.encode(output, parts, None if in_place else copies)
     return encoder.figures()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from sdbench.datasets.output import DAMAGED, SKIPPED, Output
-from sdbench.datasets.work import LocalWorkers, Part, RayWorkers, work
+from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, work
 from sdbench.errors import DataError, plural
 from sdbench.flags.train import BATCH_SIZE, TINY_MODEL
 from sdbench.paths import INDEX

@@ -73,8 +73,8 @@ def parse(cls: type[Settings], description: str, argv: Sequence[str] | None = No
         values = vars(parser.parse_args(argv))
         for name, value in values.items():
             if value == '' or isinstance(value, list) and '' in value:
-                label = f'--{name}' if hasattr(cls, name) else name.upper()  # what is positional has no default
-                raise ValueError(f'{label} is empty; a variable of the shell may not be set')
+                name_of_flag = f'--{name}' if hasattr(cls, name) else name.upper()  # what is positional has no default
+                raise ValueError(f'{name_of_flag} is empty; a variable of the shell may not be set')
             if isinstance(value, list):
                 values[name] = tuple(value)  # a list cannot be in a frozen dataclass that is compared
         settings = cls(**values)

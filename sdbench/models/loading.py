@@ -15,7 +15,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from sdbench.errors import one_line
 from sdbench.flags.train import SD2_BASE, TINY_MODEL
-from sdbench.inputs.captions import build_tokenizer
+from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.paths import find_or_download
 
 # Random weights train as fast. These folders hold none, but those of tiny's VAE.

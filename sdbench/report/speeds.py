@@ -130,11 +130,11 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
                 'status': EXTRAPOLATED, 'notes': note, 'record': first['record'] | {'extrapolated': True}})
 
         # how well the fit meets what was measured
-        label = settings_in_words(first, different)
+        words = settings_in_words(first, different)
         residuals = batch / (a / runs['num_devices'] + b) / runs['images_per_sec'] - 1
         worst = residuals.abs().argmax()
         sentences.append(
-            f'{label or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
+            f'{words or "Extrapolated"}: step_seconds(n) = {a:.5g} / n + {b:.5g} for a batch of '
             f'{plural(batch, "image")}, fitted on {", ".join(map(str, runs["num_devices"]))} GPUs; worst residual '
             f'{residuals.iloc[worst]:+.1%} of the images/s, on {runs["num_devices"].iloc[worst]} GPUs.')
     if not predicted:

@@ -8,8 +8,8 @@ from torch.utils.data import Dataset
 from sdbench.errors import redacted
 from sdbench.flags.complete import TIMES
 from sdbench.flags.train import SAME_ON_RESUME, Train
-from sdbench.inputs.captions import hash_of_tokenizer
 from sdbench.inputs.shards import IMAGES_HASH, hash_of_images
+from sdbench.inputs.tokenizer import hash_of_tokenizer
 from sdbench.models.loading import ModelFiles
 
 # Weights are in a checkpoint, so that shards, models and tokenizers may move to another address.

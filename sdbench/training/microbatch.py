@@ -15,8 +15,8 @@ from composer.utils import dist, get_device
 
 from sdbench.errors import is_out_of_memory, plural
 from sdbench.flags.train import Train
-from sdbench.inputs.captions import CAPTION_LENGTH
 from sdbench.inputs.shards import MOMENTS
+from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.training.optimization import ADAM_MOMENTS
 
 SPARE_SHARE = 1 / 32  # of a GPU's memory, kept free for the fragmentation of a long run and for NCCL's channels

@@ -17,7 +17,7 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from ema import DDP_PREFIX
 from sdbench.errors import one_line
-from sdbench.inputs.captions import hash_of_tokenizer, pipeline_tokenizer
+from sdbench.inputs.tokenizer import hash_of_tokenizer, pipeline_tokenizer
 from sdbench.models.drawing import build_pipeline
 from sdbench.models.loading import RANDOM, ModelFiles, build_vae, find_model, load_weights
 from sdbench.paths import by_run_name

@@ -13,7 +13,7 @@ import pytest
 
 import convert
 import encode
-from sdbench.datasets.work import PACKAGE, Part, RayWorkers, work
+from sdbench.datasets.workers import PACKAGE, Part, RayWorkers, work
 from sdbench.flags.commands import Convert
 from sdbench.flags.parser import parse
 from tests.local_s3 import local_s3

@@ -11,9 +11,9 @@ from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
 from data import StreamingLAIONDataset, build_loader
 from sdbench.errors import DataError
-from sdbench.inputs.captions import build_tokenizer
 from sdbench.inputs.shards import read_index
 from sdbench.inputs.stream import cache_folder, own_shared_memory
+from sdbench.inputs.tokenizer import build_tokenizer
 from tests.forked_runs import RUN, run, traced
 from tests.runs import files_of
 from tests.samples import good, write_shards

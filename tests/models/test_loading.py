@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, CLIPTextModel
 
 from benchmark import StableDiffusion, build_data
 from sdbench.flags.complete import index_of_data
-from sdbench.inputs.captions import build_tokenizer
+from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.drawing import load_pipeline
 from sdbench.models.loading import SD2_BASE, build_text_encoder, build_vae, find_model
 from tests.runs import TINY, settings_of

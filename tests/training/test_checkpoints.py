@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmark import main
 from export import main as export
-from sdbench.inputs.captions import build_tokenizer
+from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.training.checkpoints import (
     AtomicCheckpointSaver,
     checkpoints_in,

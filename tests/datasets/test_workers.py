@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from sdbench.datasets.work import LocalWorkers, Part, work
+from sdbench.datasets.sources import File
+from sdbench.datasets.workers import LocalWorkers, Part, work
 from sdbench.errors import DataError
 
 
@@ -42,7 +43,7 @@ def begun(folder: Path, name: str) -> list[str]:
 def run(folder: Path, number: int, at_once: int = 1, seconds: float = 0.0, fatal: dict | None = None,
         do=make, on_gpus: bool = False) -> list[str]:
     """Have so many parts made by two workers, and return the names of those that were answered."""
-    parts = [Part(str(index), [f'{index}.tar']) for index in range(number)]
+    parts = [Part(str(index), [File(f'{index}.tar', 0)]) for index in range(number)]
     with LocalWorkers(partial(do, folder, seconds, fatal or {}), 2, on_gpus) as workers:
         answers = list(work(workers, parts, lambda name: (folder / name).exists(), at_once))
     return [name for _, names in answers for name in names]

@@ -3,7 +3,7 @@ import os
 
 from transformers import CLIPTokenizer
 
-from sdbench.inputs.captions import build_tokenizer, clip_tokenizer
+from sdbench.inputs.tokenizer import build_tokenizer, clip_tokenizer
 
 
 def test_token_ids_agree_with_open_clips_tokenizer_on_odd_captions():

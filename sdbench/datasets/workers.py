@@ -35,7 +35,7 @@ SETTINGS_OF_STORES = ('S3_ENDPOINT_URL', 'AWS_REGION', 'AWS_DEFAULT_REGION', 'AW
 class Part(NamedTuple):
     """A part of a dataset."""
     name: str  # of its folder in OUT
-    files: list  # that it is made of; what they are is known to the function that makes it
+    sources: list  # that it is made of, each with a `name`; what else they are the function knows that makes it
     size: int = 0  # of what it is made of, for the progress bar
 
 
@@ -53,7 +53,7 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
         is_done: tells whether the part of a name is there, which is asked where a worker has died.
         at_once: the most parts of a call.
 
-    Raises DataError, which names its files, if ATTEMPTS workers have died of a part, and what a call raised.
+    Raises DataError, which names its sources, if ATTEMPTS workers have died of a part, and what a call raised.
     """
     waiting = deque(parts)
     at_work = {}  # the parts of each call
@@ -81,7 +81,7 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
 
 def report_dead_worker(part: Part, deaths: int) -> None:
     """Print what a worker that died was at. Raises DataError if it is not to be tried again."""
-    names = [getattr(file, 'name', str(file)) for file in part.files]
+    names = [source.name for source in part.sources]
     which = ', '.join(names[:2])
     if len(names) > 2:
         which += f' and {len(names) - 2} more'
