@@ -52,8 +52,11 @@ CARDS = {card.name: card for card in (
     Card('NVIDIA H200 NVL', 835, 4800, 139.8, 132, 1.55, PCIE_5),
     # NVIDIA GH200 Grace Hopper Superchip datasheet: 1,979 with sparsity. A machine has one; others are behind PCIe
     Card('NVIDIA GH200 480GB', 989, 4000, 94.5, 132, 1.83, PCIE_5),
-    # NVIDIA HGX platform, B200: 36 PFLOP/s with sparsity for 8 GPUs
+    # NVIDIA HGX platform, B200 and B300: 36 PFLOP/s with sparsity for 8 GPUs
     Card('NVIDIA B200', 2250, 8000, 178, 148, 1.86, NVLINK_5),
+    Card('NVIDIA B300 SXM6 AC', 2250, 8000, 267.6, 148, 1.86, NVLINK_5),
+    # NVIDIA GB200 NVL72 datasheet: 360 PFLOP/s with sparsity for 72 GPUs
+    Card('NVIDIA GB200', 2500, 8000, 184.3, 152, 2.01, NVLINK_5),
     # NVIDIA A10, A30 and A40 datasheets
     Card('NVIDIA A10', 125, 600, 22.1, 72, 1.70, PCIE_4),
     Card('NVIDIA A30', 165, 933, 23.5, 56, 1.44, PCIE_4),
@@ -68,8 +71,12 @@ CARDS = {card.name: card for card in (
     # NVIDIA Ada GPU Architecture whitepaper, and for the professional card NVIDIA RTX 6000 Ada Generation datasheet
     Card('NVIDIA RTX 6000 Ada Generation', 364.2, 960, 47.4, 142, 2.51, PCIE_4),
     Card('NVIDIA GeForce RTX 4090', 165.2, 1008, 23.5, 128, 2.52, PCIE_4),
-    # NVIDIA RTX Blackwell GPU Architecture whitepaper
+    Card('NVIDIA GeForce RTX 4080', 97.5, 717, 15.6, 76, 2.51, PCIE_4),
+    Card('NVIDIA GeForce RTX 4070 Ti', 80.2, 504, 11.6, 60, 2.61, PCIE_4),
+    # NVIDIA RTX Blackwell GPU Architecture whitepaper, and that of the RTX PRO cards
     Card('NVIDIA GeForce RTX 5090', 209.5, 1792, 31.4, 170, 2.41, PCIE_5),
+    Card('NVIDIA RTX PRO 6000 Blackwell Workstation Edition', 503.8, 1792, 94.9, 188, 2.62, PCIE_5),
+    Card('NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition', 438.9, 1792, 94.9, 188, 2.28, PCIE_5),
     # NVIDIA V100 and V100S datasheets. The pinned torch has kernels for them; torch 2.15's begin with the T4
     Card('Tesla V100-SXM2-16GB', 125, 900, 15.8, 80, 1.53, NVLINK_2),
     Card('Tesla V100-SXM2-32GB', 125, 900, 31.7, 80, 1.53, NVLINK_2),
@@ -78,8 +85,10 @@ CARDS = {card.name: card for card in (
     Card('Tesla V100S-PCIE-32GB', 130, 1134, 31.7, 80, 1.60, PCIE_3),
     # NVIDIA T4 datasheet
     Card('Tesla T4', 65, 320, 14.6, 40, 1.59, PCIE_3),
-    # AMD Instinct MI300X datasheet; torch is that of ROCm, which is not among the pins
+    # AMD Instinct MI300X, MI325X and MI355X datasheets; torch is that of ROCm, which is not among the pins
     Card('AMD Instinct MI300X', 1307.4, 5300, 191.98),
+    Card('AMD Instinct MI325X', 1307.4, 6000, 255.98),
+    Card('AMD Instinct MI355X', 2516.6, 8000, 287.98),
 )}
 
 

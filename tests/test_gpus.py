@@ -9,13 +9,19 @@ BY_ARCHITECTURE = {
     'NVIDIA H100 80GB HBM3': (132, 1.830, 4096),
     'NVIDIA H100 PCIe': (114, 1.620, 4096),
     'NVIDIA H200': (132, 1.830, 4096),
+    'NVIDIA GB200': (152, 2.008, 8192),
     'NVIDIA A10': (72, 1.695, 1024),
     'NVIDIA L4': (58, 2.040, 1024),
     'NVIDIA L40S': (142, 2.520, 1024),
     'NVIDIA GeForce RTX 4090': (128, 2.520, 512),
+    'NVIDIA GeForce RTX 4080': (76, 2.505, 512),
+    'NVIDIA GeForce RTX 4070 Ti': (60, 2.610, 512),
+    'NVIDIA RTX PRO 6000 Blackwell Workstation Edition': (188, 2.617, 1024),
+    'NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition': (188, 2.280, 1024),
     'Tesla V100-SXM2-16GB': (80, 1.530, 1024),
     'Tesla T4': (40, 1.590, 1024),
     'AMD Instinct MI300X': (304, 2.100, 2048),
+    'AMD Instinct MI355X': (256, 2.400, 4096),
 }
 
 
