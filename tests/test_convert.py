@@ -54,11 +54,13 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
     (photos / 'deep/er/b.json').write_text('{"caption": "caption 2"}')
     (photos / 'kohya.jpg').write_bytes(shaded(4))
     (photos / 'kohya.caption').write_text('caption 4\n')
+    (photos / 'IMG_5.JPG').write_bytes(shaded(5))
+    (photos / 'img_5.txt').write_text('caption 5\n')
     (photos / 'lonely.webp').write_bytes(shaded(3, 'WEBP'))
     os.mkfifo(photos / 'pipe.jpg')  # would block whoever opens it
     for _ in range(2):  # OUT lies in SOURCE, and is none of it
         assert convert.main(['photos', 'photos/mds']) == 0
-    assert read_back(photos / 'mds') == pairs(1, 2, 4)
+    assert read_back(photos / 'mds') == pairs(5, 1, 2, 4)
     assert [(line['source'], line['reason'].partition(':')[0]) for line in skipped(photos / 'mds')] == [
         (f'{photos}/pipe.jpg', 'no file'), (f'{photos}/lonely.webp', 'no caption')]
 
@@ -70,7 +72,8 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
     write_tar(tmp_path / 'in/x.tar', {
         **good, 'noise.jpg': b'not an image', 'noise.txt': b'a', 'cut.jpg': image[:len(image) // 2], 'cut.txt': b'a',
         'nothing.jpg': b'', 'nothing.txt': b'a', 'blank.jpg': image, 'blank.txt': b' \n', 'bare.jpg': image,
-        'latin.jpg': image, 'latin.txt': 'café'.encode('latin-1'), 'words.txt': b'no picture',
+        'latin.jpg': image, 'latin.txt': 'café'.encode('latin-1'), 'wide.jpg': image,
+        'wide.txt': 'a'.encode('utf-16-le'), 'words.txt': b'no picture',
         'two.jpg': image, 'two.png': shaded(1, 'PNG'), 'two.txt': b'which?', 'null.jpg': image,
         'null.json': b'{"caption": null}', 'bomb.jpg': image, 'bomb.json': b'[' * 1_000_000,
         'thin.png': encoded(picture(0, 4000, 1), 'PNG'), 'thin.txt': b'a line',
@@ -81,9 +84,10 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
     assert convert.main(['in', 'out']) == 0
     assert read_back(tmp_path / 'out') == [*pairs(0), (shaded(7), 'caption 7 ü')]
     expected = {'noise': 'image does not decode', 'cut': 'image does not decode', 'nothing': 'image does not decode',
-                'blank': 'empty caption', 'bare': 'no caption', 'latin': 'caption is not UTF-8', 'words': 'no image',
-                'two': 'more than one image', 'null': 'no caption', 'bomb': 'no caption',
-                'surrogate': 'caption is not UTF-8', 'thin': 'image is narrower than 8 pixels',
+                'blank': 'empty caption', 'bare': 'no caption', 'latin': 'caption is not UTF-8',
+                'wide': 'caption is not UTF-8', 'words': 'no image', 'two': 'more than one image',
+                'null': 'no caption', 'bomb': 'no caption', 'surrogate': 'caption is not UTF-8',
+                'thin': 'image is narrower than 8 pixels',
                 'link': 'no caption: a link, a pipe or a device in a tar is not read',
                 'inner': 'no image: .tar is not read', 'README': 'no image: a file without a suffix is not read',
                 'film': 'no image: .mp4 is not read', '._a': 'no image: it is hidden',

@@ -22,6 +22,7 @@ from sdbench.datasets.sources import (
     is_hidden,
     is_image,
     is_parquet,
+    join_keys_alike,
     split_name,
     why_not_read,
 )
@@ -75,11 +76,11 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
         elif is_parquet(file.name):
             yield from read_parquet(file, columns)
         else:
-            stem, suffix = split_name(file.name)
-            fields = {part: Path(stem + part).read_bytes() for part in (suffix, *file.captions)}
+            folder, name = os.path.split(file.name)
+            fields = {split_name(beside)[1]: Path(folder, beside).read_bytes() for beside in (name, *file.captions)}
             if file.caption is not None:  # of a table
                 fields['.txt'] = file.caption.encode(errors='surrogatepass')
-            yield os.path.basename(stem), fields
+            yield split_name(name)[0], fields
     except (MemoryError, DataError):
         raise  # which say nothing of what the file holds
     except OSError as error:
@@ -118,6 +119,7 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
                 damage = error
 
             # read the samples
+            join_keys_alike(members)
             for key, files in members.items():
                 for fields in read_members(reader.fileno(), files):
                     yield key, fields
@@ -142,9 +144,8 @@ def list_members(reader: io.BufferedReader, start: int, members: Members) -> int
             if tar.offset < member.offset_data:
                 raise tarfile.ReadError('negative size')  # tarfile would go round for ever
             if not member.isdir():
-                folder, name = os.path.split(member.name)
-                key, suffix = split_name(name)
-                files = members.setdefault(os.path.join(folder, key), {})
+                key, suffix = split_name(os.path.normpath(member.name))
+                files = members.setdefault(key, {})
                 files.setdefault(suffix, []).append(find_content(tar, member, suffix))
     if tar.offset == start > 0:
         raise tarfile.ReadError('what follows its end is no tar')
@@ -306,6 +307,8 @@ def read_caption(fields: Fields) -> str:
             raise ValueError('caption is not UTF-8') from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # a .json of something else
+        if '\0' in caption:  # which UTF-16 is full of
+            raise ValueError('caption is not UTF-8')
         if caption.strip():
             return caption
         reason = 'empty caption'

@@ -18,13 +18,13 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
-from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, Captions, Columns
+from sdbench.datasets.tables import TABLES, USUAL_COLUMNS, Captions, Columns, names_by_form
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import formats
 from sdbench.inputs.stores import open_store, reach, store_error
@@ -42,7 +42,7 @@ class File(NamedTuple):
     Attributes:
         name: an absolute path, or an address in a store.
         size: in bytes, with that of its captions.
-        captions: suffixes of the files that hold the caption of an image.
+        captions: names of the files beside an image that may hold its caption.
         changed: tells that a file was written again: the time of its last change in nanoseconds, and those of its
             captions; in a store the ETag.
         caption: of an image, from a table of captions.
@@ -57,7 +57,9 @@ class File(NamedTuple):
 
     def identity(self) -> list:
         """Return what tells this file from others, for the name of its part."""
-        return [*self[:4], *(value for value in (self.caption, self.piece) if value is not None)]
+        suffixes = [split_name(name)[1] for name in self.captions]
+        return [self.name, self.size, suffixes, self.changed,
+                *(value for value in (self.caption, self.piece) if value is not None)]
 
     def has_byte(self, offset: int) -> bool:
         """Tell whether what begins at a byte of the file belongs to this piece of it."""
@@ -274,39 +276,38 @@ class Search:
             else:
                 self.leave_out(path, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
 
-        # pair images and captions
-        for name in captions:
-            if split_name(name)[0] not in images:
-                self.leave_out(os.path.join(folder.path, name), 'no image')
-        if images:
-            yield from self.images(folder, images, tables)
-
-    def images(self, folder: Folder, images: dict[str, list[Entry]], tables: Captions) -> Iterator[File]:
-        """Yield the images of a folder, which come by their key, each with its captions of a table or in files."""
-        # the files that hold captions are among all files of the folder, also where SOURCE names the image alone
-        captions = defaultdict(dict)  # by key and suffix
+        # pair images and captions, which may be any files of the folder, also where SOURCE names the image alone
+        named = defaultdict(dict)  # by key and suffix
         for name in folder.present:
             key, suffix = split_name(name)
-            if key in images and is_caption(suffix) and (entry := folder.find(name)):
-                captions[key][suffix] = entry
-
-        # the captions of a table go before those in files
+            if is_image(suffix) or is_caption(suffix):
+                named[key][suffix] = name
+        join_keys_alike(named)
+        paired = {name for key in images for name in named[key].values()}
+        for name in captions:
+            if name not in paired:
+                self.leave_out(os.path.join(folder.path, name), 'no image')
         for key, entries in images.items():
-            for image in entries:
-                of_table = tables.take(image.real_path)
-                if of_table is None and len(entries) > 1:  # one may be a mask of the other
-                    names = [os.path.basename(entry.path) for entry in entries]
-                    self.leave_out(image.path, f'more than one image: {", ".join(names)}')
-                elif not self.is_new(image.path, image.real_path):
-                    continue
-                elif of_table is not None:
-                    for caption in of_table:
-                        yield File(image.path, image.size, changed=(image.change,), caption=caption)
-                else:
-                    suffixes = captions_among(captions[key])
-                    files = [image, *(captions[key][suffix] for suffix in suffixes)]
-                    size = sum(file.size for file in files)
-                    yield File(image.path, size, tuple(suffixes), tuple(file.change for file in files))
+            names = [named[key][suffix] for suffix in captions_among(named[key])]
+            yield from self.images(entries, list(filter(None, map(folder.find, names))), tables)
+
+    def images(self, entries: list[Entry], captions: list[Entry], tables: Captions) -> Iterator[File]:
+        """Yield the images of a key, each with its captions of a table, or else in files."""
+        for image in entries:
+            of_table = tables.take(image.real_path)
+            if of_table is None and len(entries) > 1:  # one may be a mask of the other
+                names = [os.path.basename(entry.path) for entry in entries]
+                self.leave_out(image.path, f'more than one image: {", ".join(names)}')
+            elif not self.is_new(image.path, image.real_path):
+                continue
+            elif of_table is not None:
+                for caption in of_table:
+                    yield File(image.path, image.size, changed=(image.change,), caption=caption)
+            else:
+                files = [image, *captions]
+                yield File(image.path, sum(file.size for file in files),
+                           tuple(os.path.basename(file.path) for file in captions),
+                           tuple(file.change for file in files))
 
 
 def list_objects(store: ObjectStore, key: str, source: str) -> list[dict]:
@@ -380,6 +381,23 @@ def is_image(suffix: str) -> bool:
 def is_caption(suffix: str) -> bool:
     """Tell whether a file of this suffix, in any case, may hold a caption."""
     return suffix.lower() in CAPTION_SUFFIXES
+
+
+def join_keys_alike(files: dict[str, dict[str, Any]]) -> None:
+    """Join the files of two keys of one form where one has an image alone, and the other captions alone.
+
+    So IMG_1.txt has the caption of img_1.JPG where no other file of these names is there.
+
+    Args:
+        files: of a folder or a tar, by key and suffix.
+    """
+    for keys in names_by_form(files).values():
+        with_image = [key for key in keys if any(map(is_image, files[key]))]
+        if len(keys) == 2 and len(with_image) == 1:
+            [image] = with_image
+            [other] = {*keys} - {image}
+            if not any(map(is_caption, files[image])):
+                files[image].update(files.pop(other))
 
 
 def captions_among(suffixes: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ import re
 import sys
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from sdbench.errors import one_line
@@ -17,7 +17,7 @@ TABLE_SUFFIXES = ('.csv', '.tsv', '.jsonl', '.parquet')  # of those that --capti
 IMAGE_COLUMNS = ('file_name', 'filename')  # of paths of images
 CAPTION_COLUMNS = ('text', 'caption')
 SEPARATORS = ',;\t|'  # of the columns of a CSV: spreadsheets write what is usual in their country
-NO_CAPTIONS = ('nan', 'None', '<NA>')  # what pandas writes for a missing caption that was made text
+NO_CAPTIONS = ('nan', 'NaN', 'None', '<NA>')  # what pandas writes for a missing caption that was made text
 
 
 class Unread(str):
@@ -115,7 +115,7 @@ class Captions:
         read: real paths of all tables, also of those that are tables of something else.
         rows: by the real path of an image, the table that names it and its rows there.
         used: images whose captions were taken.
-        listings: of folders, the names of their entries by their form.
+        listings: of folders, the names of their entries by form.
     """
 
     def __init__(self, columns: Columns, leave_out: Callable[[str, str, int | None], None]):
@@ -192,11 +192,7 @@ class Captions:
         if os.path.lexists(os.path.join(folder, name)):
             return [name]
         if folder not in self.listings:
-            entries = defaultdict(list)
-            if os.path.isdir(folder):
-                for entry in sorted(os.listdir(folder)):
-                    entries[form_of_name(entry)].append(entry)
-            self.listings[folder] = entries
+            self.listings[folder] = names_by_form(os.listdir(folder) if os.path.isdir(folder) else ())
         return self.listings[folder].get(form_of_name(name), [])
 
     def take(self, image: str) -> list[str] | None:
@@ -228,8 +224,24 @@ def form_of_name(name: str) -> str:
     return unicodedata.normalize('NFC', name.strip().casefold())
 
 
+def names_by_form(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of each form, sorted."""
+    found = defaultdict(list)
+    for name in sorted(names):
+        found[form_of_name(name)].append(name)
+    return found
+
+
 def captions_in(value: Any) -> list[str | Unread]:
-    """Return the captions in a cell: its text, or those of a list; in the place of each that is none, why."""
+    """Return the captions in a cell: its text, or those of a list; in the place of each that is none, why.
+
+    A CSV has a list as JSON. One that Python has written, ['a', 'b'], is refused: NumPy's looks nearly the same.
+    """
+    if isinstance(value, str) and re.match(r"""\s*\[["'].*["']\]\s*$""", value, re.DOTALL):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return [Unread(f'the row has a list that is not JSON, {value!r:.50}')]
     captions = []
     for text in value if isinstance(value, list) and value else [value]:
         if isinstance(text, str) and text.strip() and text.strip() not in NO_CAPTIONS:

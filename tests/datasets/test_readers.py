@@ -56,6 +56,18 @@ def test_files_are_paired_over_the_whole_tar_whatever_their_order(tmp_path, orde
         assert fields == {suffix: files[key + suffix] for suffix in ('.jpg', '.json', '.txt')}
 
 
+@pytest.mark.parametrize('names, expected', [
+    (['./a.jpg', 'a.txt'], {'a': {'.jpg', '.txt'}}),
+    (['IMG.JPG', 'img.txt', 'img.json'], {'IMG': {'.JPG', '.txt', '.json'}}),
+    (['cafe\u0301.jpg', 'caf\u00e9.txt'], {'cafe\u0301': {'.jpg', '.txt'}}),
+    (['A.jpg', 'A.txt', 'a.json'], {'A': {'.jpg', '.txt'}, 'a': {'.json'}}),
+    (['A.jpg', 'a.jpg', 'a.txt'], {'A': {'.jpg'}, 'a': {'.jpg', '.txt'}}),
+    (['Aa.jpg', 'aa.txt', 'aA.txt'], {'Aa': {'.jpg'}, 'aa': {'.txt'}, 'aA': {'.txt'}})])
+def test_of_keys_that_differ_in_form_alone_an_image_and_the_only_captions_belong_together(tmp_path, names, expected):
+    write_tar(tmp_path / 'x.tar', dict.fromkeys(names, b'1'))
+    assert {key: set(fields) for key, fields in read_file(tmp_path / 'x.tar')} == expected
+
+
 @pytest.mark.parametrize('suffixes, expected', [
     (['jpg', 'txt', 'jpg', 'txt'], [{'.jpg': b'0', '.txt': b'1'}, {'.jpg': b'2', '.txt': b'3'}]),
     (['jpg', 'jpg', 'txt', 'txt'], [{'.jpg': b'0', '.txt': b'2'}, {'.jpg': b'1', '.txt': b'3'}]),

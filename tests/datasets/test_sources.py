@@ -70,7 +70,7 @@ def test_a_glob_takes_what_it_names_with_the_captions_beside(tmp_path):
     make(tmp_path, 'a.jpg', 'a.txt', 'b.png', 'b.txt', 'folder/c.jpg')
     found = find_files(['*.jpg', f'{tmp_path}/fol*'])
     assert [(file.name, file.size, file.captions) for file in found.files] == [
-        (f'{tmp_path}/a.jpg', 2, ('.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
+        (f'{tmp_path}/a.jpg', 2, ('a.txt',)), (f'{tmp_path}/folder/c.jpg', 1, ())]
     assert not found.left_out
     with pytest.raises(ValueError, match='SOURCE .* does not exist; give a file, a folder, or a glob'):
         find_files([f'{tmp_path}/*.gif'])

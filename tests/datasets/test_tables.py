@@ -67,6 +67,16 @@ def test_images_of_a_folder_and_its_subfolders_take_their_captions_from_metadata
     assert not (tmp_path / 'out/skipped.jsonl').exists()
 
 
+def test_a_list_of_captions_in_a_csv_is_a_sample_for_each_where_it_is_json_and_else_listed(tmp_path):
+    folder = photos(tmp_path / 'in', 'a.jpg', 'b.jpg', 'c.jpg')
+    (folder / 'metadata.csv').write_text('file_name,text\na.jpg,"[""one"", ""two""]"\nb.jpg,"[\'three\' \'four\']"\n'
+                                         'c.jpg,[sic] five\n')
+    assert convert.main([str(folder), 'out']) == 0
+    assert captions(tmp_path / 'out') == ['one', 'two', '[sic] five']
+    reason = "no caption: the row has a list that is not JSON, \"['three' 'four']\""
+    assert listed(tmp_path / 'out') == [('metadata.csv', 3, reason)]
+
+
 def test_a_table_may_lie_elsewhere_and_have_other_columns(tmp_path):
     folder = photos(tmp_path / 'in', 'a.jpg', 'sub/b.jpg')
     (tmp_path / 'captions.csv').write_text('id,picture,words\n1,in/a.jpg,one\n2,in/sub/b.jpg,two\n')
