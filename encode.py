@@ -140,16 +140,17 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
     to_do = sum(part.size for part in missing)
     print(f'encoding {plural(to_do, "image")} of {redacted(settings.remote)}', file=sys.stderr, flush=True)
     names = {flag: absolute_if_folder(getattr(settings, flag)) for flag in ('remote', 'local', 'model_name')}
-    do = partial(encode_parts, dataclasses.replace(settings, **names), output)
+    on_gpus = not settings.cpu if settings.ray else torch.cuda.is_available()
+    do = partial(encode_parts, dataclasses.replace(settings, **names), output, on_gpus)
 
     # the workers
     if settings.ray:
         at_once = ON_RAY_AT_ONCE
-        workers = RayWorkers(do, settings.ray, on_gpus=not settings.cpu)
+        workers = RayWorkers(do, settings.ray, on_gpus)
     else:
         at_once = SHARDS_AT_ONCE
         number = min(max(1, torch.cuda.device_count()), len(missing))
-        workers = LocalWorkers(do, number, on_gpus=torch.cuda.is_available())
+        workers = LocalWorkers(do, number, torch.cuda.set_device if on_gpus else None)
 
     # their work, and how fast each was
     with workers:

@@ -215,7 +215,7 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
     monkeypatch.setattr(torch.nn.Module, 'compile', compile_as_it_is)
     argv = [*SMALL, '--remote', shards, '--out', 'out', '--model_name', model_folder, '--pretrained']
     torch._dynamo.reset()
-    plain, compiled = (Encoder(complete_encoding(parse(Encode, '', [*argv, *flags])), None)
+    plain, compiled = (Encoder(complete_encoding(parse(Encode, '', [*argv, *flags])), on_gpu=False)
                        for flags in ([], ['--compile']))
     shard = ImageShard(read_index(shards)['shards'][0], 0)
     for number in (4, 3, 1, 0, 2):

@@ -118,16 +118,13 @@ class Encoder:
 
     Args:
         settings: of the encoding.
-        gpu: number of the GPU; None: the CPU.
+        on_gpu: it is on the GPU of this process, or else on the CPU.
     """
 
-    def __init__(self, settings: Encode, gpu: int | None):
+    def __init__(self, settings: Encode, on_gpu: bool):
         self.settings = settings
         self.name = uuid.uuid4().hex
-        self.device = torch.device('cpu')
-        if gpu is not None:
-            self.device = torch.device('cuda', gpu)
-            torch.cuda.set_device(self.device)
+        self.device = torch.device('cuda', torch.cuda.current_device()) if on_gpu else torch.device('cpu')
         files = find_model(settings.model_name, settings.pretrained)
         self.vae = build_encoding_vae(settings, files, self.device)
         if settings.compile:
@@ -221,24 +218,24 @@ def latent_columns(latent_size: int) -> dict[str, str]:
 
 
 @functools.cache
-def encoder_of_process(settings: Encode, gpu: int | None) -> Encoder:
+def encoder_of_process(settings: Encode, on_gpu: bool) -> Encoder:
     """Return the encoder of this process, which is built at the first call."""
-    return Encoder(settings, gpu)
+    return Encoder(settings, on_gpu)
 
 
-def encode_parts(settings: Encode, output: Output, parts: list[Part], gpu: int | None = None) -> dict:
+def encode_parts(settings: Encode, output: Output, on_gpu: bool, parts: list[Part]) -> dict:
     """Encode shards of images: what a worker does.
 
     Args:
         settings: of the encoding.
         output: where to.
+        on_gpu: whether this process has a GPU, or else works on the CPU.
         parts: each of one ImageShard.
-        gpu: number of the worker's GPU; None: it works on the CPU.
 
     Returns the figures of this process so far.
     """
     output.require_begun()
-    encoder = encoder_of_process(settings, gpu)
+    encoder = encoder_of_process(settings, on_gpu)
     if settings.local:
         os.makedirs(settings.local, exist_ok=True)
     in_place = not settings.local and is_readable_in_place(settings.remote, [part.sources[0].entry for part in parts])

@@ -1,13 +1,12 @@
 """Call a function with some parts at a time, in processes of this machine or as tasks of a Ray cluster.
 
-A process or a machine that is lost costs what it was at: that is given to another, and machines that join a cluster
-later get work as well.
+A machine of a cluster that is lost costs what it was at, and a process of this machine what all of them were at: that
+is made again. Machines that join a cluster later get work as well.
 """
 import logging
 import multiprocessing
 import os
 import re
-import resource
 import signal
 import socket
 import sys
@@ -17,16 +16,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sdbench.errors import DataError, one_line
 
-ATTEMPTS = 3  # workers that may die of a part before the run ends
+ATTEMPTS = 3  # times that workers may die at a part before the run ends
 SECONDS_BETWEEN_LOOKS = 1.0  # at how many slots a cluster has
 SECONDS_TO_CONNECT = 20
-OPEN_FILES = 256  # of the command itself
-OPEN_FILES_A_PROCESS = 8
 PACKAGE = Path(__file__).parents[1]  # what the machines of a cluster need of this program: the folder sdbench
 # What they need to know to reach a store, and is no secret; they have credentials of their own.
 SETTINGS_OF_STORES = ('S3_ENDPOINT_URL', 'AWS_REGION', 'AWS_DEFAULT_REGION', 'AWS_PROFILE', 'AZURE_ACCOUNT_NAME')
@@ -53,7 +51,7 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
         is_done: tells whether the part of a name is there, which is asked where a worker has died.
         at_once: the most parts of a call.
 
-    Raises DataError, which names its sources, if ATTEMPTS workers have died of a part, and what a call raised.
+    Raises DataError, which names its sources, if workers have died ATTEMPTS times at a part, and what a call raised.
     """
     waiting = deque(parts)
     at_work = {}  # the parts of each call
@@ -66,7 +64,8 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
             given = [waiting.popleft() for _ in range(number)]
             at_work[workers.call(given)] = given
 
-        # take what has ended, and put back what a dead worker was at
+        # take what has ended, and put back what dead workers were at
+        lost = []  # the part that each was at, of those that it made one after the other
         for call in workers.ended(list(at_work)):
             given = at_work.pop(call)
             try:
@@ -74,54 +73,62 @@ def work(workers: 'LocalWorkers | RayWorkers', parts: Iterable[Part], is_done: C
             except WorkerDied:
                 left = [part for part in given if not is_done(part.name)]
                 waiting.extendleft(reversed(left))
-                if left:  # they are made one after the other: it was at the first
-                    deaths[left[0].name] += 1
-                    report_dead_worker(left[0], deaths[left[0].name])
+                lost += left[:1]
+        deaths.update(part.name for part in lost)
 
-
-def report_dead_worker(part: Part, deaths: int) -> None:
-    """Print what a worker that died was at. Raises DataError if it is not to be tried again."""
-    names = [source.name for source in part.sources]
-    which = ', '.join(names[:2])
-    if len(names) > 2:
-        which += f' and {len(names) - 2} more'
-    if deaths == ATTEMPTS:
-        raise DataError(f'{ATTEMPTS} workers were killed, each while it was at {which}, often for lack of memory; free '
-                        'some, use fewer workers, or leave these files out')
-    print(f'a worker or its machine was lost; what it was at is made again: {which}', file=sys.stderr)
+        # say what is made again, unless it is what workers die of
+        fatal = [part for part in lost if deaths[part.name] == ATTEMPTS]
+        names = [source.name for part in fatal or lost for source in part.sources]
+        which = ', '.join(names[:2])
+        if len(names) > 2:
+            which += f' and {len(names) - 2} more'
+        if fatal:
+            raise DataError(f'workers were killed {ATTEMPTS} times while they were at {which}, often for lack of '
+                            'memory; free some, use fewer workers, or leave these files out')
+        if lost:
+            print(f'a worker or its machine was lost; what it was at is made again: {which}', file=sys.stderr)
 
 
 class LocalWorkers:
-    """Processes of this machine, which end with this one.
-
-    Each is a pool of its own, since a pool whose process dies ends all others that it has.
+    """A pool of processes of this machine, which end with this one. Where one dies, all are begun anew.
 
     Args:
-        do: called with a list of parts; where `on_gpus`, also with `gpu`, the number of the process's own.
+        do: called with a list of parts.
         number: of processes.
-        on_gpus: each has a GPU.
+        use_gpu: called first in each process, with the number of a GPU that no other has; None: they need none.
     """
 
-    def __init__(self, do: Callable, number: int, on_gpus: bool = False):
+    def __init__(self, do: Callable, number: int, use_gpu: Callable[[int], None] | None = None):
         self.do = do
         self.number = number
-        self.on_gpus = on_gpus
+        self.use_gpu = use_gpu
         # A client of a store does not survive a fork, and CUDA not one of a process that has asked for its devices.
-        self.context = multiprocessing.get_context('spawn' if on_gpus else 'forkserver')
-        allow_open_files(OPEN_FILES + OPEN_FILES_A_PROCESS * number)
+        self.context = multiprocessing.get_context('spawn' if use_gpu else 'forkserver')
+        self.begin_pool()
+
+    def begin_pool(self) -> None:
+        """Build a pool, whose processes begin as they are needed."""
         self.worker_end, self.command_end = self.context.Pipe(duplex=False)
-        self.idle = list(range(number))  # numbers of processes, and of their GPUs
-        self.pools = {}  # of a process each, by its number
-        self.numbers = {}  # of the process of each call
+        numbers = self.context.SimpleQueue()
+        for number in range(self.number):
+            numbers.put(number)
+        arguments = (self.worker_end, dict(os.environ), numbers, self.use_gpu)
+        self.pool = ProcessPoolExecutor(self.number, self.context, begin_process, arguments)
+
+    def end_pool(self) -> None:
+        """End all processes, whatever they are at.
+
+        Where one has died the pool sends SIGTERM to the others and waits for them; but Composer's handler raises
+        SystemExit, which is taken as the answer of a call, and the process goes on.
+        """
+        self.command_end.close()
+        self.pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> 'LocalWorkers':
         return self
 
     def __exit__(self, *error) -> None:
-        """End all processes, whatever they are at."""
-        self.command_end.close()
-        for pool in self.pools.values():
-            pool.shutdown(cancel_futures=True)
+        self.end_pool()
 
     def slots(self) -> int:
         """Return how many calls there may be at once."""
@@ -129,49 +136,39 @@ class LocalWorkers:
 
     def call(self, parts: list[Part]) -> Future:
         """Give a process parts to make."""
-        number = self.idle.pop()
-        if number not in self.pools:
-            about_process = (self.worker_end, dict(os.environ))
-            self.pools[number] = ProcessPoolExecutor(1, self.context, begin_process, about_process)
-        gpu = {'gpu': number} if self.on_gpus else {}
         try:
-            call = self.pools[number].submit(self.do, parts, **gpu)
-        except BrokenProcessPool as error:  # since its last call
+            return self.pool.submit(self.do, parts)
+        except BrokenProcessPool as error:  # since it was last looked at
             call = Future()
             call.set_exception(error)
-        self.numbers[call] = number
-        return call
+            return call
 
     def ended(self, calls: list[Future]) -> Iterable[Future]:
-        """Return the calls that have ended, at least one."""
+        """Return the calls that have ended, at least one, and all where a process has died."""
         ended, _ = wait(calls, return_when=FIRST_COMPLETED)
+        if any(isinstance(call.exception(), BrokenProcessPool) for call in ended):
+            ended, _ = wait(calls)
+            self.end_pool()
+            self.begin_pool()
         return ended
 
     def result(self, call: Future) -> Any:
         """Return what a call returned. Raises WorkerDied, and what the function raised."""
-        number = self.numbers.pop(call)
-        self.idle.append(number)
         try:
             return call.result()
-        except MemoryError:  # of a worker that lives on
-            raise WorkerDied from None
-        except BrokenProcessPool:
-            self.pools.pop(number).shutdown()  # and the next call makes another
+        except (BrokenProcessPool, MemoryError):  # the second of a process that lives on
             raise WorkerDied from None
 
 
-def allow_open_files(number: int) -> None:
-    """Let this process open so many files, as far as it may: of 1024, a usual limit, 120 processes would take all."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, min(number, most)), most))
-
-
-def begin_process(alive: connection.Connection, environment: dict[str, str]) -> None:
+def begin_process(alive: connection.Connection, environment: dict[str, str], numbers: SimpleQueue,
+                  use_gpu: Callable[[int], None] | None) -> None:
     """Prepare a new process: take the environment of the command, and end when the command closes `alive` or ends."""
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to answer
     threading.Thread(target=end_with_command, args=(alive,), daemon=True).start()
+    if use_gpu:
+        use_gpu(numbers.get())
 
 
 def end_with_command(alive: connection.Connection) -> None:
@@ -184,10 +181,10 @@ class RayWorkers:
     """Tasks on a Ray cluster, one at once for each CPU, or for each GPU, of which one is waited for.
 
     Args:
-        do: as for LocalWorkers. Where each task has a GPU, its number is 0: it sees no other.
+        do: as for LocalWorkers.
         address: of the cluster, as `ray.init` takes it.
-        on_gpus: whether each task has a GPU. Each then is a process of its own, since a process that went on would keep
-            memory of the GPU that the next task has.
+        on_gpus: whether each task has a GPU, and sees no other. Each then is a process of its own, since a process that
+            went on would keep memory of the GPU that the next task has.
 
     Raises ValueError if there is no cluster at that address.
     """
@@ -209,7 +206,7 @@ class RayWorkers:
             print(f'--ray {address}: no machine of the cluster has a GPU yet; waiting for one (--cpu works on CPUs)',
                   file=sys.stderr, flush=True)
         # What is lost is given out here again, and not by Ray, so that it is known which part each worker died of.
-        self.task = ray.remote(max_retries=0, **needs)(call_on_cluster)
+        self.task = ray.remote(max_retries=0, **needs)(lambda do, parts: do(parts))
         self.do = ray.put(do)
 
     def __enter__(self) -> 'RayWorkers':
@@ -224,7 +221,7 @@ class RayWorkers:
 
     def call(self, parts: list[Part]):
         """Give a task parts to make."""
-        return self.task.remote(self.do, parts, self.on_gpus)
+        return self.task.remote(self.do, parts)
 
     def ended(self, calls: list) -> list:
         """Return a call that has ended; none after a second, when there may be more slots."""
@@ -243,11 +240,6 @@ class RayWorkers:
             raise DataError(f'a machine of the cluster cannot work for this program ({one_line(error)})') from None
         except self.ray.exceptions.RayError:
             raise WorkerDied from None
-
-
-def call_on_cluster(do: Callable, parts: list[Part], on_gpu: bool) -> Any:
-    """Call the function, with the one GPU that this task sees."""
-    return do(parts, gpu=0) if on_gpu else do(parts)
 
 
 def refuse_silent_address(address: str) -> None:

@@ -101,9 +101,9 @@ def test_an_encoding_on_a_cluster_equals_one_on_this_machine(cluster, shards, mo
     assert files_of(out) == files_of(tmp_path / 'undisturbed')
 
 
-def process_of(name: str, parts: list[Part], gpu: int | None = None) -> tuple[int, int | None]:
-    """Return in which process a task is, and its GPU: work that needs neither."""
-    return os.getpid(), gpu
+def process_of(name: str, parts: list[Part]) -> tuple[int, str | None]:
+    """Return in which process a task is, and the GPUs that it sees: work that needs neither."""
+    return os.getpid(), os.environ.get('CUDA_VISIBLE_DEVICES')
 
 
 @pytest.mark.long
@@ -121,7 +121,7 @@ def test_work_for_gpus_waits_for_one_and_says_so_and_each_task_is_a_process_of_i
         made.join(300)
     cluster.remove_node(node)
     [answers] = answers
-    assert [gpu for _, (_, gpu) in answers] == [0, 0, 0]
+    assert [gpu for _, (_, gpu) in answers] == ['0', '0', '0']
     assert len({process for _, (process, _) in answers}) == 3
 
 
