@@ -259,10 +259,16 @@ def build_algorithms(settings: Train, files: ModelFiles | None = None,
 def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, dataset: Dataset, stop: StopAtSignal,
                     prompts: list[str], more: Sequence[Callback] = ()) -> list[Callback]:
     """Build what watches a run and keeps it alive, in the order in which Composer calls them at each event."""
+    # Composer's own curves of speed. It is told the GPU's peak, which it would look up by a name that it may not know.
+    window = min(10, settings.measure_batches or 10)  # batches
+    peak = peak_of(torch.cuda.get_device_name(), settings.precision) if torch.cuda.is_available() else None
+    speed_monitor = SpeedMonitor(window, (peak or 0) * 1e12)
+
+    # around each batch
     measurement = Measurement(settings.warmup_batches, settings.measure_batches)
     callbacks = [
         *switch_callbacks(settings),
-        build_speed_monitor(settings),
+        speed_monitor,
         *more,                  # what they do counts as part of the batch
         measurement,            # the clock stops here, before anything is drawn or saved
         Progress(),
@@ -280,20 +286,6 @@ def build_callbacks(settings: Train, model: StableDiffusion, files: ModelFiles, 
         callbacks.append(AtomicCheckpointSaver(settings.save_folder, settings.save_interval,
                                                settings.save_num_checkpoints_to_keep))
     return callbacks
-
-
-def build_speed_monitor(settings: Train) -> SpeedMonitor:
-    """Build Composer's own curves of speed, over 10 batches, or as many as are measured.
-
-    It is told the GPU's peak, which it would look up by a name that it may not know.
-    """
-    window = 10
-    if settings.measure_batches is not None:
-        window = min(window, settings.measure_batches)
-    peak = None
-    if torch.cuda.is_available():
-        peak = peak_of(torch.cuda.get_device_name(), settings.precision)
-    return SpeedMonitor(window, (peak or 0) * 1e12)
 
 
 def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: StopAtSignal,

@@ -67,8 +67,17 @@ def convert(settings: Convert) -> int:
     columns = Columns(settings.image_column, settings.caption_column)
     found = find_files(settings.source, addresses_of_outputs(settings), settings.captions, columns)
     if not found.files:
-        raise nothing_found(found, settings)
-    facts = facts_of_samples(settings)
+        reason = 'it holds no tars, Parquet or images'
+        if found.left_out:
+            reason = f'{found.left_out[0]["source"]}: {found.left_out[0]["reason"]}'
+        raise ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {reason}')
+
+    # the flags that samples and shards depend on, by which parts are named
+    facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
+             'seed': settings.seed if settings.held_out else None}
+    for flag in ('image_column', 'caption_column'):
+        if getattr(settings, flag):
+            facts[flag] = getattr(settings, flag)
     parts = []
     for files in join_neighbours(found.files, settings.size_limit):
         name = part_name(facts, formats(), [file.identity() for file in files])
@@ -126,16 +135,6 @@ def addresses_of_outputs(settings: Convert) -> list[str]:
     return [settings.out, out.rstrip('/') + HELD_OUT]
 
 
-def facts_of_samples(settings: Convert) -> dict:
-    """Return the flags that the samples and shards of OUT depend on."""
-    facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
-             'seed': settings.seed if settings.held_out else None}
-    for flag in ('image_column', 'caption_column'):
-        if getattr(settings, flag):
-            facts[flag] = getattr(settings, flag)
-    return facts
-
-
 def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part], missing: list[Part]) -> None:
     """Have the missing parts made by the processes of this machine, or by a Ray cluster."""
     files = plural(len({source.name for part in missing for source in part.sources}), 'file')
@@ -148,14 +147,6 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
         workers = LocalWorkers(do, min(settings.num_workers or cores, len(missing)))
     with workers:
         make_parts(workers, outputs[0], parts, missing, 'B')
-
-
-def nothing_found(found: Found, settings: Convert) -> ValueError:
-    """Return the error of a SOURCE that holds nothing to convert."""
-    reason = 'it holds no tars, Parquet or images'
-    if found.left_out:
-        reason = f'{found.left_out[0]["source"]}: {found.left_out[0]["reason"]}'
-    return ValueError(f'nothing to convert in SOURCE {" ".join(settings.source)}: {reason}')
 
 
 def nothing_converted(joined: Joined, held_out: Joined, found: Found, settings: Convert) -> DataError:

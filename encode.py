@@ -72,7 +72,11 @@ def encode(settings: Encode) -> dict | None:
         facts |= {'model_name': absolute_if_folder(settings.model_name), 'seed': settings.seed}  # of random weights
         print(f'{PROGRAM}: warning: without --pretrained the VAE is random, so that no model can draw from these '
               'latents; give --model_name FOLDER --pretrained', file=sys.stderr)
-    parts = list_parts(index['shards'], facts)
+    parts = []
+    first = 0  # sample of a shard
+    for entry in index['shards']:
+        parts.append(Part(part_name(facts, entry), [ImageShard(entry, first)], entry['samples']))
+        first += entry['samples']
 
     with output.begun({'program': PROGRAM, **facts}, [settings.remote]):
         # encode the parts that are missing
@@ -100,30 +104,27 @@ def encode(settings: Encode) -> dict | None:
         print(done_already(output, joined, '--remote'), *summary_lines(OF_AN_ENCODING, notes), sep='\n')
         return None
 
-    # keep the record
-    stored = {
+    # keep the record: throughput over all devices, and what is stored for an image
+    speed = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
+    found = {
+        'num_devices': devices,
+        'num_nodes': len({worker['machine'] for worker in figures}),
+        'images_per_sec': speed * devices,
+        'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices,
+        'tflops_per_image': flops_of_latents(files.configs['vae'], settings.image_size) / 1e12,
         'samples': sum(joined.samples_of[part.name] for part in missing),  # of this run
         'stored_samples': joined.samples,  # of all runs that have made OUT
         'bytes_per_image': joined.bytes / joined.samples,
         'bad_samples': number_of_samples(index) - joined.samples,
     }
-    record = encoding_record(settings, figures, devices, stored, flops_of_latents(files.configs['vae'],
-                                                                                  settings.image_size))
+    if figures[0]['device']:
+        found |= {'device': figures[0]['device'], 'device_type': 'cuda'}
+    record = make_record('encode', settings, found)
     notes['encoded'], notes['stored'] = (plural(record[key], 'image') for key in ('samples', 'stored_samples'))
     if why_unreliable(record):
         notes['caution'] = f'{why_unreliable(record)} of a device, too few to rely on its images/s'
     summary = '\n'.join(summary_lines(OF_AN_ENCODING, record | notes))
     return append_record(record, summary, settings.results_file)
-
-
-def list_parts(shards: list[dict], facts: dict) -> list[Part]:
-    """Return a part for each shard of the index. Its name follows from the shard's entry and the `facts`."""
-    parts = []
-    first = 0
-    for entry in shards:
-        parts.append(Part(part_name(facts, entry), [ImageShard(entry, first)], entry['samples']))
-        first += entry['samples']
-    return parts
 
 
 def absolute_if_folder(name: str | None) -> str | None:
@@ -158,30 +159,6 @@ def encode_missing(settings: Encode, output: Output, parts: list[Part], missing:
         slots = workers.slots()
     figures = {answer['name']: answer for answer in answers}  # the last of each process
     return list(figures.values()), min(len(figures), slots)  # a successor of a process is on the same device
-
-
-def encoding_record(settings: Encode, figures: list[dict], devices: int, stored: dict, flops_per_image: int) -> dict:
-    """Return the record of an encoding: throughput over all devices, and what is stored for an image.
-
-    Args:
-        settings: of the encoding.
-        figures: of each process.
-        devices: that have worked at once.
-        stored: the entries that say what this run has encoded, and what is stored by all runs that have made OUT.
-        flops_per_image: of the VAE.
-    """
-    speed = sum(worker['measured'] for worker in figures) / sum(worker['seconds'] for worker in figures)
-    found = {
-        'num_devices': devices,
-        'num_nodes': len({worker['machine'] for worker in figures}),
-        'images_per_sec': speed * devices,
-        'measured_batches': sum(worker['measured_batches'] for worker in figures) // devices,
-        'tflops_per_image': flops_per_image / 1e12,
-        **stored,
-    }
-    if figures[0]['device']:
-        found |= {'device': figures[0]['device'], 'device_type': 'cuda'}
-    return make_record('encode', settings, found)
 
 
 if __name__ == '__main__':

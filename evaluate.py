@@ -176,8 +176,10 @@ def samples_of_rank(settings: Evaluate) -> range:
     return range(dist.get_global_rank(), settings.samples, dist.get_world_size())
 
 
-def missing_batches(settings: Evaluate) -> list[tuple[float, list[int]]]:
-    """Return what this rank has still to draw, in batches: a guidance scale, and the numbers of samples."""
+def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions: list[str], image_size: int
+                 ) -> dict[str, float | None]:
+    """Draw the pictures that are not there yet; return how many, and the speed of that, its first batches included."""
+    # What this rank has still to draw, in batches: a guidance scale, and the numbers of samples.
     batches = []
     for guidance in settings.guidance:
         numbers = []
@@ -186,14 +188,8 @@ def missing_batches(settings: Evaluate) -> list[tuple[float, list[int]]]:
                 numbers.append(number)
         for start in range(0, len(numbers), settings.batch_size):
             batches.append((guidance, numbers[start:start + settings.batch_size]))
-    return batches
 
-
-def draw_missing(settings: Evaluate, pipeline: StableDiffusionPipeline, captions: list[str], image_size: int
-                 ) -> dict[str, float | None]:
-    """Draw the pictures that are not there yet; return how many, and the speed of that, its first batches included."""
     # Each picture from the noise of its number. While one batch is drawn, the pictures of the one before are saved.
-    batches = missing_batches(settings)
     start = time.perf_counter()
     saved = []  # of the batch before
     with ThreadPoolExecutor() as savers:  # to compress a picture takes long

@@ -25,7 +25,7 @@ from sdbench.inputs.images import decode_image, normalize_images, stack_images
 from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
 from sdbench.inputs.stream import Shards, is_readable_in_place, open_shards
 from sdbench.models.latents import vae_moments
-from sdbench.models.loading import ModelFiles, build_vae, find_model
+from sdbench.models.loading import build_vae, find_model
 from sdbench.models.switches import compile_in_place
 
 
@@ -96,18 +96,6 @@ class Snapshot(NamedTuple):
     seconds: float  # of the clock
 
 
-def build_encoding_vae(settings: Encode, files: ModelFiles, device: torch.device) -> AutoencoderKL:
-    """Return the VAE on a device, as it encodes. Random weights are drawn from the seed, the same for all devices."""
-    torch.manual_seed(settings.seed)
-    vae = build_vae(files, settings.encoder_precision).to(device)
-    channels_last = settings.channels_last
-    if channels_last is None:  # on a cluster each worker decides for its device
-        channels_last = device.type == 'cuda'
-    if channels_last:
-        vae.to(memory_format=torch.channels_last)
-    return vae
-
-
 def encode_images(vae: AutoencoderKL, images: torch.Tensor, image_size: int) -> torch.Tensor:
     """Return the moments, float16 (B, 8, H/8, W/8), of images uint8 (B, 3, S, S), which get `image_size` pixels."""
     return vae_moments(vae, normalize_images(images, image_size)).half()
@@ -126,9 +114,18 @@ class Encoder:
         self.name = uuid.uuid4().hex
         self.device = torch.device('cuda', torch.cuda.current_device()) if on_gpu else torch.device('cpu')
         files = find_model(settings.model_name, settings.pretrained)
-        self.vae = build_encoding_vae(settings, files, self.device)
+
+        # the VAE as it encodes; random weights are the same on all devices
+        torch.manual_seed(settings.seed)
+        self.vae = build_vae(files, settings.encoder_precision).to(self.device)
+        channels_last = settings.channels_last
+        if channels_last is None:  # on a cluster each worker decides for its device
+            channels_last = on_gpu
+        if channels_last:
+            self.vae.to(memory_format=torch.channels_last)
         if settings.compile:
             compile_in_place([self.vae.encoder], settings.compile)
+
         self.latent_size = files.latent_size(settings.image_size)
         self.now = Snapshot(0, 0, time.perf_counter())
         self.warm = self.now  # where the measurement begins
@@ -153,12 +150,18 @@ class Encoder:
     def encode_part(self, output: Output, part: Part, batches: Iterator[dict]) -> None:
         """Encode the batches of a part's shard, and list its bad samples by their number among all."""
         [shard] = part.sources
-        writer = PartWriter(output, part.name, latent_columns(self.latent_size))
+        columns = LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{self.latent_size},{self.latent_size}'}
+        writer = PartWriter(output, part.name, columns)
         skipped = []
+
+        def write(moments: list[np.ndarray], captions: list[str]) -> None:
+            for of_image, caption in zip(moments, captions, strict=True):
+                writer.write({MOMENTS: of_image, 'caption': caption})
+
         writing = []
         with ThreadPoolExecutor(1) as thread:  # which writes a batch while the GPU is at the next
             for batch in batches:
-                writing.append(thread.submit(write_batch, writer, self.moments_of(batch, shard), batch['caption']))
+                writing.append(thread.submit(write, self.moments_of(batch, shard), batch['caption']))
                 for number, reason in batch['bad']:
                     skipped.append({'source': shard.name, 'key': shard.first + number, 'reason': reason})
                 self.count(len(batch['caption']))
@@ -206,21 +209,7 @@ class Encoder:
                 'seconds': self.now.seconds - self.warm.seconds}
 
 
-def write_batch(writer: PartWriter, moments: list[np.ndarray], captions: list[str]) -> None:
-    """Write the samples of a batch."""
-    for of_image, caption in zip(moments, captions, strict=True):
-        writer.write({MOMENTS: of_image, 'caption': caption})
-
-
-def latent_columns(latent_size: int) -> dict[str, str]:
-    """Return the names and MDS types of the columns of latents of this height and width."""
-    return LATENT_COLUMNS | {MOMENTS: f'ndarray:float16:8,{latent_size},{latent_size}'}
-
-
-@functools.cache
-def encoder_of_process(settings: Encode, on_gpu: bool) -> Encoder:
-    """Return the encoder of this process, which is built at the first call."""
-    return Encoder(settings, on_gpu)
+encoder_of_process = functools.cache(Encoder)  # built at the first call
 
 
 def encode_parts(settings: Encode, output: Output, on_gpu: bool, parts: list[Part]) -> dict:

@@ -329,13 +329,21 @@ def list_objects(store: ObjectStore, key: str, source: str) -> list[dict]:
 
 
 def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:
-    """Return the files of each part: one file, or several neighbours that are together no larger than `part_bytes`.
+    """Return the files of each part: one file, or several neighbours that are together no larger than `part_bytes`."""
+    # a larger Parquet file is taken in pieces
+    pieces = []
+    for file in files:
+        if not is_parquet(file.name) or file.size <= part_bytes:
+            pieces.append(file)
+            continue
+        for start in range(0, file.size, part_bytes):
+            end = min(start + part_bytes, file.size)
+            pieces.append(file._replace(size=end - start, piece=(start, end)))
 
-    A larger Parquet file is taken in pieces.
-    """
+    # neighbours are joined
     parts = []
     size = 0
-    for file in itertools.chain.from_iterable(split_file(file, part_bytes) for file in files):
+    for file in pieces:
         if parts and size + file.size <= part_bytes and not begins_part(file, part_bytes):
             parts[-1].append(file)
             size += file.size
@@ -343,17 +351,6 @@ def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:
             parts.append([file])
             size = file.size
     return parts
-
-
-def split_file(file: File, part_bytes: int) -> list[File]:
-    """Return the pieces of a Parquet file, each no larger than `part_bytes`, or any other file as it is."""
-    if not is_parquet(file.name) or file.size <= part_bytes:
-        return [file]
-    pieces = []
-    for start in range(0, file.size, part_bytes):
-        end = min(start + part_bytes, file.size)
-        pieces.append(file._replace(size=end - start, piece=(start, end)))
-    return pieces
 
 
 def begins_part(file: File, part_bytes: int) -> bool:

@@ -87,7 +87,20 @@ def complete(settings: Train, index: dict | None) -> Train:
 
     # The length of the run and its times, of which each follows from what is known by now.
     settings = with_times(with_length(settings))
-    refuse_what_cannot_be_here(settings, is_for_gpus, device_batch_size)
+
+    # What would do nothing, or the wrong thing, on this machine or with this data.
+    if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it for GPUs alone
+        raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
+                         'fp32, after a recipe that has the other')
+    if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != device_batch_size:
+        raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
+                         f'overwrite; use --device_train_microbatch_size {device_batch_size}')
+    version = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    if settings.attention == 'cudnn' and version and version < FAULTLESS_CUDNN:
+        raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
+                         f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
+    if settings.random_flip and settings.latents:
+        raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
     return settings
 
 
@@ -186,19 +199,3 @@ def with_times(settings: Train) -> Train:
         raise ValueError(f'--ema_start {settings.ema_start} is not before the end of the run, --max_duration '
                          f'{settings.max_duration}: there would be no average; give an earlier time')
     return replace(settings, **{flag: f'{batches}ba' for flag, batches in in_batches.items()})
-
-
-def refuse_what_cannot_be_here(settings: Train, is_for_gpus: bool, device_batch_size: int) -> None:
-    """Raise ValueError, with the flag, its value and the remedy, if a flag would do nothing or the wrong thing."""
-    if settings.precision != 'fp32' and not is_for_gpus and not settings.loader_only:  # Composer has it for GPUs alone
-        raise ValueError(f'--precision {settings.precision} needs a GPU, and this machine has none; give --precision '
-                         'fp32, after a recipe that has the other')
-    if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != device_batch_size:
-        raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
-                         f'overwrite; use --device_train_microbatch_size {device_batch_size}')
-    version = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    if settings.attention == 'cudnn' and version and version < FAULTLESS_CUDNN:
-        raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
-                         f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
-    if settings.random_flip and settings.latents:
-        raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')

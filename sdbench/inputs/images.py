@@ -94,8 +94,15 @@ def decode_pixels(image: Image.Image, data: bytes, image_size: int | None) -> to
     if image.has_transparency_data and getattr(image, 'is_animated', False):
         seek_visible_frame(image)
 
-    # upright, 8 bits, on white, RGB
-    turn_upright(image)
+    # upright, unless its EXIF is odd, which Pillow rewrites after it has rotated the image
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:  # of many kinds
+        pass
+
+    # 8 bits, on white, RGB
     if image.mode[0] in DEEP_MODES:
         image = to_eight_bits(image)
     if image.has_transparency_data:
@@ -143,16 +150,6 @@ def seek_visible_frame(image: Image.Image) -> None:
         if image.convert('RGBA').getextrema()[3][1] > 0:  # the largest alpha
             return
     image.seek(0)
-
-
-def turn_upright(image: Image.Image) -> None:
-    """Rotate an image in place by its EXIF orientation. An image whose EXIF cannot be read stays as it is."""
-    try:
-        ImageOps.exif_transpose(image, in_place=True)
-    except MemoryError:
-        raise
-    except Exception:  # of odd EXIF, which Pillow rewrites after it has rotated the image
-        return
 
 
 def resize(image: torch.Tensor, image_size: int) -> torch.Tensor:

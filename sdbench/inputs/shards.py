@@ -33,7 +33,14 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
 
     # its content
     try:
-        index = json.loads(fetch_index(remote))
+        if os.path.isdir(remote):
+            content = Path(remote, INDEX).read_bytes()
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, INDEX)
+                CloudDownloader.direct_download(os.path.join(remote, INDEX), str(path))
+                content = path.read_bytes()
+        index = json.loads(content)
     except FileNotFoundError:
         raise ValueError(f'{label} holds no {INDEX}, so no whole MDS dataset; check the name, or make one: '
                          'convert.py and encode.py write that file last') from None
@@ -57,16 +64,6 @@ def read_image_index(remote: str, flag: str = '--remote') -> dict:
     if 'latents' in index:
         raise ValueError(f'{flag} {remote} holds latents; give the images that they were made of')
     return index
-
-
-def fetch_index(remote: str) -> bytes:
-    """Fetch the bytes of a dataset's index.json. Raises FileNotFoundError, and whatever a storage client raises."""
-    if os.path.isdir(remote):
-        return Path(remote, INDEX).read_bytes()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, INDEX)
-        CloudDownloader.direct_download(os.path.join(remote, INDEX), str(path))
-        return path.read_bytes()
 
 
 def index_hash(index: dict) -> str:

@@ -120,8 +120,12 @@ def interruptible(call: Callable[[], Any]) -> Any:
 def client(scheme: str, account: str | None, bucket: str, endpoint: str | None, is_first: bool) -> ObjectStore:
     """Make obstore's client for a bucket. `endpoint` is the URL of an S3 server that is not Amazon's, or None."""
     retries = FIRST_RETRIES if is_first else RETRIES
-    if scheme == 'azure':
-        return azure_client(account, bucket, retries)
+    if scheme == 'azure':  # with the key of the environment, else with Azure's default credentials
+        options = {'account_name': account, 'client_options': TIMEOUTS, 'retry_config': retries}
+        if 'AZURE_ACCOUNT_ACCESS_KEY' in os.environ:
+            return AzureStore(bucket, account_key=os.environ['AZURE_ACCOUNT_ACCESS_KEY'], **options)
+        from obstore.auth.azure import AzureCredentialProvider
+        return AzureStore(bucket, credential_provider=AzureCredentialProvider(), **options)
     if scheme == 'gs':
         return google_client(bucket, retries)
     return s3_client(bucket, endpoint, retries)
@@ -167,15 +171,6 @@ def google_client(bucket: str, retries: dict) -> ObjectStore:
         return GCSStore(bucket, credential_provider=GoogleCredentialProvider(), **options)
     except DefaultCredentialsError:
         return GCSStore(bucket, skip_signature=True, **options)
-
-
-def azure_client(account: str, container: str, retries: dict) -> AzureStore:
-    """Make a client with the key of the environment, else with Azure's default credentials."""
-    options = {'account_name': account, 'client_options': TIMEOUTS, 'retry_config': retries}
-    if 'AZURE_ACCOUNT_ACCESS_KEY' in os.environ:
-        return AzureStore(container, account_key=os.environ['AZURE_ACCOUNT_ACCESS_KEY'], **options)
-    from obstore.auth.azure import AzureCredentialProvider
-    return AzureStore(container, credential_provider=AzureCredentialProvider(), **options)
 
 
 def store_error(error: BaseException, label: str) -> str:

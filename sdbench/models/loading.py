@@ -178,20 +178,14 @@ def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
     if not files.pretrained:
         text_encoder = CLIPTextModel(config)
     elif files.name == TINY_MODEL:
-        text_encoder = random_text_encoder(config)
+        # Random weights, the same each time, which would take 6 MB as a file. Their states tell captions apart, which
+        # is enough for a UNet that learns from nothing.
+        with torch.device('cpu'), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(17)
+            text_encoder = CLIPTextModel(config)
     else:
         text_encoder = load_weights(CLIPTextModel, files.folder / 'text_encoder', f'--model_name {files.name}')
     return frozen(text_encoder, precision)
-
-
-def random_text_encoder(config: CLIPTextConfig) -> CLIPTextModel:
-    """Build a text encoder with random weights, on the CPU, the same each time.
-
-    They take 6 MB as a file. Their states tell captions apart, which is enough for a UNet that learns from nothing.
-    """
-    with torch.device('cpu'), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(17)
-        return CLIPTextModel(config)
 
 
 def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, price_of
+from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, days_to_train, price_of
 from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.records.figures import OF_A_RUN
@@ -58,7 +58,11 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
         how = settings_in_words(best, differing(judged, SETTINGS))
         sentences.append(f'Lowest held-out loss: {best["eval_loss"]:.4g} after {best["trained_batches"]:,.0f} batches'
                          f'{how and ", with " + how}.')
-    return with_costs(rows, days, settings.dollars_per_gpu_hour), sentences
+
+    # what the days cost, where they are those of GPUs
+    hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
+    dollars = rows['device'].map(lambda device: price_of(device, settings.dollars_per_gpu_hour))
+    return rows.assign(days=days, total_gpu_hours=hours, cost_usd=hours * dollars), sentences
 
 
 def medians(rows: pd.DataFrame) -> pd.DataFrame:
@@ -76,13 +80,6 @@ def medians(rows: pd.DataFrame) -> pd.DataFrame:
             row['notes'] = f'median of {len(runs)} runs, {speeds.min():,.1f} to {speeds.max():,.1f}'
         merged.append(row)
     return pd.concat([*merged, rows[~is_measured]])
-
-
-def with_costs(rows: pd.DataFrame, days: pd.Series, prices: Prices) -> pd.DataFrame:
-    """Return the rows with their days and, where they are those of GPUs, GPU-hours and dollars."""
-    hours = (days * 24 * rows['num_devices']).where(~rows['on_cpu'])
-    dollars = rows['device'].map(lambda device: price_of(device, prices))
-    return rows.assign(days=days, total_gpu_hours=hours, cost_usd=hours * dollars)
 
 
 def over_first(rows: pd.DataFrame, key: str, group: list[str]) -> pd.Series:

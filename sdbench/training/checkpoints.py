@@ -142,21 +142,18 @@ def newest_whole(folder: str, flag: str) -> str | None:
     """Return the newest whole checkpoint that this rank sees. Raises ValueError if one cannot be read."""
     for name in reversed(checkpoints_in(folder, flag)):
         try:
-            if '://' in name or is_whole(name):
+            if '://' in name:
                 return name
+            with open(name, 'rb') as file:
+                file.read(1)  # zipfile takes a disk's refusal for an archive without an end
+                if zipfile.is_zipfile(file):
+                    return name
         except OSError as error:
             raise ValueError(f'{flag} {folder}: {name} cannot be read ({error.strerror}); try again when its file '
                              'system has recovered, or move it away') from None
         if dist.get_local_rank() == 0:
             print(f'warning: {name} was not written to its end, and is passed over', file=sys.stderr)
     return None
-
-
-def is_whole(path: str) -> bool:
-    """Tell whether a file is an archive with its end. Raises OSError if it cannot be read."""
-    with open(path, 'rb') as file:
-        file.read(1)  # zipfile takes a disk's refusal for an archive without an end
-        return zipfile.is_zipfile(file)
 
 
 # Loading one

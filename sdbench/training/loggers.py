@@ -100,14 +100,6 @@ def name_of_run(settings: Train, kept: str | None) -> str | None:
     return on_rank_0(partial(draw_name, beginning, settings.save_folder))
 
 
-def draw_name(beginning: str, folder: str | None) -> str:
-    """Draw a name that no other run has, and keep it in --save_folder. Raises ValueError if that fails."""
-    name = f'{beginning}{SEPARATOR}{secrets.token_hex(4)}'
-    if folder:
-        keep_name(name, folder)
-    return name
-
-
 def kept_name(folder: str | None) -> str | None:
     """Return the name that a --save_folder keeps; None if it keeps none, or there is no folder.
 
@@ -130,8 +122,11 @@ def kept_name(folder: str | None) -> str | None:
     return name
 
 
-def keep_name(name: str, folder: str) -> None:
-    """Write the name of a run into its folder or object store. Raises ValueError if that fails."""
+def draw_name(beginning: str, folder: str | None) -> str:
+    """Draw a name that no other run has, and keep it in a --save_folder. Raises ValueError if that fails."""
+    name = f'{beginning}{SEPARATOR}{secrets.token_hex(4)}'
+    if folder is None:
+        return name
     path = os.path.join(folder, RUN_NAME)
     store = maybe_create_object_store_from_uri(folder)
     try:
@@ -146,3 +141,4 @@ def keep_name(name: str, folder: str) -> None:
     except Exception as error:  # every storage client has its own exceptions
         raise ValueError(f'--save_folder {folder} cannot be written to ({one_line(error)}); check your permissions or '
                          'credentials') from None
+    return name

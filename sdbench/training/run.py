@@ -152,8 +152,18 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
     text = None
     if record['status'] != FAILED:
         text = run_summary(record, settings)
+
+    # where a run stopped before its end, and how to go on
     if record['status'] == INTERRUPTED:
-        text += f'\n{where_it_stopped(settings, record)}'
+        remedy = '--autoresume'
+        text += f'\n{"stopped":<15} after batch {record["trained_batches"]}'
+        if settings.budget is not None and record['dollars'] >= settings.budget:
+            text += f', for --budget {settings.budget:g} is spent'
+            remedy += ' and a larger one'
+        if settings.save_folder:
+            text += f'; a checkpoint is in {settings.save_folder}: the same command with {remedy} goes on'
+        else:
+            text += '; without --save_folder nothing was saved'
 
     # the record, and the end of the loggers
     try:
@@ -171,15 +181,3 @@ def finish_run(settings: Train, trainer: Trainer, record: dict) -> None:
     if record['status'] == FAILED:
         failed_batch = trainer.state.timestamp.batch.value + 1
         raise RunFailed(f'the run failed at batch {failed_batch}: {record["error"]}')
-
-
-def where_it_stopped(settings: Train, record: dict) -> str:
-    """Return the line of a summary that says where a run stopped before its end, and how to go on."""
-    stopped = f'{"stopped":<15} after batch {record["trained_batches"]}'
-    remedy = '--autoresume'
-    if settings.budget is not None and record['dollars'] >= settings.budget:
-        stopped += f', for --budget {settings.budget:g} is spent'
-        remedy += ' and a larger one'
-    if settings.save_folder:
-        return f'{stopped}; a checkpoint is in {settings.save_folder}: the same command with {remedy} goes on'
-    return f'{stopped}; without --save_folder nothing was saved'

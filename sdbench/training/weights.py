@@ -194,7 +194,8 @@ def load_initial_weights(path: str, model: ComposerModel, files: ModelFiles, tok
         facts, weights, ema = trained.facts, trained.live, trained.ema
         ours = model.text_encoder.state_dict()
         for name in ours.keys() & trained.text_encoder.keys():
-            if not nearly_equal(trained.text_encoder[name], ours[name]):
+            one, other = trained.text_encoder[name], ours[name]  # the same but for the rounding to half precision
+            if one.shape != other.shape or not torch.allclose(one.float(), other.cpu().float(), rtol=0.01, atol=1e-6):
                 raise ValueError(f'{label} was trained with another text_encoder; give the --model_name, the '
                                  '--pretrained and, where its weights are random, the --seed of that run')
         if trained.flags.get(TOKENIZER) not in (None, hash_of_tokenizer(tokenizer or files.tokenizer)):
@@ -220,13 +221,6 @@ def unet_folder(path: str) -> Path | None:
         if (folder / 'config.json').is_file():
             return folder
     return None
-
-
-def nearly_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are the same but for the rounding to half precision."""
-    if one.shape != other.shape:
-        return False
-    return torch.allclose(one.float(), other.cpu().float(), rtol=0.01, atol=1e-6)
 
 
 # The pipeline of diffusers that it makes
