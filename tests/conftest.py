@@ -86,53 +86,42 @@ def held_out(tmp_path_factory, held_out_samples) -> str:
 
 
 @pytest.fixture(scope='session')
-def model_folder(tmp_path_factory) -> str:
-    """A diffusers folder as `save_pretrained` writes it, with a tokenizer, that predicts v."""
-    import torch
-    from diffusers import DDPMScheduler
-    from transformers import PreTrainedTokenizerFast
-
-    from benchmark import StableDiffusion
-    from sdbench.inputs.tokenizer import clip_tokenizer
-    torch.manual_seed(1)
-    folder, model = tmp_path_factory.mktemp('model'), StableDiffusion('tiny', image_size=64)
-    for part in ('unet', 'vae', 'text_encoder'):
-        getattr(model, part).save_pretrained(folder / part)
-    DDPMScheduler.from_config({**model.scheduler.config, 'prediction_type': 'v_prediction'}) \
-        .save_pretrained(folder / 'scheduler')
-    PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='<|endoftext|>', model_max_length=77) \
-        .save_pretrained(folder / 'tokenizer')
-    return str(folder)
-
-
-@pytest.fixture(scope='session')
 def smallest_model(tmp_path_factory) -> str:
-    """A diffusers folder of one block each: what takes long in compiling is the number of different kernels."""
+    """The smallest model with weights of its VAE and its text encoder."""
     import torch
-    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel
-    folder = tmp_path_factory.mktemp('smallest')
-    size = {'block_out_channels': (8,), 'layers_per_block': 0, 'norm_num_groups': 4}
+
+    from sdbench.models.loading import build_text_encoder, build_vae, find_model
+    from tests.runs import SMALLEST
+    folder = shutil.copytree(SMALLEST, tmp_path_factory.mktemp('smallest') / 'model')
     torch.manual_seed(1)
-    UNet2DConditionModel(sample_size=32, down_block_types=('DownBlock2D',), up_block_types=('UpBlock2D',),
-                         mid_block_type=None, cross_attention_dim=16, **size).save_config(folder / 'unet')
-    AutoencoderKL(down_block_types=('DownEncoderBlock2D',), up_block_types=('UpDecoderBlock2D',),
-                  mid_block_add_attention=False, **size).save_pretrained(folder / 'vae')
-    CLIPTextModel(CLIPTextConfig(vocab_size=49408, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                 num_attention_heads=2)).save_pretrained(folder / 'text_encoder')
-    DDPMScheduler().save_config(folder / 'scheduler')
+    for part, build in (('vae', build_vae), ('text_encoder', build_text_encoder)):
+        network = build(find_model(SMALLEST), 'fp16').float()  # rounded, so that a variant in fp16 is the same
+        network.save_pretrained(folder / part)
     return str(folder)
 
 
 @pytest.fixture(scope='session')
 def smallest_with_attention(tmp_path_factory, smallest_model) -> str:
-    """The same with a UNet of two blocks that have attention."""
+    """The same with a UNet of two blocks that have attention, which captions reach."""
     from diffusers import UNet2DConditionModel
-    folder = tmp_path_factory.mktemp('with_attention') / 'model'
-    shutil.copytree(smallest_model, folder)
+    folder = shutil.copytree(smallest_model, tmp_path_factory.mktemp('with_attention') / 'model')
     UNet2DConditionModel(sample_size=32, down_block_types=('CrossAttnDownBlock2D',), cross_attention_dim=16,
                          up_block_types=('CrossAttnUpBlock2D',), mid_block_type=None, block_out_channels=(8,),
-                         layers_per_block=1, norm_num_groups=4, attention_head_dim=2).save_config(folder / 'unet')
+                         layers_per_block=1, norm_num_groups=4, attention_head_dim=2).save_pretrained(folder / 'unet')
+    return str(folder)
+
+
+@pytest.fixture(scope='session')
+def model_folder(tmp_path_factory, smallest_with_attention) -> str:
+    """The same with a tokenizer, that predicts v."""
+    from transformers import PreTrainedTokenizerFast
+
+    from sdbench.inputs.tokenizer import clip_tokenizer
+    folder = shutil.copytree(smallest_with_attention, tmp_path_factory.mktemp('model') / 'model')
+    config = folder / 'scheduler/scheduler_config.json'
+    config.write_text(config.read_text().replace('epsilon', 'v_prediction'))
+    PreTrainedTokenizerFast(tokenizer_object=clip_tokenizer(), pad_token='<|endoftext|>', model_max_length=77) \
+        .save_pretrained(folder / 'tokenizer')
     return str(folder)
 
 

@@ -17,10 +17,9 @@ import torch
 from composer import Callback
 
 import benchmark
-from tests.runs import assert_same_training, free_port
+from tests.runs import TINY, assert_same_training, free_port
 
-RUN = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '4', '--warmup_batches', '1',
-       '--max_duration', '12ba', '--autoresume']
+RUN = ['--use_ema', *TINY[:-2], '--max_duration', '12ba', '--autoresume']
 
 
 def become_rank(rank: int, ranks: int, nodes: int, port: int, log: Path, function: Callable, arguments: tuple) -> None:
@@ -97,6 +96,7 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
 def script(argv: list[str]) -> None:
     """Do what Python does with the words behind `python` of a command line."""
     sys.argv = argv
+    sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
     runpy.run_path(os.path.abspath(argv[0]), run_name='__main__')
 
 

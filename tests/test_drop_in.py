@@ -2,9 +2,8 @@
 import inspect
 import os
 import re
+import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from data import StreamingLAIONDataset, SyntheticImageCaptionDataset, build_load
 from ema import EMA, compute_ema
 from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
+from sdbench.models.loading import BUILT_IN
+from tests.forked_runs import run_program, script
 from tests.runs import ROOT, TINY
 from tests.samples import encoded, picture, pillow_square, pixels, write_shards
 
@@ -48,11 +49,11 @@ for name in OTHERS:
     assert __import__(name).__file__.startswith(HERE), name
 
 def open_shards():
-    return StreamingLAIONDataset(sys.argv[1], shuffle=True, batch_size=4, image_size=64)
+    return StreamingLAIONDataset(sys.argv[1], shuffle=True, batch_size=4, image_size=16)
 
 def build():
     torch.manual_seed(5)
-    model = StableDiffusion('tiny', image_size=64, pretrained=True)
+    model = StableDiffusion(sys.argv[2], image_size=16, pretrained=True)
     return model, torch.optim.SGD(model.unet.parameters(), lr=0.1)
 
 # a loop in plain PyTorch
@@ -90,15 +91,14 @@ def test_the_originals_arguments_come_first_in_their_order(function):
     assert list(inspect.signature(function).parameters)[:len(ARGUMENTS[function])] == ARGUMENTS[function]
 
 
-def test_a_program_with_packages_of_its_own_trains_resumes_and_exports(shards, tmp_path, capfd):
+def test_a_program_with_packages_of_its_own_trains_resumes_and_exports(server, shards, smallest_model, tmp_path, capfd):
     for name in OTHERS:
         (tmp_path / name).mkdir()
         (tmp_path / name / '__init__.py').touch()
     program = tmp_path / 'train.py'
     program.write_text(f'HERE, OTHERS = {str(tmp_path)!r}, {OTHERS}\n{PROGRAM}')
-    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    subprocess.run([sys.executable, program, shards], cwd=tmp_path, env=environment, check=True)
-    capfd.readouterr()
+    code, _, errors = run_program(server, tmp_path, script, [program, shards, smallest_model])
+    assert code == 0, errors
     export([str(tmp_path / 'stopped'), str(tmp_path / 'pipeline')])
     assert 'warning' not in capfd.readouterr().err
 
@@ -208,9 +208,11 @@ def diffusers_step(model: StableDiffusion, batch: dict) -> tuple[torch.Tensor, t
 
 
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
-def test_loss_target_and_gradients_are_those_of_diffusers_training(prediction_type, model_folder):
-    name = 'tiny' if prediction_type == 'epsilon' else model_folder
-    model = StableDiffusion(name, image_size=64)
+def test_loss_target_and_gradients_are_those_of_diffusers_training(prediction_type, tmp_path):
+    folder = shutil.copytree(BUILT_IN['tiny'], tmp_path / 'model')
+    config = folder / 'scheduler/scheduler_config.json'
+    config.write_text(config.read_text().replace('epsilon', prediction_type))
+    model = StableDiffusion(str(folder), image_size=64)
     assert model.prediction_type == prediction_type
     batch = {'image': torch.rand(3, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (3, 77))}
     parameters = list(model.unet.parameters())

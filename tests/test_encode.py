@@ -23,7 +23,7 @@ from sdbench.inputs.tokenizer import build_tokenizer
 from tests.runs import TINY, check_keys, refusal, times_of
 from tests.samples import encoded, picture, write_shards
 
-SMALL = ['--image_size', '64', '--batch_size', '4', '--num_workers', '0']
+SMALL = ['--image_size', '16', '--batch_size', '4', '--num_workers', '0']
 
 
 def encode_shards(remote, out, model_folder, *flags) -> dict:
@@ -32,7 +32,7 @@ def encode_shards(remote, out, model_folder, *flags) -> dict:
 
 
 def captions(folder) -> list[str]:
-    dataset = StreamingLAIONDataset(str(folder), image_size=64, batch_size=1)
+    dataset = StreamingLAIONDataset(str(folder), image_size=16, batch_size=1)
     return [dataset.sample(index)['caption'] for index in range(dataset.num_samples)]
 
 
@@ -77,12 +77,12 @@ def test_a_step_from_latents_has_the_loss_and_gradients_of_one_from_pixels(laten
     losses, gradients = [], []
     for remote, from_latents in ((shards, False), (latents, True)):
         torch.manual_seed(3)
-        unet = StableDiffusion('tiny', 64).unet.state_dict()
-        model = StableDiffusion(model_folder, 64, pretrained=True, latents=from_latents).train()
+        unet = StableDiffusion(model_folder, 16).unet.state_dict()
+        model = StableDiffusion(model_folder, 16, pretrained=True, latents=from_latents).train()
         model.unet.load_state_dict(unet)
         model.prediction_type = prediction
-        dataset = StreamingLAIONDataset(remote, image_size=64, batch_size=1)
-        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer(), 64), 64)
+        dataset = StreamingLAIONDataset(remote, image_size=16, batch_size=1)
+        batch = normalize(collate([dataset.sample(index) for index in (3, 0, 17, 8)], build_tokenizer(), 16), 16)
         torch.manual_seed(4)
         loss = model.loss(model(batch), batch)
         loss.backward()
@@ -94,8 +94,8 @@ def test_a_step_from_latents_has_the_loss_and_gradients_of_one_from_pixels(laten
 
 def test_the_stored_moments_are_the_vaes_own(latents, shards, model_folder):
     vae = AutoencoderKL.from_pretrained(f'{model_folder}/vae')
-    images = StreamingLAIONDataset(shards, image_size=64, batch_size=1)
-    stored = StreamingLAIONDataset(latents, image_size=64, batch_size=1)
+    images = StreamingLAIONDataset(shards, image_size=16, batch_size=1)
+    stored = StreamingLAIONDataset(latents, image_size=16, batch_size=1)
     for index in (0, 23):
         posterior = vae.encode(images[index]['image'][None] / 127.5 - 1).latent_dist
         torch.testing.assert_close(stored[index]['moments'][None].float(), posterior.parameters, atol=2e-3, rtol=2e-3)
@@ -146,7 +146,7 @@ def test_bad_samples_are_left_out_counted_and_listed(tmp_path, model_folder, cap
     assert captions(tmp_path / 'latents') == [str(index) for index in range(9) if index != 2]
     out = capfd.readouterr().out
     assert 'encoded         8 images, ' in out
-    assert 'stored          8 images, 1,0' in out
+    assert 'stored          8 images, 4,' in out
     assert 'too few to rely on its images/s' in out
     assert f'1 image does not decode, 1 no caption; listed in {tmp_path}/latents/skipped.jsonl' in out
     lines = map(json.loads, (tmp_path / 'latents/skipped.jsonl').read_text().splitlines())
@@ -168,7 +168,7 @@ def test_the_same_command_on_a_finished_out_has_done_all_and_other_flags_are_ref
     said, command = capfd.readouterr().out.splitlines()
     assert said == f'done already: --out {latents} holds 24 samples of this --remote'
     assert command.startswith(f'next            composer benchmark.py --remote {latents} --model_name ')
-    assert 'was begun with image_size 64, and this command has 32; give' in refusal(
+    assert 'was begun with image_size 16, and this command has 32; give' in refusal(
         capfd, encode_shards, shards, latents, model_folder, '--image_size', '32')
     assert times_of(Path(latents)) == before
 
@@ -183,7 +183,7 @@ def test_random_weights_are_warned_of_and_those_of_another_seed_are_refused(tmp_
 
 def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, shards, model_folder, capfd):
     train = ['--remote', latents, *TINY, '--model_name', str(model_folder), '--pretrained']
-    assert 'latents with image_size 64, and this run has 32' in refusal(
+    assert 'latents with image_size 16, and this run has 32' in refusal(
         capfd, benchmark.main, [*train, '--image_size', '32'])
     for change, key in ((change_scaling_factor, 'scaling_factor'), (change_weights, 'vae_sha256')):
         other = with_changed_vae(model_folder, tmp_path / key, change)
@@ -196,8 +196,8 @@ def test_latents_of_another_size_or_another_vae_are_refused(tmp_path, latents, s
 def test_a_training_on_latents_says_so_and_counts_what_it_ran(latents, model_folder):
     record = benchmark.main(['--remote', latents, *TINY, '--model_name', model_folder, '--pretrained'])
     assert (record['status'], record['encoders']) == ('complete', 'text_in_loop')
-    assert StableDiffusion('tiny', 64, latents=True).vae is None
-    flops = StableDiffusion('tiny', 64).flops_per_image
+    assert StableDiffusion(model_folder, 16, latents=True).vae is None
+    flops = StableDiffusion(model_folder, 16).flops_per_image
     assert record['tflops_per_image'] == pytest.approx((flops['unet'] + flops['text_encoder']) / 1e12)
 
 
@@ -219,7 +219,7 @@ def test_compiled_batches_with_any_number_of_good_images_share_one_graph(monkeyp
                        for flags in ([], ['--compile']))
     shard = ImageShard(read_index(shards)['shards'][0], 0)
     for number in (4, 3, 1, 0, 2):
-        batch = {'image': torch.randint(256, (number, 3, 64, 64), dtype=torch.uint8), 'number': range(number)}
+        batch = {'image': torch.randint(256, (number, 3, 16, 16), dtype=torch.uint8), 'number': range(number)}
         for one, other in zip(plain.moments_of(batch, shard), compiled.moments_of(batch, shard), strict=True):
             np.testing.assert_allclose(one, other, atol=2e-3, rtol=2e-3)
     torch._dynamo.reset()

@@ -23,7 +23,7 @@ from sdbench.models.drawing import load_pipeline
 from sdbench.models.feature_extractors import load_clip
 from sdbench.records.summary import evaluation_summary
 from tests.forked_runs import run_ranks
-from tests.runs import check_keys, files_of, refusal
+from tests.runs import TINY, check_keys, files_of, refusal
 from tests.samples import encoded, picture, pillow_square, write_shards
 from tests.scoring_models import save_clip, save_inception
 
@@ -247,9 +247,9 @@ def test_without_a_network_pictures_are_drawn_and_nothing_is_scored(tmp_path, pi
 
 
 def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_far_it_was_trained(
-        tmp_path, shards, clip, capfd):
+        tmp_path, smallest_model, shards, clip, capfd):
     kept = 'kept'
-    train(['--remote', shards, '--model_name', 'tiny', '--pretrained', '--image_size', str(SIZE), '--batch_size', '4',
+    train(['--remote', shards, *TINY, '--model_name', smallest_model, '--pretrained', '--image_size', str(SIZE),
            '--use_ema', '--ema_half_life', '1ba', '--max_duration', '2ba', '--num_workers', '0', '--save_folder', kept,
            '--results', '-'])
     record = run(kept, shards, tmp_path / 'out', *clip)
@@ -257,7 +257,7 @@ def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_
     assert 'DATA is what the model was trained on' in capfd.readouterr().out
     assert (record['trained_batches'], record['images_seen'], record['weights']) == (2, 8, 'averaged')
     assert record['training']['batch_size'] == 4
-    assert record['model_name'] == 'tiny'
+    assert record['model_name'] == smallest_model
     export([kept, 'pipeline'])
     exported = run(tmp_path / 'pipeline', shards, tmp_path / 'exported', *clip)
     assert exported['model_sha256'] == record['model_sha256']

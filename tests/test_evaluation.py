@@ -16,22 +16,23 @@ from sdbench.inputs.tokenizer import build_tokenizer
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from tests.runs import TINY, assert_same_training, one_error_line
+from tests.runs import SMALLEST, TINY, assert_same_training, one_error_line
 from tests.samples import pillow_square, pixels, write_shards
 
-TRAIN = [*TINY, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
+SIZE_64 = [*TINY, '--image_size', '64']
+TRAIN = [*SIZE_64, '--use_ema', '--ema_half_life', '2ba', '--num_workers', '0', '--save_interval', '2ba',
          '--max_duration', '4ba']
 
 
 @pytest.fixture(scope='module')
 def moments(tmp_path_factory) -> tuple[str, list[dict]]:
-    """Latents of 5 images, as encode.py would store them for `tiny` at 64 pixels."""
+    """Latents of 5 images, as encode.py would store them for the smallest model at 64 pixels."""
     draw = np.random.default_rng(3)
-    samples = [{MOMENTS: draw.normal(size=(8, 8, 8)).astype(np.float16), 'caption': f'latent {i}'} for i in range(5)]
+    samples = [{MOMENTS: draw.normal(size=(8, 64, 64)).astype(np.float16), 'caption': f'latent {i}'} for i in range(5)]
     folder = tmp_path_factory.mktemp('latents') / 'mds'
-    write_shards(folder, samples, {MOMENTS: 'ndarray:float16:8,8,8', 'caption': 'str'})
+    write_shards(folder, samples, {MOMENTS: 'ndarray:float16:8,64,64', 'caption': 'str'})
     index = json.loads((folder / 'index.json').read_text())
-    index['latents'] = origin_of_latents(find_model('tiny'), 64) | {IMAGES_HASH: 'of the images'}
+    index['latents'] = origin_of_latents(find_model(SMALLEST), 64) | {IMAGES_HASH: 'of the images'}
     (folder / 'index.json').write_text(json.dumps(index))
     return str(folder), samples
 
@@ -39,7 +40,7 @@ def moments(tmp_path_factory) -> tuple[str, list[dict]]:
 def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: int = 17) -> float:
     """Compute the mean over the samples, one by one, of the averaged model's loss by the formulas of the papers."""
     state = load_checkpoint(checkpoint)['state']
-    model, ema = StableDiffusion('tiny', image_size, latents=MOMENTS in samples[0]), EMA()
+    model, ema = StableDiffusion(SMALLEST, image_size, latents=MOMENTS in samples[0]), EMA()
     model.load_state_dict(state['model'])
     ema.load_state_dict(dict(state['algorithms'])['EMA'])
     model = ema.get_ema_model(model).eval()
@@ -50,7 +51,7 @@ def loss_by_hand(checkpoint: str, samples: list[dict], image_size: int, seed: in
     for index, sample in enumerate(samples):
         number = int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
         generator = torch.Generator().manual_seed(number)
-        draw, noise = torch.randn(8, image_size // 8, image_size // 8, generator=generator)[None].split(4, dim=1)
+        draw, noise = torch.randn(8, image_size, image_size, generator=generator)[None].split(4, dim=1)
         timestep = torch.randint(1000, (), generator=generator)
         with torch.no_grad():
             if MOMENTS in sample:
@@ -107,10 +108,8 @@ def test_the_loss_is_that_of_each_sample_once_by_the_averaged_weights(evaluated,
     assert record['eval_interval'] == '2ba'
 
 
-def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, smallest_model, tmp_path):
-    model = shutil.copytree(smallest_model, tmp_path / 'model')
-    (model / 'vae' / 'config.json').write_text(json.dumps(find_model('tiny').configs['vae']))
-    flags = ['--remote', shards, *TRAIN, '--model_name', str(model), '--save_folder']
+def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, tmp_path):
+    flags = ['--remote', shards, *TRAIN, '--save_folder']
     main([*flags, 'plain'])
     record = main([*flags, 'kept', '--eval_remote', held_out, '--eval_interval', '2ba'])
     assert len(record['evaluations']) == 2
@@ -120,7 +119,7 @@ def test_a_training_that_is_evaluated_is_the_same_training(shards, held_out, sma
 def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards, capfd):
     """Not on the microbatch, the batch that it comes after, the processes that decode, or Min-SNR of the training."""
     folder, record, _ = evaluated
-    argv = ['--remote', shards, *TINY, '--num_workers', '2', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
+    argv = ['--remote', shards, *SIZE_64, '--num_workers', '2', '--max_duration', '2ba', '--use_ema', '--ema_half_life',
             '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out]
     later = main([*argv, '--device_train_microbatch_size', '1', '--snr_gamma', '0.001'])
     assert later['eval_batch'] == 2
@@ -152,7 +151,7 @@ def test_copies_of_the_training_data_and_latents_of_another_size_are_refused(sou
     index['latents'][IMAGES_HASH] = index_hash(read_index(shards))
     (latents / 'index.json').write_text(json.dumps(index))
     places = {'SHARDS': shards, 'MOMENTS': moments[0], 'COPY': str(copy), 'LATENTS': str(latents)}
-    argv = [places.get(argument, argument) for argument in [*TINY, *source, *flags]]
+    argv = [places.get(argument, argument) for argument in [*SIZE_64, *source, *flags]]
     line = one_error_line(argv, capfd)
     assert words in line
     assert '--eval_' in line

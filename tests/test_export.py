@@ -16,9 +16,9 @@ from ema import EMA
 from evaluate import load_model
 from export import main as export
 from sdbench.inputs.tokenizer import build_tokenizer
-from sdbench.models.loading import BUILT_IN, build_vae, find_model
+from sdbench.models.loading import build_vae, find_model
 from sdbench.training.checkpoints import load_checkpoint
-from tests.runs import TINY, one_error_line
+from tests.runs import SMALLEST, TINY, one_error_line
 
 CAPTIONS = ['a cat', '', '!', "Wow! it's 2024", '!!! ???', '!§ !x', 'naïve café 中文 🎉 naÃ¯ve', 'word ' * 100,
             'the end <|endoftext|> is not here', 'a\x00b \u200b c']
@@ -35,10 +35,11 @@ def checkpoints(tmp_path_factory, model_folder) -> str:
 
 
 @pytest.fixture(scope='module')
-def latent_checkpoints(tmp_path_factory) -> str:
+def latent_checkpoints(tmp_path_factory, smallest_with_attention) -> str:
     """Of a run on latents, without an average, by a VAE with weights."""
     folder = tmp_path_factory.mktemp('latents')
-    main(['--use_synth_latents', *TINY, '--pretrained', '--save_folder', str(folder / 'kept'), '--results', '-'])
+    main(['--use_synth_latents', *TINY, '--model_name', smallest_with_attention, '--pretrained', '--save_folder',
+          str(folder / 'kept'), '--results', '-'])
     return str(folder / 'kept')
 
 
@@ -51,21 +52,23 @@ def exported(tmp_path_factory, checkpoints) -> str:
 
 @pytest.fixture(scope='module')
 def epsilon_folder(tmp_path_factory, model_folder) -> str:
-    """The model folder, but that it predicts epsilon."""
+    """The model folder, but that it predicts epsilon, and has another VAE."""
     folder = shutil.copytree(model_folder, tmp_path_factory.mktemp('epsilon') / 'model')
     config = folder / 'scheduler' / 'scheduler_config.json'
     config.write_text(config.read_text().replace('v_prediction', 'epsilon'))
+    build_vae(find_model(SMALLEST), 'fp32').save_pretrained(folder / 'vae')
     return str(folder)
 
 
 @pytest.fixture(scope='module')
-def exported_latents(tmp_path_factory, latent_checkpoints, model_folder) -> str:
+def exported_latents(tmp_path_factory, latent_checkpoints, smallest_with_attention, model_folder) -> str:
     """The pipeline of the run on latents, whose model is a folder now: its VAE in fp16, beside another tokenizer."""
     folder = tmp_path_factory.mktemp('latents')
-    moved = shutil.copytree(model_folder, folder / 'tiny')
+    moved = shutil.copytree(smallest_with_attention, folder / 'moved')
+    shutil.copytree(f'{model_folder}/tokenizer', moved / 'tokenizer')
     shutil.rmtree(moved / 'vae')
-    shutil.copytree(BUILT_IN['tiny'], moved, dirs_exist_ok=True, ignore=shutil.ignore_patterns('*.safetensors'))
-    build_vae(find_model('tiny', pretrained=True), 'fp16').save_pretrained(moved / 'vae', variant='fp16')
+    vae = build_vae(find_model(smallest_with_attention, pretrained=True), 'fp16')
+    vae.save_pretrained(moved / 'vae', variant='fp16')
     export([latent_checkpoints, str(folder / 'out'), '--model_name', str(moved)])
     return str(folder / 'out')
 
@@ -101,7 +104,7 @@ def test_the_pipeline_has_the_encoders_the_scheduler_and_the_size_of_the_run(che
     assert pipeline.safety_checker is None
     assert pipeline.feature_extractor is None
     image = pipeline('a cat', num_inference_steps=2).images[0]
-    assert image.size == (64, 64)
+    assert image.size == (16, 16)
     assert np.asarray(image).std() > 0
 
 
@@ -117,33 +120,33 @@ def test_the_pipeline_tokenizes_as_training_does(exported, exported_latents, mod
 
 
 def test_a_run_on_latents_is_drawn_with_the_vae_that_encoded_them_wherever_it_is_now(
-        exported_latents, latent_checkpoints, capfd):
+        exported_latents, latent_checkpoints, smallest_with_attention, capfd):
     export([latent_checkpoints, 'out'])
     assert 'there is no average' in capfd.readouterr().out
     [vae, moved] = [loaded(out, 'unet', 'text_encoder', 'tokenizer').vae for out in ('out', exported_latents)]
     evaluated, _ = load_model(latent_checkpoints)
-    for name, tensor in build_vae(find_model('tiny', pretrained=True), 'fp32').state_dict().items():
+    for name, tensor in build_vae(find_model(smallest_with_attention, pretrained=True), 'fp32').state_dict().items():
         assert all(torch.equal(other.state_dict()[name], tensor) for other in (vae, moved, evaluated.vae))
 
 
 @pytest.mark.parametrize('known, words', [(True, 'a VAE with random weights, which cannot decode'),
                                           (False, 'give export.py --model_name FOLDER --pretrained')])
-def test_a_run_on_latents_whose_vae_is_not_to_be_had_is_neither_exported_nor_evaluated(smallest_model, tmp_path, capfd,
+def test_a_run_on_latents_whose_vae_is_not_to_be_had_is_neither_exported_nor_evaluated(tmp_path, capfd,
                                                                                       known, words):
-    main(['--use_synth_latents', *TINY, '--model_name', smallest_model, '--image_size', '16', '--save_folder', 'kept'])
+    main(['--use_synth_latents', *TINY, '--save_folder', 'kept'])
     checkpoint = load_checkpoint('kept/latest-rank0.pt')
     if not known:
         del checkpoint['state']['model']['_extra_state']  # as of a model that is not this program's
     torch.save(checkpoint, 'run.pt')
-    assert words in one_error_line(['run.pt', 'out', '--model_name', smallest_model], capfd, export)
+    assert words in one_error_line(['run.pt', 'out', '--model_name', SMALLEST], capfd, export)
     assert not (tmp_path / 'out').exists()
     with pytest.raises(ValueError, match='VAE|does not say'):
         load_model('run.pt')
 
 
 def test_a_run_without_pretrained_is_told_at_its_start_and_at_its_export_that_its_pictures_will_be_noise(
-        smallest_model, tmp_path, capfd):
-    run = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--image_size', '32', '--max_duration', '1ba']
+        tmp_path, capfd):
+    run = ['--use_synth_data', *TINY, '--max_duration', '1ba']
     main([*run, '--save_folder', 'kept', '--results', '-'])
     assert 'warning: without --pretrained the VAE and the text encoder are random' in capfd.readouterr().err
     export(['kept', 'out'])
@@ -167,9 +170,9 @@ def test_another_model_or_tokenizer_than_the_trained_one_is_refused(
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_the_average_of_a_young_training_is_exported_with_a_warning_whoever_trained_it(smallest_model, capfd):
+def test_the_average_of_a_young_training_is_exported_with_a_warning_whoever_trained_it(capfd):
     for half_life in ('2ba', '1ba'):
-        model = StableDiffusion(smallest_model, image_size=32)
+        model = StableDiffusion(SMALLEST, image_size=32)
         dataset = SyntheticImageCaptionDataset(32, num_samples=16)
         Trainer(model=model, optimizers=torch.optim.AdamW(model.unet.parameters()), device='cpu', max_duration='1ep',
                 train_dataloader=build_loader(dataset, 4, num_workers=0), algorithms=EMA(half_life),

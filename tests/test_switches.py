@@ -104,7 +104,7 @@ class Scales(Callback):
 
 
 def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_halved(monkeypatch, smallest_with_attention):
-    settings = arguments('--model_name', smallest_with_attention, '--image_size', '16', '--encoder_precision', 'fp16',
+    settings = arguments('--model_name', smallest_with_attention, '--encoder_precision', 'fp16',
                          '--device_train_microbatch_size', '2', '--max_duration', '5ba')
     settings = replace(settings, precision='amp_fp16')  # that of a GPU
     witness, scales = Weights(2, value=float('inf')), Scales()

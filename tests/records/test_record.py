@@ -158,9 +158,9 @@ def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it
 
 # --profile
 
-def test_a_trace_holds_three_batches_and_its_run_is_in_no_figure(tmp_path, results, smallest_model, capfd):
+def test_a_trace_holds_three_batches_and_its_run_is_in_no_figure(tmp_path, results, capfd):
     folder = tmp_path / 'trace'
-    record = main(['--use_synth_latents', *TINY, '--model_name', smallest_model, '--measure_batches', '5', '--profile',
+    record = main(['--use_synth_latents', *TINY, '--measure_batches', '5', '--profile',
                    str(folder)])
     [torchs] = (folder / 'torch').iterdir()
     [composers] = (folder / 'composer').iterdir()

@@ -31,7 +31,7 @@ from tests.samples import good, write_shards
 # in which Composer lets latest-rank0.pt point to it. Checkpoints are at batches 3, 6 (an epoch's end), 9 and 12.
 EVERY_3_BATCHES = [('start', 2), ('write', 3), ('link', 6), ('start', 7), ('write', 9), ('update', 11)]
 EVERY_EPOCH = [('start', 4), ('start', 7), ('update', 11)]
-SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 96 --max_duration 4ba --save_interval 1ba '
+SECOND_PHASE = ('--remote SHARDS --load_weights FIRST --image_size 32 --max_duration 4ba --save_interval 1ba '
                 '--caption_drop 0.5 --snr_gamma 5 --eval_remote HELD_OUT --eval_interval 2ba --num_workers 0')
 
 
@@ -55,7 +55,7 @@ def test_a_disk_that_fills_leaves_the_last_good_checkpoint(server, tmp_path, res
     disk.mkdir()
     argv = ['--use_synth_data', '--use_ema', *TINY, '--save_interval', '1ba', '--save_folder', disk / 'kept',
             '--results', results]
-    line, _ = on_small_disk(server, 40, disk, argv, tmp_path / 'out')
+    line, _ = on_small_disk(server, 5, disk, argv, tmp_path / 'out')
     assert 'a disk is full' in line
     assert json.loads(results.read_text())['status'] == 'failed'
     kept = tmp_path / 'out' / 'disk' / 'kept'
@@ -100,8 +100,8 @@ SAVING_IN_S3 = ['--use_synth_data', *TINY, '--max_duration', '3ba', '--save_fold
 
 @pytest.mark.long
 def test_a_checkpoint_that_a_store_refuses_is_said_the_next_takes_its_place_and_a_run_resumes_from_that(
-        s3, smallest_model, capfd):
-    argv = [*SAVING_IN_S3, '--model_name', smallest_model, '--image_size', '16']
+        s3, capfd):
+    argv = [*SAVING_IN_S3]
     record = main(argv, [ReadOnlyUntil(s3, batch=2)])
     assert record['status'] == 'complete'
     sent = [key for key in s3.objects if key.endswith('.pt')]
@@ -113,8 +113,8 @@ def test_a_checkpoint_that_a_store_refuses_is_said_the_next_takes_its_place_and_
 
 
 @pytest.mark.long
-def test_the_last_checkpoint_that_a_store_refuses_twice_stays_on_this_machine(s3, smallest_model, results, capfd):
-    argv = [*SAVING_IN_S3, '--model_name', smallest_model, '--image_size', '16']
+def test_the_last_checkpoint_that_a_store_refuses_twice_stays_on_this_machine(s3, results, capfd):
+    argv = [*SAVING_IN_S3]
     line = failed(argv, results, capfd, [ReadOnlyUntil(s3, batch=None)])
     assert 'the last checkpoint could not be sent to --save_folder s3://bucket/runs/1' in line
     path = Path(line.split()[-1])
@@ -128,10 +128,10 @@ def main_after_tmpdir_is_set(argv: list[str]) -> None:
     main(argv)
 
 
-def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3, smallest_model, tmp_path, results):
+def test_a_full_disk_on_the_way_to_a_store_is_named_with_its_variable(server, s3, tmp_path, results):
     disk = tmp_path / 'disk'
     disk.mkdir()
-    argv = [*SAVING_IN_S3, '--model_name', smallest_model, '--image_size', '16', '--results', results]
+    argv = [*SAVING_IN_S3, '--results', results]
     environment = {name: value for name, value in os.environ.items() if name.startswith(('AWS_', 'S3_'))}
     code, _, errors = run_program(server, tmp_path / 'out', main_after_tmpdir_is_set, argv, (1, str(disk)),
                                   TMPDIR=str(disk), **environment)
@@ -167,14 +167,13 @@ def test_a_run_in_epochs_that_ended_at_a_checkpoint_between_epochs_has_nothing_l
                                                                                     'ep1-ba6-rank0.pt']
 
 
-def test_only_what_the_run_or_the_one_that_it_resumes_has_written_makes_room_for_newer_checkpoints(tmp_path,
-                                                                                                   smallest_model):
+def test_only_what_the_run_or_the_one_that_it_resumes_has_written_makes_room_for_newer_checkpoints(tmp_path):
     class User(Callback):
         def batch_end(self, state, logger):
             if state.timestamp.batch.value == 7:
                 (tmp_path / 'after' / 'ep0-ba6-rank0.pt').rename(tmp_path / 'mine.pt')
 
-    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--image_size', '16', '--save_interval',
+    argv = ['--use_synth_latents', *TINY, '--save_interval',
             '2ba', '--autoresume', '--save_folder']
     main([*argv, 'before', '--max_duration', '4ba'])
     folder = (tmp_path / 'before').rename(tmp_path / 'after')
@@ -272,8 +271,8 @@ def test_a_run_goes_on_and_is_exported_with_the_token_ids_that_it_was_trained_wi
 
 
 @pytest.mark.parametrize('name', ['runs/{run_name}', 'set {1}', 'a {b} %s c', '{rank}', 'a{'])
-def test_a_save_folder_is_one_folder_whatever_braces_are_in_its_name(smallest_model, tmp_path, name):
-    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--image_size', '16', '--save_folder', name,
+def test_a_save_folder_is_one_folder_whatever_braces_are_in_its_name(tmp_path, name):
+    argv = ['--use_synth_latents', *TINY, '--save_folder', name,
             '--run_name', 'mine', '--autoresume', '--save_num_checkpoints_to_keep', '1', '--max_duration']
     main([*argv, '2ba'])
     assert main([*argv, '3ba'])['first_batch'] == 2

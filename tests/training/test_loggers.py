@@ -78,11 +78,11 @@ def test_a_run_that_was_lost_before_its_first_checkpoint_goes_on_at_wandb_by_the
         assert logger._init_kwargs['resume'] == 'allow'
 
 
-def test_a_logger_that_cannot_start_is_one_line_and_the_record_says_failed(smallest_model, results, capfd, monkeypatch):
+def test_a_logger_that_cannot_start_is_one_line_and_the_record_says_failed(results, capfd, monkeypatch):
     def nobody_has_logged_in(**_):
         raise wandb.errors.UsageError('api_key not configured (no-tty).')
     monkeypatch.setattr(wandb, 'init', nobody_has_logged_in)
-    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--wandb_name', 'x', '--results', results]
+    argv = ['--use_synth_latents', *TINY, '--wandb_name', 'x', '--results', results]
     line = failed(argv, results, capfd)
     assert '--wandb_name' in line
     assert '(api_key not configured (no-tty).); log in by `wandb login` or WANDB_API_KEY, or set WANDB_MODE' in line

@@ -12,7 +12,7 @@ from sdbench.flags.complete import complete
 from sdbench.models.loading import find_model
 from sdbench.training.microbatch import is_too_large, largest_microbatch
 from tests.forked_runs import run_ranks
-from tests.runs import TINY, assert_same_training, settings_of
+from tests.runs import SMALLEST, TINY, assert_same_training, settings_of
 
 
 def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> list[int]:
@@ -30,21 +30,21 @@ def run_out_of_memory_above(limit: int, model: StableDiffusion, where: str) -> l
         if len(output) > limit and where == 'backward':
             output.register_hook(fail)
 
-    model.unet.mid_block.register_forward_hook(in_forward)
+    model.unet.up_blocks[0].register_forward_hook(in_forward)
     return tried
 
 
 def search(model: StableDiffusion, *argv: str) -> int:
     """Return the largest microbatch of a run with these flags."""
     settings = settings_of('--use_synth_data', *TINY, *argv)
-    return largest_microbatch(model, build_data(settings, find_model('tiny'), None), settings.batch_size, 'fp32',
+    return largest_microbatch(model, build_data(settings, find_model(SMALLEST), None), settings.batch_size, 'fp32',
                               settings.use_ema)
 
 
 @pytest.fixture
 def model() -> StableDiffusion:
     torch.manual_seed(0)
-    return StableDiffusion('tiny', 64)
+    return StableDiffusion(SMALLEST, 16)
 
 
 @pytest.mark.parametrize('where', ['forward', 'backward'])
@@ -74,7 +74,7 @@ def test_nothing_of_a_try_is_alive_when_the_next_begins(model, where):
         cycle.append(cycle)  # as an error and the frame that keeps it can be
         activations.append((len(output), weakref.ref(output)))
 
-    model.unet.mid_block.register_forward_hook(note)
+    model.unet.up_blocks[0].register_forward_hook(note)
     run_out_of_memory_above(1, model, where)
     assert search(model) == 1
     assert [size for size, _ in activations][:3] == [1, 1, 2]
@@ -111,7 +111,7 @@ def test_where_not_even_one_image_fits_one_line_says_what_to_do(monkeypatch, cap
     with pytest.raises(SystemExit):
         main(['--use_synth_data', *TINY])
     _, line = capfd.readouterr().err.splitlines()
-    assert 'not even one image of --image_size 64 fits' in line
+    assert 'not even one image of --image_size 16 fits' in line
     assert '--gradient_checkpointing' in line
 
 

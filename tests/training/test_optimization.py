@@ -12,7 +12,7 @@ import benchmark
 from benchmark import main
 from sdbench.training.checkpoints import load_checkpoint
 from sdbench.training.optimization import min_snr_weights
-from tests.runs import TINY, settings_of
+from tests.runs import SMALLEST, TINY, settings_of
 
 FLAGS = ['--learning_rate', '3e-4', '--weight_decay', '0.02', '--lr_warmup', '4ba', '--use_ema', '--ema_half_life',
          '3ba', '--ema_start', '2ba', '--clip_grad_norm', '0.25', '--snr_gamma', '5.0', '--adam_betas', '0.8', '0.95']
@@ -53,7 +53,7 @@ def test_a_run_does_what_its_flags_say_and_has_them_in_its_record_and_in_its_che
     assert {flag: flags.get(flag, '3ba') for flag in expected} == expected  # only the half-life may change
 
 
-def test_a_resumed_optimizer_has_the_arguments_of_now_and_goes_on_with_the_learning_rate(smallest_model):
+def test_a_resumed_optimizer_has_the_arguments_of_now_and_goes_on_with_the_learning_rate():
     rates, groups = [], []
 
     class Witness(Callback):
@@ -62,7 +62,7 @@ def test_a_resumed_optimizer_has_the_arguments_of_now_and_goes_on_with_the_learn
             rates.append(group['lr'])
             groups.append(group['fused'])
 
-    argv = ['--use_synth_latents', *TINY, '--model_name', smallest_model, '--image_size', '16', '--lr_warmup', '4ba',
+    argv = ['--use_synth_latents', *TINY, '--lr_warmup', '4ba',
             '--save_folder', 'kept', '--autoresume', '--max_duration']
     main([*argv, '2ba'], [Witness()])
     record = main([*argv, '4ba', '--no-fused_optimizer'], [Witness()])
@@ -93,12 +93,12 @@ def test_the_learning_rate_goes_as_its_schedule_says_after_the_warm_up(schedule,
 @pytest.mark.parametrize('duration, half_life, start, first_batch', [
     ('1ep', '1ep', '0.7dur', 2), ('2ep', '1ep', '0.9dur', 5), ('5ba', '3ba', '2ba', 2), ('1ep', '1ep', None, 1)])
 def test_an_average_starts_when_it_is_told_moves_in_every_batch_and_is_in_the_checkpoint(
-        duration, half_life, start, first_batch, shards, smallest_model, tmp_path):
+        duration, half_life, start, first_batch, shards, tmp_path):
     witness = Witness()
     flags = ['--ema_half_life', half_life]
     if start is not None:
         flags += ['--ema_start', start]
-    record = main(['--remote', shards, *TINY, '--model_name', smallest_model, '--image_size', '16', '--batch_size', '8',
+    record = main(['--remote', shards, *TINY, '--batch_size', '8',
                    '--num_workers', '0', '--use_ema', *flags, '--max_duration', duration, '--learning_rate', '0.01',
                    '--save_folder', 'kept'], [witness])
     assert record['ema_half_life'] == '3ba'  # 24 samples in batches of 8
@@ -114,10 +114,11 @@ def test_an_average_starts_when_it_is_told_moves_in_every_batch_and_is_in_the_ch
 # Min-SNR
 
 @pytest.mark.parametrize('prediction_type', ['epsilon', 'v_prediction'])
-def test_the_loss_has_the_min_snr_weights_of_diffusers(prediction_type, model_folder):
+def test_the_loss_has_the_min_snr_weights_of_diffusers(prediction_type, smallest_with_attention, model_folder):
     """As its train_text_to_image.py calculates them, by its own SNR."""
-    model = benchmark.StableDiffusion('tiny' if prediction_type == 'epsilon' else model_folder, 64, snr_gamma=0.5)
-    batch = {'image': torch.rand(8, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (8, 77))}
+    name = smallest_with_attention if prediction_type == 'epsilon' else model_folder
+    model = benchmark.StableDiffusion(name, 16, snr_gamma=0.5)
+    batch = {'image': torch.rand(8, 3, 16, 16) * 2 - 1, 'caption': torch.randint(49408, (8, 77))}
     prediction, target = model(batch)
     snr = compute_snr(model.scheduler, batch['timestep'])
     weights = snr.clamp(max=0.5) / (snr if prediction_type == 'epsilon' else snr + 1)
@@ -135,7 +136,7 @@ def test_without_the_flags_all_is_as_in_the_original_but_that_the_unet_alone_is_
     [ema] = benchmark.build_algorithms(settings)
     assert ema.smoothing == 2 ** (-1 / 1000)
     assert ema.ema_start.value == 0
-    model = benchmark.StableDiffusion('tiny', 64)
+    model = benchmark.StableDiffusion(SMALLEST, 16)
     [group] = benchmark.build_optimizer(model, settings).param_groups
     assert (group['lr'], group['weight_decay'], group['fused']) == (1e-4, 0.001, True)
     assert group['betas'] == (0.9, 0.999)

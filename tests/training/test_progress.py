@@ -4,12 +4,12 @@ import sys
 
 from benchmark import main
 from sdbench.training import progress
-from tests.runs import TINY
+from tests.runs import SMALLEST, TINY
 
 
 def test_a_short_run_leaves_one_line_in_a_log(plain_run):
     built, line = plain_run.errors.splitlines()
-    assert built == 'building tiny for images of 64 px, 4 a batch, on 1 device'
+    assert built == f'building {SMALLEST} for images of 16 px, 4 a batch, on 1 device'
     assert re.fullmatch(rf'batch 4 of 4: loss {plain_run.record["loss"]:.3f}, \S+ images/s', line)
 
 

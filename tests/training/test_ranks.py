@@ -13,12 +13,11 @@ import torch
 import benchmark
 from sdbench.training.checkpoints import checkpoints_in
 from tests.forked_runs import mount_small_disk, run_program, run_ranks, skip_unless_mounts_are_allowed
-from tests.runs import ROOT, free_port
+from tests.runs import ROOT, SMALLEST, TINY, free_port
 from tests.test_docs import blocks
 from tests.training import rank_program
 
-TINY_RANKS = ['--use_ema', '--model_name', 'tiny', '--image_size', '64', '--batch_size', '8', '--warmup_batches', '1',
-              '--measure_batches', '2', '--num_workers', '0']
+TINY_RANKS = ['--use_ema', *TINY, '--batch_size', '8', '--measure_batches', '2', '--num_workers', '0']
 
 
 @pytest.fixture(scope='module')
@@ -27,7 +26,7 @@ def trained(tmp_path_factory, shards, server, smallest_with_attention) -> dict[i
     folders = {ranks: tmp_path_factory.mktemp(f'ranks{ranks}') for ranks in (1, 2)}
     for ranks, folder in folders.items():
         arguments = (folder, '--remote', shards, *TINY_RANKS, '--model_name', smallest_with_attention,
-                     '--image_size', '16', '--results', '/dev/null', '--device_train_microbatch_size', '2')
+                     '--results', '/dev/null', '--device_train_microbatch_size', '2')
         codes = run_ranks(server, [folder / 'log'] * ranks, rank_program.main, [arguments] * ranks)
         assert codes == [0] * ranks, (folder / 'log').read_text()
     return {ranks: [torch.load(folder / f'rank{rank}.pt') for rank in range(ranks)]
@@ -80,10 +79,9 @@ def become_node_with_a_disk_of_its_own(folder: Path, checkpoint: Path | None, ar
 
 
 @pytest.mark.parametrize('lost', [0, 1])
-def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tmp_path, smallest_model, server):
+def test_nodes_that_see_different_checkpoints_end_at_once_with_one_line(lost, tmp_path, server):
     skip_unless_mounts_are_allowed('/dev/shm')
-    argv = ['--use_synth_data', *TINY_RANKS, '--model_name', smallest_model, '--image_size', '16', '--autoresume',
-            '--results', str(tmp_path / 'records')]
+    argv = ['--use_synth_data', *TINY_RANKS, '--autoresume', '--results', str(tmp_path / 'records')]
     benchmark.main([*argv, '--max_duration', '1ba', '--save_folder', str(tmp_path / 'before')])
     [checkpoint] = map(Path, checkpoints_in(str(tmp_path / 'before')))
     folder = tmp_path / 'kept'
@@ -112,8 +110,7 @@ echo another-node
 
 @pytest.mark.long
 @pytest.mark.parametrize('launcher', ['srun', 'torchrun'])
-def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_two_nodes(launcher, tmp_path,
-                                                                                     smallest_model):
+def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_two_nodes(launcher, tmp_path):
     """Of one process each, where the page has 4 nodes of 8 GPUs."""
     [block] = [block for block in blocks(ROOT / 'docs/operations.md', 'sh') if f'{launcher} ' in block]
     port = str(free_port())
@@ -125,7 +122,7 @@ def test_the_lines_of_the_page_for_slurm_and_for_torchrun_start_one_run_on_two_n
             block = block.replace(words, others)
         block = f"srun bash -c '{block}'"
     records = tmp_path / 'records'
-    flags = f'--model_name {smallest_model} --image_size 16 --batch_size 4 --max_duration 2ba --results {records}'
+    flags = f'--model_name {SMALLEST} --image_size 16 --batch_size 4 --max_duration 2ba --results {records}'
     for name, script in (('srun', SRUN), ('scontrol', SCONTROL),
                          ('job', block.replace('--use_synth_data', f'--use_synth_data {flags}'))):
         (tmp_path / name).write_text(script)

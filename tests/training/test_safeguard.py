@@ -21,8 +21,8 @@ def scaler(request, monkeypatch):
 
 
 @pytest.fixture
-def argv(smallest_model) -> list[str]:
-    return ['--use_synth_latents', '--use_ema', *TINY, '--model_name', smallest_model, '--max_duration', '5ba']
+def argv() -> list[str]:
+    return ['--use_synth_latents', '--use_ema', *TINY, '--max_duration', '5ba']
 
 
 @pytest.fixture

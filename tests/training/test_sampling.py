@@ -44,14 +44,14 @@ def kept(folder: Path) -> list[str]:
     return ['--use_ema', '--save_folder', str(folder / 'kept'), '--save_interval', '3ba']
 
 
-def pictures_in(path: Path, times: int = 4) -> list[np.ndarray]:
-    """Cut the grid of three prompts into its pictures, int (64, 64, 3), each of which has its prompt below it.
+def pictures_in(path: Path, times: int = 16) -> list[np.ndarray]:
+    """Cut the grid of three prompts into its pictures, int (16, 16, 3), each of which has its prompt below it.
 
     In the grid a pixel of theirs has `times` pixels a side.
     """
     grid = np.asarray(Image.open(path), dtype=int)
     row = len(grid) // 2
-    size = 64 * times
+    size = 16 * times
     assert grid.shape == (2 * row, 2 * size, 3)
     assert (grid[row:, size:] == 255).all()
     pictures = []
@@ -66,7 +66,7 @@ def pictures_in(path: Path, times: int = 4) -> list[np.ndarray]:
 
 def drawn_by_diffusers(out: Path) -> list[np.ndarray]:
     """Draw the prompts by an exported pipeline, from the noise of a seed for each."""
-    noise = torch.cat([torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(17 + n)) for n in range(3)])
+    noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(17 + n)) for n in range(3)])
     pipeline = StableDiffusionPipeline.from_pretrained(str(out))
     pipeline.set_progress_bar_config(disable=True)
     drawn = pipeline(PROMPTS, latents=noise, num_inference_steps=sampling.STEPS, guidance_scale=GUIDANCE)
@@ -134,8 +134,8 @@ def test_rank_0_draws_and_the_other_waits(server, tmp_path, model_folder, prompt
 def test_a_run_that_starts_again_leaves_the_drawings_of_the_one_before_it(
         tmp_path, smallest_model, prompts, few_steps, capfd):
     kept_in = tmp_path / 'kept'
-    argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--pretrained', '--image_size', '32',
-            '--max_duration', '1ba', '--sample_prompts', prompts, '--save_folder', str(kept_in), '--autoresume']
+    argv = ['--use_synth_data', *TINY, '--model_name', smallest_model, '--pretrained', '--max_duration', '1ba',
+            '--sample_prompts', prompts, '--save_folder', str(kept_in), '--autoresume']
     main(argv)
     output, errors = capfd.readouterr()
     assert f'drawings        in {kept_in}-samples\n' in output
@@ -164,7 +164,7 @@ def test_a_drawing_that_fails_is_warned_of_and_the_training_goes_on(tmp_path, sm
     def fail(*_):
         raise OSError(28, 'No space left on device')
     monkeypatch.setattr(Sampling, 'draw', fail)
-    record = run(tmp_path, smallest_model, '--image_size', '32', '--max_duration', '3ba', '--sample_prompts', prompts)
+    record = run(tmp_path, smallest_model, '--max_duration', '3ba', '--sample_prompts', prompts)
     assert record['status'] == 'complete'
     assert record['trained_batches'] == 3
     assert 'warning: nothing was drawn at batch 3 (OSError: [Errno 28] No space left' in capfd.readouterr().err

@@ -29,13 +29,13 @@ class Signalled(Callback):
 
 @pytest.mark.parametrize('numbers', [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGTERM)], ids=str)
 def test_a_run_that_a_signal_ends_leaves_a_record_and_a_checkpoint_and_goes_on_as_if_it_never_had(
-        results, tmp_path, shards, held_out, capfd, numbers):
+        results, tmp_path, shards, held_out, smallest_model, capfd, numbers):
     """The launcher passes Ctrl-C on as SIGTERM; a cluster and the launcher both send SIGTERM. The learning rate follows
     the length of the run, an evaluation and a drawing would come at its end."""
     (tmp_path / 'prompts').write_text('a cat')
-    argv = ['--remote', shards, '--use_ema', *TINY, '--pretrained', '--num_workers', '1', '--max_duration', '7ba',
-            '--lr_schedule', 'cosine', '--eval_remote', held_out, '--eval_interval', '1000ba', '--save_interval',
-            '1000ba']
+    argv = ['--remote', shards, '--use_ema', *TINY, '--model_name', smallest_model, '--pretrained', '--num_workers',
+            '1', '--max_duration', '7ba', '--lr_schedule', 'cosine', '--eval_remote', held_out, '--eval_interval',
+            '1000ba', '--save_interval', '1000ba']
     main([*argv, '--save_folder', 'whole'])
     stopped = [*argv, '--save_folder', 'stopped', '--autoresume', '--sample_prompts',
                'prompts', '--sample_interval', '1000ba', '--sample_folder', 'drawn']

@@ -13,13 +13,13 @@ from data import SyntheticImageCaptionDataset, build_loader
 from sdbench.models.loading import find_model
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
 from sdbench.training.weights import load_initial_weights, read_trained_model, trained_pipeline
-from tests.runs import TINY, Weights, assert_equal, flat, one_error_line
+from tests.runs import SMALLEST, TINY, Weights, assert_equal, flat, one_error_line
 from tests.samples import Hostile
 
 
 @pytest.fixture(scope='module')
 def first_phase(tmp_path_factory) -> Path:
-    """The folder with the checkpoints of 2 and 4 batches at 64 pixels."""
+    """The folder with the checkpoints of 2 and 4 batches at 16 pixels."""
     folder = tmp_path_factory.mktemp('first')
     main(['--use_synth_data', '--use_ema', '--ema_half_life', '2ba', *TINY, '--save_folder', str(folder / 'kept'),
           '--save_interval', '2ba', '--results', str(folder / 'results')])
@@ -44,7 +44,7 @@ def test_a_second_phase_starts_from_weights_and_average_with_another_size_and_al
                 at_start['optimizer'] = len(optimizer.state)
 
     kept = tmp_path / 'kept'
-    record = main(['--remote', shards, *TINY, '--image_size', '96', '--device_train_microbatch_size', '2', '--use_ema',
+    record = main(['--remote', shards, *TINY, '--image_size', '32', '--device_train_microbatch_size', '2', '--use_ema',
                    '--ema_half_life', '1000ba', '--load_weights', str(first_phase), '--save_folder', str(kept),
                    '--max_duration', '2ba', '--save_interval', '1ba', '--num_workers', '0', '--results', str(results)],
                   [Witness()])
@@ -64,11 +64,11 @@ def test_a_second_phase_starts_from_weights_and_average_with_another_size_and_al
 
 def fresh_model(seed: int = 17) -> StableDiffusion:
     torch.manual_seed(seed)
-    return StableDiffusion('tiny', 64)
+    return StableDiffusion(SMALLEST, 16)
 
 
 def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_phase, tmp_path, s3, capfd):
-    trained = StableDiffusion('tiny', 64)
+    trained = StableDiffusion(SMALLEST, 16)
     trained.load_state_dict(load_checkpoint(checkpoints_in(str(first_phase))[-1])['state']['model'])
     trained.unet.save_pretrained(tmp_path / 'alone')
     trained.unet.save_pretrained(tmp_path / 'pipeline' / 'unet')
@@ -84,7 +84,7 @@ def test_weights_come_from_a_file_a_folder_a_unet_a_pipeline_and_a_store(first_p
     for place in (*of_checkpoints, 'alone', 'pipeline'):
         for weight in model.unet.parameters():
             torch.nn.init.zeros_(weight)
-        found = load_initial_weights(place, model, find_model('tiny'))
+        found = load_initial_weights(place, model, find_model(SMALLEST))
         for name, weight in model.unet.state_dict().items():
             assert torch.equal(weight, expected[f'unet.{name}']), place
         if place in of_checkpoints:
@@ -105,9 +105,9 @@ def bad_places(first_phase: Path, folder: Path) -> dict[str, list[str]]:
     torch.save(checkpoint, folder / 'more.pt')
     fresh_model().unet.save_config(folder / 'pickled')
     torch.save({'conv_in.bias': Hostile(folder / 'ran')}, folder / 'pickled' / 'diffusion_pytorch_model.bin')
-    fresh_model().unet.save_pretrained(folder / 'heads')
-    config = folder / 'heads' / 'config.json'
-    config.write_text(json.dumps(json.loads(config.read_text()) | {'attention_head_dim': [4, 4]}))
+    fresh_model().unet.save_pretrained(folder / 'groups')
+    config = folder / 'groups' / 'config.json'
+    config.write_text(json.dumps(json.loads(config.read_text()) | {'norm_num_groups': 2}))
     checkpoint['state']['model'].pop('unet.foreign')
     checkpoint['state']['model']['_extra_state']['configs']['scheduler']['prediction_type'] = 'v_prediction'
     torch.save(checkpoint, folder / 'v.pt')
@@ -116,14 +116,14 @@ def bad_places(first_phase: Path, folder: Path) -> dict[str, list[str]]:
             str(folder / 'less.pt'): ['another UNet', 'conv_in.bias'],
             str(folder / 'more.pt'): ['another UNet', 'foreign'],
             str(folder / 'pickled'): ['holds no UNet'],
-            str(folder / 'heads'): ['attention_head_dim of its unet was [4, 4], and is [2, 4] now'],
+            str(folder / 'groups'): ['norm_num_groups of its unet was 2, and is 4 now'],
             str(folder / 'v.pt'): ['prediction_type of its scheduler was "v_prediction", and is "epsilon" now', 'copy']}
 
 
 def test_what_does_not_fit_is_one_line(first_phase, tmp_path):
     for place, words in bad_places(first_phase, tmp_path).items():
         with pytest.raises(ValueError) as error:
-            load_initial_weights(place, fresh_model(), find_model('tiny'))
+            load_initial_weights(place, fresh_model(), find_model(SMALLEST))
         line = str(error.value)
         assert line.startswith(f'--load_weights {place}'), line
         assert all(word in line for word in words), line
