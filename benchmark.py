@@ -36,7 +36,6 @@ from ema import EMA
 from sdbench.flags.complete import complete, index_of_data
 from sdbench.forecast.training import forecast_training
 from sdbench.gpus import peak_of
-from sdbench.inputs.held_out import NOISE, TIMESTEP
 from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement, measure_loader
 from sdbench.measuring.tracing import build_profiler
@@ -55,11 +54,10 @@ from sdbench.paths import without_placeholders
 from sdbench.training.augmentation import CaptionDrop, RandomFlip
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.compatibility import difference_of_models, facts_of_model, flags_to_keep
-from sdbench.training.evaluation import METRIC, Evaluations
-from sdbench.training.finite_steps import FiniteSteps
+from sdbench.training.evaluation import METRIC, NOISE, TIMESTEP, Evaluations
 from sdbench.training.loggers import build_loggers, kept_name, name_of_run
 from sdbench.training.microbatch import with_found_microbatch
-from sdbench.training.optimization import build_schedule, min_snr_weights
+from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
 from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
 from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record

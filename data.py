@@ -20,7 +20,6 @@ from torchvision.transforms.functional import to_pil_image
 
 from sdbench.errors import DataError, unreadable_shard
 from sdbench.flags.train import SD2_BASE, Train
-from sdbench.inputs.held_out import NOISE, TIMESTEP, HeldOutSamples
 from sdbench.inputs.images import FLIP, decode_image, decode_whole_image, normalize_images, stack_images
 from sdbench.inputs.loader import BATCHES_PER_WORKER, CountedCollate, TimedDataLoader, TimedStreamingDataLoader
 from sdbench.inputs.shards import (
@@ -37,7 +36,7 @@ from sdbench.inputs.tokenizer import CAPTION_LENGTH, CLIP_VOCABULARY, build_toke
 from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 from sdbench.paths import INDEX, number_of_samples
-from sdbench.training.evaluation import LABEL
+from sdbench.training.evaluation import LABEL, NOISE, TIMESTEP, HeldOutSamples
 
 DIFFERENT_SAMPLES = 16  # of the synthetic ones, for a loader that collates them by itself
 MOST_STAND_INS = 1000  # samples that may be bad in a row

@@ -44,8 +44,8 @@ from sdbench.models.latents import origin_of_latents
 from sdbench.models.loading import find_model
 from sdbench.paths import HELD_OUT, number_of_samples
 from sdbench.records.figures import OF_AN_ENCODING, summary_lines
+from sdbench.records.keys import why_unreliable
 from sdbench.records.record import append_record, make_record
-from sdbench.records.reliability import why_unreliable
 
 SHARDS_AT_ONCE = 8  # that a worker is given, so that it can fetch and decode ahead
 ON_RAY_AT_ONCE = 32  # on a cluster, where each call starts a process for its GPU

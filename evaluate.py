@@ -58,8 +58,8 @@ from sdbench.models.feature_extractors import (
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
 from sdbench.paths import number_of_samples
 from sdbench.progress_bar import progress_bar
+from sdbench.records.keys import FEWEST_FOR_FID
 from sdbench.records.record import append_record, make_record
-from sdbench.records.reliability import FEWEST_FOR_FID
 from sdbench.records.summary import evaluation_summary
 from sdbench.training.compatibility import was_trained_on
 from sdbench.training.ranks import join_ranks, leave_ranks, on_rank_0

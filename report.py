@@ -32,8 +32,7 @@ from sdbench.records.read import EVALUATED, MEASURED, SETTINGS, read_records
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_quality
 from sdbench.report.plans import plan_blocks, plan_table
-from sdbench.report.scores import FROM_SPEED, score_table
-from sdbench.report.speeds import speed_table
+from sdbench.report.speeds import FROM_SPEED, score_table, speed_table
 
 
 def main(argv=None):

@@ -1,8 +1,15 @@
-"""Paths that commands are given, of datasets, of stores and of models. No library is needed but for a download."""
+"""Paths of datasets, of stores and of models; files that appear whole, and folders in which one run works at a time.
+
+No library is needed but for a download and a lock.
+"""
+import contextlib
 import glob
 import os
 import re
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 HELD_OUT = '-held-out'  # how the name of a dataset of held-out samples ends
 INDEX = 'index.json'  # of a dataset, which is whole once it is there
@@ -105,3 +112,47 @@ def find_or_download(flag: str, name: str, patterns: list[str]) -> Path:
     except Exception:  # wrong names, missing repositories, no network, no access
         raise ValueError(f'{flag} {name} is no folder here, and the hub has no such repository or cannot be reached; '
                          'check the name and the network') from None
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """Give a file that takes the name `path` once it is whole and on the disk; after an error nothing is left of it.
+
+    A killed process leaves a file called `.NAME.RANDOM.unfinished`. Several processes may write the same path at once.
+    """
+    unfinished = Path(path).with_name(f'.{os.path.basename(path)}.{uuid.uuid4().hex}.unfinished')
+    try:
+        with open(unfinished, 'wb') as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:  # a full disk, and whatever else ends the run
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike, label: str, seconds: float = 0) -> Iterator[None]:
+    """Hold the lock of a folder, which is made where it is not there; the system frees the lock of a killed process.
+
+    Args:
+        path: of the lock, a file in the folder.
+        label: its name in error messages, the flag and its value.
+        seconds: to wait for another run that is ending.
+
+    Raises ValueError if another run holds the lock, or the folder cannot be written to.
+    """
+    from filelock import FileLock, Timeout
+    lock = FileLock(path, thread_local=False)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        raise ValueError(f'{label} is in use by another run; wait until that has ended') from None
+    except OSError as error:
+        raise ValueError(f'{label} cannot be written to ({error.strerror}); give another') from None
+    try:
+        yield
+    finally:
+        lock.release()

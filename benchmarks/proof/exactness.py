@@ -13,8 +13,8 @@ from ema import ShadowModel, compute_ema
 from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.inputs.held_out import NOISE, TIMESTEP
 from sdbench.models.switches import process_switches
+from sdbench.training.evaluation import NOISE, TIMESTEP
 
 STEPS = 30
 SIDE = 64  # pixels

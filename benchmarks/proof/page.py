@@ -7,8 +7,8 @@ import pandas as pd
 from sdbench.forecast.estimate import UNCOUNTED_SHARE
 from sdbench.forecast.speed import LARGEST_ERROR
 from sdbench.records.figures import rounded
+from sdbench.records.keys import why_unreliable
 from sdbench.records.read import words
-from sdbench.records.reliability import why_unreliable
 from sdbench.report.markdown import table_text
 
 ROOT = Path(__file__).parents[2]

@@ -21,9 +21,8 @@ from obstore.store import LocalStore, ObjectStore
 from streaming import MDSWriter
 
 from sdbench.errors import DataError, redacted
-from sdbench.files import locked
 from sdbench.inputs.stores import open_store, reach, store_error
-from sdbench.paths import CLAIM, INDEX, is_url
+from sdbench.paths import CLAIM, INDEX, is_url, locked
 
 LOCK = f'{CLAIM}.lock'  # of the run that works in a folder
 SKIPPED = 'skipped.jsonl'  # what was left out, and why

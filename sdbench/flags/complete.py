@@ -20,8 +20,7 @@ from sdbench.flags.train import ENCODER_PRECISIONS, TINY_MODEL, Train
 from sdbench.inputs.loader import queued_batches
 from sdbench.inputs.shards import read_index
 from sdbench.paths import number_of_samples, sibling_path, with_run_name
-from sdbench.records.keys import ENCODERS
-from sdbench.records.reliability import fewest_batches
+from sdbench.records.keys import ENCODERS, fewest_batches
 
 FAULTLESS_CUDNN = 91501  # 9.15.1; before it, gradients of its attention can be NaN at lengths that no 128 divides
 MOST_WORKERS = 8

@@ -31,9 +31,8 @@ from streaming.base.util import bytes_to_int, retry
 from streaming.base.world import World
 
 from sdbench.errors import DataError, disk_is_full, unreadable_shard
-from sdbench.files import atomic_write
 from sdbench.inputs.shards import index_hash
-from sdbench.paths import INDEX
+from sdbench.paths import INDEX, atomic_write
 
 DOWNLOADS = 8  # tries, 1, 2, 4 ... 64 seconds apart: two minutes, as inputs.stores waits for a store
 FINAL_CODES = ('400', '403', '404', 'AccessDenied', 'NoSuchBucket', 'NoSuchKey')  # of S3: no waiting mends these

@@ -16,8 +16,8 @@ from composer.utils import dist, get_device
 
 from sdbench.flags.train import Train
 from sdbench.measuring.power import GIB, GpuMonitor, gather_gpu_figures
+from sdbench.records.keys import QUEUES_IN_WINDOW, caution_about
 from sdbench.records.record import append_record, make_record
-from sdbench.records.reliability import QUEUES_IN_WINDOW, caution_about
 
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
 

@@ -59,15 +59,7 @@ def gather_gpu_figures(monitor: GpuMonitor, images_per_sec: float | None, all_ra
                        ) -> dict[str, float | None]:
     """Return the record's figures of all ranks' GPUs, or of this rank's where the others may be gone.
 
-    Each is None where nothing is known.
-
-    | key                         | meaning                                                              |
-    |-----------------------------|----------------------------------------------------------------------|
-    | gpu_power_watts_mean, _max  | of one GPU                                                           |
-    | gpu_sm_clock_mhz_mean, _max | of its multiprocessors: power or heat slows them                     |
-    | joules_per_image            | of all GPUs: the sum of their mean power by the images in a second   |
-    | peak_memory_allocated_gib   | most that tensors took on one GPU; the allocator reserves more       |
-    | allocator_retries           | on all GPUs: times that the allocator freed its cache to find memory |
+    sdbench/records/keys.py says what each means; it is None where nothing is known.
     """
     # each figure, over the ranks that know it
     ranks = [monitor.figures()]

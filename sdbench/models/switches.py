@@ -3,6 +3,7 @@ import contextlib
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from composer import Callback, ComposerModel
 from composer.core import State
 from composer.utils import dist
@@ -14,7 +15,6 @@ from transformers.models.clip.modeling_clip import CLIPEncoder
 
 from sdbench.errors import one_line
 from sdbench.flags.train import Train
-from sdbench.models.layers import switch_norms_to_half
 
 # What torch may use for each --attention: the first of these that can.
 SDPA_BACKENDS = {
@@ -23,6 +23,7 @@ SDPA_BACKENDS = {
     'efficient': [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     'math': [SDPBackend.MATH],
 }
+HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 UNET_BLOCKS = (ResnetBlock2D, BasicTransformerBlock)
 MOST_KINDS_OF_BLOCKS = 64  # Stable Diffusion 2's UNet has 15 kinds of residual blocks and 4 of transformer blocks
 
@@ -131,3 +132,43 @@ class AllReduceInBf16(Callback):
     def fit_start(self, state: State, logger) -> None:
         if dist.get_world_size() > 1:
             state.model.register_comm_hook(None, bf16_compress_hook)
+
+
+# Norms that move fewer bytes in a step; weights stay
+
+class HalfGroupNorm(torch.nn.GroupNorm):
+    """torch's group norm of (B, C, ...), computed in the type of its input."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        if image.dtype not in HALF_PRECISIONS:
+            return super().forward(image)
+        weight = self.weight.to(image.dtype)
+        bias = self.bias.to(image.dtype)
+        with torch.autocast(image.device.type, enabled=False):
+            return F.group_norm(image, self.num_groups, weight, bias, self.eps)
+
+
+class HalfLayerNorm(torch.nn.LayerNorm):
+    """torch's layer norm, computed in the type of its input."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if states.dtype not in HALF_PRECISIONS:
+            return super().forward(states)
+        weight = self.weight.to(states.dtype)
+        bias = self.bias.to(states.dtype)
+        with torch.autocast(states.device.type, enabled=False):
+            return F.layer_norm(states, self.normalized_shape, weight, bias, self.eps)
+
+
+HALF_NORMS = {torch.nn.GroupNorm: HalfGroupNorm, torch.nn.LayerNorm: HalfLayerNorm}
+
+
+def switch_norms_to_half(network: torch.nn.Module) -> None:
+    """Let all norms of a network compute in the type of their input where that is bf16 or fp16.
+
+    Autocast computes norms in float32, makes float32 of what follows them up to the next convolution, and keeps it so
+    for the backward pass. The norms stay the same objects with the same weights; only their class changes.
+    """
+    for norm in network.modules():
+        if type(norm) in HALF_NORMS:
+            norm.__class__ = HALF_NORMS[type(norm)]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from sdbench.flags.train import SAME_ON_RESUME, SWITCHES
 from sdbench.records.figures import OF_A_RUN
-from sdbench.records.keys import COMPLETE, ENCODERS, FORECAST
-from sdbench.records.reliability import why_unreliable
+from sdbench.records.keys import COMPLETE, ENCODERS, FORECAST, why_unreliable
 from sdbench.records.versions import PACKAGES
 
 # What bears on speed. A loader has nothing of a model.

@@ -11,8 +11,7 @@ from sdbench.flags.train import Train
 from sdbench.gpus import CARDS
 from sdbench.paths import sibling_path
 from sdbench.records.figures import OF_A_MEASUREMENT, OF_A_TRAINING, OF_AN_EVALUATION, rounded, summary_lines
-from sdbench.records.keys import FAILED, INTERRUPTED
-from sdbench.records.reliability import FEWEST_FOR_FID, caution_about
+from sdbench.records.keys import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
 # A plan whose forecasts the records in a file correct, by the forecast of the same flags in plan.jsonl.

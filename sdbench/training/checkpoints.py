@@ -30,8 +30,7 @@ from torch.utils.serialization import config as loading_config
 from tqdm import tqdm
 
 from sdbench.errors import DataError, disk_is_full, one_line
-from sdbench.files import atomic_write, locked
-from sdbench.paths import without_placeholders
+from sdbench.paths import atomic_write, locked, without_placeholders
 from sdbench.training.compatibility import DatasetChanged
 from sdbench.training.ranks import SIGNALS, on_every_rank, on_rank_0
 

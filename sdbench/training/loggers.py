@@ -14,9 +14,8 @@ from composer.loggers import Logger, LoggerDestination, TensorboardLogger, WandB
 from composer.utils import dist, get_file, maybe_create_object_store_from_uri, parse_uri
 
 from sdbench.errors import DataError, one_line
-from sdbench.files import atomic_write
 from sdbench.flags.train import Train
-from sdbench.paths import is_url
+from sdbench.paths import atomic_write, is_url
 from sdbench.training.checkpoints import RUN_NAME, names_in
 from sdbench.training.ranks import on_rank_0
 

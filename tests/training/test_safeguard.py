@@ -8,8 +8,8 @@ from composer.core import Timestamp
 
 import benchmark
 from benchmark import main
-from sdbench.training import finite_steps, safeguard
-from sdbench.training.finite_steps import MOST_SKIPS_IN_A_ROW
+from sdbench.training import optimization, safeguard
+from sdbench.training.optimization import MOST_SKIPS_IN_A_ROW
 from sdbench.training.safeguard import Safeguard
 from tests.runs import TINY, Weights, failed
 
@@ -68,7 +68,7 @@ def test_on_nan_skip_leaves_the_step_out_and_counts_it(argv, spoil, what):
 
 
 def test_too_many_skips_in_a_row_end_the_run(argv, results, capfd, monkeypatch):
-    monkeypatch.setattr(finite_steps, 'MOST_SKIPS_IN_A_ROW', 2)
+    monkeypatch.setattr(optimization, 'MOST_SKIPS_IN_A_ROW', 2)
     witness = Weights(1, 2, 4, 5, 6)
     line = failed([*argv[:-1], '50ba', '--on_nan', 'skip'], results, capfd, [witness])
     assert 'the run failed at batch 7' in line
