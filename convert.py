@@ -75,7 +75,7 @@ def convert(settings: Convert) -> int:
     # the flags that samples and shards depend on, by which parts are named
     facts = {'size_limit': settings.size_limit, 'held_out': settings.held_out or None,
              'seed': settings.seed if settings.held_out else None}
-    for flag in ('image_column', 'caption_column'):
+    for flag in ('image_column', 'caption_column', 'clean_captions'):
         if getattr(settings, flag):
             facts[flag] = getattr(settings, flag)
     parts = []

@@ -65,6 +65,19 @@ def test_a_folder_of_images_takes_its_captions_from_the_files_beside_them(tmp_pa
         (f'{photos}/pipe.jpg', 'no file'), (f'{photos}/lonely.webp', 'no caption')]
 
 
+def test_captions_have_the_letters_that_open_clip_gives_them_where_a_flag_asks_for_it(tmp_path):
+    broken = 'a café’s &quot;salt &amp;amp; pepper&quot;'
+    write_tar(tmp_path / 'in/x.tar', {'a.jpg': shaded(1), 'a.txt': broken.encode().decode('latin-1').encode(),
+                                      'b.jpg': shaded(2), 'b.txt': b'&nbsp;'})
+    for out, flags in (('cleaned', ['--clean_captions']), ('as-they-are', [])):
+        assert convert.main(['in', out, *flags]) == 0
+    [(_, cleaned)] = read_back(tmp_path / 'cleaned')
+    [(_, kept), _] = read_back(tmp_path / 'as-they-are')
+    assert cleaned == 'a café\'s "salt & pepper"'
+    assert [line['reason'] for line in skipped(tmp_path / 'cleaned')] == ['empty caption']
+    assert kept.encode('latin-1').decode() == broken
+
+
 def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
     good, image = sample_files('good', 0), shaded(1)
     link = tarfile.TarInfo('link.txt')

@@ -10,7 +10,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -261,8 +261,12 @@ def captions_of_cell(scalar: Any) -> list[bytes | Unread]:
     return [text if isinstance(text, Unread) else text.encode() for text in captions_in(value)]
 
 
-def make_sample(fields: Fields) -> dict[str, bytes | str]:
+def make_sample(fields: Fields, clean: Callable[[str], str] = str) -> dict[str, bytes | str]:
     """Return the columns of the shards, `jpg` and `caption`, from what `read_samples` yields.
+
+    Args:
+        fields: of a sample.
+        clean: mends the letters of a caption.
 
     Raises ValueError, with the reason, if there is no sample in it. The reason has its kind before the first colon.
     """
@@ -279,7 +283,7 @@ def make_sample(fields: Fields) -> dict[str, bytes | str]:
     image = fields[images[0]]
     if isinstance(image, Unread):
         raise ValueError(f'no image: {image}')
-    caption = read_caption(fields)
+    caption = read_caption(fields, clean)
 
     # whether the image decodes, and is large enough
     height, width = decode_whole_image(image).shape[1:]
@@ -288,7 +292,7 @@ def make_sample(fields: Fields) -> dict[str, bytes | str]:
     return {'jpg': image, 'caption': caption}
 
 
-def read_caption(fields: Fields) -> str:
+def read_caption(fields: Fields, clean: Callable[[str], str]) -> str:
     """Return the text of a sample's .txt or .caption, or the `caption` of its .json: the first that is not empty.
 
     Raises ValueError, with the reason, if there is none.
@@ -309,6 +313,7 @@ def read_caption(fields: Fields) -> str:
             continue  # a .json of something else
         if '\0' in caption:  # which UTF-16 is full of
             raise ValueError('caption is not UTF-8')
+        caption = clean(caption)
         if caption.strip():
             return caption
         reason = 'empty caption'

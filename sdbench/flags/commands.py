@@ -75,6 +75,7 @@ class Convert(Cluster):
                                     'table (default: file_name or filename)', metavar='NAME')
     caption_column: str | None = flag(None, 'column of the captions in Parquet and in a table (default: text or '
                                       'caption; in that of --captions also the only other one)', metavar='NAME')
+    clean_captions: bool = flag(False, 'mend the letters of captions as open_clip does, such as &amp; (default: off)')
     num_workers: int | None = flag(None, 'processes of this machine (default: as many as there are cores)',
                                    converter=count)
     size_limit: int = flag(64 << 20, 'the most that a shard takes (default: 64mb)', converter=shard_size,

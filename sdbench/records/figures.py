@@ -52,7 +52,7 @@ LINES = {
     'resumed': Line('resumed', 'after batch {resumed_after:,}'),
     'spent': Line('spent', '{gpu_hours:,.3g} GPU-hours, ${dollars:,.2f}'),
     'loss': Line('loss', '{loss:.3g}'),
-    'eval_loss': Line('held-out loss', '{eval_loss:.4g} after batch {eval_batch:,}'),
+    'eval_loss': Line('eval loss', '{eval_loss:.4g} on --eval_remote, after batch {eval_batch:,}'),
     'drawings': Line('drawings', 'in {drawings}'),
     'no_average': Line('no average', 'yet, for --ema_start is {ema_start_to_come}'),
     'checkpoints': Line('checkpoint', 'in {checkpoints}'),
