@@ -65,7 +65,7 @@ figures: $(VENV)/installed  ## The pictures of the documentation anew, and what 
 	python -m benchmarks.notebook docs/walk.ipynb
 
 FORECAST_GPUS = A100-SXM4-80GB H100-80GB NVIDIA-H200 B200
-forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and its figure; 15 minutes on two cores.
+forecasts: $(VENV)/installed  ## The forecasts of the front page: its table and its figure; four minutes on two cores.
 	rm -f docs/plan.jsonl docs/scaling.jsonl
 	for latents in 1 ""; do LATENTS=$$latents GPU="$(FORECAST_GPUS)" PHASE_FLAGS=@recipes/fastest.txt PLAN=docs/plan.jsonl \
 	    sh recipes/stable-diffusion-2.sh plan || exit; done

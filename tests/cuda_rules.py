@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sdbench.forecast.fake_step import norms_in_float32
+from sdbench.forecast.trace import norms_in_float32
 
 HALF = {'amp_bf16': torch.bfloat16, 'amp_fp16': torch.float16}
 

@@ -10,7 +10,7 @@ import benchmark
 from benchmark import StableDiffusion
 from benchmarks.proof import exactness
 from sdbench.flags.train import Train
-from sdbench.forecast.fake_step import norms_in_float32
+from sdbench.forecast.trace import norms_in_float32
 from sdbench.models.loading import DTYPES, find_model
 from tests.cuda_rules import Dtypes, composer_on_a_gpu
 from tests.runs import TINY, Weights, settings_of

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from sdbench.forecast.estimate import UNCOUNTED_SHARE
 from sdbench.forecast.speed import LARGEST_ERROR
+from sdbench.forecast.trace import UNCOUNTED_SHARE
 from sdbench.records.figures import rounded
 from sdbench.records.keys import why_unreliable
 from sdbench.records.read import words
@@ -38,8 +38,7 @@ def write_page(folder: Path, records: list[dict], missing: list[str]) -> None:
         draw(folder / 'proof.png', runs)
         blocks += ['## Speed', markdown(runs, ['run', 'microbatch', 'images/s', 'forecast', 'ratio', 's a batch',
                                                'expected', 'notes']),
-                   'The forecast is of runs without the compiler; on published speeds its largest error was '
-                   f'{LARGEST_ERROR:.0%}.', '![](proof.png)',
+                   f'The largest error of the forecast on published speeds was {LARGEST_ERROR:.0%}.', '![](proof.png)',
                    '## Memory', markdown(runs, ['run', 'microbatch', 'reserved', 'allocated', 'counted', 'search found',
                                                 'search foreseen']),
                    f'GiB. The forecast counts what is allocated, and adds {UNCOUNTED_SHARE:.0%} for what is '
@@ -93,7 +92,8 @@ def run_row(record: dict, forecasts: dict[str, dict]) -> dict:
 def plausibility(records: list[dict]) -> list[str]:
     """Say whether the original's recipe is as fast as others found it on this GPU. That stands first on the page."""
     # images/s a GPU of the same work, and of each run at the same microbatch
-    published = pd.concat([pd.read_csv(ROOT / name) for name in ('published.csv', 'benchmarks/published_speeds.csv')])
+    files = (ROOT / 'published.csv', ROOT / 'benchmarks/forecast/published_speeds.csv')
+    published = pd.concat([pd.read_csv(file) for file in files])
     published = published[(published['image_size'] == 512) & (published['encoders'] == 'in_loop')
                           & (published['num_devices'] <= 8)]
     published = published.assign(each=published['images_per_sec'] / published['num_devices'])

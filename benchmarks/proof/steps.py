@@ -2,7 +2,6 @@
 
 A step appends its results to the file OUT as lines of JSON; those that are no record of a speed have the stage proof.
 """
-import dataclasses
 import json
 import os
 import signal
@@ -128,10 +127,9 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
         device: name of the GPU.
         runs: flags of benchmark.py by the name of a step, as JSON.
     """
-    from sdbench.forecast.estimate import estimate
     from sdbench.forecast.speed import can_forecast
+    from sdbench.forecast.trace import Estimate
     from sdbench.gpus import CARDS
-    traced = {}
     by_step = {}
     for step, flags in json.loads(runs).items():
         argv = [*flags, '--dry_run', devices]
@@ -139,21 +137,13 @@ def forecast(devices: str, device: str, runs: str) -> list[dict]:
             argv += ['--precision', 'fp32', '--no-channels_last']
         settings = complete(parse(Train, '', argv, 'benchmark.py'), None)
 
-        # a trace depends on neither the size of a batch nor what is not counted: all fused attention is alike
-        attention = 'math' if settings.attention == 'math' else 'sdpa'
-        alike = dataclasses.replace(settings, batch_size=1, device_train_microbatch_size='auto', compile=False,
-                                    compile_blocks=None, cudnn_benchmark=False, attention=attention,
-                                    allreduce_precision='fp32')
-        if alike not in traced:
-            traced[alike] = estimate(step, alike, alike.use_synth_latents, benchmark.build_model)
-
         # what it says of this run
-        found = dataclasses.replace(traced[alike], settings=settings)
+        found = Estimate.of(settings, benchmark.build_model)
         gib, speeds = {}, {}
         for size in sizes_to_try(found.device_batch_size):
             gib[size] = sum(found.needed(size).values()) / GIB
             if device in CARDS and can_forecast(CARDS[device], settings.precision):
-                speeds[size] = found.images_per_sec(CARDS[device], size)
+                speeds[size] = found.speed_on(CARDS[device], size)
         by_step[step] = {'gib': gib, 'images_per_sec': speeds}
         if torch.cuda.is_available():
             memory = torch.cuda.get_device_properties(0).total_memory / GIB

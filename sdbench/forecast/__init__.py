@@ -1,1 +1,1 @@
-"""What fits into a device and what makes it faster: memory, microbatch, --dry_run, and the switches of speed."""
+"""What a run needs in memory and how fast it should be, without a GPU: --dry_run."""

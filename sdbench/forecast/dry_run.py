@@ -1,16 +1,86 @@
-"""What the dry runs of benchmark.py and encode.py share: which GPUs, what a record says, how it is shown and kept."""
+"""--dry_run of benchmark.py: say what a training would need and could reach, before a GPU is rented.
+
+Which GPU, how long and for how many dollars comes first, and then why. Nothing is trained.
+"""
+import dataclasses
 import json
 import math
+import os
+import sys
+import textwrap
+from collections.abc import Callable
 
 import pandas as pd
+from composer.utils import dist
 
+from sdbench.costs import days_to_train, gpu_hours, price_of, prices_in_words
 from sdbench.errors import plural
-from sdbench.forecast.speed import can_forecast
+from sdbench.flags.train import Train
+from sdbench.forecast.measured import PUBLISHED, measured_speeds
+from sdbench.forecast.speed import LARGEST_ERROR, can_forecast, seconds_by_kind
+from sdbench.forecast.trace import UNCOUNTED_SHARE, Estimate
 from sdbench.gpus import Card, cards_named
-from sdbench.records.keys import FORECAST
-from sdbench.records.record import append_line
+from sdbench.measuring.power import GIB
+from sdbench.records.figures import WIDTH, rounded
+from sdbench.records.keys import ENCODERS, FORECAST
+from sdbench.records.read import read_records
+from sdbench.records.record import append_line, make_record
+from sdbench.training.microbatch import sizes_to_try
 
 GPUS_A_NODE = 8
+NOT_IN_IT = """\
+A forecast, from the arithmetic, bytes and kernels of a step. Not in it: waiting for data, checkpoints, evaluations,
+a network between nodes that is slower than the GPUs' own link, and for latents their encoding."""
+RANGE = f"""\
+In brackets: {1 + LARGEST_ERROR:.2f} times either way, the most it was off on speeds of sources that it had not seen.
+A figure without brackets is not tested: no published run had this model, size and GPU, and was compiled alike."""
+NO_RANGE = f"""\
+Not tested: no published run had this model, image size, input and GPU, as few images a step, and was compiled alike.
+Elsewhere the forecast was off by at most {LARGEST_ERROR:.0%}, on speeds of sources that it had not seen."""
+MEMORY = (f'CUDA and its libraries take more than is counted: a microbatch fits where there is room for '
+          f'{UNCOUNTED_SHARE:.0%} more.')
+PUBLISHED_RUNS = 'Those of published.csv ran the original program: encoders in float32, channels first.'
+
+
+def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
+    """Print what the run would need and could reach, and append a record for each GPU where --results is given.
+
+    Args:
+        settings: of the run.
+        build_model: makes the model that the run would train.
+
+    Returns the records of the forecasts, one for each GPU of --gpu that holds an image and can be forecast.
+    Raises ValueError if the model or the remote is not known, a line of --results is no record, or nothing fits.
+    """
+    if dist.get_global_rank() > 0:
+        return []
+    # What may be refused comes before the trace.
+    cards = cards_to_forecast(settings.gpu, settings.precision)
+    measured = []
+    if os.path.isfile(settings.results_file):
+        measured = read_records(settings.results_file)
+
+    # A step of the run, and a record for each card that holds it.
+    print('counting memory and work of a step', file=sys.stderr, flush=True)
+    given = Estimate.of(settings, build_model)
+    fitting = [card for card in cards if given.microbatch_on(card)]
+    if not fitting:
+        raise no_image_fits(given, cards)
+    records = [training_forecast(given, card) for card in fitting]
+
+    # The answer, and its records where there is a speed.
+    print(training_answer(given, build_model, fitting, records, measured))
+    without_room = [card.name for card in cards if card not in fitting]
+    if without_room:
+        print(f'\nNo room on {", ".join(without_room)}.')
+    forecasts = [record for record in records if record['images_per_sec'] is not None]
+    if settings.results == '-':
+        print(*map(json.dumps, forecasts), sep='\n')
+    elif settings.results is not None:
+        for record in forecasts:
+            append_line(json.dumps(record), settings.results)
+        print(f'\n{plural(len(forecasts), "forecast")} appended to {settings.results}')
+    return forecasts
 
 
 def cards_to_forecast(names: tuple[str, ...], precision: str) -> list[Card]:
@@ -24,9 +94,8 @@ def cards_to_forecast(names: tuple[str, ...], precision: str) -> list[Card]:
     return cards
 
 
-def forecast_figures(card: Card, num_devices: int, gib: float, speed: float | None, least: float | None = None,
-                     most: float | None = None, encoding: float | None = None) -> dict:
-    """Return what a record says that was calculated and not measured.
+def training_forecast(given: Estimate, card: Card) -> dict:
+    """Return the record of a forecast: the keys of a training's record, calculated and not measured.
 
     | key                                     | meaning                                                         |
     |-----------------------------------------|-----------------------------------------------------------------|
@@ -36,49 +105,205 @@ def forecast_figures(card: Card, num_devices: int, gib: float, speed: float | No
     | encode_images_per_sec                   | that encode.py would make latents of, on all devices together   |
     | peak_memory_gib                         | of the card, with what is added to what is counted              |
     """
-    return {
+    microbatch = given.microbatch_on(card)
+    settings = dataclasses.replace(given.settings, device_train_microbatch_size=microbatch)
+    speed, least, most, encoding = None, None, None, None
+    if can_forecast(card, settings.precision):
+        speed = given.speed_on(card, microbatch)
+        encoding = given.encoding_speed_on(card)
+        if given.is_tested(card):
+            least, most = speed / (1 + LARGEST_ERROR), speed * (1 + LARGEST_ERROR)
+    return make_record('train', settings, {
         'status': FORECAST,
         'device': card.name,
         'device_type': 'cuda',
-        'num_devices': num_devices,
-        'num_nodes': math.ceil(num_devices / GPUS_A_NODE),
+        'num_devices': settings.dry_run,
+        'num_nodes': math.ceil(settings.dry_run / GPUS_A_NODE),
         'images_per_sec': speed,
         'images_per_sec_least': least,
         'images_per_sec_most': most,
         'encode_images_per_sec': encoding,
-        'peak_memory_gib': gib,
-    }
+        'peak_memory_gib': given.taken(microbatch),
+    })
 
 
-def nothing_fits(label: str, gib: float, cards: list[Card], changes: list[str]) -> ValueError:
-    """Return the error of a run that no GPU that was asked for holds.
+def no_image_fits(given: Estimate, cards: list[Card]) -> ValueError:
+    """Return the error of a run of which no card holds an image."""
+    asked = given.settings.device_train_microbatch_size
+    microbatch = asked if isinstance(asked, int) else 1
+    return ValueError(f'--gpu: a microbatch of {microbatch} takes {given.taken(microbatch):.1f} GiB, and the largest '
+                      f'GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more memory by --gpu, '
+                      f'or try {" or ".join(with_less_memory(given.settings))}')
+
+
+def with_less_memory(settings: Train) -> dict[str, Train]:
+    """Return the settings of a run with each change that takes less memory, by the change in words."""
+    half = settings.image_size // 16 * 8
+    changes = {}
+    if settings.encoder_precision != 'bf16':
+        changes['--encoder_precision bf16'] = {'encoder_precision': 'bf16'}
+    if not settings.half_precision_norms and settings.precision != 'fp32':
+        changes['--half_precision_norms'] = {'half_precision_norms': True}
+    if not settings.gradient_checkpointing:
+        changes['--gradient_checkpointing'] = {'gradient_checkpointing': True}
+    if settings.use_ema:
+        changes['without --use_ema'] = {'use_ema': False}
+    if half >= 64:
+        changes[f'--image_size {half}'] = {'image_size': half}
+    if not settings.latents:
+        changes['latents (encode.py)'] = {'encoders': ENCODERS[True]}
+    return {words: dataclasses.replace(settings, **change) for words, change in changes.items()}
+
+
+def training_answer(given: Estimate, build_model: Callable, cards: list[Card], forecasts: list[dict],
+                    measured: list[dict]) -> str:
+    """Return the text of a forecast: a row for each card, cheapest first, and the reasons for the first of them.
 
     Args:
-        label: in error messages, what goes through the model at once.
-        gib: that it takes.
-        cards: that were asked for.
-        changes: of which each would let it fit.
+        given: the run as given.
+        build_model: makes the model, for the run with one change each.
+        cards: that hold an image of it.
+        forecasts: the record of each card, in their order.
+        measured: the rows of --results.
     """
-    remedy = 'choose a GPU with more memory by --gpu'
-    if changes:
-        remedy += f', or take {" or ".join(changes)}'
-    return ValueError(f'{label} takes {gib:.1f} GiB, and the largest GPU asked for has '
-                      f'{max(card.gib for card in cards):g}; {remedy}')
+    settings = given.settings
+
+    def dollars_of_an_image(pair: tuple[Card, dict]) -> float:
+        card, record = pair
+        price = price_of(card.name, settings.dollars_per_gpu_hour)
+        if record['images_per_sec'] is None or math.isnan(price):
+            return math.inf
+        return price / record['images_per_sec']
+
+    pairs = sorted(zip(cards, forecasts, strict=True), key=dollars_of_an_image)
+    first, record_of_first = pairs[0]
+    rows = [record for _, record in pairs]
+
+    # the answer
+    blocks = [f'{textwrap.fill(title(settings), WIDTH)}\n{NOT_IN_IT}',
+              f'{aligned(answer_rows(rows, settings))}\n{notes_on_answer(rows, settings)}']
+
+    # the reasons
+    is_forecast = record_of_first['images_per_sec'] is not None
+    if is_forecast:
+        blocks.append(aligned(change_rows(given, build_model, first)))
+    blocks.append(f'{aligned(memory_rows(given, first))}\n{MEMORY}')
+    if is_forecast:
+        split = given.split(given.microbatch_on(first))
+        seconds = seconds_by_kind(first, given.work_of_run, split, given.constants)
+        encoding = rounded(record_of_first['encode_images_per_sec'])
+        blocks.append(f'{textwrap.fill(time_in_words(seconds), WIDTH)}\n'
+                      f'Encoding once, before a training on latents: {encoding} images/s.')
+
+    # the evidence
+    speeds = measured_speeds(settings, given.model.unet.config, first, measured)
+    if len(speeds):
+        blocks.append(speeds.to_string(index=False))
+        if PUBLISHED.name in set(speeds['file']):
+            blocks[-1] += f'\n{PUBLISHED_RUNS}'
+    return '\n\n'.join(blocks)
 
 
-def show_forecasts(text: str, records: list[dict], without_room: list[Card], results: str | None) -> list[dict]:
-    """Print a forecast; append its records that have a speed to the file of --results, or print them; return these."""
-    print(text)
-    if without_room:
-        print(f'\nNo room on {", ".join(card.name for card in without_room)}.')
-    forecasts = [record for record in records if record['images_per_sec'] is not None]
-    if results == '-':
-        print(*map(json.dumps, forecasts), sep='\n')
-    elif results is not None:
-        for record in forecasts:
-            append_line(json.dumps(record), results)
-        print(f'\n{plural(len(forecasts), "forecast")} appended to {results}')
-    return forecasts
+def title(settings: Train) -> str:
+    """Return what is forecast: the model, its sizes, and how the batch is spread."""
+    devices = settings.dry_run
+    words = [f'{settings.image_size} pixels', settings.precision, f'encoders in {settings.encoder_precision}']
+    if settings.latents:
+        words.append('latents that are encoded already')
+    if settings.compile:
+        words.append('compiled')
+    if settings.use_ema:
+        words.append('EMA')
+    images = plural(settings.batch_size // devices, 'image')
+    return f'{settings.model_name}: {", ".join(words)}; {images} a step on each of {plural(devices, "GPU")}'
+
+
+def answer_rows(rows: list[dict], settings: Train) -> pd.DataFrame:
+    """Return the table that answers: for each record of a forecast microbatch, memory, images/s, days and dollars."""
+    table = []
+    for row in rows:
+        speeds = [row['images_per_sec'], row['images_per_sec_least'], row['images_per_sec_most']]
+        line = {f'{plural(row["num_devices"], "GPU")}': row['device'].removeprefix('NVIDIA '),
+                'microbatch': row['device_train_microbatch_size'],
+                'GiB taken': f'{row["peak_memory_gib"]:.1f}',
+                'images/s': with_range(speeds)}
+        if settings.training_images:
+            price = price_of(row['device'], settings.dollars_per_gpu_hour)
+            days, dollars = [], []
+            for speed in speeds:
+                days.append(speed and days_to_train(speed, settings.training_images))
+                dollars.append(speed and gpu_hours(speed, row['num_devices'], settings.training_images) * price)
+            line |= {'days': with_range(days), 'dollars': 'no price' if math.isnan(price) else with_range(dollars)}
+        table.append(line)
+    return pd.DataFrame(table)
+
+
+def notes_on_answer(rows: list[dict], settings: Train) -> str:
+    """Return what the figures of the answer are of, and how sure."""
+    sentences = []
+    if settings.training_images:
+        devices = [row['device'] for row in rows]
+        prices = prices_in_words(devices, settings.dollars_per_gpu_hour)
+        sentences.append(textwrap.fill(
+            f'Days and dollars: {settings.training_images:,} images, {prices} (--dollars_per_gpu_hour).', WIDTH))
+    sentences.append(RANGE if any(row['images_per_sec_least'] for row in rows) else NO_RANGE)
+    if len(rows) > 1:
+        sentences.append('What follows is of the first GPU; --gpu NAME picks another.')
+    return '\n'.join(sentences)
+
+
+def change_rows(given: Estimate, build_model: Callable, card: Card) -> pd.DataFrame:
+    """Return what one change would do on a card: the microbatch that then fits, images/s, and these over the given."""
+    settings = given.settings
+    asked = given.microbatch_on(card)
+    largest = given.largest_microbatch(card.gib)
+    runs = {}
+    if largest != asked:
+        runs['the largest microbatch'] = (given, largest)
+    for words, changed in with_less_memory(settings).items():
+        other = Estimate.of(changed, build_model)
+        runs[words] = (other, other.microbatch_on(card))
+    if settings.dry_run > 1 and settings.allreduce_precision == 'fp32':
+        half = dataclasses.replace(given, settings=dataclasses.replace(settings, allreduce_precision='bf16'))
+        runs['--allreduce_precision bf16'] = (half, asked)
+
+    table = []
+    for words, (other, microbatch) in runs.items():
+        line = {'one change': words, 'microbatch': microbatch or 'none', 'images/s': '', 'times as fast': ''}
+        if microbatch:
+            speed = other.speed_on(card, microbatch)
+            times = speed / given.speed_on(card, asked)
+            line |= {'images/s': rounded(speed), 'times as fast': f'{times:.2f}'}
+        table.append(line)
+    return pd.DataFrame(table)
+
+
+def memory_rows(given: Estimate, card: Card) -> pd.DataFrame:
+    """Return GiB of a card by item, for each microbatch up to the first that it does not hold."""
+    columns = {}
+    for size in sizes_to_try(given.device_batch_size):
+        columns[str(size)] = given.needed(size)
+        if given.taken(size) > card.gib:
+            break
+    table = pd.DataFrame(columns).fillna(0) / GIB
+    table.loc['counted'] = table.sum()
+    table = table.map('{:.2f}'.format)
+    table.insert(0, 'GiB, by microbatch', table.index)
+    return table
+
+
+def with_range(figures: list[float | None]) -> str:
+    """Return a figure with its range in brackets, such as '70 (57 to 85)'.
+
+    Of three figures the last two are its bounds, or None.
+    """
+    figure, *bounds = figures
+    if figure is None:
+        return 'not known'
+    if None in bounds:
+        return rounded(figure)
+    least, most = sorted(bounds)
+    return f'{rounded(figure)} ({rounded(least)} to {rounded(most)})'
 
 
 def time_in_words(seconds: dict[str, float]) -> str:

@@ -7,7 +7,6 @@ import pandas as pd
 from sdbench.flags.train import SD2_BASE, SWITCHES, Train
 from sdbench.gpus import Card
 from sdbench.models.loading import find_model
-from sdbench.records.keys import ENCODERS
 from sdbench.records.read import INPUTS, MEASURED, read_records, words
 
 PUBLISHED = Path(__file__).parents[2] / 'published.csv'
@@ -23,7 +22,7 @@ def is_stable_diffusion_2(unet_config: dict) -> bool:
     return True
 
 
-def measured_speeds(settings: Train, unet_config: dict, latents: bool, card: Card, rows: list[dict]) -> pd.DataFrame:
+def measured_speeds(settings: Train, unet_config: dict, card: Card, rows: list[dict]) -> pd.DataFrame:
     """Return a row for each reliable speed of the same model and input on a card.
 
     Flags that such a run had otherwise stand in the column `with`.
@@ -31,7 +30,6 @@ def measured_speeds(settings: Train, unet_config: dict, latents: bool, card: Car
     Args:
         settings: of the run that is forecast.
         unet_config: of its UNet. Published speeds stand beside that of Stable Diffusion 2 alone.
-        latents: whether it is on latents.
         card: that it is forecast for.
         rows: of the records of --results, as `read_records` returns them.
     """
@@ -45,7 +43,7 @@ def measured_speeds(settings: Train, unet_config: dict, latents: bool, card: Car
 
     # those of such a run
     same = {'stage': 'train', 'status': MEASURED, 'model_name': settings.model_name, 'device': card.name,
-            'input': INPUTS[ENCODERS[latents]], 'image_size': str(settings.image_size)}
+            'input': INPUTS[settings.encoders], 'image_size': str(settings.image_size)}
     speeds = []
     for row in found:
         if all(row.get(key) == value for key, value in same.items()):

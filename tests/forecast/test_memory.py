@@ -7,10 +7,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import benchmark
-from sdbench.forecast.fake_step import AUTOCAST_DTYPES, norms_in_float32, trace_step
-from sdbench.forecast.memory import build_on_meta, lasting_bytes
-from sdbench.forecast.step_counter import StepMemory
-from sdbench.models.loading import find_model
+from sdbench.forecast.count import StepMemory
+from sdbench.forecast.trace import build_on_meta, lasting_bytes, norms_in_float32, trace_step
+from sdbench.models.loading import AUTOCAST_DTYPES, find_model
 from sdbench.training.microbatch import blank_batch
 from tests.runs import settings_of
 
@@ -74,9 +73,9 @@ def outline(settings):
 
 def test_items_are_the_published_sizes():
     settings = settings_of(*README)
-    assert lasting_bytes(settings, False, outline(settings), 8) == {
+    assert lasting_bytes(settings, outline(settings), 8) == {
         'weights': UNET, 'gradients': UNET, 'Adam moments': 2 * UNET, 'average of the weights': UNET,
         'gradient buckets': UNET, 'text encoder': TEXT_ENCODER, 'VAE': VAE}
     settings = settings_of('--use_synth_latents', '--encoder_precision', 'bf16')
-    assert lasting_bytes(settings, True, outline(settings), 1) == {
+    assert lasting_bytes(settings, outline(settings), 1) == {
         'weights': UNET, 'gradients': UNET, 'Adam moments': 2 * UNET, 'text encoder': TEXT_ENCODER // 2}

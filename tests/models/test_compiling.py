@@ -8,8 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmark import StableDiffusion, apply_switches, build_model
 from sdbench.errors import known_reason
-from sdbench.forecast.fake_step import with_fake_tensors
-from sdbench.forecast.memory import build_on_meta
+from sdbench.forecast.trace import build_on_meta, with_fake_tensors
 from sdbench.models.loading import SD2_BASE, find_model
 from sdbench.models.switches import compile_in_place, compile_model
 from tests.forked_runs import run_program

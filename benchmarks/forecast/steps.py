@@ -1,8 +1,7 @@
 """The work of the steps whose speed was published, each traced as its source ran it."""
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
@@ -14,15 +13,13 @@ from benchmark import build_model
 from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import Train
-from sdbench.forecast.compiled_step import trace_compiled_step
-from sdbench.forecast.fake_step import trace_step
-from sdbench.forecast.memory import build_on_meta
-from sdbench.forecast.operators import UPDATE
+from sdbench.forecast.compiling import compiled
+from sdbench.forecast.count import UPDATE
 from sdbench.forecast.speed import BatchSplit, StepWork, Work
+from sdbench.forecast.trace import build_on_meta, trace_step
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.models.loading import AUTOCAST_DTYPES, SD2_BASE, find_model
 
-ROOT = Path(__file__).parent.parent
 LOOPED_OPTIMIZER = 'mosaicml/diffusion-benchmark'  # torch 1 updated each weight by kernels of its own
 # FSDP: each GPU updates a share of the weights, too little to count. What it exchanges is counted as that of DDP.
 SHARDED_OPTIMIZER = 'mosaicml/diffusion'
@@ -64,7 +61,7 @@ def trace(run: Run) -> StepWork:
     # the flags of this repository that are nearest
     precision = 'amp_fp16' if run.precision == 'fp16' else run.precision
     argv = ['--dry_run', '1', '--image_size', str(run.image_size), '--precision', precision]
-    argv += ['--compile', '--channels_last'] if run.compile else ['--no-channels_last']
+    argv.append('--channels_last' if run.compile else '--no-channels_last')
     if run.encoder_precision:
         argv += ['--encoder_precision', run.encoder_precision]
     if run.half_precision_norms:
@@ -83,9 +80,9 @@ def trace(run: Run) -> StepWork:
     if not run.compile:
         _, work = trace_step(outline, precision, their_update(run.program, run.use_ema))
         return work
-    _, work = trace_compiled_step(outline, settings)
+    _, work = compiled(*trace_step(outline, precision), replace(settings, compile=True, compile_blocks=False))
     weights = sum(weight.numel() for weight in outline.unet.parameters())
-    return dataclasses.replace(work, update={UPDATE: Work(0, BYTES_OF_FUSED_ADAM * weights, 1)})
+    return replace(work, update={UPDATE: Work(0, BYTES_OF_FUSED_ADAM * weights, 1)})
 
 
 def take_text_as_encoded(model: ComposerModel) -> None:

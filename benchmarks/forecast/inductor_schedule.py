@@ -13,14 +13,12 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from sdbench.forecast.absent_gpu import a_gpu, module_on_gpu, tensor_on_gpu
-from sdbench.forecast.operators import (
+from benchmarks.forecast.absent_gpu import a_gpu, module_on_gpu, tensor_on_gpu
+from sdbench.forecast.count import (
     ATTENTION,
     CONVOLUTIONS,
     FUSED,
-    FUSED_REDUCTIONS,
     KIND_BY_NAME,
-    POINTWISE,
     PRODUCTS,
     Operator,
     count_operator,
@@ -98,12 +96,9 @@ def kernel_of(node: Any, in_registers: set[str], lowered: GraphLowering) -> Oper
     """Return the kernel that Inductor writes for a node: of each buffer it moves what it indexes, no element twice."""
     if isinstance(node, scheduler.NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
         return None
-    kind = POINTWISE
     if isinstance(node, scheduler.ExternKernelSchedulerNode):
         if any(kind_of(operator) in OF_LIBRARIES for operator in node.node.origins):
             return None
-    else:
-        kind = FUSED_REDUCTIONS if node.is_reduction() else FUSED
 
     moved = Counter()
     for dependency in node.read_writes.reads | node.read_writes.writes:
@@ -113,7 +108,7 @@ def kernel_of(node: Any, in_registers: set[str], lowered: GraphLowering) -> Oper
     for name, indexed in moved.items():
         whole = int(lowered.get_numel(name)) * lowered.get_dtype(name).itemsize
         sizes.append(min(indexed, whole))
-    return Operator(kind, 0, sizes, 1)
+    return Operator(FUSED, 0, sizes, 1)
 
 
 def own_bytes(buffer: Any) -> int:

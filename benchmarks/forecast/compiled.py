@@ -1,12 +1,11 @@
 """Work and memory of a compiled training step, found as those of an eager one are: without a GPU, driver or Triton.
 
 torch's compiler itself says what would run. Dynamo and AOTAutograd trace what the run compiles on fake tensors, as in
-fake_step.py. Inductor schedules each graph for a GPU that it is told of (inductor_schedule.py): this says what each
-kernel reads and writes, and when each buffer is freed. Products, convolutions and attention, which Inductor leaves to
-libraries, are counted as in operators.py.
+trace.py. Inductor schedules each graph for a GPU that it is told of (inductor_schedule.py): this says what each kernel
+reads and writes, and when each buffer is freed. Products, convolutions and attention, which Inductor leaves to
+libraries, are counted as in count.py.
 
-Inductor's inside is no interface. What is used of it is the same in torch 2.7.0 and 2.15.0; whatever goes wrong with
-another version is NotCounted.
+Inductor's inside is no interface. What is used of it is the same in torch 2.7.0 and 2.15.0.
 """
 import contextlib
 from collections import Counter
@@ -20,26 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-from sdbench.errors import one_line
 from sdbench.flags.train import Train
-from sdbench.forecast.fake_step import (
+from sdbench.forecast.count import StepCounter, StepMemory
+from sdbench.forecast.speed import StepWork
+from sdbench.forecast.trace import (
     forward_and_backward,
     memory_and_work,
     norms_in_float32,
-    trace_update,
     with_fake_tensors,
 )
-from sdbench.forecast.speed import StepWork
-from sdbench.forecast.step_counter import StepCounter, StepMemory
 from sdbench.models.switches import compile_model
 
 # Images of the step that is traced: a prime that divides the size of nothing else, and so few that 32 bits count the
 # elements of each tensor
-TRACED_IMAGES = 29
-
-
-class NotCounted(RuntimeError):
-    """The compiled step cannot be counted with this version of torch."""
+COMPILED_IMAGES = 29
 
 
 class CompiledGraph(NamedTuple):
@@ -59,26 +52,15 @@ class CompiledGraph(NamedTuple):
     is_forward: bool
 
 
-def trace_compiled_step(meta_model: ComposerModel, settings: Train, prepare_update: Callable | None = None
-                        ) -> tuple[StepMemory, StepWork]:
-    """Count memory and work of a compiled step, as `trace_step` does those of an eager one.
+def trace_compiled_step(meta_model: ComposerModel, settings: Train) -> tuple[StepMemory, StepWork]:
+    """Count memory and work of a compiled step, as `trace_step` does those of an eager one, but for its update.
+
+    The model is compiled in a first step, and a second one is counted, in which nothing is compiled any more.
 
     Args:
         meta_model: the model on the meta device; its tensors become fake ones.
         settings: of the run, with its --compile and --compile_blocks.
-        prepare_update: gives for a model what is called after a step, by kind. None: nothing is.
-
-    Raises NotCounted with the reason.
     """
-    try:
-        return trace_graphs(meta_model, settings, prepare_update)
-    except Exception as error:  # of any kind: nothing of Inductor's inside is promised
-        raise NotCounted(f'torch {torch.__version__}: {one_line(error, 200)}') from error
-
-
-def trace_graphs(meta_model: ComposerModel, settings: Train, prepare_update: Callable | None
-                 ) -> tuple[StepMemory, StepWork]:
-    """Compile the model in a first step, and count a second one, in which nothing is compiled any more."""
     # the model, with a compiler in the place of Inductor, which it was given as it was built
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())  # the scheduler's tables are real
     model = with_fake_tensors(meta_model, mode)
@@ -88,13 +70,13 @@ def trace_graphs(meta_model: ComposerModel, settings: Train, prepare_update: Cal
 
     # both steps, with the same norms, or all would be compiled again
     with norms_in_float32(), norms_as_on_a_gpu(), mode:
-        forward_and_backward(model, settings.precision, StepCounter([], TRACED_IMAGES), settings.attention)
+        forward_and_backward(model, settings.precision, StepCounter([], COMPILED_IMAGES), settings.attention)
         model.zero_grad()
-        counter = CompiledStepCounter(list(model.parameters()), TRACED_IMAGES)
+        counter = CompiledStepCounter(list(model.parameters()), COMPILED_IMAGES)
         compiler.counter = counter
         with counter, torch.compiler.set_stance('fail_on_recompile'):
             forward_and_backward(model, settings.precision, counter, settings.attention)
-    return memory_and_work(model, counter, trace_update(model, prepare_update, mode))
+    return memory_and_work(model, counter, {})
 
 
 class CompiledStepCounter(StepCounter):
@@ -177,7 +159,7 @@ class Compiler:
     def compile(self, module: torch.fx.GraphModule, inputs: list, is_backward: bool = False,
                 is_inference: bool = False, **options) -> Callable:
         """Return a function that computes a graph of AOTAutograd, and is counted."""
-        from sdbench.forecast.inductor_schedule import library_operators, schedule  # which take seconds to import
+        from benchmarks.forecast.inductor_schedule import library_operators, schedule  # which take seconds to import
         options |= {'is_backward': is_backward, 'is_inference': is_inference}
         steps = schedule(module, inputs, self.mode, options)
         operators = library_operators(module) + [step.kernel for step in steps if step.kernel is not None]

@@ -1,4 +1,4 @@
-"""What is counted of a compiled step is what torch's compiler would run on a GPU."""
+"""What is counted of a compiled step is what torch's compiler would run on a GPU, and what is forecast is near it."""
 import re
 from unittest import mock
 
@@ -10,17 +10,15 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-import benchmark
-from sdbench.forecast import inductor_schedule
-from sdbench.forecast.absent_gpu import a_gpu, module_on_gpu, tensor_on_gpu
-from sdbench.forecast.compiled_step import TRACED_IMAGES, CompiledStepCounter, Compiler, trace_compiled_step
-from sdbench.forecast.fake_step import with_fake_tensors
-from sdbench.forecast.memory import build_on_meta
-from sdbench.forecast.operators import ATTENTION, FUSED, FUSED_REDUCTIONS
+from benchmarks.forecast import inductor_schedule, shares
+from benchmarks.forecast.absent_gpu import a_gpu, module_on_gpu, tensor_on_gpu
+from benchmarks.forecast.compiled import COMPILED_IMAGES, CompiledStepCounter, Compiler
+from sdbench.forecast.compiling import compiled
+from sdbench.forecast.count import ATTENTION, FUSED
 from sdbench.forecast.speed import Work
-from sdbench.models.loading import find_model
+from sdbench.forecast.trace import with_fake_tensors
+from sdbench.models.loading import SD2_BASE
 from sdbench.models.switches import compile_in_place
-from tests.runs import settings_of
 
 
 @pytest.fixture(autouse=True)
@@ -44,17 +42,17 @@ class Model(torch.nn.Module):
 
 
 def counted(module: torch.nn.Module, *shape: int) -> CompiledStepCounter:
-    """Return the work of a compiled step of a module on the meta device, for images float32 (TRACED_IMAGES, *shape)."""
+    """Count a compiled step of a module on the meta device, for images float32 (COMPILED_IMAGES, *shape)."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with_fake_tensors(module, mode)
     compiler = Compiler(mode)
     compile_in_place([module], True, compiler)
     torch._dynamo.reset()
     with mode:
-        inputs = torch.empty(TRACED_IMAGES, *shape, device='cpu').to(memory_format=torch.channels_last)
+        inputs = torch.empty(COMPILED_IMAGES, *shape, device='cpu').to(memory_format=torch.channels_last)
         gradient = torch.empty_like(module(inputs))
         torch.autograd.backward(module(inputs), gradient)  # all is compiled now
-        counter = CompiledStepCounter(list(module.parameters()), TRACED_IMAGES)
+        counter = CompiledStepCounter(list(module.parameters()), COMPILED_IMAGES)
         compiler.counter = counter
         with counter:
             torch.autograd.backward(module(inputs), gradient)
@@ -103,24 +101,40 @@ def norms_and_convolutions() -> torch.nn.Module:
 def test_kernels_and_bytes_are_those_of_the_code_that_inductor_writes():
     launches = launches_in_code(norms_and_convolutions(), 32, 16, 16)
     counter = counted(norms_and_convolutions(), 32, 16, 16)
-    fused = counter.fixed[FUSED] + counter.fixed[FUSED_REDUCTIONS]
-    nbytes = TRACED_IMAGES * (counter.per_image[FUSED] + counter.per_image[FUSED_REDUCTIONS]).nbytes + fused.nbytes
+    fused = counter.fixed[FUSED]
+    nbytes = COMPILED_IMAGES * counter.per_image[FUSED].nbytes + fused.nbytes
     assert fused.kernels == len(launches) > 10
     assert nbytes == pytest.approx(sum(launches), rel=0.02)
 
 
 # A step
 
+def assert_forecast_as_counted(model_name: str, image_size: int, flags: list[str], speed: float, memory: float) -> None:
+    """Check the images/s and the memory of a compiled step within these shares."""
+    settings = shares.settings_of(model_name, image_size, '--compile', *flags)
+    *eager, lasting = shares.count_eager(model_name, image_size)
+    counted = shares.count_compiled(settings)
+    errors = shares.figures_of(*compiled(*eager, settings), lasting) / shares.figures_of(*counted, lasting) - 1
+    assert errors.filter(like='images/s').abs().max() < speed
+    assert errors.filter(like='memory').abs().max() < memory
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('flags', [['--compile_blocks'], ['--no-compile_blocks', '--no-half_precision_norms']], ids=str)
+def test_a_compiled_step_is_forecast_as_the_compiler_would_run_it(flags):
+    assert_forecast_as_counted('tiny', 64, flags, speed=0.06, memory=0.08)
+
+
 @pytest.mark.long
 def test_stable_diffusion_2_on_latents_is_3150_kernels_and_6_7_gigabytes_an_image_compiled():
-    name = 'stabilityai/stable-diffusion-2-base'
-    settings = settings_of('--dry_run', '--model_name', name, '--compile', '--no-compile_blocks', '--channels_last',
-                           '--half_precision_norms', '--encoder_precision', 'bf16')
-    model = build_on_meta(settings, find_model(name), benchmark.build_model)
-    model.vae = None
-    memory, work = trace_compiled_step(model, settings)
+    settings = shares.settings_of(SD2_BASE, 512, '--compile', '--no-compile_blocks')
+    memory, work = shares.count_compiled(settings)
     assert total(work.fixed).kernels == pytest.approx(3150, rel=0.02)
     assert total(work.per_image).nbytes == pytest.approx(6.7e9, rel=0.03)
     published = 2408.7e9 + 45.1e9  # of UNet and text encoder, without the scores that attention computes again
     assert total(work.per_image).flops == pytest.approx(published + work.per_image[ATTENTION].flops / 6, rel=0.01)
     assert memory.peak(64, accumulated=False)['activations'] == pytest.approx(64 * 0.71 * 2 ** 30, rel=0.02)
+    # and is forecast so
+    *eager, lasting = shares.count_eager(SD2_BASE, 512)
+    errors = shares.figures_of(*compiled(*eager, settings), lasting) / shares.figures_of(memory, work, lasting) - 1
+    assert errors.abs().max() < 0.02

@@ -4,26 +4,27 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.published_steps import layout_of, work_of
-from sdbench.forecast.speed import Constants, images_per_sec
-from sdbench.gpus import CARDS
+from benchmarks.forecast.fit import Fitted
+from benchmarks.forecast.points import card_of
+from benchmarks.forecast.steps import layout_of, work_of
+from sdbench.forecast.speed import images_per_sec
 
 MICROBATCHES = [1, 2, 4, 8, 16, 32, 64]
-SPEEDS = [5, 10, 20, 40, 80, 160]
+SPEEDS = [5, 10, 20, 40, 80, 160, 320]
 
 
-def draw(fits: list, path: str) -> None:
+def draw(points: pd.DataFrame, fitted: Fitted, path: str) -> None:
     """Write a picture: left the speed over the microbatch, right what is predicted without a source.
 
     Args:
-        fits: of eager and of compiled steps, each with its `points` and its `constants`.
+        points: with their predictions.
+        fitted: the constants.
         path: of the picture.
     """
     # a color for each card, a marker and a kind of line for each program
-    points = pd.concat([fit.points.assign(constants=[fit.constants] * len(fit.points)) for fit in fits])
-    points['program'] = points['by'].str.split(',').str[0]  # MLPerf's submitters ran one
+    points = points.assign(program=points['by'].str.split(',').str[0])  # MLPerf's submitters ran one
     devices = sorted(points['device'].unique())
-    colors = dict(zip(devices, ('C0', 'C1', 'C2', 'C3', 'C4'), strict=True))
+    colors = dict(zip(devices, ('C0', 'C1', 'C2', 'C3', 'C4', 'C5'), strict=True))
     markers = dict(zip(points['program'].unique(), 'os^Dv', strict=True))
     styles = dict(zip(points['program'].unique(), ('-', '--', '-.', ':', (0, (6, 1))), strict=True))
 
@@ -32,7 +33,7 @@ def draw(fits: list, path: str) -> None:
     handles = []
     for (program, device), runs in points.groupby(['program', 'device'], sort=False):
         first = most_alike(runs)
-        [line] = over_microbatch.plot(*speeds_over_microbatch(first.iloc[0]), color=colors[device],
+        [line] = over_microbatch.plot(*speeds_over_microbatch(first.iloc[0], fitted), color=colors[device],
                                       linestyle=styles[program], linewidth=1.2)
         [dots] = over_microbatch.plot(first['device_train_microbatch_size'], first['measured'], markers[program],
                                       color=colors[device])
@@ -56,21 +57,23 @@ def draw(fits: list, path: str) -> None:
 
 
 def most_alike(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of a program that one line stands for: of as many GPUs as most have, with or without EMA."""
-    runs = runs[runs['num_devices'] == runs['num_devices'].mode().iloc[0]]
+    """Return the runs of a program that one line stands for: of the size and as many GPUs as most have, and one EMA."""
+    for key in ('image_size', 'num_devices'):
+        runs = runs[runs[key] == runs[key].mode().iloc[0]]
     return runs[runs['use_ema'] == runs['use_ema'].iloc[0]]
 
 
-def speeds_over_microbatch(point: pd.Series) -> tuple[np.ndarray, list[float]]:
+def speeds_over_microbatch(point: pd.Series, fitted: Fitted) -> tuple[np.ndarray, list[float]]:
     """Return microbatches, and the images/s per GPU that a point's run is forecast at with each."""
-    constants: Constants = point['constants']
+    constants = fitted.eager if point['compile'] == 'no' else fitted.in_a_graph
     layout = layout_of(point)
     microbatches = 16 if layout.microbatches > 1 else 1
     sizes = np.geomspace(MICROBATCHES[0], MICROBATCHES[-1], 25)
     speeds = []
     for size in sizes:
         sized = layout._replace(microbatch=size, images=size * microbatches)
-        speeds.append(images_per_sec(CARDS[f'NVIDIA {point["device"]}'], work_of(point), sized, constants))
+        speed = images_per_sec(card_of(point), work_of(point), sized, constants)
+        speeds.append(speed / sized.num_devices)
     return sizes, speeds
 
 

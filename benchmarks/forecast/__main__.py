@@ -1,0 +1,76 @@
+"""Fit the constants of the forecast to published speeds, and show how far it is off where it has seen nothing.
+
+    python -m benchmarks.forecast [PICTURE]     # such as docs/forecast.png; a minute or two, no GPU
+
+It traces a step of Stable Diffusion 2 as each source ran it, and fits the constants of sdbench/forecast/speed.py to
+eager and compiled steps together. It fits them once more without each source, which is whoever measured, and prints
+every point with both predictions, and the constants, which are those in the code. The points are in published.csv (the
+original's program) and in published_speeds.csv (the same at more microbatches, and others' programs for the same work).
+"""
+import sys
+
+import pandas as pd
+
+from benchmarks.forecast.fit import Fitted, judge, predict
+from benchmarks.forecast.points import read_points, tested_layouts
+from sdbench.forecast.speed import COMPILED, CONSTANTS, IN_A_GRAPH, TESTED, TESTED_IN_A_GRAPH
+
+
+def table(points: pd.DataFrame) -> str:
+    """Return points as text: who measured what on which GPUs, and what is predicted."""
+    columns = {'by': 'source', 'device': 'GPU', 'num_devices': 'GPUs', 'device_train_microbatch_size': 'microbatch',
+               'use_ema': 'EMA', 'compile': 'compiled', 'measured': 'images/s each', 'predicted': 'forecast',
+               'error': 'error', 'unseen': 'without source', 'unseen_error': 'its error'}
+    formats = {'num_devices': '{:.0f}', 'device_train_microbatch_size': '{:.0f}', 'measured': '{:.2f}',
+               'predicted': '{:.2f}', 'unseen': '{:.2f}', 'error': '{:+.1%}', 'unseen_error': '{:+.1%}'}
+    cells = points[[key for key in columns if key in points]].copy()
+    cells['compile'] = ['no' if compile == 'no' else 'yes' for compile in cells['compile']]
+    for key, template in formats.items():
+        if key in cells:
+            cells[key] = [template.format(value) for value in cells[key]]
+    return cells.rename(columns=columns).to_string(index=False)
+
+
+def errors_in_words(errors: pd.Series) -> str:
+    """Return the mean and the largest of relative errors."""
+    return f'mean error {errors.abs().mean():.1%}, worst {errors.abs().max():.1%}'
+
+
+def print_points_that_are_not_fitted(points: pd.DataFrame, fitted: Fitted) -> None:
+    """Print why points are not fitted, and how far the forecast is off there."""
+    for reason, others in points[points['left_out'] != ''].groupby('left_out'):
+        print(f'\n{len(others)} points are not fitted: {reason}')
+        others = others.assign(predicted=predict(others, fitted))
+        others['error'] = others['predicted'] / others['measured'] - 1
+        print(table(others))
+
+
+def main() -> None:
+    points = read_points()
+    judged, fitted = judge(points)
+    is_eager = judged['compile'] == 'no'
+
+    # the points, and their errors
+    print(table(judged))
+    for kind, some in (('eager', judged[is_eager]), ('compiled', judged[~is_eager])):
+        print(f'{len(some)} {kind} points of {some["device"].nunique()} GPUs')
+        print(f'  fitted to all: {errors_in_words(some["error"])}')
+        print(f'  without its source: {errors_in_words(some["unseen_error"])}')
+    launched = predict(judged[~is_eager], Fitted(CONSTANTS, COMPILED)) / judged[~is_eager]['measured'] - 1
+    print(f'  if each kernel were launched as in an eager step: {errors_in_words(launched)}')
+    print_points_that_are_not_fitted(points, fitted)
+
+    # what stands in the code
+    print()
+    stands = {'CONSTANTS': (fitted.eager, CONSTANTS), 'IN_A_GRAPH': (fitted.in_a_graph, IN_A_GRAPH),
+              'TESTED': (tested_layouts(judged[is_eager]), TESTED),
+              'TESTED_IN_A_GRAPH': (tested_layouts(judged[~is_eager]), TESTED_IN_A_GRAPH)}
+    for name, (found, in_code) in stands.items():
+        print(f'{name} {found}: {"as in the code" if found == in_code else f"the code has {in_code}"}')
+    if len(sys.argv) > 1:
+        from benchmarks.forecast.picture import draw
+        draw(judged, fitted, sys.argv[1])
+
+
+if __name__ == '__main__':
+    main()

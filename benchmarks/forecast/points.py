@@ -1,0 +1,71 @@
+"""The published speeds: what each source ran, who measured, and which are fitted."""
+from pathlib import Path
+
+import pandas as pd
+
+from sdbench.gpus import CARDS, Card
+
+ROOT = Path(__file__).parents[2]
+# What published.csv does not say of the original's program, since it had no such flags
+ORIGINAL = {'precision': 'amp_fp16', 'encoder_precision': 'fp32', 'half_precision_norms': 'no', 'compile': 'no'}
+UNSTATED_DEVICES = 4  # of milabench's runs on several GPUs, by their speed over that of one
+# Of mosaicml/diffusion at 256 pixels on 8 to 64 GPUs. Its run file has 16, which is all that each of 128 GPUs has in a
+# step, and there a GPU trains 90.6 images/s where it trains 127.5 to 137.5 on fewer.
+UNSTATED_MICROBATCH = 32
+# AMD Instinct MI325X datasheet. Its points are judged to see whether the constants hold for AMD's compute units.
+AMD = CARDS['AMD Instinct MI325X']._replace(multiprocessors=304, gigahertz=2.1)
+NO_DEVICES = f'the number of GPUs is not stated, and taken for {UNSTATED_DEVICES}'
+NO_MICROBATCH = f'the microbatch is not stated, and taken for {UNSTATED_MICROBATCH}'
+NOT_NVIDIAS = 'the GPU is not NVIDIA\'s'
+
+
+def read_points() -> pd.DataFrame:
+    """Read all published points.
+
+    Columns are added: `by`, who measured; `measured`, images/s per GPU; `left_out`, why it is not fitted, or ''.
+    """
+    published = pd.read_csv(ROOT / 'published.csv').assign(**ORIGINAL)
+    published = published[published['extrapolated'] == 'no']
+    others = pd.read_csv(ROOT / 'benchmarks/forecast/published_speeds.csv')
+    points = pd.concat([published, others], ignore_index=True)
+    points['by'] = [who_measured(source) for source in points['source']]
+    points['left_out'] = ''
+    points.loc[points['device'].str.startswith('AMD'), 'left_out'] = NOT_NVIDIAS
+
+    # what a source leaves open. Of several GPUs each of whose steps is one microbatch
+    unstated = points['num_devices'].isna()
+    points.loc[unstated, 'left_out'] = NO_DEVICES
+    points.loc[unstated, 'num_devices'] = UNSTATED_DEVICES
+    points.loc[unstated, 'batch_size'] = UNSTATED_DEVICES * points['device_train_microbatch_size']
+    unstated = points['device_train_microbatch_size'].isna()
+    points.loc[unstated, 'left_out'] = NO_MICROBATCH
+    points.loc[unstated, 'device_train_microbatch_size'] = UNSTATED_MICROBATCH
+    points['measured'] = points['images_per_sec'] / points['num_devices']
+    return points
+
+
+def who_measured(source: str) -> str:
+    """Return the repository of a source; of MLPerf's results, which many submit to, the submitter."""
+    repository, name, *_ = source.split()
+    return f'MLPerf, {name}' if repository.startswith('mlcommons') else repository
+
+
+def card_of(point: pd.Series) -> Card:
+    """Return the card of a point."""
+    return AMD if point['device'] == AMD.name else CARDS[f'NVIDIA {point["device"]}']
+
+
+def tested_layouts(points: pd.DataFrame) -> dict[tuple[str, int, bool], list[tuple[int, int]]]:
+    """Return TESTED of forecast/speed.py: GPUs and images a step on each, of the points that no other one covers."""
+    tested = {}
+    for (device, image_size, encoders), runs in points.groupby(['device', 'image_size', 'encoders']):
+        images = (runs['batch_size'] / runs['num_devices']).astype(int)
+        layouts = sorted(set(zip(runs['num_devices'].astype(int), images, strict=True)))
+        edges = []
+        for devices, fewest in layouts:
+            covered = [other for other in layouts
+                       if other != (devices, fewest) and other[0] >= devices and other[1] <= fewest]
+            if not covered:
+                edges.append((devices, fewest))
+        tested[f'NVIDIA {device}', image_size, encoders != 'in_loop'] = edges
+    return tested

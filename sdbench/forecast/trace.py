@@ -1,0 +1,333 @@
+"""Memory and work of a run, found on tensors that have shapes but no memory: without a GPU and weights.
+
+The model takes a step, forward, backward and update, under torch's FakeTensorMode. At each operator the bytes that are
+alive are noted, and what it asks of a GPU (count.py). So the peak is where it is on a device, and not the sum of what
+is alive at different times. One trace tells memory and work of every microbatch.
+torch's own MemTracker, with which the tests compare it, counts one microbatch, and no model with frozen weights (torch
+2.7).
+"""
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from composer import ComposerModel
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+from ema import ShadowModel, compute_ema
+from sdbench.flags.commands import Encode
+from sdbench.flags.train import Train
+from sdbench.forecast.compiling import compiled
+from sdbench.forecast.count import AVERAGE, EXCHANGE, UPDATE, StepCounter, StepMemory
+from sdbench.forecast.measured import is_stable_diffusion_2
+from sdbench.forecast.speed import (
+    COMPILED,
+    CONSTANTS,
+    IN_A_GRAPH,
+    TESTED,
+    TESTED_IN_A_GRAPH,
+    BatchSplit,
+    Bucket,
+    Constants,
+    StepWork,
+    Work,
+    images_per_sec,
+)
+from sdbench.gpus import Card
+from sdbench.measuring.power import GIB
+from sdbench.models.loading import AUTOCAST_DTYPES, ModelFiles, find_model
+from sdbench.training.microbatch import blank_batch, sizes_to_try
+from sdbench.training.optimization import ADAM_MOMENTS
+
+# What a GPU takes beside the tensors that are counted: CUDA itself, its libraries' workspaces, and memory that the
+# allocator holds in pieces. milabench's H200, by NVML: 55 GiB where 49.7 are counted, 115.6 where 106.2 are.
+UNCOUNTED_SHARE = 0.12
+IN_GRAPHS = 'reduce-overhead'  # the mode of --compile that replays CUDA graphs
+BUCKET_BYTES = 25 * 2**20  # that DistributedDataParallel fills before it sends them
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and work of a device in a run.
+
+    Attributes:
+        settings: of the run.
+        model: without memory.
+        lasting: bytes by item that do not depend on the microbatch.
+        step: bytes of a step.
+        work: of a step, with that of encoding its images.
+    """
+    settings: Train
+    model: ComposerModel
+    lasting: dict[str, int]
+    step: StepMemory
+    work: StepWork
+
+    @classmethod
+    def of(cls, settings: Train, build_model: Callable) -> 'Estimate':
+        """Count the memory and the work of a device for the model that `build_model` makes of these settings.
+
+        Runs that differ in nothing that bears on a step share a trace.
+        """
+        # what bears on a trace. Fused attention is counted alike; what compiling changes is said of one kind of step
+        attention = 'math' if settings.attention == 'math' else 'sdpa'
+        alike = dataclasses.replace(settings, attention=attention, compile=False, compile_blocks=False, batch_size=1,
+                                    device_train_microbatch_size='auto', encoders=None, use_ema=True,
+                                    cudnn_benchmark=False, allreduce_precision='fp32')
+        if settings.compile:
+            alike = dataclasses.replace(alike, channels_last=True, half_precision_norms=True)
+        model, step, work = traced(alike, build_model)
+
+        # what does not
+        if settings.compile:
+            step, work = compiled(step, work, settings)
+        if not settings.use_ema:
+            update = {kind: work for kind, work in work.update.items() if kind != AVERAGE}
+            work = dataclasses.replace(work, update=update)
+        return cls(settings, model, lasting_bytes(settings, model, settings.dry_run), step, work)
+
+    @property
+    def work_of_run(self) -> StepWork:
+        """The work of a step of the run: on latents without the VAE's encoder."""
+        return self.work.on_latents() if self.settings.latents else self.work
+
+    @property
+    def constants(self) -> Constants:
+        """The constants of the forecast."""
+        if not self.settings.compile:
+            return CONSTANTS
+        return IN_A_GRAPH if self.settings.compile == IN_GRAPHS else COMPILED
+
+    @property
+    def device_batch_size(self) -> int:
+        """Images of a batch on each device."""
+        return self.settings.batch_size // self.settings.dry_run
+
+    def needed(self, microbatch: int) -> dict[str, int]:
+        """Return the bytes by item at the peak of a step, which is within a microbatch."""
+        return self.lasting | self.step.peak(
+            microbatch, accumulated=microbatch < self.device_batch_size, latents=self.settings.latents)
+
+    def taken(self, microbatch: int) -> float:
+        """Return the GiB that are taken of a GPU, with what cannot be counted."""
+        return sum(self.needed(microbatch).values()) * (1 + UNCOUNTED_SHARE) / GIB
+
+    def largest_microbatch(self, gib: float) -> int | None:
+        """Return the largest microbatch that fits into so much memory; None: not even one image does."""
+        return max((size for size in sizes_to_try(self.device_batch_size) if self.taken(size) <= gib), default=None)
+
+    def microbatch_on(self, card: Card) -> int | None:
+        """Return the microbatch that was asked for, or the largest; None: it does not fit."""
+        asked = self.settings.device_train_microbatch_size
+        if isinstance(asked, int):
+            return asked if self.taken(asked) <= card.gib else None
+        return self.largest_microbatch(card.gib)
+
+    def split(self, microbatch: int) -> BatchSplit:
+        """Return how the batch of the run is spread."""
+        return BatchSplit(microbatch, self.device_batch_size, self.settings.dry_run, self.settings.allreduce_precision)
+
+    def speed_on(self, card: Card, microbatch: int) -> float:
+        """Return images/s of all devices together, of a card that can be forecast in this precision."""
+        return images_per_sec(card, self.work_of_run, self.split(microbatch), self.constants)
+
+    def encoding_speed_on(self, card: Card) -> float:
+        """Return how many images all devices together encode a second, when encode.py does it once."""
+        split = BatchSplit(Encode.batch_size, Encode.batch_size)  # devices share nothing
+        return images_per_sec(card, self.work.of_encoder(), split, self.constants) * self.settings.dry_run
+
+    def is_tested(self, card: Card) -> bool:
+        """Tell whether the error of the forecast is known for such a run.
+
+        A published run must have had as many of these GPUs or more, and as many images a step on each or fewer, so that
+        the exchange of gradients and the update weighed as much as here, or more.
+        """
+        settings = self.settings
+        if settings.gradient_checkpointing or settings.attention == 'math':
+            return False
+        if not is_stable_diffusion_2(self.model.unet.config):
+            return False
+        tested = TESTED
+        if settings.compile:
+            if settings.compile != IN_GRAPHS or settings.compile_blocks:
+                return False
+            tested = TESTED_IN_A_GRAPH
+        layouts = tested.get((card.name, settings.image_size, settings.latents), [])
+        return any(settings.dry_run <= devices and self.device_batch_size >= images for devices, images in layouts)
+
+
+@functools.cache
+def traced(settings: Train, build_model: Callable) -> tuple[ComposerModel, StepMemory, StepWork]:
+    """Trace a step of a run once; returns its model, without memory, as well."""
+    model = build_on_meta(settings, find_model(settings.model_name), build_model)
+    update = updater(settings.fused_optimizer, settings.use_ema)
+    return model, *trace_step(model, settings.precision, update, settings.attention)
+
+
+def build_on_meta(settings: Train, files: ModelFiles, build_model: Callable[..., ComposerModel]) -> ComposerModel:
+    """Build the model of a run with its switches on the meta device: shapes and types alone, always with the VAE.
+
+    So a switch changes what is counted by what it does.
+
+    Args:
+        settings: of the run.
+        files: of the model.
+        build_model: makes the real one.
+    """
+    # sizes need no weights, and xformers, which asks for a GPU, keeps what torch's fused attention keeps
+    settings = dataclasses.replace(settings, attention='sdpa')
+    files = dataclasses.replace(files, pretrained=False)
+    return build_model(settings, False, torch.device('meta'), files)
+
+
+def lasting_bytes(settings: Train, model: ComposerModel, num_devices: int) -> dict[str, int]:
+    """Count the bytes of a device, by item, that stay from step to step, whatever the microbatch, and the gradients.
+
+    A model without memory will do. On latents its VAE is not counted.
+    """
+    def nbytes(module: torch.nn.Module) -> int:
+        return sum(parameter.nbytes for parameter in module.parameters())
+
+    unet = nbytes(model.unet)
+    needed = {'weights': unet, 'gradients': unet, 'Adam moments': ADAM_MOMENTS * unet}
+    if settings.use_ema:
+        needed['average of the weights'] = unet
+    if num_devices > 1:
+        needed['gradient buckets'] = unet  # of DistributedDataParallel, beside the gradients
+    needed['text encoder'] = nbytes(model.text_encoder)
+    if not settings.latents:
+        needed['VAE'] = nbytes(model.vae)
+    return needed
+
+
+def trace_step(meta_model: ComposerModel, precision: str, prepare_update: Callable | None = None,
+               attention: str = 'sdpa') -> tuple[StepMemory, StepWork]:
+    """Return memory and work of a step, on a GPU in half precision, or in float32 anywhere.
+
+    Attention is computed by a kernel that keeps no matrix of all queries and keys. A CPU's stands for a GPU's: both
+    keep queries, keys, values, the result and one number a query. With --attention math it is the products and the
+    softmax that they are made of, and the matrix is written, read and kept.
+
+    Args:
+        meta_model: the model on the meta device; its tensors become fake ones.
+        precision: amp_bf16, amp_fp16 or fp32.
+        prepare_update: gives for a model what is called after a step, by kind. None: nothing is.
+        attention: as --attention has it.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # the scheduler's tables are real
+    model = with_fake_tensors(meta_model, mode)
+    counter = StepCounter(list(model.parameters()))
+    with mode, counter, torch.compiler.set_stance('force_eager'), norms_in_float32():
+        forward_and_backward(model, precision, counter, attention)
+    return memory_and_work(model, counter, trace_update(model, prepare_update, mode))
+
+
+def with_fake_tensors(meta_model: ComposerModel, mode: FakeTensorMode) -> ComposerModel:
+    """Give a model on the meta device fake tensors of a CPU, and return it in training mode.
+
+    It is what Module.to_empty does, which takes seconds under the mode; torch 2.15 changes no type of a fake parameter.
+    """
+    cpu = torch.device('cpu')
+    return meta_model.train()._apply(lambda tensor: FakeTensor(mode, tensor.detach(), cpu))
+
+
+def forward_and_backward(model: ComposerModel, precision: str, counter: StepCounter, attention: str = 'sdpa') -> None:
+    """Take a step of as many images as are counted, forward and backward."""
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        counter.count_as('activations', tensor)
+        return tensor
+
+    if model.vae is not None:
+        counter.watch_encoder(model.vae)
+    backend = SDPBackend.MATH if attention == 'math' else SDPBackend.FLASH_ATTENTION
+    autocast = torch.autocast('cpu', AUTOCAST_DTYPES.get(precision), enabled=precision in AUTOCAST_DTYPES)
+    batch = blank_batch(model, counter.images, torch.float32, 'cpu')
+    composers_copy = tree_map(torch.clone, batch)  # which its Trainer keeps through the step
+    with sdpa_kernel(backend), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with autocast:
+            outputs = model(batch)
+            loss = model.loss(outputs, batch)
+        loss.backward()
+    del composers_copy
+
+
+def memory_and_work(model: ComposerModel, counter: StepCounter, update: dict[str, Work]) -> tuple[StepMemory, StepWork]:
+    """Return memory and work of the step that `counter` has seen, with the work of the update after it."""
+    trainable = [weight for weight in model.parameters() if weight.requires_grad]
+    gradients = sum(weight.nbytes for weight in trainable)
+    work = StepWork(dict(counter.fixed), dict(counter.per_image),
+                    accumulation={EXCHANGE: Work(0, 3 * gradients, len(trainable))},  # read two, write their sum
+                    update=update,
+                    exchange={EXCHANGE: Work(0, 4 * gradients, 2 * len(trainable))},  # read and write, there and back
+                    buckets=fill_buckets(counter.arrivals, *counter.work_so_far()),
+                    encoder_fixed=dict(counter.encoder_fixed), encoder_per_image=dict(counter.encoder_per_image))
+    rows = np.array(counter.rows)  # (operators, 2, ITEMS)
+    return StepMemory(rows[:, 0], rows[:, 1], np.array(counter.encoder_rows), gradients), work
+
+
+def fill_buckets(arrivals: list[tuple[int, Work, Work]], fixed: Work, per_image: Work) -> list[Bucket]:
+    """Return the buckets that DistributedDataParallel fills with gradients as they come, and sends one by one.
+
+    Args:
+        arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
+        fixed: all work of a microbatch, whatever its size.
+        per_image: in addition, all work of each of its images.
+    """
+    buckets = []
+    nbytes = 0
+    for number, (size, fixed_so_far, per_image_so_far) in enumerate(arrivals, start=1):
+        nbytes += size
+        if nbytes >= BUCKET_BYTES or number == len(arrivals):
+            buckets.append(Bucket(nbytes, fixed - fixed_so_far, per_image - per_image_so_far))
+            nbytes = 0
+    return buckets
+
+
+def trace_update(model: ComposerModel, prepare_update: Callable | None, mode: FakeTensorMode) -> dict[str, Work]:
+    """Count what happens once a step: the second update, since the first makes the optimizer's state."""
+    if prepare_update is None:
+        return {}
+    works = {}
+    with mode:
+        for kind, update in prepare_update(model).items():
+            update()
+            counter = StepCounter([])
+            with counter:
+                update()
+            works[kind] = sum(counter.fixed.values(), Work())
+    return works
+
+
+def updater(fused: bool, use_ema: bool) -> Callable:
+    """Return for `trace_step` AdamW in one kernel or in several, and the average of the weights, as a run has them."""
+    def prepare(model: ComposerModel) -> dict[str, Callable]:
+        optimizer = torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused)
+        updates = {UPDATE: optimizer.step}
+        if use_ema:
+            average = ShadowModel(model)
+            updates[AVERAGE] = lambda: compute_ema(model, average, 0.999)
+        return updates
+    return prepare
+
+
+@contextlib.contextmanager
+def norms_in_float32() -> Iterator[None]:
+    """Let autocast on a CPU compute group and layer norms in float32, as CUDA's autocast does.
+
+    A CPU's leaves them in half precision. All other operators of the model keep the same for the backward pass.
+    """
+    def cast(module: torch.nn.Module, inputs: tuple) -> tuple | None:
+        if type(module) in (torch.nn.GroupNorm, torch.nn.LayerNorm) and torch.is_autocast_enabled('cpu'):
+            return tuple(tensor.float() for tensor in inputs)
+        return None
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(cast)
+    try:
+        yield
+    finally:
+        hook.remove()
