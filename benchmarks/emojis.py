@@ -18,7 +18,8 @@ from benchmarks.captioned import save_captioned
 
 SIDE = 64  # pixels
 TRAINED = ('smiling face with open mouth', 'beating heart', 'money with wings', 'gorilla', 'factory',
-           'vertical traffic light', 'south sudan flag', 'woman running, dark skin')
+           'vertical traffic light', 'south sudan flag', 'woman running, dark skin', 'japan flag', 'slice of pizza',
+           'watermelon', 'dog face', 'penguin', 'cactus', 'soccer ball', 'automobile')
 HELD_OUT = ('girl, dark skin', 'woman scientist, medium dark skin', 'thumbs up sign, medium skin',
             'cook, medium dark skin', 'romania flag', 'persevering face', 'red apple', 'teddy bear')
 
@@ -50,7 +51,7 @@ def main() -> None:
                          generator=torch.Generator().manual_seed(3)).images
         for name, picture in zip(names, drawn, strict=True):
             cells.append(make_image_grid([emojis[name], picture], rows=2, cols=1))
-    save_captioned(args.figure, cells, TRAINED + HELD_OUT, columns=len(TRAINED))
+    save_captioned(args.figure, cells, TRAINED + HELD_OUT, columns=len(HELD_OUT))
 
 
 if __name__ == '__main__':

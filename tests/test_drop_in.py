@@ -211,7 +211,7 @@ def diffusers_step(model: StableDiffusion, batch: dict) -> tuple[torch.Tensor, t
 def test_loss_target_and_gradients_are_those_of_diffusers_training(prediction_type, tmp_path):
     folder = shutil.copytree(BUILT_IN['tiny'], tmp_path / 'model')
     config = folder / 'scheduler/scheduler_config.json'
-    config.write_text(config.read_text().replace('epsilon', prediction_type))
+    config.write_text(config.read_text().replace('v_prediction', prediction_type))
     model = StableDiffusion(str(folder), image_size=64)
     assert model.prediction_type == prediction_type
     batch = {'image': torch.rand(3, 3, 64, 64) * 2 - 1, 'caption': torch.randint(49408, (3, 77))}

@@ -153,7 +153,7 @@ def test_pictures_of_another_seed_other_data_another_scheduler_or_tokenizer_are_
     others = write_shards(tmp_path / 'others', [{'jpg': encoded(picture(9)), 'caption': 'x'}] * 4)
     by_scheduler = shutil.copytree(pipeline, tmp_path / 'scheduler')
     config = by_scheduler / 'scheduler/scheduler_config.json'
-    config.write_text(config.read_text().replace('epsilon', 'v_prediction'))
+    config.write_text(config.read_text().replace('v_prediction', 'epsilon'))
     by_tokenizer = shutil.copytree(pipeline, tmp_path / 'tokenizer')
     file = by_tokenizer / 'tokenizer/tokenizer.json'
     content = json.loads(file.read_text())

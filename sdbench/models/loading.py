@@ -178,14 +178,28 @@ def build_text_encoder(files: ModelFiles, precision: str) -> CLIPTextModel:
     if not files.pretrained:
         text_encoder = CLIPTextModel(config)
     elif files.name == TINY_MODEL:
-        # Random weights, the same each time, which would take 6 MB as a file. Their states tell captions apart, which
-        # is enough for a UNet that learns from nothing.
-        with torch.device('cpu'), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(17)
-            text_encoder = CLIPTextModel(config)
+        text_encoder = random_text_encoder(config)
     else:
         text_encoder = load_weights(CLIPTextModel, files.folder / 'text_encoder', f'--model_name {files.name}')
     return frozen(text_encoder, precision)
+
+
+def random_text_encoder(config: CLIPTextConfig) -> CLIPTextModel:
+    """Build a text encoder with random weights, on the CPU, the same each time.
+
+    They take 6 MB as a file. Nothing is added for a token's position, nor for the tokens that every caption has, its
+    padding among them. So what follows a caption's words has their sum as its state, at full scale; else it would be
+    nearly the same for all captions.
+    """
+    with torch.device('cpu'), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(17)
+        text_encoder = CLIPTextModel(config)
+        for name, weight in text_encoder.named_parameters():
+            if name.endswith('position_embedding.weight'):
+                weight.zero_()
+            elif name.endswith('token_embedding.weight'):
+                weight[build_tokenizer().encode('').ids] = 0
+        return text_encoder
 
 
 def frozen(module: torch.nn.Module, precision: str) -> torch.nn.Module:

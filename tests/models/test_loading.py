@@ -101,6 +101,14 @@ def test_tiny_has_the_same_pretrained_text_encoder_whatever_was_drawn_before():
     assert torch.equal(torch.randn(1), drawn)  # and nothing of the run's own numbers is taken for it
 
 
+def test_tiny_tells_captions_apart_in_what_follows_their_words_too():
+    ids = torch.tensor([encoding.ids for encoding in build_tokenizer().encode_batch(['red apple', 'gorilla', ''])])
+    states = build_text_encoder(find_model('tiny', pretrained=True), 'fp32')(ids)[0]  # (3, 77, 64)
+    apple, gorilla, nothing = states[:, -1]
+    assert torch.cosine_similarity(apple, gorilla, dim=0) < 0.5
+    assert not nothing.any()
+
+
 def test_code_in_a_model_folder_is_not_run_and_nobody_is_asked_about_it(tmp_path, model_folder, monkeypatch):
     asked = []
     monkeypatch.setattr('builtins.input', lambda question='': asked.append(question) or 'n')
