@@ -1,11 +1,13 @@
 """An S3 server on loopback: moto's, behind a layer that refuses, delays and breaks connections where a test says so."""
 import contextlib
+import functools
 import io
 import threading
 import time
 from collections.abc import Iterable, Iterator
 
 import boto3
+from botocore.loaders import JSONFileLoader
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from moto.s3.models import s3_backends
 from werkzeug.datastructures import EnvironHeaders
@@ -109,10 +111,15 @@ def served(application) -> Iterator[str]:
         server.shutdown()
 
 
+read_json = functools.cache(JSONFileLoader().load_file)
+
+
 @contextlib.contextmanager
 def local_s3(monkeypatch) -> Iterator[LocalS3]:
     """Run a server that the environment points to, with a boto3 `client`."""
     store = LocalS3()
+    # each client is made of large files of JSON, which take a second to read
+    monkeypatch.setattr(JSONFileLoader, 'load_file', lambda _, path: read_json(path))
     with served(store) as url:
         environment = {'S3_ENDPOINT_URL': url, 'AWS_ACCESS_KEY_ID': 'a', 'AWS_SECRET_ACCESS_KEY': 'b',
                        'AWS_DEFAULT_REGION': 'us-east-1', 'AWS_EC2_METADATA_DISABLED': 'true'}
