@@ -22,8 +22,12 @@ Shares = dict[str, tuple[float, float]]
 WHOLE: Shares = {CONVOLUTIONS: (0.49, 0.49), FUSED: (0.66, 0.65)}
 BLOCKS: Shares = {CONVOLUTIONS: (0.59, 0.56), FUSED: (0.70, 0.73)}
 ENCODER: Shares = {CONVOLUTIONS: (0.50, 0.51), FUSED: (0.39, 0.43)}  # the VAE's is always compiled whole
-NORMS_IN_FLOAT32 = (1.05, 0.93)  # bytes and number of fused kernels, over those with norms in half precision
+# Bytes and number of fused kernels, over those with norms in half precision, by whether it is compiled by blocks
+NORMS_IN_FLOAT32 = {False: (1.05, 0.93), True: (1.20, 0.96)}
 KEPT = 0.825  # of the bytes that are kept for the backward pass
+# Working memory of a whole UNet with gradient checkpointing, over that of an eager one: much of what was not kept is
+# computed before it is needed. Of one step that was counted
+COMPUTED_EARLY = 3.4
 
 
 def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMemory, StepWork]:
@@ -36,7 +40,7 @@ def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMem
     """
     shares = BLOCKS if settings.compile_blocks else WHOLE
     if not settings.half_precision_norms:
-        (nbytes, kernels), (more, fewer) = shares[FUSED], NORMS_IN_FLOAT32
+        (nbytes, kernels), (more, fewer) = shares[FUSED], NORMS_IN_FLOAT32[bool(settings.compile_blocks)]
         shares = shares | {FUSED: (nbytes * more, kernels * fewer)}
     fixed, per_image = left_of(work.fixed, work.per_image, shares)
     encoder_fixed, encoder_per_image = left_of(work.encoder_fixed, work.encoder_per_image, ENCODER)
@@ -50,13 +54,16 @@ def compiled(step: StepMemory, work: StepWork, settings: Train) -> tuple[StepMem
             left = Bucket(bucket.nbytes, in_proportion(bucket.fixed, work.fixed, fixed),
                           in_proportion(bucket.per_image, work.per_image, per_image))
         buckets.append(left)
+    gradients, _, activations, working = range(len(ITEMS))
     alive = []
     for rows in (step.fixed, step.per_image):
         rows = rows.copy()
-        rows[:, ITEMS.index('activations')] = np.round(rows[:, ITEMS.index('activations')] * KEPT)
+        rows[:, activations] = np.round(rows[:, activations] * KEPT)
         if not settings.compile_blocks:
-            rows[:, ITEMS.index('working memory')] += rows[:, ITEMS.index('gradients')]
-            rows[:, ITEMS.index('gradients')] = 0
+            if settings.gradient_checkpointing:
+                rows[~step.in_encoder, working] = np.round(rows[~step.in_encoder, working] * COMPUTED_EARLY)
+            rows[:, working] += rows[:, gradients]
+            rows[:, gradients] = 0
         alive.append(rows)
 
     step = dataclasses.replace(step, fixed=alive[0], per_image=alive[1])
