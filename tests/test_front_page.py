@@ -1,0 +1,60 @@
+"""README.md: its tables are what the commands that it names print today."""
+import re
+import shlex
+
+import pytest
+import torch
+
+import benchmark
+import report
+from tests.runs import ROOT
+from tests.test_report import columns, tables
+
+PAGE = (ROOT / 'README.md').read_text()
+COSTS = PAGE.partition('## What Stable Diffusion 2 costs')[2]
+MEMORY = PAGE.partition('How much memory does it take?')[2]
+CARDS = {'24 GB': 'RTX4090', '40 GB': 'A100-SXM4-40GB', '48 GB': 'L40S', '80 GB': 'H100-80GB', '141 GB': 'NVIDIA-H200'}
+
+
+def program(command: str) -> list[str]:
+    """Return the arguments of a command of the page that may go over several lines."""
+    return shlex.split(command.replace('\\\n', ' '))[2:]
+
+
+def test_the_costs_are_those_that_the_command_below_them_prints(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(ROOT)
+    command = re.search(r'^python report.py docs/plan.jsonl .*?[^\\]$', COSTS, re.MULTILINE | re.DOTALL)[0]
+    argv = program(command.replace('plan.png', str(tmp_path / 'plan.png')))
+    expected = {}
+    for prices in ('on-demand', 'spot'):
+        report.main([word.replace('on-demand', prices) for word in argv])
+        [plans] = tables(capsys.readouterr().out)
+        expected[prices] = {row['GPUs'].removeprefix('8 x '): row for row in plans if row['input'] == 'latents'}
+    rows = tables(COSTS)[0]
+    for device, of_days, hours, on_demand, spot in columns(rows, '8 GPUs', 'days', 'GPU-hours', 'on demand', 'spot'):
+        planned = expected['on-demand'].pop(device)
+        assert (of_days, hours, on_demand) == (planned['days'], planned['GPU-hours'], planned['cost'])
+        assert spot == expected['spot'][device]['cost']
+    assert not expected['on-demand']  # every card of the plan is in the table
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('column, flags', [
+    ('with EMA', ['--use_ema']), ('without', []), ('with EMA, on latents', ['--use_ema', '--use_synth_latents'])])
+def test_the_largest_microbatches_are_those_of_dry_runs(column, flags):
+    forecasts = benchmark.main(['--dry_run', '8', '--gpu', *CARDS.values(), *flags])
+    fits = {record['gpu_name']: record['device_train_microbatch_size'] for record in forecasts}
+    [rows] = tables(MEMORY.partition('*On latents*')[0])
+    assert len(rows) == len(CARDS)
+    for row in rows:
+        expected = fits.get(CARDS[row['memory of a GPU']])
+        assert row[column] == ('-' if expected is None else str(expected))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions have other kernels')
+def test_the_dry_run_prints_what_the_page_shows(capsys):
+    command, shown = re.search(r'^(python benchmark.py --dry_run [^\n]*)\n```\n```\n(.*?)```', PAGE,
+                               re.MULTILINE | re.DOTALL).groups()
+    benchmark.main(program(command))
+    assert shown in capsys.readouterr().out
