@@ -7,6 +7,7 @@ import torch
 
 import benchmark
 import report
+from sdbench.gpus import cards_named
 from tests.runs import ROOT
 from tests.test_report import columns, tables
 
@@ -43,12 +44,12 @@ def test_the_costs_are_those_that_the_command_below_them_prints(monkeypatch, cap
     ('with EMA', ['--use_ema']), ('without', []), ('with EMA, on latents', ['--use_ema', '--use_synth_latents'])])
 def test_the_largest_microbatches_are_those_of_dry_runs(column, flags):
     forecasts = benchmark.main(['--dry_run', '8', '--gpu', *CARDS.values(), *flags])
-    fits = {record['gpu_name']: record['device_train_microbatch_size'] for record in forecasts}
+    fits = {record['device']: record['device_train_microbatch_size'] for record in forecasts}
     [rows] = tables(MEMORY.partition('*On latents*')[0])
     assert len(rows) == len(CARDS)
     for row in rows:
-        expected = fits.get(CARDS[row['memory of a GPU']])
-        assert row[column] == ('-' if expected is None else str(expected))
+        [card] = cards_named((CARDS[row['memory of a GPU']],))
+        assert row[column] == str(fits.get(card.name, '-'))
 
 
 @pytest.mark.long
