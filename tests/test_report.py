@@ -325,9 +325,13 @@ def test_the_intervals_of_the_page_on_spot_machines_follow_from_its_formulas():
     assert f'For a minute and six hours that is {young:.0f}\nor {daly:.0f} minutes.' in page
     assert f'counts {RESTART_HOURS * 60:.0f} minutes' in ' '.join(page.split())
     assert '--hours_between_losses 6' in (ROOT / 'recipes/prices-spot.txt').read_text()
+    minutes = {}
     for record in map(json.loads, (ROOT / 'docs/plan.jsonl').read_text().splitlines()):
-        if record['stage'] == 'train' and record['image_size'] == 512:
-            assert 5000 * record['batch_size'] / record['images_per_sec'] > 60 * young  # 'The 5000 batches take longer'
+        if record['image_size'] == 512 and record['input'] == 'latents':
+            assert record['save_interval'] == '1000ba'
+            minutes[record['device']] = 1000 * record['batch_size'] / record['images_per_sec'] / 60
+    assert (f'take {minutes["NVIDIA H100 80GB HBM3"]:.0f} minutes of 8 H100 on latents, and '
+            f'{minutes["NVIDIA A100-SXM4-80GB"]:.0f} of\n8 A100') in page
 
 
 def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
