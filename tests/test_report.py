@@ -327,7 +327,7 @@ def test_the_intervals_of_the_page_on_spot_machines_follow_from_its_formulas():
     assert '--hours_between_losses 6' in (ROOT / 'recipes/prices-spot.txt').read_text()
     minutes = {}
     for record in map(json.loads, (ROOT / 'docs/plan.jsonl').read_text().splitlines()):
-        if record['image_size'] == 512 and record['input'] == 'latents':
+        if record['image_size'] == 512 and record['use_synth_latents']:
             assert record['save_interval'] == '1000ba'
             minutes[record['device']] = 1000 * record['batch_size'] / record['images_per_sec'] / 60
     assert (f'take {minutes["NVIDIA H100 80GB HBM3"]:.0f} minutes of 8 H100 on latents, and '
