@@ -67,7 +67,9 @@ def draw_days(path: str, rows: pd.DataFrame, training_images: int) -> None:
     keys = [key for key in differing(rows, SETTINGS, unstated=False) if key not in ('stage', 'device')]
     for number, (_, points) in enumerate(lines):
         first = points.iloc[0]
-        words = [short_name(first['device']), settings_in_words(first, keys), 'forecast' * first['is_forecast']]
+        words = [short_name(first['device']), settings_in_words(first, keys)]
+        if first['is_forecast']:
+            words.append('forecast')
         draw_line(axes, points, COLORS[number % len(COLORS)], ', '.join(filter(None, words)))
     axes.plot([], [], 'o', color='black', label='measured')
     hollow = 'extrapolated, or forecast'
