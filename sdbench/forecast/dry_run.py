@@ -107,22 +107,21 @@ def training_forecast(given: Estimate, card: Card) -> dict:
     """
     microbatch = given.microbatch_on(card)
     settings = dataclasses.replace(given.settings, device_train_microbatch_size=microbatch)
-    speed, least, most, encoding = None, None, None, None
+    speeds = dict.fromkeys(['images_per_sec', 'images_per_sec_least', 'images_per_sec_most', 'encode_images_per_sec'])
     if can_forecast(card, settings.precision):
         speed = given.speed_on(card, microbatch)
-        encoding = given.encoding_speed_on(card)
+        speeds['images_per_sec'] = speed
+        speeds['encode_images_per_sec'] = given.encoding_speed_on(card)
         if given.is_tested(card):
-            least, most = speed / (1 + LARGEST_ERROR), speed * (1 + LARGEST_ERROR)
+            speeds['images_per_sec_least'] = speed / (1 + LARGEST_ERROR)
+            speeds['images_per_sec_most'] = speed * (1 + LARGEST_ERROR)
     return make_record('train', settings, {
         'status': FORECAST,
         'device': card.name,
         'device_type': 'cuda',
         'num_devices': settings.dry_run,
         'num_nodes': math.ceil(settings.dry_run / GPUS_A_NODE),
-        'images_per_sec': speed,
-        'images_per_sec_least': least,
-        'images_per_sec_most': most,
-        'encode_images_per_sec': encoding,
+        **speeds,
         'peak_memory_gib': given.taken(microbatch),
     })
 

@@ -5,8 +5,7 @@ A kernel computes, moves bytes and takes a while to start. Their sum over all ke
     seconds = FLOPs / (PEAK_SHARE * peak) + bytes / rate + kernels * SECONDS_A_KERNEL
 
 where rate is the smaller of BANDWIDTH_SHARE * bandwidth and BYTES_A_CYCLE * multiprocessors * clock. What of it runs at
-the same time is in the constants. benchmarks/forecast.py fits them to published speeds and prints them with their
-error.
+the same time is in the constants. benchmarks/forecast/ fits them to published speeds and prints them with their error.
 
 Several GPUs exchange their gradients while the last backward pass of a step is still computing others. A ring moves
 2 (n - 1) / n times the bytes of the gradients over the link of each of n GPUs. What of that is left when the backward

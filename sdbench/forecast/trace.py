@@ -87,8 +87,8 @@ class Estimate:
         if settings.compile:
             step, work = compiled(step, work, settings)
         if not settings.use_ema:
-            update = {kind: work for kind, work in work.update.items() if kind != AVERAGE}
-            work = dataclasses.replace(work, update=update)
+            without_average = {kind: of_kind for kind, of_kind in work.update.items() if kind != AVERAGE}
+            work = dataclasses.replace(work, update=without_average)
         return cls(settings, model, lasting_bytes(settings, model, settings.dry_run), step, work)
 
     @property
