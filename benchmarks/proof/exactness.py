@@ -55,6 +55,7 @@ def build(settings: Train, device: torch.device | str) -> benchmark.StableDiffus
     """Build the model with its switches; its weights are drawn on the CPU, so that they are the same on any device."""
     torch.manual_seed(0)
     model = benchmark.StableDiffusion(settings.model_name, SIDE, encoder_precision=settings.encoder_precision).train()
+    model.prediction_type = 'epsilon'  # as Stable Diffusion 2 base; tolerances are of that
     model.to(device)
     benchmark.apply_switches(model, settings)
     return model

@@ -94,10 +94,11 @@ def complete(settings: Train, index: dict | None) -> Train:
     if settings.compile == 'reduce-overhead' and settings.device_train_microbatch_size != device_batch_size:
         raise ValueError('--compile reduce-overhead replays CUDA graphs, whose gradients the next microbatch would '
                          f'overwrite; use --device_train_microbatch_size {device_batch_size}')
-    version = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    if settings.attention == 'cudnn' and version and version < FAULTLESS_CUDNN:
-        raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
-                         f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
+    if settings.attention == 'cudnn' and torch.cuda.is_available():
+        version = torch.backends.cudnn.version()
+        if version and version < FAULTLESS_CUDNN:
+            raise ValueError(f'--attention cudnn needs cuDNN 9.15.1 or newer, and torch {torch.__version__} has '
+                             f'{version}, whose attention has faults at lengths that no 128 divides; leave it out')
     if settings.random_flip and settings.latents:
         raise ValueError(f'--random_flip mirrors images, and --remote {settings.remote} holds latents; leave it out')
     return settings
