@@ -37,8 +37,7 @@ from sdbench.flags.complete import complete, index_of_data
 from sdbench.forecast.dry_run import forecast_training
 from sdbench.gpus import peak_of
 from sdbench.inputs.shards import MOMENTS
-from sdbench.measuring.clock import Measurement, measure_loader
-from sdbench.measuring.tracing import build_profiler
+from sdbench.measuring.clock import Measurement, build_profiler, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.latents import draw_latents, vae_moments
 from sdbench.models.loading import (

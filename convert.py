@@ -150,7 +150,6 @@ def convert_missing(settings: Convert, outputs: list[Output], parts: list[Part],
 
 
 def nothing_converted(joined: Joined, held_out: Joined, found: Found, settings: Convert) -> DataError:
-    """Return the error of a SOURCE of which no sample is in OUT."""
     if held_out.samples:
         reason = f'--held_out {settings.held_out} takes all of {plural(held_out.samples, "sample")}'
     else:

@@ -14,6 +14,7 @@ import torch
 from composer import Evaluator
 from composer.core import DataSpec
 from composer.utils import dist
+from diffusers import DDPMScheduler
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import to_pil_image
@@ -223,7 +224,6 @@ class StreamingLAIONDataset(VerifiedDataset):
 
 
 def bad_sample_line(index: int, reason: str) -> str:
-    """Return the line that names a bad sample."""
     return f'bad sample {index} is left out: {reason}'
 
 
@@ -411,7 +411,7 @@ def open_held_out(settings: Train, files: ModelFiles, trained_on: Dataset) -> He
 
     # its samples, each with its noise and timestep
     images = StreamingLAIONDataset(remote, image_size=settings.image_size, index=index, batch_size=1)
-    timesteps = files.configs['scheduler'].get('num_train_timesteps', 1000)
+    timesteps = len(DDPMScheduler.from_config(files.configs['scheduler']))
     return HeldOutSamples(images, files.latent_size(settings.image_size), timesteps, settings.seed, is_known)
 
 

@@ -56,8 +56,8 @@ from sdbench.models.feature_extractors import (
     load_inception,
 )
 from sdbench.models.loading import AUTOCAST_DTYPES, hash_of_weights
-from sdbench.paths import number_of_samples
-from sdbench.progress_bar import progress_bar
+from sdbench.paths import atomic_write, number_of_samples
+from sdbench.process import progress_bar
 from sdbench.records.keys import FEWEST_FOR_FID
 from sdbench.records.record import append_record, make_record
 from sdbench.records.summary import evaluation_summary
@@ -167,7 +167,6 @@ def read_references(settings: Evaluate, index: dict, image_size: int, fid: Frech
 
 
 def picture_path(settings: Evaluate, guidance: float, number: int) -> Path:
-    """Return the file of a picture."""
     return Path(settings.out, f'guidance-{guidance}', f'{number:06}.png')
 
 
@@ -226,9 +225,8 @@ def to_device(pipeline: StableDiffusionPipeline, precision: str, device: torch.d
 def save_picture(picture: Image.Image, path: Path) -> None:
     """Write a PNG, which appears whole or not at all."""
     path.parent.mkdir(exist_ok=True)
-    unfinished = path.with_suffix('.tmp')
-    picture.save(unfinished, 'PNG', compress_level=1)
-    unfinished.replace(path)
+    with atomic_write(path) as file:
+        picture.save(file, 'PNG', compress_level=1)
 
 
 def scores_at(settings: Evaluate, guidance: float, captions: list[str], metrics: dict[str, Metric]) -> dict:

@@ -1,7 +1,8 @@
-"""The process of a command, how it starts and how it ends: a user's error is one line. Nothing here needs torch."""
+"""The process of a command: how it starts, shows its progress and ends, a user's error in one line, without torch."""
 import contextlib
 import io
 import os
+import shutil
 import signal
 import sys
 import time
@@ -15,6 +16,7 @@ GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # of NVIDIA's driver, and of AMD's
 # Variables that scripts set from others, such as WORLD_SIZE=$SLURM_NTASKS, and that are empty where those are not set.
 EMPTY_IS_UNSET = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT',
                   'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
+SECONDS_BETWEEN_BARS = 60  # in a log
 
 
 def begin() -> None:
@@ -92,3 +94,20 @@ def one_line_errors(program: str, what_stays: str = '') -> Iterator[None]:
         exit_with_error(program, 130, f'interrupted{behind}')
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def progress_bar(total: int, unit: str, done: int = 0, doing: str | None = None, hidden: bool = False):
+    """Make a progress bar of tqdm on stderr. In a log, where there is no terminal, it prints a line each minute.
+
+    Args:
+        total: units of the whole work.
+        unit: name of the unit behind a number, such as ' images'; bytes are 'B', and shown with prefixes.
+        done: units that an earlier run has done.
+        doing: text before the bar.
+        hidden: whether nothing is shown.
+    """
+    from tqdm import tqdm
+    columns = shutil.get_terminal_size().columns  # 80 where the terminal does not say
+    seconds, delay = (0.1, 0) if sys.stderr.isatty() else (SECONDS_BETWEEN_BARS, SECONDS_BETWEEN_BARS)
+    return tqdm(desc=doing, total=total, initial=done, unit=unit, unit_scale=unit == 'B', disable=hidden,
+                ncols=columns, nrows=20, mininterval=seconds, maxinterval=max(10, seconds), delay=delay)

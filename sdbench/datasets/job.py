@@ -18,7 +18,7 @@ from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers, work
 from sdbench.errors import DataError, plural
 from sdbench.flags.train import BATCH_SIZE, TINY_MODEL
 from sdbench.paths import INDEX
-from sdbench.progress_bar import progress_bar
+from sdbench.process import progress_bar
 
 READERS = 64  # of part indexes, at once
 FEWEST_SAMPLES = 10_000  # from which a model learns from random weights; of fewer, one that is trained already

@@ -254,6 +254,5 @@ def refuse_silent_address(address: str) -> None:
 
 
 def no_cluster_error(address: str, error: Exception) -> ValueError:
-    """Return the error of an address at which no cluster answers."""
     return ValueError(f'--ray {address}: no Ray cluster answers there ({one_line(error, 200)}); start one with "ray '
                       'start --head"')

@@ -126,9 +126,21 @@ def client(scheme: str, account: str | None, bucket: str, endpoint: str | None, 
             return AzureStore(bucket, account_key=os.environ['AZURE_ACCOUNT_ACCESS_KEY'], **options)
         from obstore.auth.azure import AzureCredentialProvider
         return AzureStore(bucket, credential_provider=AzureCredentialProvider(), **options)
-    if scheme == 'gs':
-        return google_client(bucket, retries)
-    return s3_client(bucket, endpoint, retries)
+    if scheme == 's3':
+        return s3_client(bucket, endpoint, retries)
+
+    # of Google with the HMAC keys of the environment, else with Google's default credentials, else without any
+    options = {'client_options': TIMEOUTS, 'retry_config': retries}
+    if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ:
+        return S3Store(bucket, region='auto', access_key_id=os.environ['GCS_KEY'],
+                       secret_access_key=os.environ['GCS_SECRET'], aws_endpoint_url_s3=GOOGLE_S3,
+                       virtual_hosted_style_request=False, **options)
+    from google.auth.exceptions import DefaultCredentialsError
+    from obstore.auth.google import GoogleCredentialProvider
+    try:
+        return GCSStore(bucket, credential_provider=GoogleCredentialProvider(), **options)
+    except DefaultCredentialsError:
+        return GCSStore(bucket, skip_signature=True, **options)
 
 
 def s3_client(bucket: str, endpoint: str | None, retries: dict) -> S3Store:
@@ -156,21 +168,6 @@ def s3_client(bucket: str, endpoint: str | None, retries: dict) -> S3Store:
         with open(os.environ['AWS_CA_BUNDLE'], 'rb') as file:
             options['root_certificate'] = file.read()
     return S3Store(bucket, virtual_hosted_style_request=False, client_options=options, retry_config=retries, **settings)
-
-
-def google_client(bucket: str, retries: dict) -> ObjectStore:
-    """Make a client with the HMAC keys of the environment, else Google's default credentials, else without any."""
-    options = {'client_options': TIMEOUTS, 'retry_config': retries}
-    if 'GCS_KEY' in os.environ and 'GCS_SECRET' in os.environ:
-        return S3Store(bucket, region='auto', access_key_id=os.environ['GCS_KEY'],
-                       secret_access_key=os.environ['GCS_SECRET'], aws_endpoint_url_s3=GOOGLE_S3,
-                       virtual_hosted_style_request=False, **options)
-    from google.auth.exceptions import DefaultCredentialsError
-    from obstore.auth.google import GoogleCredentialProvider
-    try:
-        return GCSStore(bucket, credential_provider=GoogleCredentialProvider(), **options)
-    except DefaultCredentialsError:
-        return GCSStore(bucket, skip_signature=True, **options)
 
 
 def store_error(error: BaseException, label: str) -> str:

@@ -294,7 +294,6 @@ def cache_folder(parent: str | None, index: dict) -> str:
 
 
 def shard_path(shard: MDSReader) -> str:
-    """Return the path that a shard is read from."""
     return os.path.join(shard.dirname, shard.raw_data.basename)
 
 

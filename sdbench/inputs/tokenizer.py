@@ -67,7 +67,6 @@ def hash_of_tokenizer(name: str | None = None) -> str:
 
 @functools.cache  # the package does not change, as a folder may
 def hash_of_clip_tokenizer() -> str:
-    """Return the hash of CLIP's own tokenizer."""
     return hash_of_built(build_tokenizer())
 
 

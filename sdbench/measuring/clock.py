@@ -1,4 +1,4 @@
-"""How fast a run is: the clock of its batches, the figures that follow from it, and the loader's alone."""
+"""How fast a run is: the clock of its batches, the figures that follow from it, the loader's alone, and a trace."""
 import contextlib
 import itertools
 import math
@@ -12,14 +12,18 @@ import numpy as np
 import torch
 from composer import Callback
 from composer.core import DataSpec, State
+from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
 from composer.utils import dist, get_device
 
 from sdbench.flags.train import Train
 from sdbench.measuring.power import GIB, GpuMonitor, gather_gpu_figures
+from sdbench.paths import without_placeholders
 from sdbench.records.keys import QUEUES_IN_WINDOW, caution_about
 from sdbench.records.record import append_record, make_record
 
 EXCLUDED = ('checkpoint', 'evaluation', 'sampling')  # what a run does between batches, in no figure but its own seconds
+TRACE_WARMUP = 1   # batches in which the profiler itself warms up
+TRACED_BATCHES = 3
 
 
 @dataclass
@@ -186,7 +190,6 @@ class Measurement(Callback):
         self.gpu.batch_end()
 
     def _is_full(self) -> bool:
-        """Tell whether the window has its length."""
         return self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
 
     def _drained(self, state: State) -> int:
@@ -322,3 +325,20 @@ def peak_memory_gib() -> float:
     status = Path('/proc/self/status').read_text()  # ru_maxrss is at least that of the process that started this one
     [peak] = re.findall(r'^VmHWM:\s*(\d+) kB$', status, re.MULTILINE)
     return int(peak) * 1024 / GIB
+
+
+def build_profiler(settings: Train) -> Profiler | None:
+    """Build Composer's profiler for --profile DIR; None without the flag.
+
+    Each rank writes `DIR/torch/rank0.N.pt.trace.json`, with what the CPU and the GPU did, and under `DIR/composer` the
+    same with the events of Composer's loop; N is the last batch that was traced. It does so in each epoch.
+    """
+    if not settings.profile:
+        return None
+    folder = Path(without_placeholders(settings.profile))
+    events = JSONTraceHandler(folder=str(folder / 'composer'), remote_file_name=None, merged_trace_filename=None,
+                              merged_trace_remote_file_name=None)
+    schedule = cyclic_schedule(skip_first=settings.warmup_batches, warmup=TRACE_WARMUP, active=TRACED_BATCHES)
+    return Profiler(schedule=schedule, trace_handlers=[events], sys_prof_cpu=False,
+                    torch_prof_folder=str(folder / 'torch'), torch_prof_remote_file_name=None,
+                    torch_prof_memory_remote_file_name=None)

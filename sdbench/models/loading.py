@@ -55,7 +55,7 @@ class ModelFiles:
     @property
     def vocab_size(self) -> int:
         """How many token ids the text encoder knows."""
-        return self.configs['text_encoder'].get('vocab_size', CLIPTextConfig().vocab_size)
+        return CLIPTextConfig(**self.configs['text_encoder']).vocab_size
 
     @property
     def scaling_factor(self) -> float:

@@ -269,5 +269,4 @@ def draw_panels(path: str, rows: pd.DataFrame, panels: list[tuple[str, str, list
 
 
 def wrapped(text: str, characters: int) -> str:
-    """Wrap each line of a text at so many characters."""
     return '\n'.join(textwrap.fill(line, characters) for line in text.splitlines())

@@ -7,7 +7,7 @@ from composer.core import State
 from composer.utils import dist
 from tqdm import tqdm
 
-from sdbench.progress_bar import progress_bar
+from sdbench.process import progress_bar
 from sdbench.training.spending import Spending
 
 SECONDS_BETWEEN_LINES = 30  # in a log; a run that is shorter leaves only its last line
