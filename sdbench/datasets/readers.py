@@ -2,17 +2,13 @@
 
 A link in a tar is not followed, since a stranger can have made it; datasets/sources.py says of those in folders.
 """
-import contextlib
 import errno
-import io
 import json
 import os
-import shutil
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from sdbench.datasets.output import DAMAGED
 from sdbench.datasets.sources import (
@@ -30,7 +26,6 @@ from sdbench.datasets.tables import USUAL_COLUMNS, Columns, NoSuchColumn, Unread
 from sdbench.errors import DataError, one_line
 from sdbench.inputs.images import decode_whole_image
 from sdbench.inputs.stores import open_file
-from sdbench.paths import is_url
 
 NO_SAMPLE = 'no sample'  # in the place of a suffix: why there is none, or why a file is not read to its end
 
@@ -55,7 +50,7 @@ class Place(NamedTuple):
 
 Key = str | int | None  # of a sample: in a tar its name, in Parquet the number of its row; None: a whole file
 Fields = dict[str, bytes | Unread]  # the files of a sample by their suffixes
-Members = dict[str, dict[str, list[bytes | Unread | Place]]]  # the files of a tar, by key and suffix
+Members = dict[str, dict[str, list[Unread | Place]]]  # the files of a tar, by key and suffix
 
 
 def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple[Key, Fields]]:
@@ -74,7 +69,7 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
         if split_name(file.name)[1].lower() == '.tar':
             yield from read_tar(file.name)
         elif is_parquet(file.name):
-            yield from read_parquet(file, columns)
+            yield from read_parquet(file.name, columns)
         else:
             folder, name = os.path.split(file.name)
             fields = {split_name(beside)[1]: Path(folder, beside).read_bytes() for beside in (name, *file.captions)}
@@ -100,14 +95,7 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
 
     Raises tarfile.ReadError, or nearly anything else, where it is damaged.
     """
-    with contextlib.ExitStack() as stack:
-        # a tar of a store is copied, since it would be fetched twice, and in a random order file by file
-        reader = stack.enter_context(open_file(name))
-        if is_url(name):
-            copy = stack.enter_context(tempfile.TemporaryFile())
-            shutil.copyfileobj(reader, copy, TAR_BUFFER_BYTES)
-            reader = copy
-
+    with open_file(name) as reader:
         start = 0
         while start is not None:
             # pair the files by the headers, up to where the tar is damaged, if it is
@@ -130,7 +118,7 @@ def read_tar(name: str) -> Iterator[tuple[str, Fields]]:
             start = following
 
 
-def list_members(reader: io.BufferedReader, start: int, members: Members) -> int | None:
+def list_members(reader: BinaryIO, start: int, members: Members) -> int | None:
     """Add the files of the tar that begins at the byte `start` to `members`.
 
     Returns where another tar begins in the same file, or None. Raises tarfile.ReadError, or nearly anything else, where
@@ -143,10 +131,20 @@ def list_members(reader: io.BufferedReader, start: int, members: Members) -> int
             tar.members.clear()  # tarfile would keep every header
             if tar.offset < member.offset_data:
                 raise tarfile.ReadError('negative size')  # tarfile would go round for ever
-            if not member.isdir():
-                key, suffix = split_name(os.path.normpath(member.name))
-                files = members.setdefault(key, {})
-                files.setdefault(suffix, []).append(find_content(tar, member, suffix))
+            if member.isdir():
+                continue
+            key, suffix = split_name(os.path.normpath(member.name))
+            if is_hidden(member.name):
+                content = Unread('it is hidden')
+            elif not member.isreg() or member.issparse():
+                content = Unread('a link, a pipe, a device or a sparse file in a tar is not read')
+            elif not is_image(suffix) and not is_caption(suffix):
+                content = Unread(why_not_read(suffix))
+            elif member.size > MAX_BYTES:
+                content = Unread('too large')
+            else:
+                content = Place(member.offset_data, member.size)
+            members.setdefault(key, {}).setdefault(suffix, []).append(content)
     if tar.offset == start > 0:
         raise tarfile.ReadError('what follows its end is no tar')
 
@@ -165,22 +163,7 @@ def list_members(reader: io.BufferedReader, start: int, members: Members) -> int
     return tar.offset + zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
 
 
-def find_content(tar: tarfile.TarFile, member: tarfile.TarInfo, suffix: str) -> bytes | Unread | Place:
-    """Return where the content of a file is in a tar, or why it is not read. Of a sparse file it is read at once."""
-    if is_hidden(member.name):
-        return Unread('it is hidden')
-    if not member.isreg():
-        return Unread('a link, a pipe or a device in a tar is not read')
-    if not is_image(suffix) and not is_caption(suffix):
-        return Unread(why_not_read(suffix))
-    if member.size > MAX_BYTES:
-        return Unread('too large')
-    if member.issparse():
-        return tar.extractfile(member).read()
-    return Place(member.offset_data, member.size)
-
-
-def read_members(descriptor: int, files: dict[str, list[bytes | Unread | Place]]) -> Iterator[Fields]:
+def read_members(descriptor: int, files: dict[str, list[Unread | Place]]) -> Iterator[Fields]:
     """Yield the files of each sample of a key, but for those that a cut tar holds no more.
 
     A name can come several times in a tar, as where others were appended to it. Then the first files of all names are a
@@ -204,8 +187,8 @@ def read_members(descriptor: int, files: dict[str, list[bytes | Unread | Place]]
             yield fields
 
 
-def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fields]]:
-    """Yield (number, fields) of each row of a Parquet file, or of a piece of it.
+def read_parquet(name: str, columns: Columns) -> Iterator[tuple[int | None, Fields]]:
+    """Yield (number, fields) of each row of a Parquet file, for each of its captions.
 
     If the file lacks the columns, yield only (None, {NO_SAMPLE: why}).
 
@@ -213,52 +196,44 @@ def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fie
     one of two columns.
     """
     from pyarrow.parquet import ParquetFile  # takes a third of a second
-    with (open_file(file.name) as reader,
+    with (open_file(name) as reader,
           ParquetFile(reader, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES,
                       page_checksum_verification=True) as parquet):
         # find the two columns
         try:
-            image, caption = columns.find(file.name, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
+            image, caption = columns.find(name, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
         except NoSuchColumn as error:
             yield None, {NO_SAMPLE: Unread(error)}
             return
         except ValueError as error:
             raise DataError(str(error)) from None
 
-        # read the row groups that begin in this piece
+        # one row group after the other, so that those before a damaged one are read
+        batches = (batch for group in range(parquet.num_row_groups)
+                   for batch in parquet.iter_batches(ROWS_AT_ONCE, [group], [image, caption], use_threads=False))
         number = 0  # of the row
-        for index in range(parquet.num_row_groups):
-            group = parquet.metadata.row_group(index)
-            if not file.has_byte(group.column(0).data_page_offset):
-                number += group.num_rows
-                continue
-            for batch in parquet.iter_batches(ROWS_AT_ONCE, [index], [image, caption], use_threads=False):
-                for value, cell in zip(batch.column(image), batch.column(caption), strict=True):
-                    content = bytes_of_image(value.as_py())
-                    for text in captions_of_cell(cell):
-                        yield number, {'.jpg': content, '.txt': text}
-                    number += 1
+        for batch in batches:
+            for value, cell in zip(batch.column(image), batch.column(caption), strict=True):
+                # the bytes of the image, which the Hugging Face hub has in a struct of bytes and path
+                content = value.as_py()
+                if isinstance(content, dict):
+                    content = content.get('bytes') or content.get('path')
+                if content is None:
+                    content = Unread('the row has none')
+                elif not isinstance(content, bytes):
+                    content = Unread(f'the row has {content!r:.50} instead of its bytes (--captions reads tables of '
+                                     'paths, and img2dataset makes tars of addresses)')
 
-
-def bytes_of_image(value: Any) -> bytes | Unread:
-    """Return the bytes of an image, which in Parquet of the Hugging Face hub are in a struct of bytes and path."""
-    if isinstance(value, dict):
-        value = value.get('bytes') or value.get('path')
-    if isinstance(value, bytes):
-        return value
-    if value is None:
-        return Unread('the row has none')
-    return Unread(f'the row has {value!r:.50} instead of its bytes (--captions reads tables of paths, '
-                  'and img2dataset makes tars of addresses)')
-
-
-def captions_of_cell(scalar: Any) -> list[bytes | Unread]:
-    """Return the captions, in UTF-8, of pyarrow's scalar: a text, or a list of them, each of which makes a sample."""
-    try:
-        value = scalar.as_py()
-    except UnicodeError:
-        return [Unread('it is not UTF-8')]
-    return [text if isinstance(text, Unread) else text.encode() for text in captions_in(value)]
+                # a sample for each of its captions
+                try:
+                    captions = captions_in(cell.as_py())
+                except UnicodeError:
+                    captions = [Unread('it is not UTF-8')]
+                for text in captions:
+                    if not isinstance(text, Unread):
+                        text = text.encode(errors='surrogatepass')
+                    yield number, {'.jpg': content, '.txt': text}
+                number += 1
 
 
 def make_sample(fields: Fields, clean: Callable[[str], str] = str) -> dict[str, bytes | str]:

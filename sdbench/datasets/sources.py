@@ -46,24 +46,18 @@ class File(NamedTuple):
         changed: tells that a file was written again: the time of its last change in nanoseconds, and those of its
             captions; in a store the ETag.
         caption: of an image, from a table of captions.
-        piece: for a piece of a Parquet file, the bytes from start to end in which its row groups begin.
     """
     name: str
     size: int
     captions: tuple[str, ...] = ()
     changed: tuple[int | str, ...] = ()
     caption: str | None = None
-    piece: tuple[int, int] | None = None
 
     def identity(self) -> list:
         """Return what tells this file from others, for the name of its part."""
         suffixes = [split_name(name)[1] for name in self.captions]
-        return [self.name, self.size, suffixes, self.changed,
-                *(value for value in (self.caption, self.piece) if value is not None)]
-
-    def has_byte(self, offset: int) -> bool:
-        """Tell whether what begins at a byte of the file belongs to this piece of it."""
-        return self.piece is None or self.piece[0] <= offset < self.piece[1]
+        of_table = [] if self.caption is None else [self.caption]
+        return [self.name, self.size, suffixes, self.changed, *of_table]
 
 
 class Entry(NamedTuple):
@@ -330,36 +324,20 @@ def list_objects(store: ObjectStore, key: str, source: str) -> list[dict]:
 
 def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:
     """Return the files of each part: one file, or several neighbours that are together no larger than `part_bytes`."""
-    # a larger Parquet file is taken in pieces
-    pieces = []
-    for file in files:
-        if not is_parquet(file.name) or file.size <= part_bytes:
-            pieces.append(file)
-            continue
-        for start in range(0, file.size, part_bytes):
-            end = min(start + part_bytes, file.size)
-            pieces.append(file._replace(size=end - start, piece=(start, end)))
-
-    # neighbours are joined
     parts = []
     size = 0
-    for file in pieces:
-        if parts and size + file.size <= part_bytes and not begins_part(file, part_bytes):
+    for file in files:
+        # One in about `part_bytes` of files begins a part whatever comes before it, by its name. So where a file is
+        # new, or gone, the parts behind the next such file stay as they were.
+        draw = hashlib.blake2b(os.path.basename(file.name).encode(errors='surrogateescape'), digest_size=8).digest()
+        begins_part = int.from_bytes(draw) * part_bytes < file.size * 2 ** 64
+        if parts and size + file.size <= part_bytes and not begins_part:
             parts[-1].append(file)
             size += file.size
         else:
             parts.append([file])
             size = file.size
     return parts
-
-
-def begins_part(file: File, part_bytes: int) -> bool:
-    """Tell whether a file begins a part whatever comes before it, as one in about `part_bytes` of files does.
-
-    So where a file is new, or gone, the parts behind the next such file stay as they were.
-    """
-    draw = hashlib.blake2b(os.path.basename(file.name).encode(errors='surrogateescape'), digest_size=8).digest()
-    return int.from_bytes(draw) * part_bytes < file.size * 2 ** 64
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -10,15 +10,17 @@ from the host, and the container from the path.
 
 obstore's threads do not survive a fork: a process that has opened a store may start others by spawn or forkserver only.
 """
+import contextlib
 import functools
-import io
 import os
 import re
+import shutil
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, BinaryIO
 
 import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
@@ -29,7 +31,7 @@ from sdbench.paths import CLAIM, is_url
 
 AZURE_HOST = 'blob.core.windows.net'
 GOOGLE_S3 = 'https://storage.googleapis.com'  # which takes HMAC keys
-PIECE_BYTES = 8 << 20  # of a request of StoredFile
+PIECE_BYTES = 8 << 20  # of a request for a piece of a file
 BUFFER_BYTES = 1 << 20  # of a file that is read
 # A server that is away for a minute is waited for; one that is gone ends the run after two to four.
 RETRIES = {'max_retries': 1000, 'retry_timeout': timedelta(minutes=2),
@@ -192,40 +194,22 @@ def short_text(error: BaseException) -> str:
     return one_line(Exception(text), 300)
 
 
-def open_file(path: str) -> io.BufferedReader:
-    """Open a file of this machine, or of a store by its address, whose reading raises DataError if it fails."""
-    return io.BufferedReader(StoredFile(path) if is_url(path) else open(path, 'rb', buffering=0), BUFFER_BYTES)
+@contextlib.contextmanager
+def open_file(path: str) -> Iterator[BinaryIO]:
+    """Open a file of this machine, or for an address in a store a copy, which is gone at the end.
 
-
-class StoredFile(io.RawIOBase):
-    """An object of a store as a file, best read from start to end.
-
-    Raises DataError if opening or reading fails.
+    Raises DataError if a store cannot be read.
     """
-
-    def __init__(self, address: str):
+    if not is_url(path):
+        with open(path, 'rb', BUFFER_BYTES) as file:
+            yield file
+        return
+    # Tars and Parquet files are read back and forth, which in a store would be a request each time.
+    with tempfile.TemporaryFile() as copy:
         try:
-            self.reader = obstore.open_reader(*open_store(address, 'SOURCE'), buffer_size=PIECE_BYTES)
+            reader = obstore.open_reader(*open_store(path, 'SOURCE'), buffer_size=PIECE_BYTES)
+            shutil.copyfileobj(reader, copy, PIECE_BYTES)
         except (BaseError, OSError) as error:
-            raise DataError(store_error(error, address)) from None
-        self.address = address
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.reader.tell()
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self.reader.seek(offset, whence)
-
-    def readinto(self, buffer) -> int:
-        try:
-            content = self.reader.read(len(buffer))
-        except (BaseError, OSError) as error:
-            raise DataError(store_error(error, self.address)) from None
-        buffer[:len(content)] = content
-        return len(content)
+            raise DataError(store_error(error, path)) from None
+        copy.seek(0)
+        yield copy

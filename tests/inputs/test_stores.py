@@ -73,7 +73,8 @@ def test_google_is_read_and_written_with_hmac_keys_or_read_unsigned(monkeypatch)
         monkeypatch.delenv('AWS_ACCESS_KEY_ID')
         store, key = open_store('gs://bucket/a/b', 'OUT')
         obstore.put(store, key, b'1', mode='create')
-        assert open_file('gs://bucket/a/b').read() == b'1'
+        with open_file('gs://bucket/a/b') as file:
+            assert file.read() == b'1'
         assert server.objects == {'a/b': b'1'}
         assert all('Credential=GOOG1/' in headers['Authorization'] for _, headers in server.requests)
 
