@@ -89,8 +89,10 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
     process = server.Process(target=become_program, args=arguments)
     process.start()
     process.join(600)
-    assert process.exitcode is not None, (folder / 'err').read_text()
-    return process.exitcode, (folder / 'out').read_text(), (folder / 'err').read_text()
+    code = process.exitcode
+    process.kill()  # or pytest would wait for it at its end
+    assert code is not None, (folder / 'err').read_text()
+    return code, (folder / 'out').read_text(), (folder / 'err').read_text()
 
 
 def script(argv: list[str]) -> None:
@@ -132,10 +134,11 @@ def run_ranks(server, logs: list[Path], function: Callable, arguments: list[tupl
         processes[rank].start()
     end = time.monotonic() + 600
     while any(process.exitcode is None for process in processes):
-        assert time.monotonic() < end, [log.read_text() for log in set(logs)]
-        if any(process.exitcode for process in processes):
+        is_late = time.monotonic() > end
+        if is_late or any(process.exitcode for process in processes):
             for process in processes:
                 process.kill()
+        assert not is_late, [log.read_text() for log in set(logs)]
         time.sleep(0.02)
     return [process.exitcode for process in processes]
 

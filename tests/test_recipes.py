@@ -155,11 +155,11 @@ def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_
     training = start_whole_training(tmp_path, photos)
     wait_until(lambda: list(tmp_path.glob('work/phase-1/ep*.pt')))
     os.killpg(training.pid, signal.SIGINT)
-    assert training.wait() != 0
+    assert training.wait(300) != 0
     assert not (tmp_path / 'work/phase-2').exists()
 
     # The same again: what was done is not done again.
-    assert start_whole_training(tmp_path, photos).wait() == 0, (tmp_path / 'log').read_text()
+    assert start_whole_training(tmp_path, photos).wait(300) == 0, (tmp_path / 'log').read_text()
     records = [json.loads(line) for line in (tmp_path / 'results.jsonl').read_text().splitlines()]
     assert [record['stage'] for record in records] == ['encode', 'encode', 'train', 'train', 'train', 'evaluate']
     _, _, stopped, one, two, evaluation = records
@@ -172,7 +172,7 @@ def test_the_whole_training_goes_on_where_it_was_stopped_and_ends_in_a_pipeline_
 
     # And once more: all is through, and nothing is written but the scores.
     before = files_of(tmp_path)
-    assert start_whole_training(tmp_path, photos).wait() == 0
+    assert start_whole_training(tmp_path, photos).wait(300) == 0
     log = (tmp_path / 'log').read_text()
     assert log.count('done already') == 4
     assert log.count('nothing left to do') == 2

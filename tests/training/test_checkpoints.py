@@ -24,7 +24,7 @@ from sdbench.training.checkpoints import (
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.weights import read_trained_model
 from tests.forked_runs import RUN, assert_no_kill_changes_a_run, on_small_disk, run_program
-from tests.runs import TINY, failed, one_error_line
+from tests.runs import TINY, failed, one_error_line, wait_until
 from tests.samples import good, write_shards
 
 # (moment, batch): at a batch's start, within the write of its checkpoint, within its update, or between the two steps
@@ -333,11 +333,12 @@ def test_a_second_run_in_a_save_folder_is_refused_until_the_first_has_ended(serv
     has_begun = server.Event()
     first = server.Process(target=save_for_ever, args=(folder, has_begun), daemon=True)
     first.start()
-    has_begun.wait()
+    wait_until(lambda: has_begun.is_set() or first.exitcode is not None)
+    assert first.exitcode is None
     with pytest.raises(ValueError, match='kept is in use by another run'), locked_save_folder(folder, autoresume=False):
         pass
     first.kill()
-    first.join()
+    first.join(60)
     # The first was killed.
     with locked_save_folder(folder, autoresume=False), locked_save_folder(None, autoresume=False):
         pass

@@ -83,9 +83,9 @@ def interrupt_twice(note: Path) -> None:
 
 
 def test_a_second_ctrl_c_ends_the_process_at_once(server, tmp_path):
-    process = server.Process(target=interrupt_twice, args=(tmp_path / 'goes on',))
+    process = server.Process(target=interrupt_twice, args=(tmp_path / 'goes on',), daemon=True)
     process.start()
-    process.join()
+    process.join(60)
     assert process.exitcode == -signal.SIGINT
     assert (tmp_path / 'goes on').exists()
 
