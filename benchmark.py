@@ -4,8 +4,6 @@
     composer benchmark.py --use_ema --remote s3://my-bucket/laion/mds --device_train_microbatch_size 4
     python benchmark.py --use_ema --use_synth_data --model_name tiny --image_size 64 --batch_size 4
 """
-import os
-
 from sdbench.flags.parser import answer_early, parse
 from sdbench.flags.train import Train
 from sdbench.process import begin, one_line_errors
@@ -13,11 +11,8 @@ from sdbench.process import begin, one_line_errors
 PROGRAM = 'benchmark.py'
 
 if __name__ == '__main__':
-    if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # torch 2.9 has the second as well
-        os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'  # or what is freed early leaves holes
     answer_early(Train, __doc__)
 
-import sys
 from collections.abc import Sequence
 from functools import cached_property, partial
 
@@ -40,17 +35,9 @@ from sdbench.inputs.shards import MOMENTS
 from sdbench.measuring.clock import Measurement, build_profiler, measure_loader
 from sdbench.models.flops import flops_of_an_image
 from sdbench.models.latents import draw_latents, vae_moments
-from sdbench.models.loading import (
-    SD2_BASE,
-    ModelFiles,
-    build_fitting_tokenizer,
-    build_text_encoder,
-    build_vae,
-    find_model,
-)
+from sdbench.models.loading import SD2_BASE, ModelFiles, build_text_encoder, build_vae, find_model
 from sdbench.models.switches import apply_switches, process_switches, switch_callbacks
-from sdbench.paths import without_placeholders
-from sdbench.training.augmentation import CaptionDrop, RandomFlip
+from sdbench.training.augmentation import build_augmentation
 from sdbench.training.checkpoints import AtomicCheckpointSaver, locked_save_folder, newest_checkpoint, resuming
 from sdbench.training.compatibility import difference_of_models, facts_of_model, flags_to_keep
 from sdbench.training.evaluation import METRIC, NOISE, TIMESTEP, Evaluations
@@ -59,7 +46,7 @@ from sdbench.training.microbatch import with_found_microbatch
 from sdbench.training.optimization import FiniteSteps, build_schedule, min_snr_weights
 from sdbench.training.progress import Progress
 from sdbench.training.ranks import StopAtSignal, join_ranks, leave_ranks, on_rank_0
-from sdbench.training.run import finish_run, fit, is_over, log_config, log_start, training_record
+from sdbench.training.run import finish_run, fit, log_config, log_start, training_record
 from sdbench.training.safeguard import Safeguard
 from sdbench.training.sampling import Sampling, read_prompts
 from sdbench.training.spending import Spending
@@ -234,17 +221,7 @@ def build_optimizer(model: StableDiffusion, settings: Train) -> torch.optim.Opti
 def build_algorithms(settings: Train, files: ModelFiles | None = None,
                      ema_state: dict | None = None) -> list[Algorithm]:
     """Build what changes a batch or averages the weights; `ema_state` is that of an average to go on with."""
-    algorithms = []
-
-    # augmentation
-    if settings.caption_drop:
-        tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
-        empty_caption = torch.tensor(tokenizer.encode('').ids)  # (77,)
-        algorithms.append(CaptionDrop(settings.caption_drop, settings.seed, empty_caption))
-    if settings.random_flip:
-        algorithms.append(RandomFlip(settings.seed))
-
-    # the average
+    algorithms = build_augmentation(settings, files)
     if settings.use_ema:
         ema = EMA(settings.ema_half_life, ema_start=settings.ema_start or '0ba')
         if ema_state and not settings.ema_start:
@@ -323,7 +300,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
     evaluator = build_evaluator(settings, files, held_out)
     algorithms = build_algorithms(settings, files, ema_state)
     callbacks = build_callbacks(settings, model, files, dataset, stop, prompts, callbacks)
-    with resuming(checkpoint, settings.save_folder):
+    with resuming(checkpoint, settings.save_folder) as load_path:
         trainer = Trainer(
             model=model,
             train_dataloader=data,
@@ -338,7 +315,7 @@ def build_training(settings: Train, files: ModelFiles, data: DataSpec, stop: Sto
             max_duration=settings.max_duration,
             precision=settings.precision,
             device_train_microbatch_size=settings.device_train_microbatch_size,
-            load_path=checkpoint and without_placeholders(checkpoint, times=2),
+            load_path=load_path,
             load_progress_bar=False,
             seed=settings.seed,
             dist_timeout=settings.dist_timeout,
@@ -364,8 +341,6 @@ def train(settings: Train, files: ModelFiles, data: DataSpec, callbacks: Sequenc
         settings, model, trainer = build_training(settings, files, data, stop, [*callbacks, spending], checkpoint)
         spending.require_money()
         log_start(settings, model, trainer, checkpoint)
-        if is_over(trainer.state):
-            sys.exit(0)
         outcome = fit(trainer, stop)
         record = training_record(settings, model, data, trainer, outcome)
         finish_run(settings, trainer, record)

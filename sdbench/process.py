@@ -36,6 +36,10 @@ def begin() -> None:
     if not any(os.path.exists(device) for device in GPU_DEVICES):
         os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 
+    # The memory that torch takes of a GPU grows in place: else what is freed early leaves holes that nothing fits into.
+    if not {'PYTORCH_CUDA_ALLOC_CONF', 'PYTORCH_ALLOC_CONF'} & os.environ.keys():  # torch 2.9 has the second as well
+        os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'
+
     # When the launcher that started this process is gone, SIGTERM comes, so that no rank runs on alone (Linux).
     if os.environ.get('LOCAL_RANK') and sys.platform == 'linux':
         import ctypes

@@ -4,7 +4,9 @@ import torch
 from composer.core import Algorithm, Event, State
 from composer.utils import dist
 
+from sdbench.flags.train import Train
 from sdbench.inputs.images import FLIP
+from sdbench.models.loading import ModelFiles, build_fitting_tokenizer
 
 
 class RandomBatchTransform(Algorithm):
@@ -75,3 +77,15 @@ class RandomFlip(RandomBatchTransform):
     def apply(self, event: Event, state: State, logger) -> None:
         """Add `flip` bool (B,) to the batch."""
         state.batch = {**state.batch, FLIP: self.chosen(state)}
+
+
+def build_augmentation(settings: Train, files: ModelFiles | None = None) -> list[Algorithm]:
+    """Build what a run changes in its batches; `files` are those of its model, for the tokens of the empty caption."""
+    algorithms = []
+    if settings.caption_drop:
+        tokenizer = build_fitting_tokenizer(settings.tokenizer, files)
+        empty_caption = torch.tensor(tokenizer.encode('').ids)  # (77,)
+        algorithms.append(CaptionDrop(settings.caption_drop, settings.seed, empty_caption))
+    if settings.random_flip:
+        algorithms.append(RandomFlip(settings.seed))
+    return algorithms

@@ -185,14 +185,14 @@ def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def resuming(checkpoint: str | None, folder: str | None) -> Iterator[None]:
-    """Let Composer's Trainer load a checkpoint of --save_folder in this context. Raises ValueError if it does not fit.
+def resuming(checkpoint: str | None, folder: str | None) -> Iterator[str | None]:
+    """Let Composer's Trainer load a checkpoint of --save_folder in this context, by the path that it gives.
 
-    Other errors, as of memory or a network, stay what they are.
+    Raises ValueError if the checkpoint does not fit. Other errors, as of memory or a network, stay what they are.
     """
     try:
         with weights_only_load(checkpoint):
-            yield
+            yield checkpoint and without_placeholders(checkpoint, times=2)
     except DatasetChanged as error:
         raise ValueError(f'--save_folder {folder}: the data of --remote has changed since {checkpoint} was written '
                          f'({error}), so that its epoch cannot go on; train on the new data with a new --save_folder '

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from composer import ComposerModel, Trainer
-from composer.core import DataSpec, State
+from composer.core import DataSpec
 from composer.utils import dist
 
 from sdbench.errors import DataError, known_reason, one_line, plural, redacted
@@ -41,18 +41,23 @@ def log_config(settings: Train) -> None:
 
 
 def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoint: str | None) -> None:
-    """Log the settings, say on rank 0 what the run resumes or starts from, and warn of what will not come of it."""
+    """Log the settings, say on rank 0 what the run resumes or starts from, and warn of what will not come of it.
+
+    Raises SystemExit if the checkpoint that it resumes from is its last.
+    """
     # FLOPs are counted here, before the clock runs: Composer's SpeedMonitor asks for them between two batches.
     state = trainer.state
     flops = {'flops_per_image': sum(model.flops_per_image.values())}
     trainer.logger.log_hyperparameters(make_record('train', settings, flops))
 
     # where it starts
-    if dist.get_global_rank():
-        return
-    if is_over(state):
+    is_over = state.timestamp >= state.max_duration
+    if is_over and dist.get_global_rank() == 0:
         print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: nothing left '
               'to do; a longer --max_duration goes on')
+    if is_over:
+        sys.exit(0)
+    if dist.get_global_rank():
         return
     if settings.load_weights and not checkpoint:
         print(f'starting from the weights of {settings.load_weights}')
@@ -70,11 +75,6 @@ def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
     if settings.save_folder and not settings.pretrained:
         print('warning: without --pretrained the VAE and the text encoder are random, so that the model will not draw; '
               'give --model_name FOLDER --pretrained', file=sys.stderr)
-
-
-def is_over(state: State) -> bool:
-    """Tell whether the checkpoint that a training resumes from is its last."""
-    return state.timestamp >= state.max_duration
 
 
 def reason(error: Exception, batch_flag: str) -> str:
