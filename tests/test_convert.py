@@ -101,7 +101,7 @@ def test_what_is_skipped_is_counted_by_reason_and_listed(tmp_path, capsys):
                 'wide': 'caption is not UTF-8', 'words': 'no image', 'two': 'more than one image',
                 'null': 'no caption', 'bomb': 'no caption', 'surrogate': 'caption is not UTF-8',
                 'thin': 'image is narrower than 8 pixels',
-                'link': 'no caption: a link, a pipe, a device or a sparse file in a tar is not read',
+                'link': 'no caption: a link, a pipe or a device in a tar is not read',
                 'inner': 'no image: .tar is not read', 'README': 'no image: a file without a suffix is not read',
                 'film': 'no image: .mp4 is not read', '._a': 'no image: it is hidden',
                 '': 'no image: nothing is in this tar'}

@@ -63,6 +63,7 @@ class Joined:
     skipped: Counter = field(default_factory=Counter)  # what was left out, by kind of reason
     first_skipped: dict | None = None  # the first line of it
     damaged: list[dict] = field(default_factory=list)  # the lines of files that could not be read to their end
+    whole_files: set[str] = field(default_factory=set)  # lines of whole files: each piece of a file has the same
 
     def add_part(self, part: str, shards: list[dict]) -> None:
         """Add the shards of a part; their names become paths in OUT."""
@@ -76,9 +77,14 @@ class Joined:
     def add_skipped(self, lines: Iterable[dict], file: BinaryIO) -> None:
         """Count what was left out, and write its lines into a file."""
         for line in lines:
+            text = json.dumps(line)
+            if text in self.whole_files:
+                continue
+            if line['key'] is None:
+                self.whole_files.add(text)
             if not self.skipped:
                 self.first_skipped = line
-            file.write(f'{json.dumps(line)}\n'.encode())
+            file.write(f'{text}\n'.encode())
             self.skipped[line['reason'].partition(':')[0]] += 1
             if line['reason'].startswith(DAMAGED):
                 self.damaged.append(line)

@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 Key = str | int | None  # of a sample: in a tar its name, in Parquet the number of its row; None: a whole file
 Fields = dict[str, bytes | Unread]  # the files of a sample by their suffixes
-Members = dict[str, dict[str, list[Unread | Place]]]  # the files of a tar, by key and suffix
+Members = dict[str, dict[str, list[bytes | Unread | Place]]]  # the files of a tar, by key and suffix
 
 
 def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple[Key, Fields]]:
@@ -69,7 +69,7 @@ def read_samples(file: File, columns: Columns = USUAL_COLUMNS) -> Iterator[tuple
         if split_name(file.name)[1].lower() == '.tar':
             yield from read_tar(file.name)
         elif is_parquet(file.name):
-            yield from read_parquet(file.name, columns)
+            yield from read_parquet(file, columns)
         else:
             folder, name = os.path.split(file.name)
             fields = {split_name(beside)[1]: Path(folder, beside).read_bytes() for beside in (name, *file.captions)}
@@ -136,12 +136,14 @@ def list_members(reader: BinaryIO, start: int, members: Members) -> int | None:
             key, suffix = split_name(os.path.normpath(member.name))
             if is_hidden(member.name):
                 content = Unread('it is hidden')
-            elif not member.isreg() or member.issparse():
-                content = Unread('a link, a pipe, a device or a sparse file in a tar is not read')
+            elif not member.isreg():
+                content = Unread('a link, a pipe or a device in a tar is not read')
             elif not is_image(suffix) and not is_caption(suffix):
                 content = Unread(why_not_read(suffix))
             elif member.size > MAX_BYTES:
                 content = Unread('too large')
+            elif member.issparse():
+                content = tar.extractfile(member).read()
             else:
                 content = Place(member.offset_data, member.size)
             members.setdefault(key, {}).setdefault(suffix, []).append(content)
@@ -163,7 +165,7 @@ def list_members(reader: BinaryIO, start: int, members: Members) -> int | None:
     return tar.offset + zeros // tarfile.BLOCKSIZE * tarfile.BLOCKSIZE
 
 
-def read_members(descriptor: int, files: dict[str, list[Unread | Place]]) -> Iterator[Fields]:
+def read_members(descriptor: int, files: dict[str, list[bytes | Unread | Place]]) -> Iterator[Fields]:
     """Yield the files of each sample of a key, but for those that a cut tar holds no more.
 
     A name can come several times in a tar, as where others were appended to it. Then the first files of all names are a
@@ -187,8 +189,8 @@ def read_members(descriptor: int, files: dict[str, list[Unread | Place]]) -> Ite
             yield fields
 
 
-def read_parquet(name: str, columns: Columns) -> Iterator[tuple[int | None, Fields]]:
-    """Yield (number, fields) of each row of a Parquet file, for each of its captions.
+def read_parquet(file: File, columns: Columns) -> Iterator[tuple[int | None, Fields]]:
+    """Yield (number, fields) of each row of a Parquet file, or of a piece of it, for each caption of the row.
 
     If the file lacks the columns, yield only (None, {NO_SAMPLE: why}).
 
@@ -196,44 +198,47 @@ def read_parquet(name: str, columns: Columns) -> Iterator[tuple[int | None, Fiel
     one of two columns.
     """
     from pyarrow.parquet import ParquetFile  # takes a third of a second
-    with (open_file(name) as reader,
+    with (open_file(file.name) as reader,
           ParquetFile(reader, pre_buffer=False, buffer_size=PARQUET_BUFFER_BYTES,
                       page_checksum_verification=True) as parquet):
         # find the two columns
         try:
-            image, caption = columns.find(name, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
+            image, caption = columns.find(file.name, parquet.schema_arrow.names, PARQUET_IMAGE_COLUMNS)
         except NoSuchColumn as error:
             yield None, {NO_SAMPLE: Unread(error)}
             return
         except ValueError as error:
             raise DataError(str(error)) from None
 
-        # one row group after the other, so that those before a damaged one are read
-        batches = (batch for group in range(parquet.num_row_groups)
-                   for batch in parquet.iter_batches(ROWS_AT_ONCE, [group], [image, caption], use_threads=False))
+        # the row groups that begin in this piece, one after the other, so that those before a damaged one are read
         number = 0  # of the row
-        for batch in batches:
-            for value, cell in zip(batch.column(image), batch.column(caption), strict=True):
-                # the bytes of the image, which the Hugging Face hub has in a struct of bytes and path
-                content = value.as_py()
-                if isinstance(content, dict):
-                    content = content.get('bytes') or content.get('path')
-                if content is None:
-                    content = Unread('the row has none')
-                elif not isinstance(content, bytes):
-                    content = Unread(f'the row has {content!r:.50} instead of its bytes (--captions reads tables of '
-                                     'paths, and img2dataset makes tars of addresses)')
+        for index in range(parquet.num_row_groups):
+            group = parquet.metadata.row_group(index)
+            if file.piece and not file.piece[0] <= group.column(0).data_page_offset < file.piece[1]:
+                number += group.num_rows
+                continue
+            for batch in parquet.iter_batches(ROWS_AT_ONCE, [index], [image, caption], use_threads=False):
+                for value, cell in zip(batch.column(image), batch.column(caption), strict=True):
+                    # the bytes of the image, which the Hugging Face hub has in a struct of bytes and path
+                    content = value.as_py()
+                    if isinstance(content, dict):
+                        content = content.get('bytes') or content.get('path')
+                    if content is None:
+                        content = Unread('the row has none')
+                    elif not isinstance(content, bytes):
+                        content = Unread(f'the row has {content!r:.50} instead of its bytes (--captions reads tables '
+                                         'of paths, and img2dataset makes tars of addresses)')
 
-                # a sample for each of its captions
-                try:
-                    captions = captions_in(cell.as_py())
-                except UnicodeError:
-                    captions = [Unread('it is not UTF-8')]
-                for text in captions:
-                    if not isinstance(text, Unread):
-                        text = text.encode(errors='surrogatepass')
-                    yield number, {'.jpg': content, '.txt': text}
-                number += 1
+                    # a sample for each of its captions
+                    try:
+                        captions = captions_in(cell.as_py())
+                    except UnicodeError:
+                        captions = [Unread('it is not UTF-8')]
+                    for text in captions:
+                        if not isinstance(text, Unread):
+                            text = text.encode(errors='surrogatepass')
+                        yield number, {'.jpg': content, '.txt': text}
+                    number += 1
 
 
 def make_sample(fields: Fields, clean: Callable[[str], str] = str) -> dict[str, bytes | str]:

@@ -46,18 +46,20 @@ class File(NamedTuple):
         changed: tells that a file was written again: the time of its last change in nanoseconds, and those of its
             captions; in a store the ETag.
         caption: of an image, from a table of captions.
+        piece: for a piece of a Parquet file, the bytes from start to end in which its row groups begin.
     """
     name: str
     size: int
     captions: tuple[str, ...] = ()
     changed: tuple[int | str, ...] = ()
     caption: str | None = None
+    piece: tuple[int, int] | None = None
 
     def identity(self) -> list:
         """Return what tells this file from others, for the name of its part."""
         suffixes = [split_name(name)[1] for name in self.captions]
-        of_table = [] if self.caption is None else [self.caption]
-        return [self.name, self.size, suffixes, self.changed, *of_table]
+        return [self.name, self.size, suffixes, self.changed,
+                *(value for value in (self.caption, self.piece) if value is not None)]
 
 
 class Entry(NamedTuple):
@@ -324,9 +326,20 @@ def list_objects(store: ObjectStore, key: str, source: str) -> list[dict]:
 
 def join_neighbours(files: list[File], part_bytes: int) -> list[list[File]]:
     """Return the files of each part: one file, or several neighbours that are together no larger than `part_bytes`."""
+    # a larger Parquet file is taken in pieces, but for those of a store, which would be copied for each
+    pieces = []
+    for file in files:
+        if not is_parquet(file.name) or is_url(file.name) or file.size <= part_bytes:
+            pieces.append(file)
+            continue
+        for start in range(0, file.size, part_bytes):
+            end = min(start + part_bytes, file.size)
+            pieces.append(file._replace(size=end - start, piece=(start, end)))
+
+    # neighbours are joined
     parts = []
     size = 0
-    for file in files:
+    for file in pieces:
         # One in about `part_bytes` of files begins a part whatever comes before it, by its name. So where a file is
         # new, or gone, the parts behind the next such file stay as they were.
         draw = hashlib.blake2b(os.path.basename(file.name).encode(errors='surrogateescape'), digest_size=8).digest()

@@ -11,7 +11,6 @@ from streaming.base.storage import CloudDownloader
 from sdbench.errors import one_line
 from sdbench.paths import INDEX
 
-LARGEST_SHARD = 1 << 32  # bytes, which MDS counts in 32 bits
 MOMENTS = 'moments'  # the column of encode.py's shards, and the name in a batch: ndarray float16 (8, H/8, W/8)
 IMAGES_HASH = 'images_sha256'  # among the facts of latents in their index.json: `index_hash` of the images
 DRAW = 'draw'  # in the index.json of each side of convert.py --held_out: its `share`, `seed` and `side`
@@ -51,8 +50,7 @@ def read_index(remote: str, flag: str = '--remote') -> dict:
     # what it says of each shard
     try:
         for shard in index['shards']:
-            refuse_harmful_entry(shard, label)
-            require_columns(shard, 'latents' in index, label)
+            check_shard(shard, 'latents' in index, label)
     except (KeyError, TypeError, AttributeError):
         raise ValueError(f'{label} has an {INDEX} that is not one of MDS shards; convert the data again') from None
     return index
@@ -88,25 +86,22 @@ def are_two_sides(draw: dict | None, other: dict | None) -> bool:
     return (draw['share'], draw['seed']) == (other['share'], other['seed'])
 
 
-def refuse_harmful_entry(shard: dict, label: str) -> None:
-    """Raise ValueError if the entry of a shard would be written outside its folder, or run as code, or is no MDS."""
+def check_shard(shard: dict, latents: bool, label: str) -> None:
+    """Raise ValueError if an entry of an index is no MDS of images, or of latents, and captions, or would do harm."""
+    # nothing that is written outside its folder, or run as code
     if shard['format'] != 'mds':  # others name more files, which a small cache would remove
         raise ValueError(f'{label} has a shard of format {shard["format"]}, which is not read; convert the data again')
-    if shard['raw_data']['bytes'] >= LARGEST_SHARD:
-        raise ValueError(f'{label} has a shard of {shard["raw_data"]["bytes"]:,} bytes, more than MDS can have; do not '
-                         'use it')
     for file in (shard['raw_data'], shard['zip_data']):
         name = PurePosixPath(file['basename'] if file else '')
         if name.is_absolute() or '..' in name.parts:
             raise ValueError(f'{label} has a shard named {name}, outside its folder; do not use it')
-    for name, encoding in zip(shard['column_names'], shard['column_encodings'], strict=True):
+    columns = list(zip(shard['column_names'], shard['column_encodings'], strict=True))
+    for name, encoding in columns:
         if not is_mds_encoding_safe(encoding):
             raise ValueError(f'{label} has a column {name} of type {encoding}, which can run code; do not use it')
 
-
-def require_columns(shard: dict, latents: bool, label: str) -> None:
-    """Raise ValueError if the entry of a shard lacks a column, of images and captions or of latents and captions."""
-    columns = dict(zip(shard['column_names'], shard['column_encodings'], strict=True))
+    # the columns that a training reads
+    columns = dict(columns)
     needed = MDS_COLUMNS
     if latents:
         needed = LATENT_COLUMNS | {MOMENTS: columns.get(MOMENTS, 'moments')}

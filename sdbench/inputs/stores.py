@@ -16,11 +16,9 @@ import os
 import re
 import shutil
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import obstore
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
@@ -83,39 +81,23 @@ def open_store(address: str, flag: str, is_first: bool = False) -> tuple[ObjectS
 
 
 def reach(address: str, flag: str) -> None:
-    """Wait until a store answers, even with an error. Ctrl-C ends the wait.
+    """Raise ValueError if no server answers at an address, not even with an error, as FIRST_RETRIES and TIMEOUTS say.
 
-    Raises ValueError within ten seconds if its host is not known or refuses the connection, and DataError if it is
-    silent for longer than RETRIES.
+    That is within ten seconds if its host is not known or refuses the connection.
     """
-    for is_first in (True, False):  # a short try tells a wrong address soon, a long one waits for a silent store
-        store, key = open_store(address, flag, is_first)
-        try:
-            interruptible(functools.partial(obstore.head, store, f'{key}/{CLAIM}'.strip('/')))
-            return
-        except (BaseError, OSError) as error:
-            text = str(error)
-            if 'HTTP error' not in text:
-                return  # an answer, such as that there is no such file
-            if 'ConnectionRefused' in text or 'dns error' in text:
-                why = 'its host is not known' if 'dns error' in text else 'the connection is refused'
-                raise ValueError(f'{flag} {address}: {why}; check the address, S3_ENDPOINT_URL and the network'
-                                 ) from None
-            silence = error
-    raise DataError(store_error(silence, f'{flag} {address}'))
-
-
-def interruptible(call: Callable[[], Any]) -> Any:
-    """Make a call of obstore in a thread, and return its result. So Ctrl-C reaches Python, and not obstore."""
-    answer = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # also a panic of Rust
-            answer.set_exception(error)
-    threading.Thread(target=run, daemon=True).start()
-    return answer.result()
+    store, key = open_store(address, flag, is_first=True)
+    try:
+        obstore.head(store, f'{key}/{CLAIM}'.strip('/'))
+    except (BaseError, OSError) as error:
+        text = str(error)
+        if 'HTTP error' not in text:
+            return  # an answer, such as that there is no such file
+        why = 'no server answers there'
+        if 'ConnectionRefused' in text:
+            why = 'the connection is refused'
+        elif 'dns error' in text:
+            why = 'its host is not known'
+        raise ValueError(f'{flag} {address}: {why}; check the address, S3_ENDPOINT_URL and the network') from None
 
 
 @functools.cache

@@ -126,19 +126,14 @@ class VerifiedStream(Stream):
             try:
                 self._downloader.download(remote, local, self.download_timeout)
             except Exception as error:  # every storage client has its own
-                if not is_final(error):
+                response = getattr(error, 'response', None) or {}  # of boto3
+                is_final = response.get('Error', {}).get('Code') in FINAL_CODES or disk_is_full(error)
+                if not is_final and not isinstance(error, (FileNotFoundError, PermissionError)):
                     raise
                 return error
         error = retry(clean_up_fn=self._downloader.clean_up, num_attempts=self.download_retry)(download)()
         if error is not None:
             raise error
-
-
-def is_final(error: Exception) -> bool:
-    """Tell whether an error of a download is permanent, so that a retry cannot help."""
-    response = getattr(error, 'response', None) or {}  # of boto3
-    code = response.get('Error', {}).get('Code')
-    return isinstance(error, (FileNotFoundError, PermissionError)) or code in FINAL_CODES or disk_is_full(error)
 
 
 class VerifiedDataset(StreamingDataset):
@@ -319,19 +314,15 @@ def own_shared_memory() -> Iterator[None]:
     ones if another run starts meanwhile.
     Test: test_two_runs_stream_on_one_host_at_once_beside_what_a_killed_run_left.
     """
+    def draw_number(streams_local: list[str], streams_remote: list[str | None], world: World
+                    ) -> tuple[int, SharedMemory]:
+        numbers = dist.all_gather_object(secrets.choice(MEMORY_NUMBERS))
+        number = numbers[dist.get_global_rank() - dist.get_local_rank()]  # that of the node's first rank
+        return number, SharedMemory(f'{number:06}_{LOCALS}', size=4)
+
     find_number = streaming.base.dataset.get_shm_prefix
     streaming.base.dataset.get_shm_prefix = draw_number
     try:
         yield
     finally:
         streaming.base.dataset.get_shm_prefix = find_number
-
-
-def draw_number(streams_local: list[str], streams_remote: list[str | None], world: World) -> tuple[int, SharedMemory]:
-    """Draw a number that this node's ranks share; return it, and the shared memory that is named after it.
-
-    It takes the place of Streaming's `get_shm_prefix` within `own_shared_memory`.
-    """
-    numbers = dist.all_gather_object(secrets.choice(MEMORY_NUMBERS))
-    number = numbers[dist.get_global_rank() - dist.get_local_rank()]  # that of the node's first rank
-    return number, SharedMemory(f'{number:06}_{LOCALS}', size=4)

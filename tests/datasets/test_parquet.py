@@ -1,4 +1,5 @@
 """The rows of Parquet files become samples, as their images would as files, or are listed with a reason."""
+import json
 from pathlib import Path
 
 import pyarrow.parquet
@@ -53,9 +54,14 @@ def test_of_a_list_of_captions_each_is_a_sample(tmp_path):
     assert converted(tmp_path / 'out', path, '--caption_column', 'captions') == expected
 
 
-def test_the_hubs_images_are_converted(tmp_path):
-    hub_file(tmp_path / 'hub/data/train-00000-of-00001.parquet', rows_of_group=3)
+def test_the_hubs_images_are_converted_and_a_file_that_is_larger_than_a_part_in_pieces(tmp_path, capsys):
+    path = hub_file(tmp_path / 'hub/data/train-00000-of-00001.parquet', rows_of_group=3)
     assert converted(tmp_path / 'out', tmp_path / 'hub', '--size_limit', '20kb') == SAMPLES
+    number = -(-path.stat().st_size // (20 << 10))
+    assert number > 3
+    assert f'converting 1 file in {number} of {number} parts' in capsys.readouterr().err
+    parts = [json.loads(index.read_text())['shards'] for index in (tmp_path / 'out').glob('*/index.json')]
+    assert max(sum(shard['samples'] for shard in part) for part in parts) < 20
 
 
 def test_a_bad_row_is_listed_with_its_number(tmp_path):
@@ -88,7 +94,7 @@ def test_a_file_that_is_cut_or_garbled_is_damaged_and_its_whole_rows_are_kept(tm
     errors = capsys.readouterr().err
     for name in ('cut', 'garbled', 'empty'):
         assert f'{tmp_path}/in/{name}.parquet is cut short or damaged' in errors
-    assert errors.count('is cut short or damaged') == 3
+    assert errors.count('is cut short or damaged') == 3  # once for all pieces of a file
     captions = [caption for _, caption in read_back(out)]
     assert captions[-40:] == CAPTIONS
     of_garbled = captions[:-40]
