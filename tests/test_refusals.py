@@ -116,7 +116,7 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes', '--save_folder notes already holds files'),
     ('benchmark.py', f'{SYNTHETIC} --save_folder notes --autoresume', '--save_folder notes '),
     ('benchmark.py', f'{SYNTHETIC} --save_folder records.csv/kept', '--save_folder records.csv/kept cannot be'),
-    ('benchmark.py', f'{SYNTHETIC} --tensorboard records.csv/board', '--tensorboard records.csv/board cannot be'),
+    ('benchmark.py', f'{SYNTHETIC} --tensorboard records.csv/board', 'records.csv/board'),
     ('benchmark.py', f'{SYNTHETIC} --load_weights notes', 'notes is not there, or holds no whole checkpoint'),
     ('benchmark.py', f'{SYNTHETIC} --pretrained --sample_prompts blank.txt', 'blank.txt holds no prompt'),
     ('benchmark.py', f'--remote shards {TINY} --eval_remote shards', '--eval_remote shards is what the run trains on'),

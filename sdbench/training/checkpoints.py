@@ -10,10 +10,10 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -165,23 +165,13 @@ def weights_only_load(name: str | os.PathLike | None) -> Iterator[None]:
 
     Raises ValueError if the checkpoint `name`, which is loaded in it, holds more than tensors and plain types.
     """
-    # what torch reads wherever it is called from
-    variable = 'TORCH_FORCE_WEIGHTS_ONLY_LOAD'
-    before = os.environ.get(variable)
-    os.environ[variable] = '1'
-
-    # what is loaded in the context
+    everywhere = patch.dict(os.environ, TORCH_FORCE_WEIGHTS_ONLY_LOAD='1')  # torch reads it wherever it is called from
     try:
-        with safe_globals(PLAIN_TYPES), loading_config.patch('load.mmap', True):
+        with everywhere, safe_globals(PLAIN_TYPES), loading_config.patch('load.mmap', True):
             yield
     except pickle.UnpicklingError:
         raise ValueError(f'{name} holds more than tensors and plain types, or none, and could run code; do not use it'
                          ) from None
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 @contextlib.contextmanager
@@ -213,18 +203,11 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
 
 # Saving them
 
-@dataclass
-class Upload:
-    """A checkpoint on its way to a store.
-
-    Attributes:
-        file: on this machine.
-        name: in the store.
-        done: the future of the process that sends it.
-    """
-    file: str
-    name: str
-    done: Future
+class Upload(NamedTuple):
+    """A checkpoint on its way to a store."""
+    file: str     # on this machine
+    name: str     # in the store
+    done: Future  # of the process that sends it
 
 
 class AtomicCheckpointSaver(CheckpointSaver):
@@ -280,28 +263,19 @@ class AtomicCheckpointSaver(CheckpointSaver):
         self.last_checkpoint_batch = max(batches, default=None)
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full.
-
-        Composer looks up the function that writes in its module, and takes no other.
-        """
-        write_in_place = composer_checkpoint._write_checkpoint_file
-        composer_checkpoint._write_checkpoint_file = save_atomically
+        """Save as Composer does, but with `save_atomically`. Raises DataError if the disk is full."""
+        # Composer looks up the function that writes in its module, and takes no other
         try:
-            super()._save_checkpoint(state, logger)
+            with patch.object(composer_checkpoint, '_write_checkpoint_file', save_atomically):
+                super()._save_checkpoint(state, logger)
         except Exception as error:
-            if disk_is_full(error):
-                raise self._full_disk() from None
-            raise
-        finally:
-            composer_checkpoint._write_checkpoint_file = write_in_place
-
-    def _full_disk(self) -> DataError:
-        """Return the error of a checkpoint for which the disk has no room."""
-        if self.remote_uploader is None:
-            return DataError(f'a disk is full: that of --save_folder {self.address}; free some of it, or keep less '
-                             'with --save_num_checkpoints_to_keep')
-        return DataError(f'a disk is full: on its way to --save_folder {self.address} a checkpoint is written to '
-                         f'{self.folder}; set TMPDIR to a folder with more room')
+            if not disk_is_full(error):
+                raise
+            if self.remote_uploader is None:
+                raise DataError(f'a disk is full: that of --save_folder {self.address}; free some of it, or keep less '
+                                'with --save_num_checkpoints_to_keep') from None
+            raise DataError(f'a disk is full: on its way to --save_folder {self.address} a checkpoint is written to '
+                            f'{self.folder}; set TMPDIR to a folder with more room') from None
 
     def _upload_checkpoint(self, remote_file_name: str, local_file_name: str, local_remote_file_names: list[str],
                            logger: Logger) -> None:

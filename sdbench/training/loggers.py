@@ -15,7 +15,7 @@ from composer.utils import dist, get_file, maybe_create_object_store_from_uri, p
 
 from sdbench.errors import DataError, one_line
 from sdbench.flags.train import Train
-from sdbench.paths import atomic_write, is_url
+from sdbench.paths import atomic_write
 from sdbench.training.checkpoints import RUN_NAME, names_in
 from sdbench.training.ranks import on_rank_0
 
@@ -29,13 +29,9 @@ def build_loggers(settings: Train, name: str | None) -> list[LoggerDestination]:
         settings: of the run.
         name: of the run, drawn once and the same at each resume: with it, a run goes on with its curves, or begins
             them where it has none. None: Composer and W&B draw one for this start.
-
-    Raises ValueError if the folder of --tensorboard cannot be written to.
     """
     loggers = []
     if settings.tensorboard:
-        if not is_url(settings.tensorboard):
-            on_rank_0(partial(make_curves_folder, settings.tensorboard, name))
         loggers.append(TensorboardLogger(settings.tensorboard))
     if settings.wandb_name or settings.wandb_project:
         options = {'settings': {'quiet': True}}  # else 70 lines at the end push the result out of sight
@@ -62,18 +58,6 @@ class WandB(WandBLogger):
             raise DataError('--wandb_name and --wandb_project: the log of Weights & Biases cannot be opened '
                             f'({one_line(self.failure, 200)}); log in by `wandb login` or WANDB_API_KEY, or set '
                             'WANDB_MODE=offline to keep it on this machine')
-
-
-def make_curves_folder(folder: str, name: str | None) -> None:
-    """Make the folder of a run's events. Raises ValueError if it cannot be written to."""
-    run_folder = os.path.join(folder, name or '')
-    try:
-        os.makedirs(run_folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_folder):
-            pass
-    except OSError as error:
-        raise ValueError(f'--tensorboard {folder} cannot be written to ({error.strerror}); give another folder'
-                         ) from None
 
 
 def name_of_run(settings: Train, kept: str | None) -> str | None:

@@ -92,43 +92,30 @@ def trained_model_of(state: dict) -> TrainedModel:
         flags = callback.get('flags', flags)
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
 
-    # the weights, and their average where it has started
+    # The weights, and their average where it has started, this program's or Composer's own. That saves while the
+    # average is in the model and the live weights are in its shadow, whose names have DDP's prefix of a run on several
+    # devices.
     ema = dict(state.get('algorithms', ())).get('EMA')
     averaged = None
+    average = None
     young_half_life = None
     if ema is not None and ema['ema_started']:
+        shadow = {}
+        for group, tensors in ema['ema_model'].items():  # parameters and buffers
+            shadow[group] = {name.removeprefix(DDP_PREFIX): tensor for name, tensor in tensors.items()}
+            if ema['ema_weights_active']:
+                for name in shadow[group].keys() & model.keys():
+                    model[name], shadow[group][name] = shadow[group][name], model[name]
+        averaged = with_prefix_removed(model | shadow['named_parameters_dict'], 'unet.')
+        average = {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
+
+        # an average is young as long as much of it is still what the training started from
         half_life = ema.get('half_life')
-        model, ema = live_and_averaged(model, ema)
-        averaged = with_prefix_removed(model | ema['ema_model']['named_parameters_dict'], 'unet.')
         if half_life and 4 * int(half_life[:-2]) > timestamp['batch' if half_life.endswith('ba') else 'epoch']:
             young_half_life = half_life
-    else:
-        ema = None
     return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, facts,
-                        with_prefix_removed(model, 'unet.'), averaged, young_half_life, ema,
+                        with_prefix_removed(model, 'unet.'), averaged, young_half_life, average,
                         with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
-
-
-def live_and_averaged(model: dict[str, torch.Tensor], ema: dict) -> tuple[dict[str, torch.Tensor], dict]:
-    """Return the live weights of a checkpoint, and the state of its average.
-
-    Composer's own EMA saves while the average is in the model, and the live weights are in its shadow. Of a run on
-    several devices, the names in its shadow have DDP's prefix.
-
-    Args:
-        model: the tensors of the model, by name.
-        ema: the state of the algorithm, this program's or Composer's.
-    """
-    live = dict(model)
-    shadow = {}
-    for group, tensors in ema['ema_model'].items():  # parameters and buffers
-        shadow[group] = {name.removeprefix(DDP_PREFIX): tensor for name, tensor in tensors.items()}
-    if ema['ema_weights_active']:
-        for tensors in shadow.values():
-            for name in tensors.keys() & model.keys():
-                live[name] = tensors[name]
-                tensors[name] = model[name]
-    return live, {'ema_model': shadow, 'ema_started': True, 'ema_weights_active': False}
 
 
 @contextlib.contextmanager
