@@ -58,6 +58,7 @@ def pair_by_name(ema_model: torch.nn.Module | ShadowModel, model: torch.nn.Modul
 
     Raises ValueError if names or shapes differ.
     """
+    # a shadow has no frozen parameters, a whole module has them
     model = unwrap_model(model)
     live = dict(model.named_parameters())
     if isinstance(ema_model, torch.nn.Module):
@@ -65,6 +66,8 @@ def pair_by_name(ema_model: torch.nn.Module | ShadowModel, model: torch.nn.Modul
     else:
         live = {name: parameter for name, parameter in live.items() if parameter.requires_grad}
     live |= dict(model.named_buffers())
+
+    # paired by name: of two models the order may differ, and a pair of others would be averaged in silence
     averages = dict(ema_model.named_parameters()) | dict(ema_model.named_buffers())
     require_same_names(averages, live)
     return [averages[name] for name in live], list(live.values())
@@ -175,6 +178,8 @@ class EMA(composers.EMA):
         if not self.ema_started or self.ema_weights_active:
             raise ValueError('there is no average apart from the model: call this after the first EMA update, '
                              'and not during an evaluation')
+        # A deep copy takes what is in its memo as it is: of the copy the averages are the parameters, and all else is
+        # the model's own.
         self._ensure_shadow(model)
         shared = {id(tensor): tensor for tensor in (*unwrap_model(model).parameters(), *unwrap_model(model).buffers())}
         for average, live in zip(*pair_by_name(self.ema_model, model), strict=True):

@@ -75,6 +75,7 @@ def load_metrics(settings: Evaluate, device: torch.device) -> tuple[dict[str, Me
 
     Raises ValueError if --inception or --clip is something else.
     """
+    # what a record says of each network, so that scores by different ones are never compared
     metrics = {}
     about = {'inception_sha256': None, 'clip_sha256': None, 'clip': None}
     if settings.inception:

@@ -43,10 +43,13 @@ class GpuMonitor:
 
     def figures(self) -> dict[str, float | None]:
         """Return the figures of this rank; each is None where nothing is known."""
+        # the mean explains a speed, the highest a card that throttles
         found = {}
         for quantity, samples in self.samples.items():
             found[f'{quantity}_mean'] = mean(samples) if samples else None
             found[f'{quantity}_max'] = max(samples, default=None)
+
+        # a retry frees the whole cache in the middle of a batch: with any of them the speed is not that of the GPU
         found |= {'peak_memory_allocated_gib': None, 'allocator_retries': None}
         if torch.cuda.is_available():
             allocator = torch.cuda.memory_stats()

@@ -23,6 +23,8 @@ def flops_of_an_image(unet_config: dict, text_config: CLIPTextConfig, vae_config
         image_size: height and width of the image in pixels.
         latent_size: height and width of its latents.
     """
+    # Networks and inputs without memory: what they compute is all that counts. The text encoder's states are the
+    # UNet's input, so that it runs first.
     with torch.device('meta'):
         unet = UNet2DConditionModel.from_config(unet_config)
         text_encoder = CLIPTextModel(text_config)

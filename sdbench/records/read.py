@@ -45,6 +45,7 @@ def read_records(path: str) -> list[dict]:
 
     Raises ValueError, which names file and line, for what is no record or cannot be calculated with.
     """
+    # Lines with their numbers, which an error names. A row of a CSV file may span several.
     if os.path.isdir(path):
         raise ValueError(f'{path} is a folder; give a file of records, which --results of the run names')
     text = Path(path).read_text(encoding='utf-8-sig', errors='replace')
@@ -55,6 +56,8 @@ def read_records(path: str) -> list[dict]:
     else:
         lines = ((number, line) for number, line in enumerate(text.split('\n'), start=1) if line.strip())
         parse = json.loads
+
+    # what is no record ends the report: a row that was left out in silence would be missing in every figure
     rows = []
     for number, line in lines:
         try:
@@ -141,12 +144,15 @@ def speed_row(record: dict) -> dict:
 
 def status_and_notes(record: dict) -> tuple[str, str]:
     """Return the status of a record of speed, and what the table says of it."""
+    # a forecast's range is what was seen of its errors; where that is not known, the figure stands alone
     status = words(record['status'])
     if status == FORECAST:
         if record.get('images_per_sec_least') is None:
             return FORECAST, 'forecast, not tested'
         least, most = record['images_per_sec_least'], record['images_per_sec_most']
         return FORECAST, f'forecast: {least:,.0f} to {most:,.0f} images/s'
+
+    # a run without a speed, one whose speed is doubtful, one that its source has calculated, and all others
     if status != COMPLETE:
         reason = f'{status}: {words(record.get("error"))}'
         return status, textwrap.shorten(reason, 70, placeholder=' ...').rstrip(': ')

@@ -27,6 +27,7 @@ def run_summary(record: dict, settings: Train) -> str:
 
 def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
     """Return what a summary adds to the record on what was trained: how far, and where it is."""
+    # how far it is, but for what is nought
     notes = {}
     if record['trained_epochs']:
         notes['whole_epochs'] = record['trained_epochs']
@@ -35,6 +36,7 @@ def notes_on_training(record: dict, settings: Train) -> dict[str, Any]:
     if settings.sample_prompts and os.path.isdir(settings.sample_folder):
         notes['drawings'] = settings.sample_folder
 
+    # without this a reader would look for an average in the checkpoint
     if settings.ema_start and record['trained_batches'] < to_batches(settings.ema_start):
         notes['ema_start_to_come'] = settings.ema_start
 
@@ -54,7 +56,7 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
     if record['data_wait_fraction'] > MUCH_WAITING_FOR_DATA:
         notes['on_waiting'] = '; more --num_workers shorten it, and longer epochs'
 
-    # a caution, or the cost of a whole training
+    # A caution, or the cost of a whole training: one by a doubtful speed would be believed, and of a CPU it is years.
     caution = caution_about(record)
     if caution:
         notes['caution'] = caution
@@ -66,6 +68,8 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
         notes['gpus'] = plural(record['num_devices'], 'GPU')
         notes['full_hours'] = hours
         price = price_of(record['device'], settings.dollars_per_gpu_hour)
+
+        # the commands that set this measurement beside its forecast, for a card that has one
         if record['device'] in CARDS:
             file = 'results.jsonl' if settings.results_file == '-' else settings.results_file
             notes['forecast_command'] = (f'python {record["command"]} --dry_run {record["num_devices"]} '

@@ -140,6 +140,8 @@ def newest_checkpoint(folder: str, flag: str = '--save_folder') -> str | None:
 def newest_whole(folder: str, flag: str) -> str | None:
     """Return the newest whole checkpoint that this rank sees. Raises ValueError if one cannot be read."""
     for name in reversed(checkpoints_in(folder, flag)):
+        # A copy that was cut short is passed over, and one that a disk refuses is not: training from an older one would
+        # undo days for a fault of a minute.
         try:
             if '://' in name:
                 return name

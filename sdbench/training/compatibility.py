@@ -75,10 +75,13 @@ def difference_of_models(before: dict, now: dict) -> str | None:
 
 def flags_to_keep(settings: Train, files: ModelFiles, dataset: Dataset) -> dict:
     """Return what a checkpoint says of its run: its flags, without passwords, and what tokenizer and data were."""
+    # what must be the same on a resume, and where model and tokenizer were, which a later command may look up
     flags = {field.name: getattr(settings, field.name) for field in SAME_ON_RESUME}
     flags['model_name'] = settings.model_name
     flags['tokenizer'] = settings.tokenizer
     flags[TOKENIZER] = hash_of_tokenizer(settings.tokenizer or files.tokenizer)
+
+    # what the data was, wherever it lies then
     flags['remote'] = None
     if settings.remote:
         flags['remote'] = redacted(settings.remote)
@@ -92,6 +95,7 @@ def require_same_run(before: dict, now: dict) -> None:
 
     A flag that a checkpoint does not hold is a newer one, and had its default.
     """
+    # the flags that decide what is learned: with another value the losses would go on as those of no run
     for field in SAME_ON_RESUME:
         flag = field.name
         was = before.get(flag, field.default)
@@ -100,6 +104,8 @@ def require_same_run(before: dict, now: dict) -> None:
             if flag in TIMES and was is not None:  # another --max_duration makes it another number of batches
                 remedy = f'; give --{flag} {was}'
             raise ValueError(f'--{flag} was {was}, and is {now[flag]} now{remedy}')
+
+    # data and tokenizer, by what they hold: they may have moved
     if before.get(DATASET) != now.get(DATASET):
         raise DatasetChanged(f'the hash of its index was {before.get(DATASET)}, and is {now.get(DATASET)} now')
     if before.get(TOKENIZER) != now[TOKENIZER]:

@@ -110,6 +110,8 @@ def draw_name(beginning: str, folder: str | None) -> str:
     name = f'{beginning}{SEPARATOR}{secrets.token_hex(4)}'
     if folder is None:
         return name
+
+    # kept before the first checkpoint, so that a run that is lost until then finds its curves again
     path = os.path.join(folder, RUN_NAME)
     store = maybe_create_object_store_from_uri(folder)
     try:

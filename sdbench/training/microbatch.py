@@ -6,7 +6,6 @@ its all-reduce, and a run that searches synchronizes the ranks at every microbat
 import dataclasses
 import gc
 import re
-import sys
 
 import torch
 from composer import ComposerModel
@@ -18,6 +17,7 @@ from sdbench.flags.train import Train
 from sdbench.inputs.shards import MOMENTS
 from sdbench.inputs.tokenizer import CAPTION_LENGTH
 from sdbench.training.optimization import ADAM_MOMENTS
+from sdbench.training.ranks import print_on_rank_0
 
 SPARE_SHARE = 1 / 32  # of a GPU's memory, kept free for the fragmentation of a long run and for NCCL's channels
 
@@ -32,9 +32,7 @@ def with_found_microbatch(settings: Train, model: ComposerModel, data: DataSpec)
         return settings
     device_batch_size = settings.batch_size // dist.get_world_size()
     microbatch = largest_microbatch(model, data, device_batch_size, settings.precision, settings.use_ema)
-    if dist.get_global_rank() == 0:
-        found = f'{plural(microbatch, "image")} at once: the largest power of two that fits'
-        print(found, file=sys.stderr, flush=True)
+    print_on_rank_0(f'{plural(microbatch, "image")} at once: the largest power of two that fits')
     return dataclasses.replace(settings, device_train_microbatch_size=microbatch, microbatch_search=True)
 
 
@@ -64,6 +62,7 @@ def largest_microbatch(model: ComposerModel, data: DataSpec, device_batch_size: 
 
     Raises ValueError if not even one image fits.
     """
+    # each size on all ranks, until one has no room for it
     get_device().module_to_device(model)
     copies = int(use_ema) + int(dist.get_world_size() > 1)  # the average, and the buckets of DDP
     largest = 0

@@ -78,12 +78,15 @@ def on_every_rank(function: Callable[[], Any]) -> list[Any]:
 
     Raises ValueError on all ranks, so that none waits for another, if the function raises ValueError or OSError on one.
     """
+    # what it returns or says here
     value = None
     message = None
     try:
         value = function()
     except (ValueError, OSError) as error:
         message = one_line(error)
+
+    # on all ranks the same error, or none: one that ends alone leaves the others in their next collective operation
     answers = dist.all_gather_object((value, message))
     for _, message in answers:
         if message is not None:

@@ -31,6 +31,8 @@ def log_config(settings: Train) -> None:
     """Say on rank 0 what is being built: that and the first batch can take minutes, or without a GPU hours."""
     if dist.get_global_rank():
         return
+
+    # a newcomer's first command, without a GPU, would take hours and most of a laptop's memory
     if settings.model_name == SD2_BASE and not torch.cuda.is_available():
         print('warning: there is no GPU. On a CPU Stable Diffusion 2 takes 18 GB of memory, 2 GB more for each image '
               f'at once, and seconds for each of {settings.batch_size:,} images of a batch. The tiny model takes less: '
@@ -50,13 +52,14 @@ def log_start(settings: Train, model: ComposerModel, trainer: Trainer, checkpoin
     flops = {'flops_per_image': sum(model.flops_per_image.values())}
     trainer.logger.log_hyperparameters(make_record('train', settings, flops))
 
-    # where it starts
-    is_over = state.timestamp >= state.max_duration
-    if is_over and dist.get_global_rank() == 0:
-        print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: nothing left '
-              'to do; a longer --max_duration goes on')
-    if is_over:
+    # Where there is nothing left to do, a cluster that starts the command again is told by the status that it is done.
+    if state.timestamp >= state.max_duration:
+        if dist.get_global_rank() == 0:
+            print(f'--save_folder {settings.save_folder} holds all of --max_duration {settings.max_duration}: nothing '
+                  'left to do; a longer --max_duration goes on')
         sys.exit(0)
+
+    # where it starts
     if dist.get_global_rank():
         return
     if settings.load_weights and not checkpoint:

@@ -41,10 +41,13 @@ def read_prompts(settings: Train, begins: bool) -> list[str]:
     path = settings.sample_prompts
     if path is None:
         return []
+    # what is drawn; an empty line is not
     lines = read_text(path, f'--sample_prompts {path}').split('\n')
     prompts = [line.strip() for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f'--sample_prompts {path} holds no prompt; write one on each line')
+
+    # a drawing has its batch in its name: this run would write over another's
     if begins and list(Path(settings.sample_folder).glob('ba*.png')):
         raise ValueError(f'--sample_folder {settings.sample_folder} already holds drawings of another run; give a new '
                          'one')
