@@ -39,7 +39,7 @@ from sdbench.datasets.job import (
 )
 from sdbench.datasets.output import Output, part_name
 from sdbench.datasets.sources import Found, find_files, join_neighbours
-from sdbench.datasets.tables import TABLE_SUFFIXES, Columns, read_columns
+from sdbench.datasets.tables import TABLE_SUFFIXES, Columns, read_rows
 from sdbench.datasets.workers import LocalWorkers, Part, RayWorkers
 from sdbench.errors import DataError, one_line, plural
 from sdbench.inputs.images import formats
@@ -167,7 +167,7 @@ def tables_in(found: Found) -> str:
         suffix = os.path.splitext(path)[1].lower()
         if line['key'] is None and suffix in TABLE_SUFFIXES and os.path.isfile(path):
             with contextlib.suppress(ValueError, OSError):  # which say that it is none
-                tables.append(f'{path} has the columns {", ".join(read_columns(path))}')
+                tables.append(f'{path} has the columns {", ".join(next(read_rows(path)))}')
         elif suffix == '.xlsx':
             tables.append(f'{path} is read once it is saved as CSV (UTF-8)')
     if not tables:

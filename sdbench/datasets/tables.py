@@ -90,15 +90,7 @@ class Row(NamedTuple):
     """A caption in a row of a table."""
     number: int  # of its line, counted from 1; in Parquet of the row, counted from 0
     image: str  # a path, relative to the folder of the table
-    caption: str | Unread
-
-
-class Table(NamedTuple):
-    """A table of captions."""
-    path: str
-    column: str  # of the captions
-    rows: list[Row]
-    unread: dict[int, str]  # why a row is left out, by its number
+    caption: str
 
 
 class Captions:
@@ -113,7 +105,7 @@ class Captions:
 
     Attributes:
         read: real paths of all tables, also of those that are tables of something else.
-        rows: by the real path of an image, the table that names it and its rows there.
+        rows: by the real path of an image, path and column of the table that names it, and its rows there.
         used: images whose captions were taken.
         listings: of folders, the names of their entries by form.
     """
@@ -122,14 +114,14 @@ class Captions:
         self.columns = columns
         self.leave_out = leave_out
         self.read: set[str] = set()
-        self.rows: dict[str, tuple[Table, list[Row]]] = {}
+        self.rows: dict[str, tuple[tuple[str, str], list[Row]]] = {}
         self.used: set[str] = set()
         self.listings: dict[str, dict[str, list[str]]] = {}
 
     def add_named(self, path: str) -> None:
         """Read the table that --captions names. Raises ValueError if it is not a table of captions."""
         try:
-            self.add(read_table(path, self.columns, is_named=True))
+            self.add(path, is_named=True)
         except OSError as error:
             raise ValueError(f'--captions {path} cannot be read ({error.strerror})') from None
         except NoSuchColumn as error:
@@ -140,38 +132,52 @@ class Captions:
         if os.path.realpath(path) in self.read:
             return
         try:
-            self.add(read_table(path, self.columns))
+            self.add(path)
         except NoSuchColumn as error:
             if not path.endswith('.parquet'):  # which may hold the images themselves
                 self.read.add(os.path.realpath(path))
                 self.leave_out(path, f'no table of captions: {error}', None)
 
-    def add(self, table: Table) -> None:
-        """Take the rows of a table, except for images that do not exist or that an earlier table names."""
-        self.read.add(os.path.realpath(table.path))
-        for number, reason in table.unread.items():
-            self.leave_out(table.path, reason, number)
-        folder = os.path.realpath(os.path.dirname(table.path))
-        for row in table.rows:
+    def add(self, path: str, is_named: bool = False) -> None:
+        """Take the rows of a table, except for images that do not exist or that an earlier table names.
+
+        Args:
+            path: of the table.
+            is_named: whether --captions names it, so that its only other column has the captions.
+
+        Raises NoSuchColumn if it lacks the columns, so that it may be a table of something else. Raises ValueError if
+        it cannot be read to its end, or a flag must name one of two columns: without it its images would have other
+        captions.
+        """
+        rows = read_rows(path)
+        image_column, caption_column = self.columns.find(path, next(rows), IMAGE_COLUMNS, is_named)
+        self.read.add(os.path.realpath(path))
+        table = (path, caption_column)
+        folder = os.path.realpath(os.path.dirname(path))
+        for number, values in rows:
             # the image, which is one file
-            images = self.images_called(folder, row.image)
+            if isinstance(values, str):
+                self.leave_out(path, values, number)
+                continue
+            name = values.get(image_column)
+            if not isinstance(name, str) or not name.strip():
+                self.leave_out(path, f'no image in a row: it has no path in column {image_column}', number)
+                continue
+            images = self.images_called(folder, name)
             if len(images) != 1:
-                which = f'there is no {row.image}'
-                if images:
-                    which = f'{row.image} may be each of {", ".join(images)}'
-                self.leave_out(table.path, f'no image at the path of a row: {which}', row.number)
+                which = f'{name} may be each of {", ".join(images)}' if images else f'there is no {name}'
+                self.leave_out(path, f'no image at the path of a row: {which}', number)
                 continue
 
-            # its caption, of the first table that names it
-            image = os.path.realpath(images[0])
-            first, rows = self.rows.setdefault(image, (table, []))
-            if first is not table:
-                self.leave_out(table.path, f'a caption of another table: {first.path} has one of {row.image}',
-                               row.number)
-            elif isinstance(row.caption, Unread):
-                self.leave_out(table.path, f'no caption: {row.caption}', row.number)
-            else:
-                rows.append(row)
+            # its captions, of the first table that names it
+            first, rows_of_image = self.rows.setdefault(os.path.realpath(images[0]), (table, []))
+            for text in captions_in(values.get(caption_column)):
+                if first != table:
+                    self.leave_out(path, f'a caption of another table: {first[0]} has one of {name}', number)
+                elif isinstance(text, Unread):
+                    self.leave_out(path, f'no caption: {text}', number)
+                else:
+                    rows_of_image.append(Row(number, name, text))
 
     def images_called(self, folder: str, name: str) -> list[str]:
         """Return the path of the file that a row names, or if there is none those whose names differ in their form.
@@ -204,10 +210,10 @@ class Captions:
 
     def leave_out_unused(self) -> None:
         """Leave out the rows of images that are none of SOURCE."""
-        for image, (table, rows) in self.rows.items():
+        for image, ((path, _), rows) in self.rows.items():
             if image not in self.used:
                 for row in rows:
-                    self.leave_out(table.path, f'no image of SOURCE at the path of a row: {row.image} is elsewhere, '
+                    self.leave_out(path, f'no image of SOURCE at the path of a row: {row.image} is elsewhere, '
                                    'hidden or no image', row.number)
 
     def count(self) -> dict[tuple[str, str], int]:
@@ -215,7 +221,7 @@ class Captions:
         numbers = Counter()
         for image, (table, rows) in self.rows.items():
             if image in self.used:
-                numbers[table.path, table.column] += len(rows)
+                numbers[table] += len(rows)
         return dict(numbers)
 
 
@@ -251,11 +257,6 @@ def captions_in(value: Any) -> list[str | Unread]:
     return captions
 
 
-def read_columns(path: str) -> list[str]:
-    """Return the names of the columns of a table. Raises OSError, or ValueError if it is damaged."""
-    return next(read_rows(path))
-
-
 def read_rows(path: str) -> Iterator:
     """Yield the names of the columns of a table, and then (number, row): a dict, or why the row cannot be read.
 
@@ -269,33 +270,6 @@ def read_rows(path: str) -> Iterator:
         yield from read(path)
     except UnicodeError:
         raise ValueError(f'the table {path} is not UTF-8; save it as that') from None
-
-
-def read_table(path: str, columns: Columns, is_named: bool = False) -> Table:
-    """Read a table of captions.
-
-    Args:
-        path: of the table.
-        columns: that the flags name.
-        is_named: whether --captions names this table, so that its only other column has the captions.
-
-    Raises NoSuchColumn if it lacks the columns, so that it may be a table of something else. Raises ValueError if it
-    cannot be read to its end, or a flag must name one of two columns: without it its images would have other captions.
-    """
-    rows = read_rows(path)
-    image, caption = columns.find(path, next(rows), IMAGE_COLUMNS, is_named)
-    table = Table(path, caption, [], {})
-    for number, values in rows:
-        if isinstance(values, str):
-            table.unread[number] = values
-            continue
-        name = values.get(image)
-        if not isinstance(name, str) or not name.strip():
-            table.unread[number] = f'no image in a row: it has no path in column {image}'
-            continue
-        for text in captions_in(values.get(caption)):
-            table.rows.append(Row(number, name, text))
-    return table
 
 
 # pyarrow's readers of CSV and JSON lines were tried: a quote that is not closed takes all rows behind it as its
@@ -318,28 +292,20 @@ def read_csv(path: str) -> Iterator:
         reader = csv.reader(file, delimiter=separator, strict=True, skipinitialspace=True)
         lines_before = 1 if first else 0
         try:
-            rows = numbered_rows(reader, lines_before)
-            _, names = next(rows, (0, []))
+            names = next(filter(None, reader), [])  # the first row that is not empty
+            end = lines_before + reader.line_num
             yield names
-            for number, cells in rows:
+            for cells in reader:
+                number, end = end + 1, lines_before + reader.line_num  # of the first line of a row, which may have more
                 if len(cells) == len(names):
                     yield number, dict(zip(names, cells, strict=True))
-                else:
+                elif cells:
                     yield number, (f'no row as long as the header: it has {len(cells)} cells instead of {len(names)}; '
                                    f'a cell with {separator!r} in it stands in quotes')
         except csv.Error as error:
             raise ValueError(f'the table {path} cannot be read up to line {lines_before + reader.line_num} ({error}); '
                              'a caption that begins with a quote ends with one, and a quote within it is written twice'
                              ) from None
-
-
-def numbered_rows(reader, lines_before: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of a CSV that are not empty, each with the number of its first line in the file."""
-    end = lines_before
-    for cells in reader:
-        number, end = end + 1, lines_before + reader.line_num
-        if cells:
-            yield number, cells
 
 
 def read_json_lines(path: str) -> Iterator:

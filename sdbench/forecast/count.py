@@ -70,8 +70,11 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
     read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     name = function.overloadpacket.__name__
-    if is_without_kernel(function, name, read, written):
-        return None
+    if not function._schema.is_mutable:
+        storages = {tensor.untyped_storage()._cdata for tensor in read}
+        without_content = name.startswith(('empty', 'new_empty', 'detach', 'lift_fresh', '_local_scalar'))
+        if not written or without_content or written[0].untyped_storage()._cdata in storages:
+            return None
     sizes = sizes_of([*read, *written])
     if name.startswith(('_foreach_', '_fused_')):
         return multi_tensor_operator(function, args, sizes)
@@ -79,8 +82,11 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
     kind = KIND_BY_NAME.get(name, POINTWISE)
     kernels = KERNELS_BY_NAME.get(name, 1)
     flops = 0
-    if kind == ATTENTION:
-        flops = attention_flops(name, read)
+    shapes = [tensor.shape for tensor in read]
+    if kind == ATTENTION and name.endswith('backward'):  # torch's counter does not know a CPU's names of attention
+        flops = sdpa_backward_flop_count(*shapes[:4])  # gradient, queries, keys, values
+    elif kind == ATTENTION:
+        flops = sdpa_flop_count(*shapes[:3])
     elif function.overloadpacket in flop_registry:
         flops = flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
 
@@ -108,17 +114,6 @@ def count_operator(function: torch._ops.OpOverload, args: tuple, kwargs: dict[st
     return Operator(kind, flops, sizes + copied, kernels + len(copied) // 2)
 
 
-def is_without_kernel(function: torch._ops.OpOverload, name: str, read: list[torch.Tensor],
-                      written: list[torch.Tensor]) -> bool:
-    """Tell whether a call is a view, or gives memory without content."""
-    if function._schema.is_mutable:
-        return False
-    if not written or name.startswith(('empty', 'new_empty', 'detach', 'lift_fresh', '_local_scalar')):
-        return True
-    storages = {tensor.untyped_storage()._cdata for tensor in read}
-    return written[0].untyped_storage()._cdata in storages
-
-
 def sizes_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Return the bytes of each; what an expanded tensor repeats lies in memory once."""
     return [min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors]
@@ -132,14 +127,6 @@ def multi_tensor_operator(function: torch._ops.OpOverload, args: tuple, sizes: l
             sizes += sizes_of(value)
     elements = sum(tensor.numel() for tensor in args[0])
     return Operator(UPDATE, 0, sizes, math.ceil(elements / MULTI_TENSOR_ELEMENTS))
-
-
-def attention_flops(name: str, read: list[torch.Tensor]) -> int:
-    """Return the FLOPs of fused attention, which torch's counter does not know by its name on a CPU."""
-    shapes = [tensor.shape for tensor in read]
-    if name.endswith('backward'):
-        return sdpa_backward_flop_count(*shapes[:4])  # gradient, queries, keys, values
-    return sdpa_flop_count(*shapes[:3])
 
 
 def convolution_backward(args: tuple, result: tuple) -> tuple[list[int], int, list[int]]:

@@ -54,8 +54,10 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
     """
     if dist.get_global_rank() > 0:
         return []
-    # What may be refused comes before the trace.
-    cards = cards_to_forecast(settings.gpu, settings.precision)
+    # What may be refused comes before the trace. Without --gpu the cards are those whose speed can be forecast, if any.
+    cards = cards_named(settings.gpu)
+    if not settings.gpu:
+        cards = [card for card in cards if can_forecast(card, settings.precision)] or cards
     measured = []
     if os.path.isfile(settings.results_file):
         measured = read_records(settings.results_file)
@@ -65,7 +67,11 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
     given = Estimate.of(settings, build_model)
     fitting = [card for card in cards if given.microbatch_on(card)]
     if not fitting:
-        raise no_image_fits(given, cards)
+        asked = settings.device_train_microbatch_size
+        microbatch = asked if isinstance(asked, int) else 1
+        raise ValueError(f'--gpu: a microbatch of {microbatch} takes {given.taken(microbatch):.1f} GiB, and the '
+                         f'largest GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more '
+                         f'memory by --gpu, or try {" or ".join(with_less_memory(settings))}')
     records = [training_forecast(given, card) for card in fitting]
 
     # The answer, and its records where there is a speed.
@@ -81,17 +87,6 @@ def forecast_training(settings: Train, build_model: Callable) -> list[dict]:
             append_line(json.dumps(record), settings.results)
         print(f'\n{plural(len(forecasts), "forecast")} appended to {settings.results}')
     return forecasts
-
-
-def cards_to_forecast(names: tuple[str, ...], precision: str) -> list[Card]:
-    """Return the cards that --gpu names; without it those whose speed can be forecast, if there are any.
-
-    Raises ValueError for a name that is no card's.
-    """
-    cards = cards_named(names)
-    if not names:
-        cards = [card for card in cards if can_forecast(card, precision)] or cards
-    return cards
 
 
 def training_forecast(given: Estimate, card: Card) -> dict:
@@ -124,15 +119,6 @@ def training_forecast(given: Estimate, card: Card) -> dict:
         **speeds,
         'peak_memory_gib': given.taken(microbatch),
     })
-
-
-def no_image_fits(given: Estimate, cards: list[Card]) -> ValueError:
-    """Return the error of a run of which no card holds an image."""
-    asked = given.settings.device_train_microbatch_size
-    microbatch = asked if isinstance(asked, int) else 1
-    return ValueError(f'--gpu: a microbatch of {microbatch} takes {given.taken(microbatch):.1f} GiB, and the largest '
-                      f'GPU asked for has {max(card.gib for card in cards):g}; choose a GPU with more memory by --gpu, '
-                      f'or try {" or ".join(with_less_memory(given.settings))}')
 
 
 def with_less_memory(settings: Train) -> dict[str, Train]:
@@ -179,8 +165,7 @@ def training_answer(given: Estimate, build_model: Callable, cards: list[Card], f
     rows = [record for _, record in pairs]
 
     # the answer
-    blocks = [f'{textwrap.fill(title(settings), WIDTH)}\n{NOT_IN_IT}',
-              f'{aligned(answer_rows(rows, settings))}\n{notes_on_answer(rows, settings)}']
+    blocks = [f'{textwrap.fill(title(settings), WIDTH)}\n{NOT_IN_IT}', answer(rows, settings)]
 
     # the reasons
     is_forecast = record_of_first['images_per_sec'] is not None
@@ -190,9 +175,14 @@ def training_answer(given: Estimate, build_model: Callable, cards: list[Card], f
     if is_forecast:
         split = given.split(given.microbatch_on(first))
         seconds = seconds_by_kind(first, given.work_of_run, split, given.constants)
+        total = sum(seconds.values())
+        shares = []
+        for kind, spent in sorted(seconds.items(), key=lambda item: -item[1]):
+            if spent >= 0.005 * total:
+                shares.append(f'{kind} {spent / total:.0%}')
+        time = textwrap.fill(f'Where the time goes: {", ".join(shares)}.', WIDTH)
         encoding = rounded(record_of_first['encode_images_per_sec'])
-        blocks.append(f'{textwrap.fill(time_in_words(seconds), WIDTH)}\n'
-                      f'Encoding once, before a training on latents: {encoding} images/s.')
+        blocks.append(f'{time}\nEncoding once, before a training on latents: {encoding} images/s.')
 
     # the evidence
     speeds = measured_speeds(settings, given.model.unet.config, first, measured)
@@ -217,8 +207,9 @@ def title(settings: Train) -> str:
     return f'{settings.model_name}: {", ".join(words)}; {images} a step on each of {plural(devices, "GPU")}'
 
 
-def answer_rows(rows: list[dict], settings: Train) -> pd.DataFrame:
-    """Return the table that answers: for each record of a forecast microbatch, memory, images/s, days and dollars."""
+def answer(rows: list[dict], settings: Train) -> str:
+    """Return microbatch, memory, images/s, days and dollars of each record of a forecast, and what these are of."""
+    # the table
     table = []
     for row in rows:
         speeds = [row['images_per_sec'], row['images_per_sec_least'], row['images_per_sec_most']]
@@ -234,12 +225,9 @@ def answer_rows(rows: list[dict], settings: Train) -> pd.DataFrame:
                 dollars.append(speed and gpu_hours(speed, row['num_devices'], settings.training_images) * price)
             line |= {'days': with_range(days), 'dollars': 'no price' if math.isnan(price) else with_range(dollars)}
         table.append(line)
-    return pd.DataFrame(table)
 
-
-def notes_on_answer(rows: list[dict], settings: Train) -> str:
-    """Return what the figures of the answer are of, and how sure."""
-    sentences = []
+    # what its figures are of, and how sure
+    sentences = [aligned(pd.DataFrame(table))]
     if settings.training_images:
         devices = [row['device'] for row in rows]
         prices = prices_in_words(devices, settings.dollars_per_gpu_hour)
@@ -303,16 +291,6 @@ def with_range(figures: list[float | None]) -> str:
         return rounded(figure)
     least, most = sorted(bounds)
     return f'{rounded(figure)} ({rounded(least)} to {rounded(most)})'
-
-
-def time_in_words(seconds: dict[str, float]) -> str:
-    """Return the share of the time of a step by kind of operator, the largest first, down to one in a hundred."""
-    total = sum(seconds.values())
-    shares = []
-    for kind, spent in sorted(seconds.items(), key=lambda item: -item[1]):
-        if spent >= 0.005 * total:
-            shares.append(f'{kind} {spent / total:.0%}')
-    return f'Where the time goes: {", ".join(shares)}.'
 
 
 def aligned(table: pd.DataFrame) -> str:

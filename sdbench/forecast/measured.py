@@ -46,23 +46,19 @@ def measured_speeds(settings: Train, unet_config: dict, card: Card, rows: list[d
             'input': INPUTS[settings.encoders], 'image_size': str(settings.image_size)}
     speeds = []
     for row in found:
-        if all(row.get(key) == value for key, value in same.items()):
-            speeds.append({'measured on': row['device'], 'GPUs': row['num_devices'],
-                           'microbatch': row['record'].get('device_train_microbatch_size', ''),
-                           'images/s': row['images_per_sec'], 'with': flags_that_differ(row, settings),
-                           'file': row['file']})
-    return pd.DataFrame(speeds)
-
-
-def flags_that_differ(row: dict, settings: Train) -> str:
-    """Return the flags of a record that bear on speed and are others than those of the run, but for the microbatch."""
-    flags = []
-    for name in ('batch_size', 'use_ema', *SWITCHES):
-        value = row[name]
-        if value in ('', words(getattr(settings, name))) or name == 'device_train_microbatch_size':
+        if any(row.get(key) != value for key, value in same.items()):
             continue
-        if value in ('yes', 'no'):
-            flags.append(f'--{name}' if value == 'yes' else f'--no-{name}')
-        else:
-            flags.append(f'--{name} {value}')
-    return ' '.join(flags)
+        # flags that bear on speed and are others than those of the run, but for the microbatch
+        flags = []
+        for name in ('batch_size', 'use_ema', *SWITCHES):
+            value = row[name]
+            if value in ('', words(getattr(settings, name))) or name == 'device_train_microbatch_size':
+                continue
+            if value in ('yes', 'no'):
+                flags.append(f'--{name}' if value == 'yes' else f'--no-{name}')
+            else:
+                flags.append(f'--{name} {value}')
+        speeds.append({'measured on': row['device'], 'GPUs': row['num_devices'],
+                       'microbatch': row['record'].get('device_train_microbatch_size', ''),
+                       'images/s': row['images_per_sec'], 'with': ' '.join(flags), 'file': row['file']})
+    return pd.DataFrame(speeds)

@@ -164,9 +164,16 @@ class Estimate:
 @functools.cache
 def traced(settings: Train, build_model: Callable) -> tuple[ComposerModel, StepMemory, StepWork]:
     """Trace a step of a run once; returns its model, without memory, as well."""
+    def prepare_update(model: ComposerModel) -> dict[str, Callable]:
+        fused = settings.fused_optimizer
+        updates = {UPDATE: torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused).step}
+        if settings.use_ema:
+            average = ShadowModel(model)
+            updates[AVERAGE] = lambda: compute_ema(model, average, 0.999)
+        return updates
+
     model = build_on_meta(settings, find_model(settings.model_name), build_model)
-    update = updater(settings.fused_optimizer, settings.use_ema)
-    return model, *trace_step(model, settings.precision, update, settings.attention)
+    return model, *trace_step(model, settings.precision, prepare_update, settings.attention)
 
 
 def build_on_meta(settings: Train, files: ModelFiles, build_model: Callable[..., ComposerModel]) -> ComposerModel:
@@ -224,7 +231,18 @@ def trace_step(meta_model: ComposerModel, precision: str, prepare_update: Callab
     counter = StepCounter(list(model.parameters()))
     with mode, counter, torch.compiler.set_stance('force_eager'), norms_in_float32():
         forward_and_backward(model, precision, counter, attention)
-    return memory_and_work(model, counter, trace_update(model, prepare_update, mode))
+
+    # what happens once a step: the second update, since the first makes the optimizer's state
+    works = {}
+    if prepare_update is not None:
+        with mode:
+            for kind, update in prepare_update(model).items():
+                update()
+                counter_of_update = StepCounter([])
+                with counter_of_update:
+                    update()
+                works[kind] = sum(counter_of_update.fixed.values(), Work())
+    return memory_and_work(model, counter, works)
 
 
 def with_fake_tensors(meta_model: ComposerModel, mode: FakeTensorMode) -> ComposerModel:
@@ -258,61 +276,26 @@ def forward_and_backward(model: ComposerModel, precision: str, counter: StepCoun
 
 def memory_and_work(model: ComposerModel, counter: StepCounter, update: dict[str, Work]) -> tuple[StepMemory, StepWork]:
     """Return memory and work of the step that `counter` has seen, with the work of the update after it."""
+    # the buckets that DistributedDataParallel fills with gradients as they come, and sends one by one
+    fixed, per_image = counter.work_so_far()
+    buckets = []
+    nbytes = 0
+    for number, (size, fixed_so_far, per_image_so_far) in enumerate(counter.arrivals, start=1):
+        nbytes += size
+        if nbytes >= BUCKET_BYTES or number == len(counter.arrivals):
+            buckets.append(Bucket(nbytes, fixed - fixed_so_far, per_image - per_image_so_far))
+            nbytes = 0
+
     trainable = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = sum(weight.nbytes for weight in trainable)
     work = StepWork(dict(counter.fixed), dict(counter.per_image),
                     accumulation={EXCHANGE: Work(0, 3 * gradients, len(trainable))},  # read two, write their sum
                     update=update,
                     exchange={EXCHANGE: Work(0, 4 * gradients, 2 * len(trainable))},  # read and write, there and back
-                    buckets=fill_buckets(counter.arrivals, *counter.work_so_far()),
+                    buckets=buckets,
                     encoder_fixed=dict(counter.encoder_fixed), encoder_per_image=dict(counter.encoder_per_image))
     rows = np.array(counter.rows)  # (operators, 2, ITEMS)
     return StepMemory(rows[:, 0], rows[:, 1], np.array(counter.encoder_rows), gradients), work
-
-
-def fill_buckets(arrivals: list[tuple[int, Work, Work]], fixed: Work, per_image: Work) -> list[Bucket]:
-    """Return the buckets that DistributedDataParallel fills with gradients as they come, and sends one by one.
-
-    Args:
-        arrivals: of each gradient its bytes, and the work until it was there, fixed and for each image.
-        fixed: all work of a microbatch, whatever its size.
-        per_image: in addition, all work of each of its images.
-    """
-    buckets = []
-    nbytes = 0
-    for number, (size, fixed_so_far, per_image_so_far) in enumerate(arrivals, start=1):
-        nbytes += size
-        if nbytes >= BUCKET_BYTES or number == len(arrivals):
-            buckets.append(Bucket(nbytes, fixed - fixed_so_far, per_image - per_image_so_far))
-            nbytes = 0
-    return buckets
-
-
-def trace_update(model: ComposerModel, prepare_update: Callable | None, mode: FakeTensorMode) -> dict[str, Work]:
-    """Count what happens once a step: the second update, since the first makes the optimizer's state."""
-    if prepare_update is None:
-        return {}
-    works = {}
-    with mode:
-        for kind, update in prepare_update(model).items():
-            update()
-            counter = StepCounter([])
-            with counter:
-                update()
-            works[kind] = sum(counter.fixed.values(), Work())
-    return works
-
-
-def updater(fused: bool, use_ema: bool) -> Callable:
-    """Return for `trace_step` AdamW in one kernel or in several, and the average of the weights, as a run has them."""
-    def prepare(model: ComposerModel) -> dict[str, Callable]:
-        optimizer = torch.optim.AdamW(model.unet.parameters(), fused=fused, foreach=not fused)
-        updates = {UPDATE: optimizer.step}
-        if use_ema:
-            average = ShadowModel(model)
-            updates[AVERAGE] = lambda: compute_ema(model, average, 0.999)
-        return updates
-    return prepare
 
 
 @contextlib.contextmanager
