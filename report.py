@@ -88,7 +88,7 @@ def report(settings: Report) -> str:
             drawings[settings.figure] = 'days over the number of GPUs'
     if settings.learned:
         draw_learned(settings.learned, records, settings.dollars_per_gpu_hour)
-        drawings[settings.learned] = 'held-out loss of each training'
+        drawings[settings.learned] = 'eval loss of each training'
     if len(evaluations) and not settings.phase:
         reliable = records[records['status'] == MEASURED] if len(records) else records
         scores = score_table(evaluations, reliable, settings.dollars_per_gpu_hour)

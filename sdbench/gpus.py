@@ -1,4 +1,5 @@
 """What each GPU is by its maker's documents: peak, memory, multiprocessors and link. Nothing here needs torch."""
+import difflib
 import re
 from typing import NamedTuple
 
@@ -136,6 +137,8 @@ def cards_named(names: tuple[str, ...]) -> list[Card]:
         cards = [card for card in CARDS.values() if words_in(card.name) == words_in(words)]
         cards = cards or [card for card in CARDS.values() if has_words(card.name, words)]
         if not cards:
-            raise ValueError(f'{words} is no GPU that is known here; give one of {", ".join(CARDS)}')
+            nearest = difflib.get_close_matches(words.upper(), map(short_name, CARDS))
+            remedy = f'did you mean {" or ".join(nearest)}? ' if nearest else ''
+            raise ValueError(f'{words} is no GPU that is known here; {remedy}sdbench/gpus.py has all of them')
         found += [card for card in cards if card not in found]
     return found

@@ -13,9 +13,9 @@ from sdbench.errors import DataError, known_reason, one_line, redacted
 
 GPU_DEVICES = ('/dev/nvidiactl', '/dev/kfd')  # of NVIDIA's driver, and of AMD's
 
+NUMBERS_OF_LAUNCHER = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK')
 # Variables that scripts set from others, such as WORLD_SIZE=$SLURM_NTASKS, and that are empty where those are not set.
-EMPTY_IS_UNSET = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK', 'MASTER_ADDR', 'MASTER_PORT',
-                  'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
+EMPTY_IS_UNSET = (*NUMBERS_OF_LAUNCHER, 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS', 'S3_ENDPOINT_URL')
 SECONDS_BETWEEN_BARS = 60  # in a log
 
 
@@ -23,7 +23,7 @@ def begin() -> None:
     """Prepare the process of a command: its environment, before torch is imported, its output, and its end."""
     # The libraries read these variables, too, and stop at an empty one.
     for name in EMPTY_IS_UNSET:
-        if os.environ.get(name) == '':
+        if name in os.environ and not os.environ[name].strip():
             del os.environ[name]
 
     # A terminal or a log that lacks a letter of a path or a caption gets its number instead of ending the command.
@@ -47,13 +47,17 @@ def begin() -> None:
 
 
 def of_launcher(name: str) -> int | None:
-    """Return a number that a launcher has set, such as RANK; None without a launcher. Raises ValueError for a text."""
+    """Return a number that a launcher has set, such as RANK; None without a launcher.
+
+    Raises ValueError where any of its numbers is none.
+    """
+    for variable in NUMBERS_OF_LAUNCHER:
+        text = os.environ.get(variable) or '0'
+        if not text.isdecimal():
+            raise ValueError(f'{variable} of the environment is {text}, and no number; unset it, or leave it to a '
+                             'launcher')
     text = os.environ.get(name)
-    if not text:
-        return None
-    if not text.isdecimal():
-        raise ValueError(f'{name} of the environment is {text}, and no number; unset it, or leave it to a launcher')
-    return int(text)
+    return int(text) if text else None
 
 
 def exit_with_error(program: str, status: int, message: str) -> NoReturn:

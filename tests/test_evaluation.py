@@ -123,6 +123,7 @@ def test_an_evaluation_depends_on_the_weights_alone(evaluated, held_out, shards,
             '1000000000ba', '--load_weights', str(folder), '--eval_remote', held_out]
     later = main([*argv, '--device_train_microbatch_size', '1', '--snr_gamma', '0.001'])
     assert later['eval_batch'] == 2
+    assert later['eval_held_out'] is False
     said = capfd.readouterr().err
     assert f'--eval_remote {held_out} is not known to be held out: it and --remote {shards} are not' in said
     assert ' on the samples of --eval_remote, not known to be held out\n' in said
@@ -136,6 +137,7 @@ def test_latents_are_evaluated_on_latents(moments, tmp_path, capfd):
     by_hand = loss_by_hand(checkpoints_in('kept')[-1], samples, 64)
     assert record['eval_loss'] == pytest.approx(by_hand, rel=1e-5)
     assert f'batch 4: loss {by_hand:.4g} on the held-out samples' in capfd.readouterr().err
+    assert record['eval_held_out'] is True
 
 
 @pytest.mark.parametrize('source, flags, words', [

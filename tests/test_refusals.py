@@ -28,6 +28,7 @@ ROWS = [
     ('benchmark.py', '@nothing.txt', '@nothing.txt cannot be read'),
     ('benchmark.py', '@utf16.txt', '@utf16.txt is no text in UTF-8; save it as UTF-8'),
     ('WORLD_SIZE=4(x2) benchmark.py', '--use_synth_data', 'WORLD_SIZE of the environment is 4(x2), and no number'),
+    ('LOCAL_RANK=1.5 benchmark.py', '--use_synth_data', 'LOCAL_RANK of the environment is 1.5, and no number'),
     ('WORLD_SIZE= RANK= LOCAL_RANK= benchmark.py', f'{SYNTHETIC} --lr_final 0.1', '--lr_final 0.1 does nothing '
      'with --lr_schedule constant'),
     ('WORLD_SIZE= LOCAL_RANK= convert.py', 'missing out', 'missing does not exist; give a file, a folder, or a '
@@ -42,7 +43,8 @@ ROWS = [
     ('benchmark.py', f'{SYNTHETIC} --batch_size 6 --device_train_microbatch_size 4', '--device_train_microbatch_size 4 '
      'does not divide the 6 images that a device gets of --batch_size 6; use 3'),
     ('WORLD_SIZE=3 benchmark.py', f'{SYNTHETIC} --batch_size 8', '8 does not divide over 3 devices; use 6'),
-    ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; give one of NVIDIA'),
+    ('benchmark.py', '--dry_run 8 --gpu RTX4091', '--gpu: RTX4091 is no GPU that is known here; did you '
+     'mean RTX 4090 or'),
     ('benchmark.py', f'{SYNTHETIC} --image_size 100', '--image_size: 100 is not a multiple of 8; use 96'),
     ('benchmark.py', f'{SYNTHETIC} --learning_rate 0', '--learning_rate: 0 is not a number above 0'),
     ('benchmark.py', f'{SYNTHETIC} --caption_drop 10', '--caption_drop: 10 is not a share between 0 and 1'),

@@ -167,9 +167,17 @@ def test_trainings_of_other_flags_of_learning_are_rows_of_their_own_and_show_wha
     longer = LEARNED | {'trained_batches': 200, 'eval_loss': 0.37, 'date': '1'}
     measured = {'measure_batches': 20, 'learning_rate': 1e-2, 'loss': 9.0}  # which learns nothing
     text = printed(write(longer, LEARNED, better, measured, measured | {'learning_rate': 1e-1}))
-    assert sorted(columns(tables(text)[0], 'learning_rate', 'held-out loss', 'loss', 'batches')) == [
+    assert sorted(columns(tables(text)[0], 'learning_rate', 'eval loss', 'loss', 'batches')) == [
         ('', '', '', ''), ('0.0001', '0.3700', '0.400', '200'), ('0.001', '0.2900', '0.300', '100')]
-    assert 'Lowest held-out loss: 0.29 after 100 batches, with learning rate 0.001.' in text
+    assert 'Lowest eval loss: 0.29 after 100 batches, with learning rate 0.001.' in text
+
+
+def test_a_loss_that_is_not_known_to_be_of_held_out_samples_is_compared_with_no_other(printed, write):
+    doubtful = LEARNED | {'eval_loss': 0.1, 'eval_held_out': False}
+    text = printed(write(LEARNED | {'eval_held_out': True}, doubtful))
+    assert sorted(columns(tables(text)[0], 'eval_remote', 'eval loss')) == [
+        ('held-out', '0.3800'), ('held-out (not known to be held out)', '0.1000')]
+    assert 'Lowest' not in text
 
 
 def test_what_a_stranger_wrote_into_a_record_stays_text_in_a_cell(printed, write):
@@ -385,6 +393,8 @@ def test_forecasts_are_planned_and_priced_by_card_and_told_apart_from_what_was_m
         ('8 x H200', '$768'), ('8 x B200', '$960')]  # 2 days of 8 GPUs at $2, and 1 day at $5
     assert '8 x H200: forecast, 1.60 to 2.50 days.' in text
     assert '8 x B200: forecast, not tested.' in text
+    text = printed(write(*forecasts), '--phase', '17280000@256', '--phase', '4320000@512')
+    assert '8 x H200: forecast, 1 h 55 min to 3 h 0 min.' in text
 
 
 @pytest.fixture
@@ -520,6 +530,13 @@ def test_the_picture_of_a_plan_has_a_bar_a_gpu_in_its_parts_hatched_where_they_w
     assert [bool(bar.get_hatch()) for bar in bars] == [True, True, False, False]
     assert [text.get_text().strip() for text in axes.texts] == ['$96.0', '$600']
     assert [label.get_text() for label in axes.get_yticklabels()] == ['8 x B200', '8 x H200']
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == [
+        'train 256 px', 'train 512 px', 'forecast', 'measured']
+
+
+def test_the_legend_of_a_plan_names_only_what_is_in_it(drawn, write):
+    [axes] = drawn(write(FORECAST), '--phase', '86400000@512', '--figure', 'plan.png').axes
+    assert [text.get_text() for text in axes.figure.legends[0].get_texts()] == ['train 512 px', 'forecast']
 
 
 def test_the_picture_of_what_was_learned_has_a_line_a_run_over_images_and_over_dollars(drawn, write):

@@ -174,7 +174,7 @@ class Report:
         'restart', converter=positive, metavar='HOURS', needs='phase')
     figure: str | None = flag(None, 'picture of the days over the number of GPUs, or of the GPU-hours of each plan',
                               metavar='FILE')
-    learned: str | None = flag(None, 'picture of the held-out loss over the images seen, and over dollars',
+    learned: str | None = flag(None, 'picture of the loss on --eval_remote over the images seen, and over dollars',
                                metavar='FILE')
     quality: str | None = flag(None, 'picture of what evaluate.py has scored: FID against CLIP score, and both against '
                                'the images of the training', metavar='FILE')

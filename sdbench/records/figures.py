@@ -123,7 +123,7 @@ COLUMNS = {
     'data_wait_fraction': Column('wait for data', '{} %', of_a_run=True),
     'peak_memory_gib': Column('peak memory', '{} GiB', of_a_run=True),
     'mfu': Column('of the peak', '{} %', of_a_run=True),
-    'eval_loss': Column('held-out loss', decimals=4),
+    'eval_loss': Column('eval loss', decimals=4),
     'loss': Column('loss', decimals=3),
     'guidance': Column('guidance'),
     'fid': Column('FID', decimals=2),

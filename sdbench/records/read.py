@@ -123,6 +123,8 @@ def speed_row(record: dict) -> dict:
         row |= dict.fromkeys(OF_A_MODEL, '')
     if record.get('num_workers_by_default') is True:  # it follows from the machine
         row['num_workers'] = ''
+    if record.get('eval_held_out') is False:
+        row['eval_remote'] += ' (not known to be held out)'
     encoders = words(record.get('encoders'))
     row['input'] = INPUTS.get(encoders, encoders)
     row['date'] = words(record.get('date'))[:19].replace('T', ' ')  # to the second

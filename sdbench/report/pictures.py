@@ -17,7 +17,7 @@ COLORS = ('#1f3b73', '#d9730d', '#2a9d8f', '#9b2d5e', '#8fb339', '#7f7f7f', '#6a
 LINE_INCHES = 0.2  # of text
 LABEL_CHARACTERS = 50  # of a value in a legend
 CAPTION_CHARACTERS = 130
-TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen', 'loss': 'held-out loss',
+TITLES = {'fid': 'FID', 'clip_score': 'CLIP score', 'images_seen': 'images seen', 'loss': 'eval loss',
           'dollars': 'dollars'}
 PANEL_INCHES = 4.8
 BAR_INCHES = 0.75
@@ -165,15 +165,18 @@ def draw_plan(path: str, plans: pd.DataFrame, title: str) -> None:
     axes.tick_params(axis='x', labelsize=BIG_TEXT)
     axes.spines[['top', 'right']].set_visible(False)
     marks = [Patch(facecolor=color, label=name) for name, color in colors.items()]
-    marks += [Patch(facecolor='white', edgecolor='black', hatch='///', label='forecast'),
-              Patch(facecolor='black', label='measured')]
+    statuses = {part.status for plan in plans.itertuples() for part in plan.parts}
+    if FORECAST in statuses:
+        marks.append(Patch(facecolor='white', edgecolor='black', hatch='///', label=FORECAST))
+    if MEASURED in statuses:
+        marks.append(Patch(facecolor='black', label=MEASURED))
     figure.legend(handles=marks, loc='outside upper left', ncols=4, frameon=False, fontsize=BIG_TEXT)
     figure.supxlabel(wrapped(title, CAPTION_CHARACTERS * 9 // BIG_TEXT), x=0.01, ha='left', fontsize=BIG_TEXT)
     figure.savefig(path, dpi=160)
 
 
 def draw_learned(path: str, records: pd.DataFrame, prices: Prices) -> None:
-    """Write a picture of the held-out loss of each training over images seen, and over dollars where these are known.
+    """Write a picture of the loss on --eval_remote over images seen, and over dollars where these are known.
 
     Runs that resumed one another are one line. Dollars follow from the images and a speed that may be relied on.
 

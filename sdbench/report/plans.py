@@ -13,7 +13,7 @@ from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.flags.times import LONGEST_INTERVAL, to_batches
 from sdbench.gpus import short_name
-from sdbench.records.figures import WIDTH, cell, days_in_words, rounded
+from sdbench.records.figures import WIDTH, cell, days_in_words
 from sdbench.records.keys import FORECAST
 from sdbench.records.read import MEASURED, OF_SPEED, VERSIONS
 from sdbench.report.markdown import differing, settings_in_words, table_text
@@ -166,7 +166,8 @@ def plan_row(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[int, 
         elif math.isnan(least):
             notes.append(f'{what}, not tested')
         else:
-            notes.append(f'{what}, {rounded(least, 2)} to {rounded(most, 2)} days')
+            unit = ' days' if most >= 1 else ''
+            notes.append(f'{what}, {days_in_words(least)} to {days_in_words(most)}{unit}')
 
     # what is not in it
     encoded = [part.size for part in parts if part.name == 'encode']

@@ -58,7 +58,7 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     if len(judged) > 1 and judged['eval_remote'].nunique() == 1:
         best = judged.loc[judged['eval_loss'].idxmin()]
         how = settings_in_words(best, differing(judged, SETTINGS))
-        sentences.append(f'Lowest held-out loss: {best["eval_loss"]:.4g} after {best["trained_batches"]:,.0f} batches'
+        sentences.append(f'Lowest eval loss: {best["eval_loss"]:.4g} after {best["trained_batches"]:,.0f} batches'
                          f'{how and ", with " + how}.')
 
     # what the days cost, where they are those of GPUs

@@ -54,20 +54,23 @@ class Evaluations(Callback):
     """Remembers the evaluations of this process, and says each one's loss on rank 0.
 
     Attributes:
-        losses: of each the images seen, and the mean squared error on the held-out samples, None where not finite.
+        losses: of each the images seen, and the mean squared error, None where not finite.
         batch: after which the last one was.
+        is_known: whether its samples are known to be held out.
     """
 
     def __init__(self):
         self.losses: list[tuple[int, float | None]] = []
         self.batch: int | None = None
+        self.is_known: bool | None = None
 
     def eval_end(self, state, logger) -> None:
         loss = float(state.eval_metrics[LABEL][METRIC].compute())  # over all ranks
         self.losses.append((state.timestamp.sample.value, loss if math.isfinite(loss) else None))
         self.batch = state.timestamp.batch.value
+        self.is_known = state.dataloader.dataset.is_known
         which = 'the held-out samples'
-        if not state.dataloader.dataset.is_known:
+        if not self.is_known:
             which = 'the samples of --eval_remote, not known to be held out'
         if dist.get_global_rank() == 0:
             tqdm.write(f'batch {self.batch}: loss {loss:.4g} on {which}', file=sys.stderr)  # over the bar
@@ -75,4 +78,5 @@ class Evaluations(Callback):
     def figures(self, all_ranks: bool) -> dict:
         """Return the record's figures of evaluations, which all ranks know."""
         last = self.losses[-1][1] if self.losses else None
-        return {'evaluations': [list(pair) for pair in self.losses], 'eval_loss': last, 'eval_batch': self.batch}
+        return {'evaluations': [list(pair) for pair in self.losses], 'eval_loss': last, 'eval_batch': self.batch,
+                'eval_held_out': self.is_known}
