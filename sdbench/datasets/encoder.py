@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
+from streaming.base.format import reader_from_json
+from streaming.base.format.mds.reader import MDSReader
 from torch.utils.data import DataLoader, Dataset
 
 from sdbench.datasets.output import Output, PartWriter
@@ -23,7 +25,7 @@ from sdbench.errors import DataError
 from sdbench.flags.commands import Encode
 from sdbench.inputs.images import decode_image, normalize_images, stack_images
 from sdbench.inputs.shards import LATENT_COLUMNS, MOMENTS
-from sdbench.inputs.stream import Shards, is_readable_in_place, open_shards
+from sdbench.inputs.stream import VerifiedStream, is_readable_in_place
 from sdbench.models.latents import vae_moments
 from sdbench.models.loading import build_vae, find_model
 from sdbench.models.switches import compile_in_place
@@ -52,14 +54,14 @@ class Batches(Dataset):
     `caption` and their `number` in the shard, and (number, reason) of each `bad` one.
     """
 
-    def __init__(self, shards: Shards, image_size: int):
-        self.shards = shards
+    def __init__(self, readers: list[MDSReader], image_size: int):
+        self.readers = readers
         self.image_size = image_size
 
     def __getitem__(self, key: tuple[int, range]) -> dict:
         """Return the batch of so many samples of a shard."""
         shard, numbers = key
-        reader = self.shards.readers[shard]
+        reader = self.readers[shard]
         batch = {'shard': shard, 'number': [], 'caption': [], 'bad': []}
         images = []
         for number in numbers:
@@ -76,24 +78,6 @@ class Batches(Dataset):
         if images:
             batch['image'] = stack_images(images, self.image_size)
         return batch
-
-
-def keys_of_batches(shards: Shards, batch_size: int) -> Iterator[tuple[int, range]]:
-    """Yield the shard of each batch and the numbers of its samples. An empty shard has one batch without samples.
-
-    The shards are fetched meanwhile, one after the other.
-    """
-    with ThreadPoolExecutor(1) as fetcher:
-        for shard, reader in enumerate(fetcher.map(shards.fetch, range(len(shards.readers)))):
-            for start in range(0, max(1, len(reader)), batch_size):  # so that its part is written as well
-                yield shard, range(start, min(start + batch_size, len(reader)))
-
-
-class Snapshot(NamedTuple):
-    """What a process has encoded at a moment."""
-    batches: int
-    images: int
-    seconds: float  # of the clock
 
 
 def encode_images(vae: AutoencoderKL, images: torch.Tensor, image_size: int) -> torch.Tensor:
@@ -118,17 +102,14 @@ class Encoder:
         # the VAE as it encodes; random weights are the same on all devices
         torch.manual_seed(settings.seed)
         self.vae = build_vae(files, settings.encoder_precision).to(self.device)
-        channels_last = settings.channels_last
-        if channels_last is None:  # on a cluster each worker decides for its device
-            channels_last = on_gpu
-        if channels_last:
+        if settings.channels_last:
             self.vae.to(memory_format=torch.channels_last)
         if settings.compile:
             compile_in_place([self.vae.encoder], settings.compile)
 
         self.latent_size = files.latent_size(settings.image_size)
-        self.now = Snapshot(0, 0, time.perf_counter())
-        self.warm = self.now  # where the measurement begins
+        self.clock = [time.perf_counter()]  # when each batch ended
+        self.encoded = [0]  # images so far, after each batch
 
     def encode(self, output: Output, parts: list[Part], copies: str | None) -> None:
         """Encode one part after the other.
@@ -139,13 +120,25 @@ class Encoder:
             copies: folder for the shards while they are read; None: they are read in place.
         """
         settings = self.settings
-        shards = open_shards(settings.remote, copies, [part.sources[0].entry for part in parts])
-        loader = DataLoader(Batches(shards, settings.image_size), batch_size=None,
-                            sampler=keys_of_batches(shards, settings.batch_size), num_workers=settings.num_workers,
-                            pin_memory=self.device.type == 'cuda')
+        entries = [part.sources[0].entry for part in parts]
+        stream = VerifiedStream({'version': 2, 'shards': entries}, settings.remote, copies)
+        readers = [reader_from_json(stream.local, '', entry) for entry in entries]
+
+        def keys_of_batches() -> Iterator[tuple[int, range]]:
+            # The shards are fetched one after the other while others are encoded. An empty one has one batch without
+            # samples, so that its part is written as well.
+            with ThreadPoolExecutor(1) as fetcher:
+                for shard, _ in enumerate(fetcher.map(stream.prepare_shard, readers)):
+                    samples = len(readers[shard])
+                    for start in range(0, max(1, samples), settings.batch_size):
+                        yield shard, range(start, min(start + settings.batch_size, samples))
+
+        loader = DataLoader(Batches(readers, settings.image_size), batch_size=None, sampler=keys_of_batches(),
+                            num_workers=settings.num_workers, pin_memory=self.device.type == 'cuda')
         for number, batches in groupby(loader, itemgetter('shard')):
             self.encode_part(output, parts[number], batches)
-            shards.drop(number)
+            if copies is not None:
+                readers[number].evict()
 
     def encode_part(self, output: Output, part: Part, batches: Iterator[dict]) -> None:
         """Encode the batches of a part's shard, and list its bad samples by their number among all."""
@@ -164,7 +157,8 @@ class Encoder:
                 writing.append(thread.submit(write, self.moments_of(batch, shard), batch['caption']))
                 for number, reason in batch['bad']:
                     skipped.append({'source': shard.name, 'key': shard.first + number, 'reason': reason})
-                self.count(len(batch['caption']))
+                self.encoded.append(self.encoded[-1] + len(batch['caption']))
+                self.clock.append(time.perf_counter())
         for written in writing:
             written.result()
         writer.finish(skipped)
@@ -189,24 +183,18 @@ class Encoder:
                                 'image out')
         return list(moments.numpy())
 
-    def count(self, images: int) -> None:
-        """Note that a batch has ended. The measurement begins after the warm-up, and has at least a batch."""
-        if self.now.batches <= self.settings.warmup_batches:
-            self.warm = self.now
-        self.now = Snapshot(self.now.batches + 1, self.now.images + images, time.perf_counter())
-
     def figures(self) -> dict:
         """Return the speed of this process so far: `measured` images in `measured_batches` and in `seconds`.
 
-        It is that after the warm-up. A single batch is measured with the start of the loader.
+        It is that after the warm-up, of a batch at least. A single one is measured with the start of the loader.
         """
+        begun = min(self.settings.warmup_batches, len(self.clock) - 2)
         device = None  # the name of a processor takes a second to find out
         if self.device.type == 'cuda':
             device = torch.cuda.get_device_name(self.device)
         return {'name': self.name, 'machine': platform.node(), 'device': device,
-                'measured': self.now.images - self.warm.images,
-                'measured_batches': self.now.batches - self.warm.batches,
-                'seconds': self.now.seconds - self.warm.seconds}
+                'measured': self.encoded[-1] - self.encoded[begun], 'measured_batches': len(self.clock) - 1 - begun,
+                'seconds': self.clock[-1] - self.clock[begun]}
 
 
 encoder_of_process = functools.cache(Encoder)  # built at the first call

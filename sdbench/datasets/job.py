@@ -8,7 +8,7 @@ import os
 import shlex
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -95,7 +95,7 @@ class Joined:
         return f'{reasons}; listed in {out}/{SKIPPED}'
 
 
-def join_parts(output: Output, parts: Iterable[str], left_out: Iterable[dict] = ()) -> Joined:
+def join_parts(output: Output, parts: Sequence[str], left_out: Iterable[dict] = ()) -> Joined:
     """Read what the parts of OUT hold, and list in OUT/skipped.jsonl what was left out, if anything was.
 
     Args:
@@ -108,27 +108,22 @@ def join_parts(output: Output, parts: Iterable[str], left_out: Iterable[dict] = 
     joined = Joined()
     with tempfile.TemporaryFile() as skipped:
         joined.add_skipped(left_out, skipped)
-        for part, index in read_parts(output, list(parts)):
-            joined.add_part(part, index['shards'])
-            joined.add_skipped(index['skipped'], skipped)
+        with ThreadPoolExecutor(READERS) as readers:
+            for start in range(0, len(parts), READERS):  # few are held at once
+                some = parts[start:start + READERS]
+                contents = readers.map(output.read, [f'{part}/{INDEX}' for part in some])
+                for part, content in zip(some, contents, strict=True):
+                    try:
+                        index = json.loads(content)
+                    except (ValueError, TypeError):
+                        raise DataError(f'{part}/{INDEX} of {output.label} is gone or damaged; remove the folder '
+                                        f'{part}, and run the same command again') from None
+                    joined.add_part(part, index['shards'])
+                    joined.add_skipped(index['skipped'], skipped)
         skipped.seek(0)
         if joined.skipped or output.read(SKIPPED) is not None:
             output.write(SKIPPED, skipped)
     return joined
-
-
-def read_parts(output: Output, parts: list[str]) -> Iterator[tuple[str, dict]]:
-    """Yield the name and the index of each part, many read at once. Raises DataError if one is not there or damaged."""
-    def read(part: str) -> tuple[str, dict]:
-        try:
-            return part, json.loads(output.read(f'{part}/{INDEX}'))
-        except (ValueError, TypeError):
-            raise DataError(f'{part}/{INDEX} of {output.label} is gone or damaged; remove the folder {part}, and run '
-                            'the same command again') from None
-
-    with ThreadPoolExecutor(READERS) as readers:
-        for start in range(0, len(parts), READERS):  # few are held at once
-            yield from readers.map(read, parts[start:start + READERS])
 
 
 def write_index(output: Output, joined: Joined, **about: Any) -> bool:

@@ -70,29 +70,19 @@ class Output:
             claim['machine'] = platform.node()
         with contextlib.ExitStack() as stack:
             if self.is_folder:
-                stack.enter_context(self._locked())
+                path = Path(self.out, LOCK)
+                stack.enter_context(locked(path, self.label))
+                stack.callback(path.unlink, missing_ok=True)
             self._claim(json.loads(json.dumps(claim)))
             yield
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock, and remove its file at the end. Raises ValueError if the folder is somebody's."""
-        path = Path(self.out, LOCK)
-        with locked(path, self.label):
-            try:
-                names = {*os.listdir(self.out)} - {LOCK}
-                if names and CLAIM not in names:
-                    raise ValueError(f'{self.label} already holds something; give a new folder')
-                yield
-            finally:
-                path.unlink(missing_ok=True)
 
     def _claim(self, settings: dict) -> None:
         """Write in OUT what it is made of. Raises ValueError if it is made of something else."""
         # begin an OUT that nobody has begun
         held = self.read(CLAIM)
         if held is None:
-            if not self.is_folder and any(name != CLAIM for name in self.names()):
+            names = os.listdir(self.out) if self.is_folder else self.names()
+            if any(name not in (CLAIM, LOCK) for name in names):
                 raise ValueError(f'{self.label} already holds something; give a new folder')
             if self._create(CLAIM, json.dumps(settings).encode()):
                 return

@@ -163,18 +163,16 @@ class LocalWorkers:
 def begin_process(alive: connection.Connection, environment: dict[str, str], numbers: SimpleQueue,
                   use_gpu: Callable[[int], None] | None) -> None:
     """Prepare a new process: take the environment of the command, and end when the command closes `alive` or ends."""
+    def end_with_command() -> None:
+        alive.poll(None)  # returns when nobody has the other end any more
+        os._exit(1)
+
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's to answer
-    threading.Thread(target=end_with_command, args=(alive,), daemon=True).start()
+    threading.Thread(target=end_with_command, daemon=True).start()
     if use_gpu:
         use_gpu(numbers.get())
-
-
-def end_with_command(alive: connection.Connection) -> None:
-    """Wait until nobody has the other end of `alive` any more, and end this process."""
-    alive.poll(None)
-    os._exit(1)
 
 
 class RayWorkers:
@@ -193,7 +191,15 @@ class RayWorkers:
         os.environ.setdefault('RAY_USAGE_STATS_ENABLED', '0')  # Ray reports how it is used unless it is told not to
         import ray
         self.ray = ray
-        refuse_silent_address(address)
+
+        # what listens at HOST:PORT, which Ray would call for many minutes; auto and the like are Ray's to find
+        match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
+        if match:
+            try:
+                socket.create_connection((match[1], int(match[2])), SECONDS_TO_CONNECT).close()
+            except (OSError, OverflowError) as error:
+                raise no_cluster_error(address, error) from None
+
         settings = {name: os.environ[name] for name in SETTINGS_OF_STORES if name in os.environ}
         environment = {'py_modules': [str(PACKAGE)], 'env_vars': settings}
         try:
@@ -240,17 +246,6 @@ class RayWorkers:
             raise DataError(f'a machine of the cluster cannot work for this program ({one_line(error)})') from None
         except self.ray.exceptions.RayError:
             raise WorkerDied from None
-
-
-def refuse_silent_address(address: str) -> None:
-    """Raise ValueError if nothing listens at HOST:PORT, which Ray would call for many minutes."""
-    match = re.fullmatch(r'(?:ray://)?([^/]+):(\d+)', address)
-    if match is None:
-        return  # such as auto
-    try:
-        socket.create_connection((match[1], int(match[2])), SECONDS_TO_CONNECT).close()
-    except (OSError, OverflowError) as error:
-        raise no_cluster_error(address, error) from None
 
 
 def no_cluster_error(address: str, error: Exception) -> ValueError:

@@ -27,22 +27,13 @@ def shard_size(text: str) -> int:
     raise argparse.ArgumentTypeError(f'{text} is not a size below 4gb, such as 64mb')
 
 
-def images_at_size(text: str) -> tuple[int, str]:
-    """Convert IMAGES@SIZE: a number of images, and the size of a side in pixels."""
-    match = re.fullmatch('([1-9][0-9]*)@([1-9][0-9]*)', text)
+def images_at_size(text: str) -> tuple[int | None, str]:
+    """Convert IMAGES@SIZE: a number of images, and the size of a side in pixels. SIZE alone has None for the images."""
+    match = re.fullmatch('(?:([1-9][0-9]*)@)?([1-9][0-9]*)', text)
     if match is None:
         raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256')
-    return int(match[1]), match[2]
-
-
-def phase(text: str) -> tuple[int | None, str]:
-    """Convert SIZE or IMAGES@SIZE; the images are None where the records are to say them."""
-    if re.fullmatch('[1-9][0-9]*', text):
-        return None, text
-    try:
-        return images_at_size(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f'{text} is not IMAGES@SIZE, such as 1126400000@256, or 256') from None
+    images = int(match[1]) if match[1] else None
+    return images, match[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +156,7 @@ class Report:
                          'and image size')
     phase: tuple[tuple[int | None, str], ...] = flag(
         (), 'a plan instead, of phases at these sides in pixels; each trains on IMAGES, or on as many as its record '
-        'says (default: no plan)', converter=phase, metavar='[IMAGES@]SIZE')
+        'says (default: no plan)', converter=images_at_size, metavar='[IMAGES@]SIZE')
     encode: tuple[tuple[int, str], ...] = flag(
         (), 'images that a plan on latents encodes once (default: none)', converter=images_at_size,
         metavar='IMAGES@SIZE', needs='phase')
@@ -183,6 +174,9 @@ class Report:
     def check(self) -> None:
         if self.compare and self.extrapolate:
             raise ValueError('--extrapolate predicts, and --compare shows what was measured; give one of them')
+        for images, size in self.encode:
+            if images is None:
+                raise ValueError(f'--encode {size} does not say how many images; give IMAGES@{size}')
         sizes = [size for images, size in self.phase if images is None]
         if len(set(sizes)) < len(sizes):
             raise ValueError(f'--phase {" ".join(sizes)}: two phases of one size would take the images of one record; '

@@ -106,13 +106,13 @@ def complete(settings: Train, index: dict | None) -> Train:
 
 def complete_encoding(settings: Encode) -> Encode:
     """Return the settings of an encoding with nothing left open. Raises ValueError if --ray needs a precision."""
-    is_for_gpus = torch.cuda.is_available()
+    is_for_gpus = torch.cuda.is_available()  # here
     if settings.ray and settings.encoder_precision is None and not is_for_gpus:
         raise ValueError(f'--ray {settings.ray} needs --encoder_precision, since no GPU of this machine says what '
                          'those of the cluster can do; give bf16 (GPUs since the A100), fp16, or fp32 for CPUs')
     settings = with_workers(with_local_in_place(settings), cores_of_device(torch.cuda.device_count()))
     return with_defaults(settings, encoder_precision=ENCODER_PRECISIONS[best_precision(is_for_gpus)],
-                         channels_last=None if settings.ray else is_for_gpus)  # None: each worker knows
+                         channels_last=not settings.cpu if settings.ray else is_for_gpus)
 
 
 def with_defaults(settings: Any, **defaults: Any) -> Any:

@@ -1,6 +1,6 @@
 """Stream the shards of a dataset, each compared with index.json before it is read.
 
-A training uses VerifiedDataset; programs that read whole shards use `open_shards`.
+A training uses VerifiedDataset; encode.py, which reads whole shards, has a VerifiedStream alone.
 
 Where Streaming 0.13.0 is overridden, a docstring says what goes wrong without the override, and names the test that
 shows it. When Streaming fixes one of these, its override can be deleted.
@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import streaming.base.dataset
@@ -23,7 +22,7 @@ from streaming import Stream, StreamingDataset
 from streaming.base.compression import decompress
 from streaming.base.constant import LOCALS, TICK
 from streaming.base.dataset import _ShardState
-from streaming.base.format import FileInfo, reader_from_json
+from streaming.base.format import FileInfo
 from streaming.base.format.mds.reader import MDSReader
 from streaming.base.hashing import get_hash
 from streaming.base.shared import SharedMemory
@@ -217,40 +216,6 @@ class VerifiedDataset(StreamingDataset):
         state = self.state_dict(sample_in_epoch, from_beginning=True)
         state['epoch'] = epoch
         self.load_state_dict(state)
-
-
-class Shards(NamedTuple):
-    """Shards of a dataset, each verified when it is fetched. Made by `open_shards`."""
-    stream: VerifiedStream
-    readers: list[MDSReader]
-
-    def fetch(self, number: int) -> MDSReader:
-        """Verify a shard, and download it if need be; return its reader.
-
-        `len(reader)` is its number of samples, and `reader[0]` the first, a dict of columns.
-
-        Raises DataError if the shard cannot be had.
-        """
-        reader = self.readers[number]
-        self.stream.prepare_shard(reader)
-        return reader
-
-    def drop(self, number: int) -> None:
-        """Delete the copy of a shard, which can be fetched again. A shard that is read in place stays."""
-        if self.stream.remote is not None:
-            Path(shard_path(self.readers[number])).unlink(missing_ok=True)
-
-
-def open_shards(remote: str, folder: str | None, entries: list[dict]) -> Shards:
-    """Open some shards of `remote`, which any number of processes on any machines may do at once.
-
-    Args:
-        remote: folder or object store with the shards.
-        folder: for the copies. None: `remote` is read in place if it can be, else see `cache_folder`.
-        entries: of these shards in the index.json of `remote`.
-    """
-    stream = VerifiedStream({'version': 2, 'shards': entries}, remote, folder)
-    return Shards(stream, [reader_from_json(stream.local, '', entry) for entry in entries])
 
 
 def is_readable_in_place(remote: str, entries: list[dict]) -> bool:

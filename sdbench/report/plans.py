@@ -33,7 +33,6 @@ class Part(NamedTuple):
     Attributes:
         name: what it is, 'encode' or 'train'.
         size: of a side of its images in pixels.
-        images: that are encoded, or trained on.
         days: that they take.
         least: the fewest days that they may take; NaN where the forecast is not tested, or corrected.
         most: the most days.
@@ -41,7 +40,6 @@ class Part(NamedTuple):
     """
     name: str
     size: str
-    images: int
     days: float
     least: float
     most: float
@@ -202,7 +200,10 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
         if status:
             work.append(('encode', size, images, (speed, math.nan, math.nan), status, 0))
     for images, size in phases:
-        run = run_to_plan_by(runs[runs['image_size'] == size])
+        # by the newest forecast; where there are measurements, by the fastest of the newest of each microbatch
+        of_size = runs[runs['image_size'] == size]
+        measured = of_size[of_size['status'] == MEASURED].drop_duplicates('device_train_microbatch_size', keep='last')
+        run = of_size.iloc[-1] if measured.empty else measured.loc[measured['images_per_sec'].idxmax()]
         speeds = run['images_per_sec'], run['images_per_sec_most'], run['images_per_sec_least']
         interval = str(run['record'].get('save_interval', ''))
         batches = to_batches(interval) if interval.endswith('ba') else LONGEST_INTERVAL
@@ -223,23 +224,8 @@ def parts_of_plan(runs: pd.DataFrame, records: pd.DataFrame, phases: list[tuple[
                 raise ValueError(f'--hours_between_losses {hours:g}: {short_name(first["device"])} at {size} px loses '
                                  f'{lost:.1f} hours each time; plan with a shorter --save_interval')
             days = [each * hours / (hours - lost) for each in days]
-        parts.append(Part(name, size, images, *days, status))
+        parts.append(Part(name, size, *days, status))
     return parts
-
-
-def run_to_plan_by(runs: pd.DataFrame) -> pd.Series:
-    """Return the row whose speed counts, of runs of one setting and size that may differ in the microbatch.
-
-    It is the newest forecast; or, where there are measurements, the fastest of the newest of each microbatch.
-
-    Args:
-        runs: the newest last.
-    """
-    measured = runs[runs['status'] == MEASURED]
-    if measured.empty:
-        return runs.iloc[-1]
-    newest = measured.drop_duplicates('device_train_microbatch_size', keep='last')
-    return newest.loc[newest['images_per_sec'].idxmax()]
 
 
 def speed_of_encoding(run: pd.Series, records: pd.DataFrame, size: str) -> tuple[float, str]:
