@@ -7,7 +7,8 @@ not matter.
 A table of captions goes before both for each image that it names: all tables are read before the first image.
 
 Links in folders are followed wherever they lead (part1 -> /disk1): whoever made SOURCE made them. Each real folder is
-searched once, so that loops end, and a file that has two names by links is converted once.
+searched once, so that loops end, and a file that has two names by links is converted once: by a name that has captions
+beside it, or else by one that is no link.
 """
 import fnmatch
 import glob
@@ -66,6 +67,7 @@ class Entry(NamedTuple):
     """A file as its folder lists it."""
     path: str
     real_path: str  # without links
+    is_link: bool
     size: int  # in bytes
     change: int  # as in File
 
@@ -83,10 +85,11 @@ class Folder(NamedTuple):
         if not os.path.isfile(path):
             return None
         real = os.path.join(self.real_path, name)
-        if os.path.islink(real):
+        is_link = os.path.islink(real)
+        if is_link:
             real = os.path.realpath(real)
         status = os.stat(path)
-        return Entry(path, real, status.st_size, status.st_mtime_ns)
+        return Entry(path, real, is_link, status.st_size, status.st_mtime_ns)
 
 
 class Found(NamedTuple):
@@ -131,9 +134,12 @@ def find_files(sources: Iterable[str], excluded: Iterable[str] = (), captions: s
             if name in folder.present and folder.find(name):
                 tables.add_found(os.path.join(folder.path, name))
 
-    # sort what is converted from what is left out
-    for folder in folders:
-        files += search.files(folder, tables)
+    # sort what is converted from what is left out; of the names of a file, the first in this order counts
+    found = [pair for folder in folders for pair in search.files(folder, tables)]
+    found.sort(key=lambda pair: (not any(file.captions for file in pair[1]), pair[0].is_link))
+    for entry, of_entry in found:
+        if search.is_new(entry.path, entry.real_path):
+            files += of_entry
     tables.leave_out_unused()
     return Found(sorted(files, key=lambda file: file.name.split('/')), search.left_out, tables.count())
 
@@ -247,8 +253,11 @@ class Search:
             else:
                 self.leave_out(address, f'not an image, a caption, a tar or Parquet: {why_not_read(suffix)}')
 
-    def files(self, folder: Folder, tables: Captions) -> Iterator[File]:
-        """Yield the tars, Parquet files and images of a folder that SOURCE names, and list what else it names there."""
+    def files(self, folder: Folder, tables: Captions) -> Iterator[tuple[Entry, list[File]]]:
+        """Yield each tar, Parquet file and image of a folder that SOURCE names, and list what else it names there.
+
+        An image comes with a File for each of its captions of a table, or one for those in files.
+        """
         # sort the files by what they are
         images = defaultdict(list)  # by key
         captions = []
@@ -263,8 +272,7 @@ class Search:
             elif is_of_img2dataset(name, folder.present) or entry.real_path in tables.read:
                 continue
             elif suffix.lower() == '.tar' or is_parquet(name):
-                if self.is_new(path, entry.real_path):
-                    yield File(path, entry.size, changed=(entry.change,))
+                yield entry, [File(path, entry.size, changed=(entry.change,))]
             elif is_image(suffix):
                 images[key].append(entry)
             elif is_caption(suffix):
@@ -287,23 +295,22 @@ class Search:
             names = [named[key][suffix] for suffix in captions_among(named[key])]
             yield from self.images(entries, list(filter(None, map(folder.find, names))), tables)
 
-    def images(self, entries: list[Entry], captions: list[Entry], tables: Captions) -> Iterator[File]:
+    def images(self, entries: list[Entry], captions: list[Entry], tables: Captions
+               ) -> Iterator[tuple[Entry, list[File]]]:
         """Yield the images of a key, each with its captions of a table, or else in files."""
         for image in entries:
             of_table = tables.take(image.real_path)
             if of_table is None and len(entries) > 1:  # one may be a mask of the other
                 names = [os.path.basename(entry.path) for entry in entries]
                 self.leave_out(image.path, f'more than one image: {", ".join(names)}')
-            elif not self.is_new(image.path, image.real_path):
-                continue
             elif of_table is not None:
-                for caption in of_table:
-                    yield File(image.path, image.size, changed=(image.change,), caption=caption)
+                yield image, [File(image.path, image.size, changed=(image.change,), caption=caption)
+                              for caption in of_table]
             else:
                 files = [image, *captions]
-                yield File(image.path, sum(file.size for file in files),
-                           tuple(os.path.basename(file.path) for file in captions),
-                           tuple(file.change for file in files))
+                yield image, [File(image.path, sum(file.size for file in files),
+                                   tuple(os.path.basename(file.path) for file in captions),
+                                   tuple(file.change for file in files))]
 
 
 def list_objects(store: ObjectStore, key: str, source: str) -> list[dict]:

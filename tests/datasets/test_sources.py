@@ -41,6 +41,20 @@ def test_links_are_followed_loops_end_and_what_has_two_names_is_converted_once(t
         'part1/itself': 'no file: a broken link, a pipe, a socket or a device'}
 
 
+def test_of_two_names_the_one_with_a_caption_counts_or_else_the_one_that_is_no_link(tmp_path):
+    make(tmp_path, 'real/captioned.jpg', 'real/captioned.txt', 'real/bare.jpg', 'real/alone.jpg', 'real/x.tar',
+         'a/bare.txt')
+    links = {'0.jpg': 'captioned.jpg', 'bare.jpg': 'bare.jpg', '1.jpg': 'alone.jpg', 'x.tar': 'x.tar'}
+    for link, real in links.items():
+        (tmp_path / 'a' / link).symlink_to(f'../real/{real}')
+    found = find_files([str(tmp_path)])
+    assert names_of(found, tmp_path) == ['a/bare.jpg', 'real/alone.jpg', 'real/captioned.jpg', 'real/x.tar']
+    second = f'a second name: of {tmp_path}'
+    assert reasons_of(found, tmp_path) == {
+        'a/0.jpg': f'{second}/real/captioned.jpg', 'real/bare.jpg': f'{second}/a/bare.jpg',
+        'a/1.jpg': f'{second}/real/alone.jpg', 'a/x.tar': f'{second}/real/x.tar'}
+
+
 def test_what_is_not_converted_is_listed_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr('sdbench.datasets.sources.formats', lambda: ())
     make(tmp_path, 'x.tar', 'x.parquet', 'x_stats.json', '0/a.mp4', '0.parquet', '0_stats.json', 'y.parquet',
