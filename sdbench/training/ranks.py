@@ -99,7 +99,8 @@ class StopAtSignal(Callback):
 
     It must come before the callbacks that save. It is also a context manager, around all that is to be finished after a
     signal: it handles signals from the start of the training until the context ends. A second Ctrl-C ends the process
-    at once. A second SIGTERM does not, because a cluster and the launcher both send one.
+    at once. A second SIGTERM does not, because a cluster and the launcher both send one. A training that begins later
+    ends before its first batch.
 
     Attributes:
         interrupted: whether the training was ended so.
@@ -116,9 +117,12 @@ class StopAtSignal(Callback):
     def __exit__(self, *_) -> None:
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
+        self._handlers_before = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._handlers_before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        if not self._handlers_before:
+            self._handlers_before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        self.batch_end(state, logger)  # a program may call `fit` again after the signal
 
     def _note(self, number: int, frame) -> None:
         """Handle a signal: note it, and let the next Ctrl-C end the process."""

@@ -43,8 +43,10 @@ class Safeguard(Callback):
         for optimizer in state.optimizers:
             for parameter, moments in optimizer.state.items():
                 for name, moment in moments.items():
+                    if not isinstance(moment, torch.Tensor):
+                        continue  # as None, or a number that an optimizer counts
                     if moment.shape == parameter.shape:
-                        moments[name] = torch.empty_like(parameter).copy_(moment)
+                        moments[name] = torch.empty_like(parameter, dtype=moment.dtype).copy_(moment)
                     else:
                         moments[name] = moment.clone()  # the number of the step
 

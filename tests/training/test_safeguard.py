@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composer.core import Timestamp
+from composer.optim import DecoupledSGDW
 
 import benchmark
 from benchmark import main
@@ -85,3 +86,20 @@ def test_the_noise_of_a_batch_depends_on_seed_batch_and_rank_alone(monkeypatch):
         return tuple(torch.rand(4).tolist())
     assert noise(17, 3) == noise(17, 3)
     assert len({noise(17, 3), noise(18, 3), noise(17, 4), noise(17, 3, rank=1)}) == 4
+
+
+def test_what_an_optimizer_keeps_beside_moments_of_its_weights_stays_as_it_is():
+    weights = torch.nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    weights.grad = torch.ones_like(weights)
+    optimizer = DecoupledSGDW([weights], 0.1)
+    optimizer.step()
+    codes = torch.randint(256, weights.shape, dtype=torch.uint8)  # as 8-bit optimizers keep their moments
+    optimizer.state[weights] |= {'calls': 3, 'codes': codes}
+    state = SimpleNamespace(timestamp=Timestamp(), train_dataloader=SimpleNamespace(dataset=None),
+                            optimizers=[optimizer])
+    Safeguard(5).fit_start(state, None)
+    kept = optimizer.state[weights]
+    assert (kept['momentum_buffer'], kept['calls']) == (None, 3)
+    assert kept['codes'].dtype == torch.uint8
+    assert torch.equal(kept['codes'], codes)
+    assert kept['codes'].stride() == weights.stride()

@@ -4,14 +4,18 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from composer import Callback
+import torch
+from composer import Callback, Trainer
+from composer.devices import DeviceCPU
 
-from benchmark import main
+from benchmark import StableDiffusion, main
+from data import SyntheticImageCaptionDataset, build_loader
 from sdbench.training.checkpoints import checkpoints_in, load_checkpoint
-from sdbench.training.ranks import StopAtSignal
+from sdbench.training.ranks import SIGNALS, StopAtSignal
 from tests.runs import TINY, assert_same_training, one_error_line, start_launcher, wait_until
 
 
@@ -74,8 +78,23 @@ def test_a_training_ends_where_its_budget_is_spent_and_counts_what_it_has_cost_w
     assert whole['gpu_hours'] > spent['gpu_hours']
 
 
+def test_a_signal_in_one_of_a_programs_trainings_ends_those_after_it_and_the_handlers_come_back(smallest_model):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    model = StableDiffusion(smallest_model, image_size=16)
+    loader = build_loader(SyntheticImageCaptionDataset(16, num_samples=64), 2, num_workers=0)
+    batches = []
+    with StopAtSignal() as stop:
+        trainer = Trainer(model=model, optimizers=torch.optim.SGD(model.unet.parameters(), 0.1), max_duration='1ep',
+                          train_dataloader=loader, callbacks=[stop, Signalled(signal.SIGTERM)], progress_bar=False)
+        for _ in range(3):
+            trainer.fit(duration='2ba')
+            batches.append((trainer.state.timestamp.batch.value, stop.interrupted))
+    assert batches == [(2, False), (4, True), (4, True)]
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
 def interrupt_twice(note: Path) -> None:
-    StopAtSignal().fit_start(None, None)
+    StopAtSignal().fit_start(SimpleNamespace(device=DeviceCPU()), None)
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGINT)
     note.touch()
