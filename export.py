@@ -42,7 +42,7 @@ def export(settings: Export) -> None:
     print(f'reading {settings.checkpoint}', file=sys.stderr, flush=True)
     trained = read_trained_model(settings.checkpoint, 'CHECKPOINT')
     pipeline = trained_pipeline(trained, f'CHECKPOINT {settings.checkpoint}', settings.model_name, settings.tokenizer,
-                                settings.pretrained, settings.live)
+                                settings.live)
     if trained.facts.get('vae_sha256') == RANDOM:
         print(f'warning: {settings.checkpoint} was trained without --pretrained, so that its VAE and its text encoder '
               'are random, and pictures will be noise', file=sys.stderr)

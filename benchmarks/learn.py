@@ -180,7 +180,7 @@ def drawn_after(folder: Path, phase: int, captions: list[str]) -> tuple[dict, np
     verdicts = {}
     for kind, flags in (('live', ['--live']), ('averaged', [])):
         out = folder / f'{kind}-{phase}'
-        export([str(folder / f'phase-{phase}'), str(out), '--pretrained', *flags])
+        export([str(folder / f'phase-{phase}'), str(out), *flags])
         drawn = draw(out, captions, each=8)
         verdicts[kind] = share_of_right_pictures(drawn, captions, unseen=UNSEEN)
     return verdicts, drawn

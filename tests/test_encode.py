@@ -108,12 +108,12 @@ def test_a_pipeline_of_a_training_on_latents_takes_no_vae_but_that_of_the_encodi
     benchmark.main(['--remote', latents, *TINY, '--model_name', model_folder, '--pretrained', '--num_workers', '0',
                     '--max_duration', '1ba', '--save_folder', kept, '--results', '-'])
     with pytest.raises(SystemExit):
-        export.main([kept, 'out', '--model_name', str(other), '--pretrained'])
+        export.main([kept, 'out', '--model_name', str(other)])
     assert 'hash of its vae was' in capsys.readouterr().err
     with pytest.raises(SystemExit):
         benchmark.main(['--use_synth_data', *TINY, '--model_name', str(other), '--pretrained', '--load_weights', kept])
     assert 'hash of its vae was' in capsys.readouterr().err
-    export.main([kept, 'out', '--model_name', model_folder, '--pretrained'])
+    export.main([kept, 'out', '--model_name', model_folder])
 
 
 def test_images_that_were_added_are_encoded_and_no_others_also_where_a_shard_is_empty(tmp_path, model_folder):

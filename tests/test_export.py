@@ -130,7 +130,7 @@ def test_a_run_on_latents_is_drawn_with_the_vae_that_encoded_them_wherever_it_is
 
 
 @pytest.mark.parametrize('known, words', [(True, 'a VAE with random weights, which cannot decode'),
-                                          (False, 'give export.py --model_name FOLDER --pretrained')])
+                                          (False, 'does not say which one encoded its latents')])
 def test_a_run_on_latents_whose_vae_is_not_to_be_had_is_neither_exported_nor_evaluated(tmp_path, capfd,
                                                                                       known, words):
     main(['--use_synth_latents', *TINY, '--save_folder', 'kept'])
@@ -154,8 +154,7 @@ def test_a_run_without_pretrained_is_told_at_its_start_and_at_its_export_that_it
 
 
 @pytest.mark.parametrize('source, flags, words', [
-    ('other', [], 'give --model_name'), ('other', ['--model_name', 'tiny'], 'give export.py --model_name FOLDER'),
-    ('other', ['--model_name', 'tiny', '--pretrained'], 'is not the model of'),
+    ('other', [], 'give --model_name'), ('other', ['--model_name', 'tiny'], 'holds no VAE'),
     ('run', ['--model_name', 'EPSILON'], 'prediction_type of its scheduler was "v_prediction", and is "epsilon" now'),
     ('latents', ['--model_name', 'EPSILON'], 'hash of its vae was'),
     ('latents', ['--tokenizer', 'MODEL'], 'was trained with another tokenizer than')])

@@ -96,8 +96,6 @@ class Export:
     live: bool = flag(False, 'take the live weights of the UNet (default: off, the averaged ones where there are any)')
     model_name: str | None = flag(None, 'tiny, a diffusers folder or a hub name, for the configuration of each part '
                                   '(default: that of the run)')
-    pretrained: bool = flag(False, 'take the VAE from --model_name also where a checkpoint without one does not say '
-                            'which it was trained with')
     tokenizer: str | None = flag(None, 'folder or hub name, where it has moved (default: that of the run)')
 
     def check(self) -> None:

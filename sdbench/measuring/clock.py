@@ -112,8 +112,14 @@ class Measurement(Callback):
         self._ready_at_start = 0  # batches that the loader had ready when the window began
 
     def fit_start(self, state: State, logger) -> None:
+        # between warm-up and window the loader's queue turns over, if the run is long enough for it
         self.window.queue_batches = state.train_dataloader.queue_length
-        self.turnover_batches = self._turnover(state)
+        batches_left = state.max_duration.value - state.timestamp.batch.value - self.warmup_batches
+        if self.measure_batches is None:
+            room = batches_left // (1 + QUEUES_IN_WINDOW)
+        else:
+            room = batches_left - self.measure_batches
+        self.turnover_batches = min(self.window.queue_batches, max(0, room))
         self._previous_end = time.perf_counter()
 
     @contextlib.contextmanager
@@ -159,7 +165,8 @@ class Measurement(Callback):
 
         # it is measured, or before the window
         first = self.warmup_batches + self.turnover_batches
-        if self.batches >= first and not self._is_full():
+        is_full = self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
+        if self.batches >= first and not is_full:
             self._measure(state, seconds, waited, excluded)
         elif self.batches < self.warmup_batches and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # what comes before the measured steps may take more
@@ -189,9 +196,6 @@ class Measurement(Callback):
         window.drained_batches = self._drained(state)
         self.gpu.batch_end()
 
-    def _is_full(self) -> bool:
-        return self.measure_batches is not None and len(self.window.batch_seconds) >= self.measure_batches
-
     def _drained(self, state: State) -> int:
         """Return by how many batches the loader's queue is shorter than at the start of the window.
 
@@ -203,26 +207,6 @@ class Measurement(Callback):
         ready = state.train_dataloader.ready_batches
         left_in_epoch = int(state.dataloader_len) - state.timestamp.batch_in_epoch.value
         return max(0, min(self._ready_at_start, left_in_epoch) - ready)
-
-    def _turnover(self, state: State) -> int:
-        """Return the batches between warm-up and window: the loader's queue, if the run is long enough for it."""
-        batches_left = state.max_duration.value - state.timestamp.batch.value - self.warmup_batches
-        if self.measure_batches is None:
-            room = batches_left // (1 + QUEUES_IN_WINDOW)
-        else:
-            room = batches_left - self.measure_batches
-        return min(self.window.queue_batches, max(0, room))
-
-
-def whole_epochs(state: State) -> int:
-    """Count the epochs that are trained to their end.
-
-    Composer counts one only some time after its last batch, and a run can stop in between.
-    """
-    epochs = state.timestamp.epoch.value
-    if state.timestamp.batch_in_epoch.value == len(state.train_dataloader):  # the loader in use may be an evaluation's
-        epochs += 1
-    return epochs
 
 
 def window_figures(window: Window, all_ranks: bool = True) -> dict:

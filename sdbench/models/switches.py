@@ -101,8 +101,7 @@ def compile_in_place(modules: list[torch.nn.Module], mode: bool | str, backend: 
     """
     config = torch._dynamo.config
     config.optimize_ddp = False
-    if hasattr(config, 'fail_on_recompile_limit_hit'):
-        config.fail_on_recompile_limit_hit = True
+    config.fail_on_recompile_limit_hit = True
     for module in modules:
         module.compile(dynamic=False, mode=None if mode is True else mode, backend=backend)
 

@@ -11,7 +11,6 @@ from composer.utils import dist
 
 from sdbench.errors import DataError, known_reason, one_line, plural, redacted
 from sdbench.flags.train import SD2_BASE, TINY_COMMAND, Train
-from sdbench.measuring.clock import whole_epochs
 from sdbench.models.loading import weight_files
 from sdbench.records.keys import COMPLETE, FAILED, INTERRUPTED, PROFILED, UNMEASURED
 from sdbench.records.record import append_record, make_record
@@ -118,12 +117,17 @@ def fit(trainer: Trainer, stop: StopAtSignal) -> dict[str, str]:
 def training_record(settings: Train, model: ComposerModel, data: DataSpec, trainer: Trainer,
                     outcome: dict[str, str]) -> dict:
     """Return the record of a training that ended as `outcome` of `fit` says."""
-    # what was trained, and how it ended
+    # Composer counts an epoch only some time after its last batch, and a run can stop in between
     state = trainer.state
+    epochs = state.timestamp.epoch.value
+    if state.timestamp.batch_in_epoch.value == len(state.train_dataloader):  # the loader in use may be an evaluation's
+        epochs += 1
+
+    # what was trained, and how it ended
     found = {
         'tf32': torch.cuda.is_available() and torch.cuda.is_tf32_supported(),  # Composer uses it where it is there
         'trained_batches': state.timestamp.batch.value,
-        'trained_epochs': whole_epochs(state),
+        'trained_epochs': epochs,
         'tflops_per_image': sum(model.flops_per_image.values()) / 1e12,
         **outcome,
     }

@@ -9,7 +9,6 @@ from composer import Callback, ComposerModel
 from composer.core import Event, State, get_precision_context
 from composer.loggers import Logger
 from composer.utils import create_interval_scheduler, dist
-from diffusers import StableDiffusionPipeline
 from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
@@ -103,7 +102,7 @@ class Sampling(Callback):
             tokenizer = build_fitting_tokenizer(self.settings.tokenizer, self.files)
             captions = tokenizer.encode_batch(['', *self.prompts])
             tokens = torch.tensor([caption.ids for caption in captions], device=device)  # (1 + prompts, 77)
-            self._empty, *self._tokens = tokens
+            self._empty, self._tokens = tokens[0], tokens[1:]
             self._vae = self.model.vae
             if self._vae is None:
                 self._vae = build_vae(self.files, self.settings.encoder_precision).to(device)
@@ -148,32 +147,23 @@ class Sampling(Callback):
     def draw(self, unet: torch.nn.Module, microbatch: int) -> list[Image.Image]:
         """Draw the pictures, with no more at once in the UNet than in training, where gradients come on top."""
         at_once = max(1, microbatch // 2)  # each is there with its caption and without
+        side = self.model.image_size
         pipeline = build_pipeline(unet, self._vae, self.model.scheduler.config)
         pictures = []
         was_training = unet.training
         unet.eval()
         try:
-            with torch.compiler.set_stance('force_eager'):  # as it stands, not as it is compiled
-                for first in range(0, len(self._tokens), at_once):
-                    pictures += self._draw_some(pipeline, first, self._tokens[first:first + at_once])
+            for first in range(0, len(self._tokens), at_once):
+                tokens = self._tokens[first:first + at_once]  # (B, 77)
+                noise = seeded(self.settings.seed + first + index for index in range(len(tokens)))  # by prompt
+                # with the UNet as it stands, not as it is compiled
+                with torch.compiler.set_stance('force_eager'), get_precision_context(self.settings.precision):
+                    text = self.model.text_states(tokens)  # (B, 77, D)
+                    empty_text = self.model.text_states(self._empty[None]).expand_as(text)
+                    drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text, height=side, width=side,
+                                     generator=noise, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
+                                     output_type='latent')
+                pictures += decode(pipeline, drawn.images)
         finally:
             unet.train(was_training)
         return pictures
-
-    def _draw_some(self, pipeline: StableDiffusionPipeline, first: int,
-                   tokens: list[torch.Tensor]) -> list[Image.Image]:
-        """Draw some pictures.
-
-        Args:
-            pipeline: draws them.
-            first: number of the first prompt; the noise depends on it.
-            tokens: of these prompts, each int64 (77,).
-        """
-        side = self.model.image_size
-        with get_precision_context(self.settings.precision):
-            text = self.model.text_states(torch.stack(tokens))  # (B, 77, D)
-            empty_text = self.model.text_states(self._empty[None]).expand_as(text)
-            drawn = pipeline(prompt_embeds=text, negative_prompt_embeds=empty_text, height=side, width=side,
-                             generator=seeded(self.settings.seed + first + index for index in range(len(tokens))),
-                             num_inference_steps=STEPS, guidance_scale=GUIDANCE, output_type='latent')
-        return decode(pipeline, drawn.images)

@@ -214,7 +214,7 @@ def unet_folder(path: str) -> Path | None:
 # The pipeline of diffusers that it makes
 
 def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None = None, tokenizer: str | None = None,
-                     pretrained: bool = False, live: bool = False) -> StableDiffusionPipeline:
+                     live: bool = False) -> StableDiffusionPipeline:
     """Make the pipeline of a checkpoint, on the CPU. A warning says if its average is worth little yet.
 
     Args:
@@ -222,7 +222,6 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
         label: its name in error messages.
         model_name: for the configuration of each part; None: that of the run.
         tokenizer: None: that of the run, which is the model's own unless it had another.
-        pretrained: take the VAE from `model_name` also where a checkpoint without one does not say which it was.
         live: draw with the live weights, also where there is an average.
 
     Raises ValueError if the checkpoint does not fit `model_name`, or a part cannot be had.
@@ -234,9 +233,9 @@ def trained_pipeline(trained: TrainedModel, label: str, model_name: str | None =
     if trained.vae is None and trained.facts.get('vae_sha256') == RANDOM:
         raise ValueError(f'{label} was trained on latents of a VAE with random weights, which cannot decode, so that '
                          'nothing can be drawn with it; train with --pretrained, on what encode.py makes with it')
-    if trained.vae is None and not pretrained and 'vae_sha256' not in trained.facts:
-        raise ValueError(f'{label} holds no VAE, and does not say which one encoded its latents; give export.py '
-                         '--model_name FOLDER --pretrained for that one')
+    if trained.vae is None and 'vae_sha256' not in trained.facts:
+        raise ValueError(f'{label} holds no VAE, and does not say which one encoded its latents; give one that '
+                         'benchmark.py has saved')
     files = find_model(name, pretrained=trained.vae is None)
 
     # Its parts, with the weights that were trained.

@@ -113,7 +113,7 @@ def test_a_run_on_latents_draws_with_the_vae_of_the_model_folder(tmp_path, model
                    '--save_folder', 'kept-latents'])
     assert record['encoders'] == 'text_in_loop'
     assert [path.name for path in latents.iterdir()] == ['ba3.png']
-    export(['kept-latents', 'out', '--pretrained'])
+    export(['kept-latents', 'out'])
     for ours, theirs in zip(pictures_in(latents / 'ba3.png'), drawn_by_diffusers(tmp_path / 'out'), strict=True):
         assert np.abs(ours - theirs).max() <= 1
     evaluated, _ = load_model('kept-latents')
