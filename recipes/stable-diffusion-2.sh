@@ -19,6 +19,7 @@ esac
 
 # What is there, and where what is made goes.
 : "${SOURCE:=photos}"             # images with captions, as convert.py reads them
+: "${SOURCE_2:=}"                 # those of phase 2, such as all of at least 512 pixels; SOURCE without it
 : "${WORK:=sd2-training}"         # folder or object store for shards and checkpoints
 : "${OUT:=sd2-trained}"           # new folder of this machine for the pipeline; its pictures go to OUT/pictures
 : "${RESULTS:=results.jsonl}"     # file for the records
@@ -29,6 +30,7 @@ esac
 : "${SIZE_2:=512}" "${STEPS_2:=850000}"    # of phase 2
 : "${BATCH_SIZE:=2048}"
 : "${PHASE_FLAGS:=}"              # more flags of benchmark.py, for both phases
+: "${ENCODE_FLAGS:=}"             # more flags of encode.py; a plan takes --compile for it where PHASE_FLAGS has it
 : "${LAUNCH:=composer}"           # what starts a program on all GPUs of this machine
 
 # How it is scored.
@@ -82,15 +84,18 @@ fi
 python convert.py "$SOURCE" "$WORK/images" --held_out "$HELD_OUT"
 data_1=$WORK/images
 data_2=$WORK/images
+if [ -n "$SOURCE_2" ]; then
+    data_2=$WORK/images-2
+    python convert.py "$SOURCE_2" "$data_2" --held_out "$HELD_OUT"
+fi
 
 # Where it is asked for, the VAE encodes them once.
 if [ -n "$LATENTS" ]; then
+    set -- --model_name "$MODEL" --pretrained --results "$RESULTS"
+    python encode.py --remote "$data_1" --out "$WORK/latents-$SIZE_1" --image_size "$SIZE_1" "$@" $ENCODE_FLAGS
+    python encode.py --remote "$data_2" --out "$WORK/latents-$SIZE_2" --image_size "$SIZE_2" "$@" $ENCODE_FLAGS
     data_1=$WORK/latents-$SIZE_1
     data_2=$WORK/latents-$SIZE_2
-    python encode.py --remote "$WORK/images" --out "$data_1" --image_size "$SIZE_1" --model_name "$MODEL" --pretrained \
-        --results "$RESULTS"
-    python encode.py --remote "$WORK/images" --out "$data_2" --image_size "$SIZE_2" --model_name "$MODEL" --pretrained \
-        --results "$RESULTS"
 fi
 
 # Phase 1, from random weights. Phase 2, from the weights of phase 1.

@@ -32,11 +32,25 @@ def test_the_costs_are_those_that_the_command_below_them_prints(monkeypatch, cap
         [plans] = tables(capsys.readouterr().out)
         expected[prices] = {row['GPUs'].removeprefix('8 x '): row for row in plans if row['input'] == 'latents'}
     rows = tables(COSTS)[0]
-    for device, of_days, hours, on_demand, spot in columns(rows, '8 GPUs', 'days', 'GPU-hours', 'on demand', 'spot'):
-        planned = expected['on-demand'].pop(device)
-        assert (of_days, hours, on_demand) == (planned['days'], planned['GPU-hours'], planned['cost'])
-        assert spot == expected['spot'][device]['cost']
+    for device, *figures in columns(rows, '8 GPUs', 'days', 'GPU-hours', 'on demand', 'days, spot', 'spot'):
+        planned, on_spot = expected['on-demand'].pop(device), expected['spot'][device]
+        assert figures[:3] == [planned['days'], planned['GPU-hours'], planned['cost']]
+        assert figures[3:] == [on_spot['days'], on_spot['cost'] or '-']
     assert not expected['on-demand']  # every card of the plan is in the table
+
+
+def test_what_it_takes_without_the_compiler_is_what_its_plan_says(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    report.main(['docs/plan-eager.jsonl', '@recipes/prices-on-demand.txt', '--phase', '256', '--phase', '512',
+                 '--encode', '790000000@256', '--encode', '300000000@512'])
+    [plans] = tables(capsys.readouterr().out)
+    plan = {row['GPUs']: row for row in plans}
+    h100, a100 = plan['8 x H100 80GB'], plan['8 x A100 80GB']
+    trained = sum(float(a100[part].removesuffix(' days')) for part in ('train 256', 'train 512'))
+    of_h100 = f'{h100["days"]} days and {h100["cost"]}'
+    assert f'Without the compiler 8 H100 take {of_h100} ' in ' '.join(PAGE.split())
+    assert (f'on demand {of_h100} of 8 H100, and {a100["days"]} days of 8 A100 80GB, of which the training takes '
+            f'{trained:.2f}.') in ' '.join((ROOT / 'docs/planning.md').read_text().split())
 
 
 @pytest.mark.long

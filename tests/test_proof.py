@@ -1,17 +1,23 @@
 """`make proof`: every step is one that runs, none that has a record is repeated, and the page says what it must."""
 import json
+import shlex
+import subprocess
 
+import pandas as pd
 import pytest
 import torch
 from composer.utils import dist
 
+import benchmark
 from benchmarks.proof import __main__ as proof
 from benchmarks.proof.__main__ import Machine, Step, all_steps, prove, smoke_steps
 from benchmarks.proof.page import plausibility, write_page
 from sdbench.flags.complete import complete
 from sdbench.flags.parser import parse
 from sdbench.flags.train import SWITCHES, Train
-from tests.runs import ROOT
+from sdbench.records.read import read_records
+from sdbench.report.plans import corrections_of
+from tests.runs import ROOT, SMALLEST
 
 A100 = 'NVIDIA A100-SXM4-80GB'
 ONE = Machine(1, A100, 79.2, tiny=False)
@@ -79,6 +85,26 @@ def test_smoke_is_the_recipes_of_the_original_and_the_fastest_and_smaller_on_sma
     assert '@recipes/fastest.txt' in fastest.flags
     assert original.flags[original.flags.index('--batch_size') + 1] == '512'
     assert ('--no-use_ema' in original.flags) == smallest
+
+
+def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_plan(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(proof, 'RESULTS', tmp_path / 'results.jsonl')
+    flags = ['--use_synth_data', '--model_name', SMALLEST, '--image_size', '16', '--batch_size', '8']
+    [found] = benchmark.main([*flags, '--dry_run', '8', '--gpu', A100])
+
+    def run(command: list[str], **_) -> subprocess.CompletedProcess:
+        if '--dry_run' in command:
+            benchmark.main(command[command.index('benchmark.py') + 1:])
+            return subprocess.CompletedProcess(command, 0, '')
+        command = f'benchmark.py {shlex.join(flags)} --device_train_microbatch_size auto --results -'
+        measured = found | {'status': 'complete', 'device_train_microbatch_size': 1, 'command': command}
+        return subprocess.CompletedProcess(command, 0, json.dumps(measured) + '\n')
+
+    monkeypatch.setattr(proof.subprocess, 'run', run)
+    assert proof.smoke(Machine(8, A100, 39.4, False)) == 0
+    rows = pd.DataFrame(read_records(str(tmp_path / 'results.jsonl')))
+    corrections, _ = corrections_of(rows)
+    assert len(corrections) == 1
 
 
 @pytest.mark.long

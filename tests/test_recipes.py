@@ -65,11 +65,14 @@ def test_each_command_of_the_whole_training_reads_what_the_one_before_it_has_wri
 
 def test_on_latents_each_phase_of_the_whole_training_has_those_of_its_size(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    convert, first, second, one, two, _, _ = commands_of(tmp_path, MODEL='sd2', LATENTS='1')
-    for encode, train in ((first, one), (second, two)):
-        assert encode.remote == convert.out
+    convert, large, first, second, one, two, _, _ = commands_of(
+        tmp_path, MODEL='sd2', LATENTS='1', SOURCE_2='large photos', ENCODE_FLAGS='--compile --batch_size 64')
+    assert large.source == ('large photos',)
+    assert large.held_out == convert.held_out
+    for made, encode, train in ((convert, first, one), (large, second, two)):
+        assert encode.remote == made.out
         assert (encode.out, encode.image_size) == (train.remote, train.image_size)
-        assert (encode.model_name, encode.pretrained) == ('sd2', True)
+        assert (encode.model_name, encode.pretrained, encode.compile, encode.batch_size) == ('sd2', True, True, 64)
 
 
 def test_the_whole_training_is_refused_without_a_model(tmp_path):

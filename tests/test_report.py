@@ -252,7 +252,8 @@ def test_phases_add_up_the_days_of_each_size_and_nothing_else_is_printed(printed
     [[row]] = tables(text)
     at_256, at_512 = 1126400000 / 3200 / 86400, 1740800000 / 800 / 86400
     assert columns([row], 'GPUs', 'train 256', 'train 512', 'days', 'GPU-hours') == [
-        ('8 x H200', f'{at_256:.2f}', f'{at_512:.2f}', f'{at_256 + at_512:.2f}', f'{(at_256 + at_512) * 24 * 8:,.0f}')]
+        ('8 x H200', f'{at_256:.2f} days', f'{at_512:.2f} days', f'{at_256 + at_512:.2f}',
+         f'{(at_256 + at_512) * 24 * 8:,.0f}')]
     assert text.startswith('Plan: train on 1,126,400,000 images at 256 px, then 1,740,800,000 images at 512 px\n')
     assert text.rstrip().endswith('Costs: $2 a GPU-hour (--dollars_per_gpu_hour).')
 
@@ -292,7 +293,7 @@ def test_a_plan_on_latents_has_their_encoding_in_it_or_says_at_which_size_it_has
                    '--encode', '216000000@256', '--encode', '864000000@512')
     [[row]] = tables(text)
     assert columns([row], 'encode 256', 'encode 512', 'train 256', 'train 512', 'days', 'cost') == [
-        ('1.00', '2.00', '2.00', '1.00', '6.00', '$2,304')]
+        ('1.00 days', '2.00 days', '2.00 days', '1.00 days', '6.00', '$2,304')]
     assert 'train on 86,400,000 images at 256 px (0.4 epochs), then 86,400,000 images at 512 px (0.1 epochs)' in text
     assert 'forecast of encode 256 and train 256, not tested.' in text
     assert 'without encoding at 256 and 512 px.' in printed(write(latents, latents | {'image_size': 256}), *SIZES)
@@ -311,8 +312,8 @@ def test_what_was_measured_and_forecast_alike_corrects_the_forecasts_that_are_co
     plain = [row for table in tables(printed(write(*before), *flags)) for row in table]
     text = printed(write(*before, *after), *flags)
     corrected = [row for table in tables(text) for row in table]  # the cheapest first
-    assert columns(plain, 'train 256', 'train 512') == [('7 h 30 min', '1.00'), ('7 h 30 min', '1.00')]
-    assert columns(corrected, 'train 256', 'train 512') == [('7 h 30 min', '1.00'), ('8 h 49 min', '1.11')]
+    assert columns(plain, 'train 256', 'train 512') == [('7 h 30 min', '1.00 days'), ('7 h 30 min', '1.00 days')]
+    assert columns(corrected, 'train 256', 'train 512') == [('7 h 30 min', '1.00 days'), ('8 h 49 min', '1.11 days')]
     assert 'compile: 0.85 times, by 8 x H200 at 512 px on latents and 8 x H200 at 512 px on images.' in text
     assert 'forecast of train 256, corrected.' in text
 
@@ -343,9 +344,18 @@ def test_the_intervals_of_the_page_on_spot_machines_follow_from_its_formulas():
 
 
 def test_a_plan_names_what_is_not_in_it_and_why(printed, write):
-    text = printed(write(AT_256, {}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}), *SIZES)
-    left_out = text.partition('Not in the plan: ')[2].splitlines()[0].split('; ')
-    assert left_out == ['32 x H200, not reliable: speed changed by +50.0%', '16 x H200, no speed at 256 px']
+    def left_out(*records: dict) -> str:
+        text = ' '.join(printed(write(*records), *SIZES).split())
+        return text.partition('Not in the plan: ')[2].partition(' Costs: ')[0]
+    assert left_out(AT_256, {}, {'num_devices': 16}, {'num_devices': 32, 'drift': 0.5}) == \
+        '32 x H200, not reliable: speed changed by +50.0%; 16 x H200, no speed at 256 px'
+
+    # a measurement at one size corrects forecasts, or says what it would need for it
+    plan = [FORECAST | {'batch_size': 2048} | at for at in ({}, AT_256)]
+    smoke = {'batch_size': 512, 'model_name': 'sd2'}
+    assert left_out(*plan, smoke) == ('8 x H200, no speed at 256 px, and no forecast of the same flags and microbatch '
+                                      'by which it would correct the others')
+    assert left_out(*plan, smoke, FORECAST | smoke) == ''
 
 
 def test_plans_of_several_settings_stand_apart_and_no_line_is_wider_than_120(printed, write):

@@ -297,11 +297,13 @@ def prove(folder: Path, machine: Machine, minutes: float | None) -> None:
 def smoke(machine: Machine) -> int:
     """Run the first steps of speed by benchmark.py itself, and print the ratio of two; return 1 if one failed, else 0.
 
-    Each run hands over its record, which is appended to results.jsonl: other runs write there as well.
+    Each run hands over its record, which is appended to results.jsonl: other runs write there as well. On GPUs that are
+    known the forecast of the run follows, so that the two correct a plan.
     """
     from sdbench.errors import DataError
+    from sdbench.gpus import CARDS
     from sdbench.records.record import append_line  # which takes seconds
-    from sdbench.records.summary import PLAN_COMMAND
+    from sdbench.records.summary import PLAN_COMMAND, forecast_command
     speeds = {}
     steps = smoke_steps(machine)
     for step in steps:
@@ -321,11 +323,14 @@ def smoke(machine: Machine) -> int:
             print(f'{"record":<15} appended to {RESULTS.name}', flush=True)
             if done.returncode == 0:
                 speeds[step.name] = record['images_per_sec']
+                if record['device'] in CARDS:
+                    program = forecast_command(record, str(RESULTS))
+                    subprocess.run([sys.executable, *program], cwd=ROOT, stdout=subprocess.DEVNULL)
     if len(speeds) == 2:
         print(comparison(speeds, machine.gib))
     print('To try other flags: source .venv/bin/activate, then repeat the command with them')
     if machine.gpus:
-        print(f'A plan that these speeds correct, after the forecast of the run: {PLAN_COMMAND.format(RESULTS.name)}')
+        print(f'A plan that these speeds correct: {PLAN_COMMAND.format(RESULTS.name)}')
     return 0 if len(speeds) == len(steps) else 1
 
 

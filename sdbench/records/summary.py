@@ -14,8 +14,8 @@ from sdbench.records.figures import OF_A_MEASUREMENT, OF_A_TRAINING, OF_AN_EVALU
 from sdbench.records.keys import FAILED, FEWEST_FOR_FID, INTERRUPTED, caution_about
 
 MUCH_WAITING_FOR_DATA = 0.05
-# A plan whose forecasts the records in a file correct, by the forecast of the same flags in plan.jsonl.
-PLAN_COMMAND = 'python report.py docs/plan.jsonl plan.jsonl {} --phase 256 --phase 512'
+# A plan whose forecasts the records in two files correct: what was measured, and the forecast of the same flags.
+PLAN_COMMAND = 'python report.py docs/plan.jsonl {} --phase 256 --phase 512'
 
 
 def run_summary(record: dict, settings: Train) -> str:
@@ -72,11 +72,16 @@ def notes_on_speed(record: dict, settings: Train) -> dict[str, Any]:
         # the commands that set this measurement beside its forecast, for a card that has one
         if record['device'] in CARDS:
             file = 'results.jsonl' if settings.results_file == '-' else settings.results_file
-            notes['forecast_command'] = (f'python {record["command"]} --dry_run {record["num_devices"]} '
-                                         f'--gpu {shlex.quote(record["device"])} --results plan.jsonl')
-            notes['plan_command'] = PLAN_COMMAND.format(shlex.quote(file))
+            notes['forecast_command'] = f'python {shlex.join(forecast_command(record, "plan.jsonl"))}'
+            notes['plan_command'] = PLAN_COMMAND.format(f'plan.jsonl {shlex.quote(file)}')
         notes['full_cost'] = 'no price' if math.isnan(price) else f'${hours * price:,.0f}'
     return notes
+
+
+def forecast_command(record: dict, file: str) -> list[str]:
+    """Return the program and flags that append the forecast of a measured run to a file, at the same microbatch."""
+    return [*shlex.split(record['command']), '--dry_run', str(record['num_devices']), '--gpu', record['device'],
+            '--device_train_microbatch_size', str(record['device_train_microbatch_size']), '--results', file]
 
 
 def evaluation_summary(record: dict) -> str:

@@ -23,6 +23,8 @@ from sdbench.report.speeds import UNKNOWN
 PLANNED = [key for key in OF_SPEED if key not in (
     'stage', 'image_size', 'device_train_microbatch_size', 'dataset', 'num_workers', *VERSIONS)]
 ALIKE = [*PLANNED, 'num_devices', 'image_size', 'device_train_microbatch_size']  # a measurement and its forecast
+NOT_IN_IT = ('Not in a forecast: waiting for data, checkpoints, evaluations, storage, traffic, and a network between '
+             'machines that is slower than the link of their GPUs.')
 RESTART_HOURS = 0.25  # until a training goes on elsewhere: another machine, the libraries, a checkpoint, the compiler
 Corrections = dict[tuple[str, str], float]  # by GPU and --compile, what its forecasts are multiplied by
 
@@ -71,8 +73,13 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
             plans.append(plan_row(runs, records, phases, settings, corrections))
             continue
         first = runs.iloc[0]
-        left_out.append(f'{first["num_devices"]} x {short_name(first["device"])}, no speed at '
-                        f'{" and ".join(missing)} px')
+        why = f'{first["num_devices"]} x {short_name(first["device"])}, no speed at {" and ".join(missing)} px'
+        statuses = set(runs['status'])
+        if {MEASURED, FORECAST} <= statuses and (first['device'], first['compile']) in corrections:
+            continue  # it corrects the plans of its GPU
+        if MEASURED in statuses and FORECAST in set(trained.loc[trained['device'] == first['device'], 'status']):
+            why += ', and no forecast of the same flags and microbatch by which it would correct the others'
+        left_out.append(why)
     if not plans:
         sizes = ' and '.join(size for _, size in phases)
         raise ValueError(f'--phase: no number of devices has reliable records of one setting at {sizes} px; measure or '
@@ -93,6 +100,8 @@ def plan_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, s
     if settings.hours_between_losses:
         sentences.append(f'Losses: one in {settings.hours_between_losses:g} hours, each of which costs half a '
                          f'--save_interval and {RESTART_HOURS * 60:.0f} minutes until the training goes on.')
+    if any(FORECAST in {part.status for part in plan['parts']} for plan in plans):
+        sentences.append(NOT_IN_IT)
     if left_out:
         sentences.append(f'Not in the plan: {"; ".join(dict.fromkeys(left_out))}')
     plans = pd.DataFrame(plans).sort_values(['cost_usd', 'total_gpu_hours'], kind='stable', ignore_index=True)
@@ -257,7 +266,8 @@ def plan_blocks(plans: pd.DataFrame) -> list[str]:
         row = {'GPUs': f'{plan["num_devices"]} x {short_name(plan["device"])}', 'input': plan['input']}
         for key, days in plan['record'].items():
             if key.startswith('days_'):
-                row[key.removeprefix('days_').replace('_', ' ')] = days_in_words(days)
+                unit = ' days' if days >= 1 else ''  # what is below one has its own
+                row[key.removeprefix('days_').replace('_', ' ')] = days_in_words(days) + unit
         for key, heading in (('days', 'days'), ('total_gpu_hours', 'GPU-hours'), ('cost_usd', 'cost')):
             row[heading] = cell(key, plan[key])
         rows.append(row)

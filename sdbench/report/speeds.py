@@ -48,7 +48,10 @@ def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, 
     if settings.training_images is None and (rows['model_name'] == 'tiny').any():
         has_days &= rows['model_name'] != 'tiny'
         sentences.append(TINY_NOTE)
-    days = days_to_train(rows['images_per_sec'], settings.training_images or TRAINING_IMAGES).where(has_days)
+    images = settings.training_images or TRAINING_IMAGES
+    days = days_to_train(rows['images_per_sec'], images).where(has_days)
+    if days.notna().any():
+        sentences.append(f'Days: those of {images:,} images (--training_images).')
     if settings.days is not None:
         rows['images_in_days'] = (rows['images_per_sec'] * settings.days * SECONDS_PER_DAY).where(has_days)
         sentences.append(f'The last column is how many images {settings.days:g} days buy.')

@@ -151,7 +151,7 @@ def test_a_measurement_on_a_gpu_ends_with_the_commands_that_correct_a_plan_by_it
                        settings_of('--use_synth_data', '--results', f'{tmp_path}/my results'))
     forecast, plan = text.splitlines()[-2:]
     assert forecast == ("for a plan      python benchmark.py --wandb_name 'a b' --dry_run 2 --gpu 'NVIDIA H100 PCIe' "
-                        '--results plan.jsonl')
+                        '--device_train_microbatch_size 4 --results plan.jsonl')
     assert plan.split()[:4] == ['python', 'report.py', 'docs/plan.jsonl', 'plan.jsonl']
     assert plan.endswith(f"'{tmp_path}/my results' --phase 256 --phase 512")
 
