@@ -107,7 +107,7 @@ def load_model(path: str) -> tuple[StableDiffusionPipeline, dict]:
         trained = read_trained_model(path, 'MODEL')
         pipeline = trained_pipeline(trained, f'MODEL {path}')
         about = {'weights': 'live' if trained.averaged is None else 'averaged', 'trained_batches': trained.batch,
-                 'images_seen': trained.samples, 'training': trained.flags,
+                 'images_seen': trained.samples, 'training': trained.flags | trained.spent,
                  'model_name': trained.facts.get('model_name')}
     about['model_sha256'] = hash_of_weights(pipeline.unet, pipeline.vae, pipeline.text_encoder)
     return pipeline, about

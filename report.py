@@ -28,11 +28,11 @@ import pandas as pd
 
 from sdbench.costs import TRAINING_IMAGES, prices_in_words
 from sdbench.records.figures import COLUMNS, WIDTH
-from sdbench.records.read import EVALUATED, MEASURED, SETTINGS, read_records
+from sdbench.records.read import EVALUATED, SETTINGS, read_records
 from sdbench.report.markdown import in_common, markdown
 from sdbench.report.pictures import draw_days, draw_learned, draw_plan, draw_quality
 from sdbench.report.plans import plan_blocks, plan_table
-from sdbench.report.speeds import FROM_SPEED, score_table, speed_table
+from sdbench.report.speeds import score_table, speed_table
 
 
 def main(argv=None):
@@ -90,13 +90,10 @@ def report(settings: Report) -> str:
         draw_learned(settings.learned, records, settings.dollars_per_gpu_hour)
         drawings[settings.learned] = 'eval loss of each training'
     if len(evaluations) and not settings.phase:
-        reliable = records[records['status'] == MEASURED] if len(records) else records
-        scores = score_table(evaluations, reliable, settings.dollars_per_gpu_hour)
+        scores = score_table(evaluations, settings.dollars_per_gpu_hour)
         tables.append(scores)
         common = in_common(scores, EVALUATED)
         blocks += [common, markdown(scores, EVALUATED)]
-        if scores['total_gpu_hours'].notna().any():
-            blocks.append(FROM_SPEED)
         if settings.quality:
             draw_quality(settings.quality, scores, common)
             drawings[settings.quality] = 'FID and CLIP score'

@@ -259,6 +259,7 @@ def test_a_checkpoint_draws_with_its_average_what_its_export_draws_and_says_how_
     assert 'DATA is what the model was trained on' in capfd.readouterr().out
     assert (record['trained_batches'], record['images_seen'], record['weights']) == (2, 8, 'averaged')
     assert record['training']['batch_size'] == 4
+    assert record['training']['gpu_hours'] > 0
     assert record['model_name'] == smallest_model
     export([kept, 'pipeline'])
     exported = run(tmp_path / 'pipeline', shards, tmp_path / 'exported', *clip)

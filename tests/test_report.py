@@ -467,17 +467,13 @@ def test_scores_are_a_table_of_their_own_with_the_checkpoints_in_order(printed, 
     assert 'All rows: model kept, weights averaged, data coco.txt, samples 30000, ' in text
 
 
-def test_gpu_hours_of_a_checkpoint_are_those_of_the_images_seen_at_the_speed_of_its_training(printed, write):
-    _, scores = tables(printed(write(TRAINING, EVALUATION, LATER), '--dollars_per_gpu_hour', 3))
-    hours = 2_048_000 / 400 / 3600 * 8
-    assert columns(scores, 'GPU-hours', 'cost')[::2] == [(f'{hours:.1f}', f'${3 * hours:.1f}'),
-                                                         (f'{2 * hours:.1f}', f'${6 * hours:.1f}')]
-
-
-@pytest.mark.parametrize('change', [{'learning_rate': 2e-4}, {'trained_batches': 999}, {'device_type': 'cpu'},
-                                    {'images_per_sec': None, 'status': 'failed'}, {'stage': 'encode'}], ids=str)
-def test_the_speed_of_another_training_is_not_taken(printed, write, change):
-    _, scores = tables(printed(write(TRAINING | change, EVALUATION)))
+def test_gpu_hours_and_cost_of_a_checkpoint_are_those_that_its_training_kept_and_a_cpu_has_none(printed, write):
+    def spent(hours: float, device: str = 'NVIDIA H200') -> dict:
+        return {'training': FLAGS | {'gpu_hours': hours, 'device': device}}
+    prices = ('--dollars_per_gpu_hour', 'H200=3', 'H100=9')
+    [scores] = tables(printed(write(EVALUATION | spent(100), LATER | spent(200)), *prices))
+    assert columns(scores, 'GPU-hours', 'cost')[::2] == [('100', '$300'), ('200', '$600')]
+    [scores] = tables(printed(write(EVALUATION | spent(100, 'CPU'), LATER)))
     assert 'GPU-hours' not in scores[0]
 
 

@@ -70,7 +70,7 @@ KEYS = {
     # of an evaluation
     'model model_name model_sha256 weights': 'what drew, the model that it was trained as, the hash of its weights, '
     'and `averaged` or `live`',
-    'images_seen training': 'images and flags of its training',
+    'images_seen training': 'images of its training, and its flags, with the GPU-hours and the device of it',
     'data trained_on_data samples_drawn sampler': 'captions and images that were compared with, whether the training '
     'had them too, how many pictures this run drew, and how',
     'scores': 'for each `guidance` the `fid` and the `clip_score`, null where a score was not asked for',

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
-from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, gpu_hours, price_of
+from sdbench.costs import SECONDS_PER_DAY, TRAINING_IMAGES, Prices, days_to_train, price_of
 from sdbench.errors import plural
 from sdbench.flags.commands import Report
 from sdbench.records.figures import OF_A_RUN
@@ -16,8 +16,6 @@ from sdbench.report.markdown import differing, settings_in_words
 
 UNKNOWN = dict.fromkeys((*OF_A_RUN, *LEARNED), math.nan)  # the figures of a row that no run has
 TINY_NOTE = 'The model tiny is for trying things out and has no days and no cost; --training_images asks for them.'
-FROM_SPEED = ('GPU-hours and cost of an evaluation are those of the images seen, at the images/s of the training in '
-              'these records that has the same flags; what was trained before with other flags is not in them.')
 
 
 def speed_table(records: pd.DataFrame, settings: Report) -> tuple[pd.DataFrame, list[str]]:
@@ -145,42 +143,15 @@ def predictions(rows: pd.DataFrame, counts: Sequence[int]) -> tuple[pd.DataFrame
     return pd.DataFrame(predicted), sentences
 
 
-def score_table(evaluations: pd.DataFrame, records: pd.DataFrame, prices: Prices) -> pd.DataFrame:
-    """Return a row for each guidance scale of each evaluation, checkpoints in order, and what the training took.
-
-    Args:
-        evaluations: their rows.
-        records: the rows of speeds that may be relied on.
-        prices: of GPUs.
-    """
+def score_table(evaluations: pd.DataFrame, prices: Prices) -> pd.DataFrame:
+    """Return a row for each guidance scale of each evaluation, checkpoints in order, and what the training took."""
     rows = evaluations.sort_values(['model', 'trained_batches', 'guidance'], kind='stable', ignore_index=True)
-    trainings = [record for record in records.get('record', ()) if record['stage'] == 'train']
     hours = []
     dollars = []
     devices = []
     for record in rows['record']:
-        training = training_of(record, trainings)
-        if training is None:
-            hours.append(math.nan)
-            dollars.append(math.nan)
-            devices.append('')
-        else:
-            hours.append(gpu_hours(training['images_per_sec'], training['num_devices'], record['images_seen']))
-            dollars.append(hours[-1] * price_of(training['device'], prices))
-            devices.append(training['device'])
+        training = record.get('training', {})
+        devices.append(training.get('device', 'CPU'))
+        hours.append(math.nan if devices[-1] == 'CPU' else training['gpu_hours'])
+        dollars.append(hours[-1] * price_of(devices[-1], prices))
     return rows.assign(total_gpu_hours=hours, cost_usd=dollars, device=devices)
-
-
-def training_of(evaluation: dict, trainings: list[dict]) -> dict | None:
-    """Return the last record of a training with the flags of an evaluation's that was as long.
-
-    It is None where there is none, or it was on a CPU.
-    """
-    flags = evaluation.get('training', {})
-    for training in reversed(trainings):
-        in_both = (flags.keys() & training.keys()) - {'dataset', 'remote'}  # the same data may have moved
-        is_same = 'batch_size' in in_both and all(flags[key] == training[key] for key in in_both)
-        is_as_long = training.get('trained_batches', 0) >= evaluation.get('trained_batches', math.inf)
-        if is_same and is_as_long and training.get('device_type') != 'cpu':
-            return training
-    return None

@@ -37,6 +37,7 @@ class Spending(Callback):
             self.price = price
         elif self.budget is not None:
             raise ValueError(f'--budget {self.budget:g} needs a price for {device}; give it in --dollars_per_gpu_hour')
+        self._device = device
         self._stop = stop
         self._hours_before = 0.0  # GPU-hours of the runs that this one resumes
         self._start = time.monotonic()
@@ -52,7 +53,7 @@ class Spending(Callback):
         return None if self.price is None else self.gpu_hours * self.price
 
     def state_dict(self) -> dict:
-        return {'gpu_hours': self.gpu_hours}
+        return {'gpu_hours': self.gpu_hours, 'device': self._device}
 
     def load_state_dict(self, state: dict) -> None:
         self._hours_before = state['gpu_hours']

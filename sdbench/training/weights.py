@@ -36,6 +36,7 @@ class TrainedModel:
         batch: how many batches it was trained for; None where it does not say.
         samples: how many images these were.
         flags: of a run of benchmark.py; empty if it was none.
+        spent: its `gpu_hours`, and on which `device`; empty where it does not say.
         facts: what the model says of itself (`facts_of_model`); empty if it was not one of this program.
         live: the weights of the UNet that the optimizer moves.
         averaged: those of the average; None where there is none.
@@ -47,6 +48,7 @@ class TrainedModel:
     batch: int | None
     samples: int | None
     flags: dict
+    spent: dict
     facts: dict
     live: dict[str, torch.Tensor]
     averaged: dict[str, torch.Tensor] | None
@@ -89,8 +91,11 @@ def trained_model_of(state: dict) -> TrainedModel:
     model = dict(state['model'])
     facts = model.pop(EXTRA_STATE, {})
     flags = {}
+    spent = {}
     for callback in dict(state.get('callbacks', ())).values():
         flags = callback.get('flags', flags)
+        if 'gpu_hours' in callback:
+            spent = callback
     timestamp = state.get('timestamp', {}).get('Timestamp', {})
 
     # The weights, and their average where it has started, this program's or Composer's own. That saves while the
@@ -114,7 +119,7 @@ def trained_model_of(state: dict) -> TrainedModel:
         half_life = ema.get('half_life')
         if half_life and 4 * int(half_life[:-2]) > timestamp['batch' if half_life.endswith('ba') else 'epoch']:
             young_half_life = half_life
-    return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, facts,
+    return TrainedModel(timestamp.get('batch'), timestamp.get('sample'), flags, spent, facts,
                         with_prefix_removed(model, 'unet.'), averaged, young_half_life, average,
                         with_prefix_removed(model, 'vae.') or None, with_prefix_removed(model, 'text_encoder.'))
 
