@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import random
 import shutil
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,17 @@ os.environ.update(HF_HUB_OFFLINE='1', WANDB_MODE='offline', CUDA_VISIBLE_DEVICES
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # the models are tiny, and other tests run at the same time
 # Inductor without processes of its own, and without vectors, whose C++ takes a compiler much longer than the plain one.
 os.environ.update(TORCHINDUCTOR_COMPILE_THREADS='1', TORCHINDUCTOR_VEC_ISA_OK='0')
+
+# One server, of the first process of pytest, forks processes for all: what it imports takes ten seconds.
+if 'PYTEST_XDIST_WORKER' in os.environ:
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running
+    forkserver._forkserver._forkserver_address = os.environ['FORK_SERVER']
+    forkserver._forkserver._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # it ends with the first process
+else:
+    os.environ['PYTHONPATH'] = str(Path(__file__).parent.parent)
+    multiprocessing.get_context('forkserver').set_forkserver_preload(['tests.preloaded'])
+    forkserver.ensure_running()  # it imports while the tests are collected, and prints where pytest captures it
+    os.environ['FORK_SERVER'] = forkserver._forkserver._forkserver_address
 
 import pytest
 
@@ -156,11 +167,7 @@ def as_on_a_gpu(monkeypatch):
     return set_up
 
 
-@pytest.fixture(scope='session', autouse=True)
+@pytest.fixture(scope='session')
 def server():
-    """Start a server that forks processes which have imported the program, also the workers of the commands."""
-    os.environ['PYTHONPATH'] = str(Path(__file__).parent.parent)
-    context = multiprocessing.get_context('forkserver')
-    context.set_forkserver_preload(['tests.preloaded'])
-    forkserver.ensure_running()  # it imports while the first tests run
-    return context
+    """The server that forks processes which have imported the program, as the workers of the commands are forked."""
+    return multiprocessing.get_context('forkserver')

@@ -88,7 +88,7 @@ def run_program(server, folder: Path, function: Callable, argv: list, disk: tupl
     arguments = (folder, disk, environment, function, list(map(str, argv)))
     process = server.Process(target=become_program, args=arguments)
     process.start()
-    process.join(600)
+    process.join(1800)
     code = process.exitcode
     process.kill()  # or pytest would wait for it at its end
     assert code is not None, (folder / 'err').read_text()

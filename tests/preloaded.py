@@ -1,4 +1,7 @@
 """What a server of processes imports and finds out once, before it forks: the name of the CPU alone takes a second."""
+import os
+from multiprocessing import forkserver, resource_tracker
+
 from composer.utils.collect_env import get_composer_env_dict
 
 import convert  # noqa: F401
@@ -9,3 +12,10 @@ from tests import forked_runs  # noqa: F401
 
 processor_name()
 get_composer_env_dict()  # Composer asks for it with every checkpoint
+
+# What it forks lets it fork, too: Python would start another server, which has imported nothing.
+forkserver._forkserver.ensure_running = resource_tracker.ensure_running
+
+# What they print elsewhere than into files, as where they are killed, would stand below all tests.
+for number in (1, 2):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)

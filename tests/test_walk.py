@@ -34,7 +34,6 @@ def run_cells(argv: list[str]) -> None:
     """Run the notebook in a process of its own, and print its code cells with their outputs, and what it leaves."""
     os.chdir(NOTEBOOK.parent)
     subprocess.run = run_forked
-    multiprocessing.get_context('forkserver').set_forkserver_preload(['tests.preloaded'])
     names = {}  # the variables of the notebook
     cells = benchmarks.notebook.run_cells(code_cells(), names)
     work = names['work']

@@ -98,6 +98,7 @@ def norms_and_convolutions() -> torch.nn.Module:
                  torch.nn.GroupNorm(4, 64), torch.nn.SiLU(), torch.nn.Conv2d(64, 32, 3, padding=1))
 
 
+@pytest.mark.long
 def test_kernels_and_bytes_are_those_of_the_code_that_inductor_writes():
     launches = launches_in_code(norms_and_convolutions(), 32, 16, 16)
     counter = counted(norms_and_convolutions(), 32, 16, 16)

@@ -134,6 +134,7 @@ def test_speeds_whose_sources_leave_something_open_are_met_with_what_is_likely(r
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not torch.__version__.startswith('2.7.'), reason='other versions trace other operators')
 def test_constants_and_largest_error_are_those_of_the_fit():
     judged, fitted = fit.judge(published.read_points())
     assert fitted == IN_CODE

@@ -112,6 +112,7 @@ def test_where_torch_would_stop_compiling_the_run_fails_in_one_line(graphs, capf
     assert not capfd.readouterr().err.count('Traceback')
 
 
+@pytest.mark.long
 def test_the_unet_of_stable_diffusion_2_is_compiled_in_22_graphs_by_blocks():
     settings = settings_of('--dry_run', '--compile', '--compile_blocks', '--channels_last')
     model = build_on_meta(settings, find_model(SD2_BASE), build_model)

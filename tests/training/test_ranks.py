@@ -20,32 +20,27 @@ from tests.training import rank_program
 TINY_RANKS = ['--use_ema', *TINY, '--batch_size', '8', '--measure_batches', '2', '--num_workers', '0']
 
 
-@pytest.fixture(scope='module')
-def trained(tmp_path_factory, shards, server, smallest_with_attention) -> dict[int, list[dict]]:
-    """Return what each rank of a run on one and on two saw and learned in an epoch of three batches of 8."""
-    folders = {ranks: tmp_path_factory.mktemp(f'ranks{ranks}') for ranks in (1, 2)}
-    for ranks, folder in folders.items():
+def test_two_ranks_split_an_epoch_without_overlap_and_learn_what_one_learns_from_the_same_batches(
+        tmp_path, shards, server, smallest_with_attention):
+    """An epoch of three batches of 8."""
+    seen = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
         arguments = (folder, '--remote', shards, *TINY_RANKS, '--model_name', smallest_with_attention,
                      '--results', '/dev/null', '--device_train_microbatch_size', '2')
         codes = run_ranks(server, [folder / 'log'] * ranks, rank_program.main, [arguments] * ranks)
         assert codes == [0] * ranks, (folder / 'log').read_text()
-    return {ranks: [torch.load(folder / f'rank{rank}.pt') for rank in range(ranks)]
-            for ranks, folder in folders.items()}
+        seen[ranks] = [torch.load(folder / f'rank{rank}.pt') for rank in range(ranks)]
+    [one], (first, second) = seen[1], seen[2]
 
-
-def test_two_ranks_learn_what_one_learns_from_the_same_batches(trained):
-    [one], (first, second) = trained[1], trained[2]
+    captions = [tuple(caption) for caption in first['captions'] + second['captions']]
+    assert len(captions) == len(set(captions)) == 24
+    assert set(captions) == {tuple(caption) for caption in one['captions']}
     for part in ('weights', 'average'):
         for name, expected in one[part].items():
             torch.testing.assert_close(first[part][name], expected, atol=1e-9, rtol=1e-6)
             assert torch.equal(first[part][name], second[part][name])
-
-
-def test_the_ranks_split_an_epoch_without_overlap(trained):
-    [one], (first, second) = trained[1], trained[2]
-    seen = [tuple(caption) for caption in first['captions'] + second['captions']]
-    assert len(seen) == len(set(seen)) == 24
-    assert set(seen) == {tuple(caption) for caption in one['captions']}
 
 
 def become_node(folder: Path, argv: list[str]) -> None:
