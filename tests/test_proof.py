@@ -89,7 +89,7 @@ def test_smoke_is_the_recipes_of_the_original_and_the_fastest_and_smaller_on_sma
 
 def test_smoke_on_a_gpu_appends_the_forecast_of_each_run_by_which_it_corrects_a_plan(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(proof, 'RESULTS', tmp_path / 'results.jsonl')
-    flags = ['--use_synth_data', '--model_name', SMALLEST, '--image_size', '16', '--batch_size', '8']
+    flags = ['--use_synth_data', '--model_name', SMALLEST, '--image_size', '16', '--batch_size', '64']
     [found] = benchmark.main([*flags, '--dry_run', '8', '--gpu', A100])
 
     def run(command: list[str], **_) -> subprocess.CompletedProcess:
